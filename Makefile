@@ -1,0 +1,41 @@
+# Two commands do everything: `make demo` shows the main job, `make test` runs what CI runs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help install demo test check conformance clean
+
+help:
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(STAMP)  ## make .venv with everything that the other targets need
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "samestep needs Python 3.11 or newer; name one with: make install PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
+	  echo "this Python cannot make virtual environments; on Debian/Ubuntu: apt-get install python3-venv"; exit 1; }
+	@echo "installing samestep and its tools into $(VENV) (a few minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot,wandb]'
+	@touch $@
+
+demo: install  ## pre-train a tiny BERT, kill it, resume it on more processes, export it (CPU, a few minutes)
+	@$(BIN)/python -m benchmarks.demo
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+test: check  ## format, lint, types, import contracts and tests, as CI runs them
+	$(BIN)/python -m pytest -n 2
+
+conformance: install  ## the full same-step matrix (an hour), written to docs/conformance.md
+	$(BIN)/python -m tests.conformance.matrix
+
+clean:  ## remove the environment and everything generated
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info

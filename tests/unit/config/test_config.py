@@ -1,0 +1,114 @@
+"""The strict reader: what is wrong in a file is refused by name; what is right survives a round trip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from trainer.config import Kinds, decode, dump, load, read_tree, to_tree
+from trainer.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Inner:
+    rate: float = 1.0
+    names: tuple[str, ...] = ()
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rate < 0:
+            raise ConfigError(f"rate must not be negative, it is {self.rate}")
+
+
+@dataclass(frozen=True)
+class Root:
+    steps: int
+    kind: Literal["linear", "cosine"] = "linear"
+    inner: Inner = field(default_factory=Inner)
+    table: dict[str, int] = field(default_factory=dict)
+    optimizer: Annotated[Any, Kinds("trainer.optim")] | None = None
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def test_values_decode_by_declared_type(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "steps: 1e3\ninner: {rate: 1e-4, names: [a, b]}\ntable: {x: 1}\n")
+    root = load(Root, path)
+    assert root == Root(1000, inner=Inner(1e-4, ("a", "b")), table={"x": 1})
+    assert isinstance(root.steps, int)
+
+
+def test_override_beats_file_beats_base_beats_default(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "steps: 1\ninner: {rate: 2, limit: 5}\n")
+    path = write(tmp_path, "a.yaml", "base: base.yaml\nsteps: 2\ninner: {rate: 3}\n")
+    assert load(Root, path).inner == Inner(3.0, limit=5)
+    assert load(Root, path, ["inner.rate=4", "inner.limit=null"]) == Root(2, inner=Inner(4.0))
+
+
+def test_section_of_another_kind_replaces_the_base_section(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "steps: 1\noptimizer: {kind: other, momentum: 3}\n")
+    path = write(tmp_path, "a.yaml", "base: base.yaml\noptimizer: {kind: adamw, lr: 0.5}\n")
+    assert read_tree(path)["optimizer"] == {"kind": "adamw", "lr": 0.5}
+    assert load(Root, path, ["optimizer=adamw"]) == load(Root, path)
+
+
+def test_round_trip_through_yaml(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "steps: 7\nkind: cosine\noptimizer: {kind: adamw, betas: [0.5, 0.75]}\n")
+    root = load(Root, path)
+    assert load(Root, write(tmp_path, "b.yaml", dump(root))) == root
+    assert to_tree(root)["optimizer"]["kind"] == "adamw"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "steps is required"),
+        ("stesp: 1", "stesp is not a known key; did you mean 'steps'"),
+        ("steps: many", "steps must be a whole number, not 'many'"),
+        ("steps: 1.5", "steps must be a whole number"),
+        ("steps: true", "steps must be a whole number"),
+        ("steps: 1\nkind: square", "kind must be one of linear, cosine, not 'square'"),
+        ("steps: 1\ninner: {rate: -1}", "inner: rate must not be negative, it is -1.0"),
+        ("steps: 1\ninner: {names: x}", "inner.names must be a list"),
+        ("steps: 1\ninner: 3", "inner must be a section"),
+        ("steps: 1\ntable: {a: b}", "table.a must be a whole number"),
+        ("steps: 1\noptimizer: adamv", "did you mean 'adamw'"),
+        ("steps: 1\noptimizer: {lr: 1}", "optimizer.kind must name one of: adamw"),
+        ("steps: 1\noptimizer: {kind: adamw, lrr: 1}", "optimizer.lrr is not a known key; did you mean 'lr'"),
+        ("steps: 1\nsteps: 2", "'steps' is given twice"),
+        ("steps: [1", "not valid YAML"),
+        ("- 1", "must hold `key: value` lines"),
+        ("base: nowhere.yaml", "nowhere.yaml (named as base by"),
+        ("base: a.yaml", "is its own base"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, "a.yaml", text)
+    with pytest.raises(ConfigError) as caught:
+        load(Root, path)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("override", ["steps", "=3", "a..b=1", "steps=[1"])
+def test_bad_overrides_are_refused(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match="not an override|not valid YAML"):
+        load(Root, write(tmp_path, "a.yaml", "steps: 1"), [override])
+
+
+def test_a_dotted_kind_is_a_users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "theirs"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "sgd.py").write_text(
+        "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Config:\n    lr: float = 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    root = decode(Root, {"steps": 1, "optimizer": {"kind": "theirs.sgd", "lr": 2}})
+    assert root.optimizer.lr == 2.0
+    assert to_tree(root)["optimizer"] == {"kind": "theirs.sgd", "lr": 2.0}

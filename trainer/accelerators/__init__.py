@@ -1,0 +1,69 @@
+"""One kind of hardware each: where tensors live, which collectives it speaks, how fast it can be."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+Precision: TypeAlias = Literal["fp32", "bf16"]
+
+
+def local_rank() -> int:
+    """This process's number on its machine, as the launcher says; 0 when there is only one."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+class Accelerator(ABC):
+    """The device of this process.
+
+    Attributes:
+        device: where parameters and batches live.
+        collective_backend: what torch.distributed uses between such devices.
+    """
+
+    device: torch.device
+    collective_backend: str
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """The device in words, for the start-up report."""
+
+    @abstractmethod
+    def peak_flops(self, precision: Precision) -> float | None:
+        """The data sheet's dense FLOP/s of one device, or None where there is no such figure."""
+
+    @abstractmethod
+    def expected_flops(self, precision: Precision) -> float | None:
+        """FLOP/s that a training step may be expected to reach on one device, for the estimate of a run's time."""
+
+    @abstractmethod
+    def peak_memory(self) -> int | None:
+        """The most bytes of device memory that this process has held, or None where the device has none of its own."""
+
+    def autocast(self, precision: Precision) -> AbstractContextManager[object]:
+        """Runs matrix products in `precision`; parameters stay in fp32."""
+        if precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies a batch of CPU tensors to the device, without waiting for the copy where the device allows."""
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def step_boundary(self) -> None:
+        """Marks the end of an optimizer step; back-ends that trace graphs cut them here."""
+        return
+
+
+def detect() -> Accelerator:
+    """The best device that this machine has."""
+    from trainer.accelerators import cpu, cuda
+
+    return cuda.Config().build() if torch.cuda.is_available() else cpu.Config().build()

@@ -1,0 +1,184 @@
+"""The `samestep` command."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+from trainer import __version__, log
+from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
+
+if TYPE_CHECKING:
+    from trainer.experiment import Experiment
+
+logger = logging.getLogger(__name__)
+
+# Failures of the machine that need no stack trace: no space, no permission, read-only, quota, too many open files.
+_USERS_ERRNO = {errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.EMFILE}
+_OVERRIDES = "settings that replace those of the file, e.g. optimizer.lr=1e-3 training.steps=100"
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    example: str,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_experiment(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="the experiment, a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all sub-commands, those of the other packages included."""
+    parser = argparse.ArgumentParser(
+        prog="samestep",
+        description="Pre-trains and fine-tunes Transformer language models: the same run on any number of devices.",
+    )
+    parser.add_argument("--version", action="version", version=f"samestep {__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show the Python stack of an error")
+    parser.add_argument("--verbose", action="store_true", help="log details")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    train = _command(
+        commands, "train", _train, "train a model, or continue the run found in its output folder",
+        "samestep train configs/pretrain/bert_mini.yaml --processes 2 training.steps=1000",
+    )
+    _add_experiment(train)
+    train.add_argument("--processes", type=int, metavar="N",
+                       help="processes on this machine (default: one a GPU, else one); ignored under torchrun")
+
+    config = _command(
+        commands, "config", _config, "print an experiment with every setting resolved",
+        "samestep config configs/pretrain/bert_mini.yaml optimizer.lr=1e-3",
+    )
+    _add_experiment(config)
+
+    evaluate = _command(
+        commands, "evaluate", _evaluate, "score a run's newest checkpoint on the held-out documents",
+        "samestep evaluate runs/bert-mini",
+    )
+    evaluate.add_argument("run_folder", metavar="RUN", help="the output folder of a run")
+    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    evaluate.add_argument("--step", type=int, help="the checkpoint to score (default: the newest)")
+
+    export = _command(
+        commands, "export", _export, "write a checkpoint as a Hugging Face folder",
+        "samestep export runs/bert-mini exported/bert-mini",
+    )
+    export.add_argument("checkpoint", metavar="CKPT", help="a run's folder (its newest checkpoint) or a step folder")
+    export.add_argument("folder", metavar="DIR", help="the folder to write")
+
+    fill = _command(
+        commands, "fill", _fill, "fill the masked words of a text",
+        'samestep fill runs/bert-mini "the man went to the [MASK]"',
+    )
+    fill.add_argument("checkpoint", metavar="CKPT", help="a run's folder, a step folder or a Hugging Face folder")
+    fill.add_argument("text", nargs="+", help="texts with [MASK] (or <mask>) in them")
+    fill.add_argument("--top", type=int, default=5, metavar="K", help="candidates a mask (default: 5)")
+
+    for entry_point in entry_points(group="samestep.commands"):
+        entry_point.load()(commands)
+    return parser
+
+
+def _config(args: argparse.Namespace) -> int:
+    from trainer.config import dump, load
+    from trainer.experiment import Experiment
+
+    sys.stdout.write(dump(load(Experiment, args.file, args.overrides)))
+    return EXIT_DONE
+
+
+def _on_cpu(experiment: Experiment) -> bool:
+    return experiment.accelerator is not None and type(experiment.accelerator).__module__.endswith(".cpu")
+
+
+def _train(args: argparse.Namespace) -> int:
+    from trainer import agent
+    from trainer.config import load
+    from trainer.experiment import Experiment
+
+    experiment = load(Experiment, args.file, args.overrides)
+    if not agent.under_launcher():
+        processes = args.processes or agent.default_processes(_on_cpu(experiment))
+        if processes < 1:
+            raise ConfigError(f"--processes must be at least 1, not {processes}")
+        if processes > 1:
+            flags = [flag for flag in ("--traceback", "--verbose") if getattr(args, flag[2:])]
+            return agent.run_workers([*flags, "train", args.file, *args.overrides], processes)
+    from trainer.run import train
+
+    train(experiment)
+    return EXIT_DONE
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from trainer.config import load
+    from trainer.experiment import Experiment
+    from trainer.run import evaluate
+
+    experiment = load(Experiment, os.path.join(args.run_folder, "config.yaml"), args.overrides)
+    for name, value in evaluate(experiment, args.step).items():
+        sys.stdout.write(f"{name:12} {value:.6g}\n")
+    return EXIT_DONE
+
+
+def _export(args: argparse.Namespace) -> int:
+    from trainer.export import export
+
+    export(args.checkpoint, args.folder)
+    return EXIT_DONE
+
+
+def _fill(args: argparse.Namespace) -> int:
+    from trainer.export import fill
+
+    fill(args.checkpoint, args.text, args.top)
+    return EXIT_DONE
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a sub-command; users' mistakes become one paragraph on stderr and an exit code, not a stack trace."""
+    args = build_parser().parse_args(arguments)
+    log.set_up(rank=int(os.environ.get("RANK", "0")), verbose=args.verbose)
+    try:
+        code: int = args.run(args)
+    except SamestepError as error:
+        logger.error("error: %s", error, exc_info=error if args.traceback else None)
+        code = error.exit_code
+    except OSError as error:
+        if error.errno not in _USERS_ERRNO:
+            raise
+        logger.error("error: %s", error, exc_info=error if args.traceback else None)
+        code = EXIT_FAILED
+    except KeyboardInterrupt:
+        logger.error("interrupted")
+        code = 128 + signal.SIGINT
+    if code and "RANK" in os.environ:  # other ranks may wait in a collective: leave without the farewells they'd need
+        logging.shutdown()
+        os._exit(code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

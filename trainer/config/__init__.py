@@ -1,0 +1,27 @@
+"""Strict configuration: frozen dataclasses, YAML files with `base:`, and `key=value` overrides.
+
+    experiment = load(Experiment, "configs/pretrain/bert_mini.yaml", ["optimizer.lr=1e-3"])
+
+Precedence: dataclass default < `base:` < file < override. A section whose field is annotated with `Kinds("package")`
+is decoded by the module its `kind` names (`kind: mlm` under "trainer.objectives" is `trainer/objectives/mlm.py`, a
+dotted kind is a user's own module); each such module has a frozen dataclass `Config`. No torch in here.
+"""
+
+from typing import TypeVar, cast
+
+from trainer.config.decode import Kinds, decode
+from trainer.config.render import dump, to_tree
+from trainer.config.tree import Tree, read_tree
+
+T = TypeVar("T")
+
+__all__ = ["Kinds", "Tree", "decode", "dump", "load", "read_tree", "to_tree"]
+
+
+def load(schema: type[T], path: str, overrides: list[str] | tuple[str, ...] = ()) -> T:
+    """Reads a file, its bases and the overrides into `schema`.
+
+    Raises:
+        ConfigError: naming the file or the key, the value and the nearest valid key.
+    """
+    return cast(T, decode(schema, read_tree(path, overrides)))

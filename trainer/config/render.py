@@ -1,0 +1,40 @@
+"""Turns decoded configuration back into plain values and YAML that decodes to the same thing."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+import yaml
+
+from trainer.config.decode import kinds_of
+from trainer.config.tree import Tree
+
+
+def to_tree(config: Any) -> Tree:
+    """The full tree of a dataclass: every key with its value, defaults included, and each section's `kind`."""
+    hints = typing.get_type_hints(type(config), include_extras=True)
+    tree: Tree = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        kinds = kinds_of(hints[field.name])
+        tree[field.name] = _plain(value)
+        if kinds is not None and value is not None:
+            tree[field.name] = {"kind": kinds.kind_of(value), **tree[field.name]}
+    return tree
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_tree(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def dump(config: Any) -> str:
+    """The resolved configuration as YAML, in the order of the schema."""
+    return yaml.safe_dump(to_tree(config), sort_keys=False, width=120, allow_unicode=True)

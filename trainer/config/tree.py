@@ -1,0 +1,86 @@
+"""YAML files, their `base:` files and `key=value` overrides, merged into one tree of plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+
+from trainer.errors import ConfigError
+
+Tree: TypeAlias = dict[str, Any]
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice, which YAML parsers otherwise let the last one win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def merge(base: Tree, changes: Tree) -> Tree:
+    """Lays `changes` over `base`, section by section; a section of another `kind` replaces the base's whole."""
+    merged = dict(base)
+    for key, value in changes.items():
+        below = merged.get(key)
+        if isinstance(below, dict) and "kind" in below and isinstance(value, str):  # `optimizer=lamb`
+            value = {"kind": value}
+        if isinstance(below, dict) and isinstance(value, dict) and value.get("kind") in (None, below.get("kind")):
+            value = merge(below, value)
+        merged[key] = value
+    return merged
+
+
+def _read_file(path: Path, chain: tuple[Path, ...]) -> Tree:
+    if path in chain:
+        raise ConfigError(f"{path} is its own base: {' -> '.join(str(p) for p in (*chain, path))}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        wanted_by = f" (named as base by {chain[-1]})" if chain else ""
+        raise ConfigError(f"cannot read the configuration {path}{wanted_by}: {error}") from error
+    tree = _parse(text, str(path))
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold `key: value` lines, not a {type(tree).__name__}")
+    bases = tree.pop("base", [])
+    merged: Tree = {}
+    for base in [bases] if isinstance(bases, str) else bases:
+        merged = merge(merged, _read_file((path.parent / base).resolve(), (*chain, path)))
+    return merge(merged, tree)
+
+
+def parse_override(text: str) -> Tree:
+    """Turns `a.b=value` (the value is YAML) into the tree {a: {b: value}}."""
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"{text!r} is not an override; write key=value, for example optimizer.lr=1e-3")
+    tree = _parse(value, f"the value of {key}")
+    for part in reversed(key.split(".")):
+        tree = {part: tree}
+    assert isinstance(tree, dict)
+    return tree
+
+
+def read_tree(path: str | Path, overrides: Iterable[str] = ()) -> Tree:
+    """Reads a configuration file with its bases and lays the overrides over it, in order."""
+    tree = _read_file(Path(path).resolve(), ())
+    for override in overrides:
+        tree = merge(tree, parse_override(override))
+    return tree

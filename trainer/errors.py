@@ -1,0 +1,41 @@
+"""Errors a user can act on, and the exit codes the command line maps them to.
+
+Each message says what is wrong, the offending value and the fix, in one paragraph.
+Programmer errors stay plain `assert`s and exceptions: they keep their stack trace.
+"""
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_PREEMPTED = 75
+
+
+class SamestepError(Exception):
+    """A failure explained in one paragraph; `exit_code` is what the process returns for it."""
+
+    exit_code = EXIT_FAILED
+
+
+class ConfigError(SamestepError):
+    """The description of a run is wrong: unknown key, bad value, settings that contradict each other."""
+
+    exit_code = EXIT_USAGE
+
+
+class DataError(SamestepError):
+    """Raw text, shards or a manifest are missing, corrupt or do not belong to this run."""
+
+
+class CheckpointError(SamestepError):
+    """A checkpoint cannot be written, is damaged, or belongs to another model."""
+
+
+class LaunchError(SamestepError):
+    """Processes cannot be started, or one of them failed."""
+
+
+class MissingExtra(ConfigError):
+    """An optional package is needed and not installed."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs the package {package!r}; install it with: pip install 'samestep[{extra}]'")

@@ -1,0 +1,74 @@
+"""What the data pipeline and the objectives say to each other; neither imports the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Policy: TypeAlias = Literal["concat", "best_fit", "padded"]
+
+Batch: TypeAlias = dict[str, npt.NDArray[np.generic]]
+"""Arrays of one micro-batch by name, every one with the examples (B) as its first dimension."""
+
+
+@dataclass(frozen=True)
+class PackSpec:
+    """How many cells of an example the objective needs for itself.
+
+    Attributes:
+        sequence_length: cells of an example, special tokens included.
+        prefix: special tokens before a sequence (1 for [CLS]).
+        suffix: special tokens after each piece of a document (1 for [SEP]).
+    """
+
+    sequence_length: int
+    prefix: int
+    suffix: int
+
+
+@dataclass(frozen=True)
+class Examples:
+    """B packed examples as flat arrays: the raw tokens of their pieces and where each piece goes.
+
+    A piece is a run of tokens of one document. Special tokens are not in here: cells between the pieces belong to
+    the objective. Under an isolating policy (`best_fit`, `padded`) each piece is a sequence of its own, with its
+    own prefix, positions from 0, and attention to itself only; under `concat` the row is one sequence.
+
+    Attributes:
+        tokens: int32 [T], tokens of all pieces end to end, rows in order, then columns.
+        row: int64 [N], the row of each piece.
+        column: int64 [N], the cell of the piece's first token.
+        length: int64 [N], tokens in the piece; at least 1.
+        key: uint64 [B], the source of every random choice about the example; differs from epoch to epoch.
+        weight: float32 [B], 1 for an example, 0 for one that only pads the batch to its static shape.
+        isolated: whether pieces of a row are sequences of their own.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    row: npt.NDArray[np.int64]
+    column: npt.NDArray[np.int64]
+    length: npt.NDArray[np.int64]
+    key: npt.NDArray[np.uint64]
+    weight: npt.NDArray[np.float32]
+    isolated: bool
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What an objective needs to know of a tokenizer: its size and the ids of its special tokens.
+
+    Attributes:
+        size: number of ids; every id is below it.
+        pad, cls, sep, mask: ids, or None where the tokenizer has no such token ([CLS] is <s> in RoBERTa).
+        special: every id that no text produces; never masked, never a random replacement.
+    """
+
+    size: int
+    pad: int | None
+    cls: int | None
+    sep: int | None
+    mask: int | None
+    special: tuple[int, ...]

@@ -1,0 +1,66 @@
+"""The root of the configuration: one file describes one run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from data_pipeline import loader
+from trainer import loop
+from trainer.checkpoint import manager
+from trainer.config import Kinds
+from trainer.errors import ConfigError
+from trainer.monitoring import wandb
+from trainer.optim import schedules
+from trainer.strategies import fsdp
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """Where metrics go besides RUN/metrics.jsonl, which is always written.
+
+    Attributes:
+        wandb: Weights & Biases; None leaves it out.
+    """
+
+    wandb: wandb.Config | None = None
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One run: what is trained, on what, how, and where it goes.
+
+    Attributes:
+        output: the run's folder; a run found there is continued from its newest checkpoint.
+        model: the architecture (a module of trainer/models).
+        objective: what is predicted (a module of trainer/objectives).
+        data: the dataset that `samestep data build` made, and how it is cut into examples.
+        training: steps, batch sizes, precision.
+        optimizer: a module of trainer/optim with a `Config`.
+        schedule: the learning rate over the run.
+        strategy: how the model is split over processes (a module of trainer/strategies).
+        accelerator: the hardware (a module of trainer/accelerators); None takes a GPU where there is one, else
+            the CPU, and says which.
+        checkpoint: how often to save and what to keep.
+        tracking: Weights & Biases.
+        seed: the root of every random choice.
+        init_from: a Hugging Face folder or a checkpoint whose weights the run starts from; None draws them.
+    """
+
+    output: str
+    model: Annotated[Any, Kinds("trainer.models")]
+    objective: Annotated[Any, Kinds("trainer.objectives")]
+    data: loader.Config
+    training: loop.Config
+    optimizer: Annotated[Any, Kinds("trainer.optim")]
+    schedule: schedules.Config = field(default_factory=schedules.Config)
+    strategy: Annotated[Any, Kinds("trainer.strategies")] = field(default_factory=fsdp.Config)
+    accelerator: Annotated[Any, Kinds("trainer.accelerators")] | None = None
+    checkpoint: manager.Config = field(default_factory=manager.Config)
+    tracking: Tracking = field(default_factory=Tracking)
+    seed: int = 0
+    init_from: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed must lie in 0 .. 2**32 - 1, not {self.seed}")

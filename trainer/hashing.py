@@ -1,0 +1,50 @@
+"""Counter-based randomness for the host side: every random choice is a hash of what it is about.
+
+Nothing here keeps state, so a choice never depends on rank, worker, process or call order
+(Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). The mixer is splitmix64's finaliser
+(Steele et al. 2014). All arithmetic is modulo 2**64 on numpy arrays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+U64: TypeAlias = npt.NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def mix(values: npt.ArrayLike) -> U64:
+    """Scrambles each 64-bit value; a bijection, so distinct inputs stay distinct."""
+    x = np.array(values, dtype=np.uint64, ndmin=1)
+    x += _GOLDEN
+    x ^= x >> np.uint64(30)
+    x *= _MIX_1
+    x ^= x >> np.uint64(27)
+    x *= _MIX_2
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def combine(*parts: npt.ArrayLike) -> U64:
+    """Hashes a tuple of integers (arrays broadcast) into one 64-bit key each; order matters."""
+    key = mix(parts[0])
+    for part in parts[1:]:
+        key = mix(key ^ np.asarray(part).astype(np.uint64))
+    return key
+
+
+def name_key(name: str) -> int:
+    """The 64-bit key of a name (a purpose, a parameter), the same in every process and version."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def uniform(keys: U64) -> npt.NDArray[np.float64]:
+    """Maps keys to [0, 1) with 53 random bits."""
+    return (keys >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,0 +1,24 @@
+"""Logging set-up: INFO from rank 0, warnings from every rank with its number."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+
+
+def set_up(rank: int = 0, verbose: bool = False) -> None:
+    """Sends log records to stderr; ranks other than 0 only speak from WARNING up, and say who they are."""
+    who = "" if rank == 0 else f"[rank {rank}] "
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {who}%(message)s", datefmt="%H:%M:%S"))
+    level = logging.WARNING if rank else logging.DEBUG if verbose else logging.INFO
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    for package in ("trainer", "data_pipeline", "launch"):
+        logging.getLogger(package).setLevel(level)
+    for noisy in ("torch.distributed", "torch.distributed.elastic"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    if not verbose:
+        warnings.filterwarnings("ignore", module=r"torch\..*")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

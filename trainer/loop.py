@@ -1,0 +1,246 @@
+"""The training loop: one optimizer step after another, the same at any world size."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trainer.accelerators import Precision
+from trainer.checkpoint.manager import Checkpointer
+from trainer.errors import ConfigError
+from trainer.monitoring import Tracker
+from trainer.monitoring.meter import Meter
+from trainer.monitoring.throughput import Throughput
+from trainer.objectives import Objective
+from trainer.optim import groups, schedules
+from trainer.state import TrainState
+from trainer.strategies import Strategy
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The `training` section of an experiment.
+
+    Attributes:
+        steps: optimizer steps of the whole run.
+        global_batch_size: examples of one step, over all devices.
+        micro_batch_size: examples of one forward and backward pass on one device; changes memory and speed only.
+        precision: of matrix products; parameters and optimizer state stay in fp32.
+        max_grad_norm: gradients are scaled down to this global norm; None leaves them.
+        activation_checkpointing: recomputes each layer in the backward pass: less memory, a third more work.
+        compile: compiles each layer with torch.compile.
+        log_every: steps between two rows of metrics.
+        evaluate_every: steps between evaluations on the held-out documents (and at the end); None never does.
+        evaluate_batches: global batches of an evaluation; None takes all held-out documents.
+        collective_timeout: seconds that ranks wait for each other before they give up.
+    """
+
+    steps: int
+    global_batch_size: int = 256
+    micro_batch_size: int = 8
+    precision: Precision = "fp32"
+    max_grad_norm: float | None = 1.0
+    activation_checkpointing: bool = False
+    compile: bool = False
+    log_every: int = 10
+    evaluate_every: int | None = None
+    evaluate_batches: int | None = None
+    collective_timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "global_batch_size", "micro_batch_size", "log_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("evaluate_every", "evaluate_batches"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, or null for none, not {getattr(self, name)}")
+        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+            raise ConfigError(f"max_grad_norm must be above 0, or null for no clipping, not {self.max_grad_norm}")
+        if self.collective_timeout <= 0:
+            raise ConfigError(f"collective_timeout must be above 0 seconds, not {self.collective_timeout}")
+
+
+MicroBatches = Sequence[Mapping[str, Tensor]]
+
+
+class Loader(Protocol):
+    """An iterable over steps, whose state is where the consumer stands."""
+
+    def __iter__(self) -> Any: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Trainer:
+    """Drives one run; every part it drives is handed in."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective,
+        strategy: Strategy,
+        lr: float,
+        schedule: schedules.Config,
+        loader: Loader,
+        heldout: Callable[[], Loader],
+        checkpointer: Checkpointer,
+        checkpoint_every: int,
+        description: Mapping[str, Any],
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.optimizer = optimizer
+        self.objective = objective
+        self.strategy = strategy
+        self.lr = lr
+        self.schedule = schedule
+        self.loader = loader
+        self.heldout = heldout
+        self.checkpointer = checkpointer
+        self.checkpoint_every = checkpoint_every
+        self.description = description
+        self.state = TrainState()
+        self.trackers: Sequence[Tracker] = ()
+        self.throughput: Throughput | None = None
+        self._meter = Meter()
+        self._grad_norm = torch.zeros(())
+        self._logged_tokens = 0
+        self._waited = 0.0
+        self._evaluated = 0.0
+
+    def fit(self) -> None:
+        """Trains from where the state stands to the last step, evaluating, logging and saving on the way."""
+        self.model.train()
+        batches = iter(self.loader)
+        while self.state.step < self.config.steps:
+            asked = time.perf_counter()
+            micro_batches = next(batches)
+            self._waited += time.perf_counter() - asked
+            self.train_step(micro_batches)
+            if self._due(self.config.log_every):
+                self._log_training()
+            if self._due(self.config.evaluate_every):
+                began = time.perf_counter()
+                self._log({f"heldout/{name}": value for name, value in self.evaluate().items()})
+                self._evaluated += time.perf_counter() - began
+            if self._due(self.checkpoint_every):
+                self.save()
+        self.checkpointer.wait()
+
+    def train_step(self, micro_batches: MicroBatches) -> None:
+        """Takes one optimizer step on this replica's rows of a global batch.
+
+        The loss terms are divided by their weights over the whole global batch, so gradients, summed over
+        micro-batches and replicas, do not depend on how the batch was cut.
+        """
+        fraction = schedules.lr_fraction(self.schedule, self.state.step, self.config.steps)
+        groups.set_lr(self.optimizer, self.lr * fraction)
+        totals = self._totals(micro_batches)
+        for i, host_batch in enumerate(micro_batches):
+            batch = self.strategy.accelerator.to_device(host_batch)
+            with self.strategy.accumulate(last=i == len(micro_batches) - 1):
+                with self.strategy.accelerator.autocast(self.config.precision):
+                    loss = self.objective.loss(self.model, batch, totals)
+                self.strategy.backward(loss.total)
+            self._meter.add(loss.metrics)
+        self._grad_norm = self.strategy.clip_grad_norm(self.config.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.strategy.accelerator.step_boundary()
+        self.state.step += 1
+        self.state.examples += self.config.global_batch_size
+        self.state.tokens += self.config.global_batch_size * micro_batches[0]["tokens"].shape[1]
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Scores the model on the held-out documents: weighted means, and the loss as perplexity."""
+        self.model.eval()
+        meter = Meter()
+        loader = self.heldout()
+        for number, micro_batches in enumerate(loader):
+            if number == self.config.evaluate_batches:
+                break
+            totals = self._totals(micro_batches)
+            for host_batch in micro_batches:
+                batch = self.strategy.accelerator.to_device(host_batch)
+                with self.strategy.accelerator.autocast(self.config.precision):
+                    meter.add(self.objective.loss(self.model, batch, totals).metrics)
+        loader.close()
+        self.model.train()
+        means = meter.compute(self.strategy.all_reduce)
+        return {**means, "perplexity": math.exp(min(means["loss"], 700.0))}
+
+    def save(self) -> None:
+        """Starts a checkpoint of everything that the next step depends on."""
+        meta = {
+            **self.description,
+            "state": self.state.state_dict(),
+            "data": self.loader.state_dict(),
+            "window": self._meter.totals(self.strategy.all_reduce),
+        }
+        self.checkpointer.save(self.state.step, self._tensors(), meta)
+
+    def restore(self, step: int | None) -> None:
+        """Continues from a checkpoint that any world size and strategy may have written."""
+        groups.prime(self.optimizer)
+        meta = self.checkpointer.restore(self._tensors(), step)
+        self.state.load_state_dict(meta["state"])
+        groups.set_step(self.optimizer, self.state.step)
+        self.loader.load_state_dict(meta["data"])
+        self._logged_tokens = self.state.tokens
+        if self.strategy.replica.index == 0:  # the sums are of all replicas
+            self._meter.add({name: tuple(torch.tensor(pair)) for name, pair in meta["window"].items()})
+
+    def _tensors(self) -> dict[str, Tensor]:
+        parameters = self.strategy.parameters
+        tensors: dict[str, Tensor] = {f"model/{name}": parameter.detach() for name, parameter in parameters.items()}
+        moments = groups.state_tensors(self.optimizer, parameters.items())
+        return tensors | {f"optimizer/{name}": tensor for name, tensor in moments.items()}
+
+    def _totals(self, micro_batches: MicroBatches) -> dict[str, Tensor]:
+        """Each loss term's weight over the whole global batch; one small collective, no wait for the device."""
+        sums: dict[str, float] = {}
+        for batch in micro_batches:
+            for name, weight in self.objective.weights(batch).items():
+                sums[name] = sums.get(name, 0.0) + weight
+        totals = torch.tensor(list(sums.values())).to(self.strategy.accelerator.device, non_blocking=True)
+        return dict(zip(sums, self.strategy.all_reduce(totals), strict=True))
+
+    def _due(self, every: int | None) -> bool:
+        return every is not None and (self.state.step % every == 0 or self.state.step == self.config.steps)
+
+    def _log_training(self) -> None:
+        """One row of metrics: means since the last row, and the state they led to. The loop's only device sync."""
+        means = self._meter.compute(self.strategy.all_reduce)
+        rates = {}
+        if self.throughput is not None:
+            now = time.perf_counter() - self._evaluated
+            rates = self.throughput.measure(self.state.step, self.state.tokens - self._logged_tokens, self._waited, now)
+        self._logged_tokens, self._waited = self.state.tokens, 0.0
+        self._log(
+            {f"train/{name}": value for name, value in means.items()}
+            | {
+                "train/grad_norm": float(self._grad_norm),
+                "train/lr": self.optimizer.param_groups[0]["lr"],
+                "train/examples": self.state.examples,
+                "train/tokens": self.state.tokens,
+            }
+            | rates
+        )
+
+    def _log(self, metrics: Mapping[str, float]) -> None:
+        for tracker in self.trackers:
+            tracker.log(self.state.step, metrics)

@@ -1,0 +1,47 @@
+"""Data parallel: every process holds the whole model and optimizer; gradients are all-reduced."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.accelerators import Accelerator
+from trainer.strategies import BuildOptimizer, InitialValues, Strategy
+from trainer.strategies.world import World
+
+
+@dataclass(frozen=True)
+class Config:
+    """Replicates everything.
+
+    Attributes:
+        bucket_mb: gradients are exchanged in buckets of this size while the backward pass goes on.
+    """
+
+    bucket_mb: int = 25
+
+    def build(self, accelerator: Accelerator, world: World) -> DataParallel:
+        return DataParallel(accelerator, world, self)
+
+
+class DataParallel(Strategy):
+    def __init__(self, accelerator: Accelerator, world: World, config: Config) -> None:
+        super().__init__(accelerator, world)
+        self._config = config
+
+    def prepare(
+        self, model: nn.Module, build_optimizer: BuildOptimizer, initial_values: InitialValues
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        self._materialise(model, initial_values)
+        self._wrapped = DistributedDataParallel(
+            model, bucket_cap_mb=self._config.bucket_mb, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
+        return self._wrapped, build_optimizer(self.parameters.items())
+
+    def accumulate(self, last: bool) -> AbstractContextManager[object]:
+        return nullcontext() if last else cast(AbstractContextManager[object], self._wrapped.no_sync())

@@ -1,0 +1,70 @@
+"""Fully sharded data parallel (FSDP2), and hybrid sharding (HSDP) over a two-dimensional mesh.
+
+Parameters, gradients and optimizer state are split over devices; a layer's parameters are gathered for its forward
+and backward pass and freed again (Zhao et al. 2023, "PyTorch FSDP"; the idea is ZeRO-3, Rajbhandari et al. 2020).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from trainer.accelerators import Accelerator
+from trainer.errors import ConfigError
+from trainer.strategies import BuildOptimizer, InitialValues, Shardable, Strategy
+from trainer.strategies.world import World
+
+
+@dataclass(frozen=True)
+class Config:
+    """Splits the model over all devices, or over groups of them.
+
+    Attributes:
+        replicas: copies of the whole model (HSDP): each is split over world_size / replicas devices, and gradients
+            are all-reduced between copies. 1 splits one copy over all devices; the number of nodes keeps the
+            gathering of parameters inside a node.
+        reshard_after_forward: frees a layer's gathered parameters after its forward pass (ZeRO-3); false keeps them
+            until its backward pass (ZeRO-2: more memory, half the gathering).
+    """
+
+    replicas: int = 1
+    reshard_after_forward: bool = True
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ConfigError(f"replicas must be at least 1, not {self.replicas}")
+
+    def build(self, accelerator: Accelerator, world: World) -> FullyShardedDataParallel:
+        if world.size % self.replicas:
+            raise ConfigError(f"strategy.replicas {self.replicas} does not divide the {world.size} processes; "
+                              f"use one of {[r for r in range(1, world.size + 1) if world.size % r == 0]}")
+        return FullyShardedDataParallel(accelerator, world, self)
+
+
+class FullyShardedDataParallel(Strategy):
+    def __init__(self, accelerator: Accelerator, world: World, config: Config) -> None:
+        super().__init__(accelerator, world)
+        self._config = config
+        shape = (config.replicas, world.size // config.replicas)
+        mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        self._mesh = mesh if config.replicas > 1 else mesh["shard"]
+
+    def prepare(
+        self, model: nn.Module, build_optimizer: BuildOptimizer, initial_values: InitialValues
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        for unit in cast(Shardable, model).sharding_units():
+            fully_shard(unit, mesh=self._mesh, reshard_after_forward=self._config.reshard_after_forward)
+        fully_shard(model, mesh=self._mesh)
+        self._materialise(model, initial_values)
+        self._module = cast(FSDPModule, model)
+        return model, build_optimizer(self.parameters.items())
+
+    def accumulate(self, last: bool) -> AbstractContextManager[object]:
+        self._module.set_requires_gradient_sync(last)
+        return nullcontext()

@@ -1,0 +1,32 @@
+"""One process, one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trainer.accelerators import Accelerator
+from trainer.errors import ConfigError
+from trainer.strategies import BuildOptimizer, InitialValues, Strategy
+from trainer.strategies.world import World
+
+
+@dataclass(frozen=True)
+class Config:
+    """No splitting at all: the reference that the other strategies are compared with."""
+
+    def build(self, accelerator: Accelerator, world: World) -> Single:
+        if world.size != 1:
+            raise ConfigError(f"strategy single runs in one process, and {world.size} were started; "
+                              "use strategy=fsdp or strategy=ddp, or start one process")
+        return Single(accelerator, world)
+
+
+class Single(Strategy):
+    def prepare(
+        self, model: nn.Module, build_optimizer: BuildOptimizer, initial_values: InitialValues
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        self._materialise(model, initial_values)
+        return model, build_optimizer(self.parameters.items())

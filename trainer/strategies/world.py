@@ -1,0 +1,113 @@
+"""The processes of a run: who they are, how they meet, and how one's failure reaches the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch.distributed import HashStore, Store, rendezvous  # type: ignore[attr-defined]
+
+from trainer.errors import EXIT_FAILED, LaunchError, SamestepError
+
+logger = logging.getLogger(__name__)
+
+_FAILURE = "failure"
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all processes of the run.
+
+    Attributes:
+        rank: its number, from 0.
+        size: how many there are.
+        store: the key-value store that all of them reach, or None when there is only one.
+    """
+
+    rank: int
+    size: int
+    store: Store | None
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    @classmethod
+    def start(cls, backend: str, timeout_seconds: float) -> World:
+        """Meets the other processes that the launcher's environment (RANK, WORLD_SIZE, ...) speaks of.
+
+        Raises:
+            LaunchError: they did not meet in time.
+        """
+        if "RANK" not in os.environ:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            return cls(0, 1, None)
+        timeout = timedelta(seconds=timeout_seconds)
+        try:
+            store, rank, size = next(rendezvous("env://", timeout=timeout))
+            store.set_timeout(timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise LaunchError(f"rank {os.environ['RANK']} could not meet the others at {where}: {error}; check that "
+                              "the address is reachable from this node and that all processes were started") from error
+        world = cls(rank, size, store)
+        threading.Thread(target=world._watch, args=(store.clone(),), name="failure-watch", daemon=True).start()
+        return world
+
+    def close(self) -> None:
+        """Leaves the others after a run that ended well."""
+        self._over.set()
+        dist.destroy_process_group()
+
+    def failed(self, error: BaseException) -> None:
+        """Tells the other ranks that this one stops, unless one of them was first.
+
+        Returns when the caller is to report `error` itself. When another rank failed first, `error` is most likely
+        only the broken collective that followed from it: the process then ends here, in silence.
+        """
+        self._over.set()
+        if self.store is None:
+            return
+        try:
+            if not isinstance(error, SamestepError):
+                time.sleep(2 * _POLL_SECONDS)  # a peer that fails drops its connections before its reason is read
+            code = error.exit_code if isinstance(error, SamestepError) else EXIT_FAILED
+            mine = f"{self.rank} {code}"
+            first = self.store.compare_set(_FAILURE, "", mine).decode()
+            if first != mine:
+                rank, exit_code = first.split()
+                _leave(rank, int(exit_code))
+        except (dist.DistError, RuntimeError):
+            logger.debug("the store is gone", exc_info=True)
+
+    def _watch(self, store: Store) -> None:
+        """Ends this process when another rank has failed, or with the agent that started it and hosts the store.
+
+        Otherwise a collective's time-out would have to, and without its agent this process would train on unseen.
+        """
+        failure = ""
+        try:
+            while not store.check([_FAILURE]):
+                if self._over.wait(_POLL_SECONDS):
+                    return
+            failure = store.get(_FAILURE).decode()
+        except (dist.DistError, RuntimeError):
+            if self._over.wait(_POLL_SECONDS):
+                return
+            _leave("", EXIT_FAILED)
+        rank, code = failure.split()
+        if int(rank) != self.rank:
+            time.sleep(_POLL_SECONDS)  # the rank that failed has the first word
+            _leave(rank, int(code))
+
+
+def _leave(culprit: str, code: int) -> NoReturn:
+    """Ends the process without a farewell to the others; the rank that failed has said why."""
+    logger.info("stopping because %s", f"rank {culprit} failed" if culprit else "the process that started this is gone")
+    logging.shutdown()
+    os._exit(code)
