@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: install  ## pre-train a tiny BERT, kill it, resume it on more processes, export it (CPU, a few minutes)
-	@$(BIN)/python -m benchmarks.demo
+	@$(BIN)/python -m examples.demo
 
 check: install
 	$(BIN)/ruff format --check .

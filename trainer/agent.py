@@ -53,7 +53,11 @@ def run_workers(arguments: Sequence[str], processes: int) -> int:
             return failure.exitcode
         name = signal.Signals(-failure.exitcode).name
         hint = "; the kernel does that when memory runs out (see dmesg)" if name == "SIGKILL" else ""
-        logger.error("rank %d was killed by %s%s; run the same command again to go on from the newest checkpoint",
-                     rank, name, hint)
+        logger.error(
+            "rank %d was killed by %s%s; run the same command again to go on from the newest checkpoint",
+            rank,
+            name,
+            hint,
+        )
         return EXIT_FAILED
     return EXIT_DONE

@@ -60,21 +60,34 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     train = _command(
-        commands, "train", _train, "train a model, or continue the run found in its output folder",
+        commands,
+        "train",
+        _train,
+        "train a model, or continue the run found in its output folder",
         "samestep train configs/pretrain/bert_mini.yaml --processes 2 training.steps=1000",
     )
     _add_experiment(train)
-    train.add_argument("--processes", type=int, metavar="N",
-                       help="processes on this machine (default: one a GPU, else one); ignored under torchrun")
+    train.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="processes on this machine (default: one a GPU, else one); ignored under torchrun",
+    )
 
     config = _command(
-        commands, "config", _config, "print an experiment with every setting resolved",
+        commands,
+        "config",
+        _config,
+        "print an experiment with every setting resolved",
         "samestep config configs/pretrain/bert_mini.yaml optimizer.lr=1e-3",
     )
     _add_experiment(config)
 
     evaluate = _command(
-        commands, "evaluate", _evaluate, "score a run's newest checkpoint on the held-out documents",
+        commands,
+        "evaluate",
+        _evaluate,
+        "score a run's newest checkpoint on the held-out documents",
         "samestep evaluate runs/bert-mini",
     )
     evaluate.add_argument("run_folder", metavar="RUN", help="the output folder of a run")
@@ -82,14 +95,20 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--step", type=int, help="the checkpoint to score (default: the newest)")
 
     export = _command(
-        commands, "export", _export, "write a checkpoint as a Hugging Face folder",
+        commands,
+        "export",
+        _export,
+        "write a checkpoint as a Hugging Face folder",
         "samestep export runs/bert-mini exported/bert-mini",
     )
     export.add_argument("checkpoint", metavar="CKPT", help="a run's folder (its newest checkpoint) or a step folder")
     export.add_argument("folder", metavar="DIR", help="the folder to write")
 
     fill = _command(
-        commands, "fill", _fill, "fill the masked words of a text",
+        commands,
+        "fill",
+        _fill,
+        "fill the masked words of a text",
         'samestep fill runs/bert-mini "the man went to the [MASK]"',
     )
     fill.add_argument("checkpoint", metavar="CKPT", help="a run's folder, a step folder or a Hugging Face folder")
@@ -157,9 +176,21 @@ def _fill(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Parses the command line; overrides may stand anywhere, which argparse alone does not allow for."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(arguments)
+    overrides = [argument for argument in rest if "=" in argument and not argument.startswith("-")]
+    if rest != overrides or (overrides and not hasattr(args, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if overrides:
+        args.overrides = [*args.overrides, *overrides]
+    return args
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs a sub-command; users' mistakes become one paragraph on stderr and an exit code, not a stack trace."""
-    args = build_parser().parse_args(arguments)
+    args = _parse(arguments)
     log.set_up(rank=int(os.environ.get("RANK", "0")), verbose=args.verbose)
     try:
         code: int = args.run(args)

@@ -37,8 +37,9 @@ def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
     for text in texts:
         tokens, masked = _encode(tokenizer, text)
         if len(tokens) > model.max_sequence_length:
-            raise ConfigError(f"the text has {len(tokens)} tokens and the model takes {model.max_sequence_length}; "
-                              "shorten it")
+            raise ConfigError(
+                f"the text has {len(tokens)} tokens and the model takes {model.max_sequence_length}; shorten it"
+            )
         row = torch.tensor([tokens])
         with torch.no_grad():
             logits = model(

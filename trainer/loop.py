@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from trainer.accelerators import Precision
 from trainer.checkpoint.manager import Checkpointer
 from trainer.errors import ConfigError
 from trainer.monitoring import Tracker
+from trainer.monitoring.jsonl import JsonlTracker
 from trainer.monitoring.meter import Meter
 from trainer.monitoring.throughput import Throughput
 from trainer.objectives import Objective
@@ -114,10 +115,12 @@ class Trainer:
         self.description = description
         self.state = TrainState()
         self.trackers: Sequence[Tracker] = ()
+        self.ledger: JsonlTracker | None = None
         self.throughput: Throughput | None = None
         self._meter = Meter()
         self._grad_norm = torch.zeros(())
         self._logged_tokens = 0
+        self._digest = 0
         self._waited = 0.0
         self._evaluated = 0.0
 
@@ -156,6 +159,7 @@ class Trainer:
                     loss = self.objective.loss(self.model, batch, totals)
                 self.strategy.backward(loss.total)
             self._meter.add(loss.metrics)
+            self._digest += int(host_batch["digest"].sum())
         self._grad_norm = self.strategy.clip_grad_norm(self.config.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -190,6 +194,7 @@ class Trainer:
             "state": self.state.state_dict(),
             "data": self.loader.state_dict(),
             "window": self._meter.totals(self.strategy.all_reduce),
+            "digest": self._global_digest(),
         }
         self.checkpointer.save(self.state.step, self._tensors(), meta)
 
@@ -201,7 +206,8 @@ class Trainer:
         groups.set_step(self.optimizer, self.state.step)
         self.loader.load_state_dict(meta["data"])
         self._logged_tokens = self.state.tokens
-        if self.strategy.replica.index == 0:  # the sums are of all replicas
+        if self.strategy.replica.index == 0:  # these are sums over all replicas
+            self._digest = int(meta["digest"], 16)
             self._meter.add({name: tuple(torch.tensor(pair)) for name, pair in meta["window"].items()})
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -219,6 +225,12 @@ class Trainer:
         totals = torch.tensor(list(sums.values())).to(self.strategy.accelerator.device, non_blocking=True)
         return dict(zip(sums, self.strategy.all_reduce(totals), strict=True))
 
+    def _global_digest(self) -> str:
+        """The digests of all rows that all replicas have fed since the last row of metrics, summed modulo 2**64."""
+        mine = (self._digest + 2**63) % 2**64 - 2**63
+        total = self.strategy.all_reduce(torch.tensor(mine, device=self.strategy.accelerator.device))
+        return f"{int(total) % 2**64:016x}"
+
     def _due(self, every: int | None) -> bool:
         return every is not None and (self.state.step % every == 0 or self.state.step == self.config.steps)
 
@@ -230,6 +242,9 @@ class Trainer:
             now = time.perf_counter() - self._evaluated
             rates = self.throughput.measure(self.state.step, self.state.tokens - self._logged_tokens, self._waited, now)
         self._logged_tokens, self._waited = self.state.tokens, 0.0
+        digest, self._digest = self._global_digest(), 0
+        if self.ledger is not None:
+            self.ledger.log(self.state.step, {"examples": self.state.examples, "digest": digest})
         self._log(
             {f"train/{name}": value for name, value in means.items()}
             | {

@@ -24,7 +24,8 @@ from trainer.monitoring import Tracker
 from trainer.monitoring.jsonl import JsonlTracker
 from trainer.monitoring.progress import ProgressTracker
 from trainer.monitoring.throughput import Throughput
-from trainer.strategies import InitialValues, Strategy
+from trainer.objectives import Objective
+from trainer.strategies import InitialValues, Replica, Strategy
 from trainer.strategies.world import World
 from trainer.weights import load_weights
 
@@ -44,6 +45,7 @@ def train(experiment: Experiment) -> None:
                 _prepare_folder(experiment, dataset)
                 _report(experiment, trainer)
                 trainer.trackers = _open_trackers(experiment, trainer.state.step)
+                trainer.ledger = JsonlTracker(Path(experiment.output) / "ledger.jsonl", trainer.state.step)
             trainer.throughput = _throughput(experiment, trainer)
             trainer.fit()
         finally:
@@ -90,22 +92,6 @@ def build_trainer(experiment: Experiment, dataset: Dataset, strategy: Strategy) 
     """
     settings = experiment.training
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
-    spec = objective.pack_spec(experiment.data.sequence_length)
-
-    def loader(split: str, finite: bool) -> StreamingLoader:
-        return StreamingLoader(
-            dataset,
-            experiment.data,
-            split=split,
-            pack_spec=spec,
-            collate=objective.collate,
-            seed=experiment.seed,
-            global_batch_size=settings.global_batch_size,
-            micro_batch_size=settings.micro_batch_size,
-            replica=strategy.replica,
-            finite=finite,
-        )
-
     with torch.device("meta"):
         model: Any = experiment.model.build()
     _check_fit(experiment, dataset, model)
@@ -123,8 +109,8 @@ def build_trainer(experiment: Experiment, dataset: Dataset, strategy: Strategy) 
         strategy=strategy,
         lr=experiment.optimizer.lr,
         schedule=experiment.schedule,
-        loader=loader("train", finite=False),
-        heldout=lambda: loader("heldout", finite=True),
+        loader=open_loader(experiment, dataset, objective, strategy.replica),
+        heldout=lambda: open_loader(experiment, dataset, objective, strategy.replica, split="heldout"),
         checkpointer=Checkpointer(
             Path(experiment.output) / "checkpoints",
             experiment.checkpoint,
@@ -133,6 +119,24 @@ def build_trainer(experiment: Experiment, dataset: Dataset, strategy: Strategy) 
         ),
         checkpoint_every=experiment.checkpoint.every,
         description={"config": to_tree(experiment)},
+    )
+
+
+def open_loader(
+    experiment: Experiment, dataset: Dataset, objective: Objective, replica: Replica, split: str = "train"
+) -> StreamingLoader:
+    """The batches of a split: endless ones for training, a single pass over the held-out documents."""
+    return StreamingLoader(
+        dataset,
+        experiment.data,
+        split=split,
+        pack_spec=objective.pack_spec(experiment.data.sequence_length),
+        collate=objective.collate,
+        seed=experiment.seed,
+        global_batch_size=experiment.training.global_batch_size,
+        micro_batch_size=experiment.training.micro_batch_size,
+        replica=replica,
+        finite=split == "heldout",
     )
 
 
@@ -219,7 +223,12 @@ def _report(experiment: Experiment, trainer: Trainer) -> None:
     kind = type(experiment.strategy).__module__.rpartition(".")[2]
     logger.info("device       %d x %s, strategy %s, %s", count, accelerator.description, kind, settings.precision)
     logger.info("model        %s parameters", f"{parameters:,}")
-    logger.info("batch        %d examples x %d = %s tokens a step, in micro-batches of %d", settings.global_batch_size,
-                experiment.data.sequence_length, f"{tokens:,}", settings.micro_batch_size)
+    logger.info(
+        "batch        %d examples x %d = %s tokens a step, in micro-batches of %d",
+        settings.global_batch_size,
+        experiment.data.sequence_length,
+        f"{tokens:,}",
+        settings.micro_batch_size,
+    )
     logger.info("work         steps %d to %d, %.3g FLOPs%s", trainer.state.step + 1, settings.steps, flops, estimate)
     logger.info("output       %s", experiment.output)

@@ -51,7 +51,9 @@ def load_weights(path: str | Path) -> Weights:
             raise CheckpointError(f"{folder} has no checkpoint yet; wait for one, or set checkpoint.every lower")
         step = integrity.step_folder(checkpoints.folder, newest)
     elif not (folder / "meta.json").is_file():
-        raise CheckpointError(f"{folder} is no run (no checkpoints in it), no checkpoint (no meta.json) and no Hugging "
-                              "Face folder (no config.json); name the output folder of a run, or one of the others")
+        raise CheckpointError(
+            f"{folder} is no run (no checkpoints in it), no checkpoint (no meta.json) and no Hugging "
+            "Face folder (no config.json); name the output folder of a run, or one of the others"
+        )
     config = decode(Annotated[Any, _MODELS], integrity.read_meta(step)["config"]["model"], f"{step}: model")
     return Weights(config, manager.load_full(step, "model/"), step.parent.parent / "tokenizer")

@@ -12,7 +12,16 @@ from trainer.accelerators import Accelerator, Precision, local_rank
 from trainer.errors import ConfigError
 
 # Dense bf16 TFLOP/s from NVIDIA's data sheets, by a part of the device's name; the first match counts.
-_BF16_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40": 181, "L4": 121, "A10": 125}
+_BF16_TFLOPS = {
+    "B200": 2250,
+    "H200": 989,
+    "H100 PCIe": 756,
+    "H100": 989,
+    "A100": 312,
+    "L40": 181,
+    "L4": 121,
+    "A10": 125,
+}
 _EXPECTED_SHARE = 0.4
 
 
@@ -29,11 +38,15 @@ class Config:
 
     def build(self) -> CudaAccelerator:
         if not torch.cuda.is_available():
-            raise ConfigError("accelerator: cuda was asked for and torch finds no GPU; use accelerator=cpu, or install "
-                              "a driver and a CUDA build of torch (python -m torch.utils.collect_env tells more)")
+            raise ConfigError(
+                "accelerator: cuda was asked for and torch finds no GPU; use accelerator=cpu, or install "
+                "a driver and a CUDA build of torch (python -m torch.utils.collect_env tells more)"
+            )
         if local_rank() >= torch.cuda.device_count():
-            raise ConfigError(f"process {local_rank()} of this machine has no GPU: there are "
-                              f"{torch.cuda.device_count()}; start at most that many processes")
+            raise ConfigError(
+                f"process {local_rank()} of this machine has no GPU: there are "
+                f"{torch.cuda.device_count()}; start at most that many processes"
+            )
         torch.backends.cuda.matmul.allow_tf32 = self.tf32
         torch.backends.cudnn.allow_tf32 = self.tf32
         return CudaAccelerator(local_rank())

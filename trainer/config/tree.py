@@ -38,8 +38,10 @@ def merge(base: Tree, changes: Tree) -> Tree:
     merged = dict(base)
     for key, value in changes.items():
         below = merged.get(key)
-        if isinstance(below, dict) and "kind" in below and isinstance(value, str):  # `optimizer=lamb`
+        if isinstance(below, dict) and "kind" in below and isinstance(value, str):  # optimizer=lamb
             value = {"kind": value}
+        if isinstance(below, str) and isinstance(value, dict):  # optimizer.lr=1 where the file says `optimizer: adamw`
+            below = {"kind": below}
         if isinstance(below, dict) and isinstance(value, dict) and value.get("kind") in (None, below.get("kind")):
             value = merge(below, value)
         merged[key] = value

@@ -42,8 +42,10 @@ class Config:
 
     def build(self, accelerator: Accelerator, world: World) -> FullyShardedDataParallel:
         if world.size % self.replicas:
-            raise ConfigError(f"strategy.replicas {self.replicas} does not divide the {world.size} processes; "
-                              f"use one of {[r for r in range(1, world.size + 1) if world.size % r == 0]}")
+            raise ConfigError(
+                f"strategy.replicas {self.replicas} does not divide the {world.size} processes; "
+                f"use one of {[r for r in range(1, world.size + 1) if world.size % r == 0]}"
+            )
         return FullyShardedDataParallel(accelerator, world, self)
 
 

@@ -19,8 +19,10 @@ class Config:
 
     def build(self, accelerator: Accelerator, world: World) -> Single:
         if world.size != 1:
-            raise ConfigError(f"strategy single runs in one process, and {world.size} were started; "
-                              "use strategy=fsdp or strategy=ddp, or start one process")
+            raise ConfigError(
+                f"strategy single runs in one process, and {world.size} were started; "
+                "use strategy=fsdp or strategy=ddp, or start one process"
+            )
         return Single(accelerator, world)
 
 

@@ -53,8 +53,10 @@ class World:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise LaunchError(f"rank {os.environ['RANK']} could not meet the others at {where}: {error}; check that "
-                              "the address is reachable from this node and that all processes were started") from error
+            raise LaunchError(
+                f"rank {os.environ['RANK']} could not meet the others at {where}: {error}; check that "
+                "the address is reachable from this node and that all processes were started"
+            ) from error
         world = cls(rank, size, store)
         threading.Thread(target=world._watch, args=(store.clone(),), name="failure-watch", daemon=True).start()
         return world

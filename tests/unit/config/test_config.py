@@ -56,6 +56,8 @@ def test_section_of_another_kind_replaces_the_base_section(tmp_path: Path) -> No
     path = write(tmp_path, "a.yaml", "base: base.yaml\noptimizer: {kind: adamw, lr: 0.5}\n")
     assert read_tree(path)["optimizer"] == {"kind": "adamw", "lr": 0.5}
     assert load(Root, path, ["optimizer=adamw"]) == load(Root, path)
+    short = write(tmp_path, "short.yaml", "steps: 1\noptimizer: adamw\n")
+    assert load(Root, short, ["optimizer.lr=0.5"]).optimizer == load(Root, path).optimizer
 
 
 def test_round_trip_through_yaml(tmp_path: Path) -> None:

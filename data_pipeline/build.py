@@ -1,0 +1,303 @@
+"""`samestep data build`: raw text to a dataset folder of shards, in parallel, resumable and the same every time.
+
+One coordinator reads the source in order and cuts it into units (`units`); worker processes turn each unit into its
+shards and leave its outcome in `DIR/.build`. A build that was stopped, at any moment and by anything, goes on with the
+units that have no outcome of the same input and settings. The manifest gathers the outcomes and is written last.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import resource
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from data_pipeline import pool, tokenization
+from data_pipeline.manifest import FORMAT, MANIFEST, Manifest, ShardInfo, token_dtype
+from data_pipeline.progress import Meter
+from data_pipeline.sources import BadRecord, Source
+from data_pipeline.storage import atomic_write
+from data_pipeline.tokenization import Tokenizer
+from data_pipeline.units import Outcome, Unit, UnitWriter, cut, hashed_share, outcome_path
+from trainer.config import Kinds, Tree, to_tree
+from trainer.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+_SHARD_NAME = re.compile(r"(train|heldout)-\d{6,}\.tar")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A dataset: what it is made from, and how.
+
+    Attributes:
+        source: where the raw text comes from.
+        tokenizer: the tokenizer, and how `samestep data tokenizer` trains it.
+        output: the dataset's folder.
+        heldout_fraction: share of the documents, chosen by the hash of their text, that is kept for evaluation.
+        shard_bytes: raw text that goes into one shard, which is also the unit of work.
+        workers: processes; None means one a core.
+        on_error: what a record that holds no document does: "stop" the build, or be counted, listed and left out
+            ("skip").
+    """
+
+    source: Annotated[Any, Kinds("data_pipeline.sources")]
+    tokenizer: tokenization.Config
+    output: str
+    heldout_fraction: float = 0.005
+    shard_bytes: int = 2**25
+    workers: int | None = None
+    on_error: Literal["stop", "skip"] = "stop"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.heldout_fraction < 1:
+            raise ConfigError(f"heldout_fraction is a share of the documents in [0, 1), not {self.heldout_fraction}")
+        if self.shard_bytes < 1:
+            raise ConfigError(f"shard_bytes must be at least 1, not {self.shard_bytes}; the default is {2**25}")
+        if self.workers is not None and self.workers < 1:
+            raise ConfigError(f"workers must be at least 1, not {self.workers}; leave it out for one a core")
+
+
+def build(config: Config, force: bool = False) -> Manifest:
+    """Builds a dataset, or goes on with a build that was stopped.
+
+    Args:
+        config: what to build.
+        force: whether a finished dataset of other settings may be replaced.
+
+    Returns:
+        The manifest, also where the finished dataset was there already.
+
+    Raises:
+        ConfigError: the source has no files.
+        DataError: a record is bad and `on_error` is "stop", the folder is not free for this, or it cannot be written.
+    """
+    return _Build(config).run(force)
+
+
+class _Build:
+    """One build: what it makes, where, and what it has counted."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.folder = Path(config.output)
+        self.tokenizer = Tokenizer.load(config.tokenizer.path)
+        self.source: Source = config.source.build()
+        self.settings: Tree = {"heldout_fraction": config.heldout_fraction, "shard_bytes": config.shard_bytes}
+        self.source_tree: Tree = to_tree(config)["source"]
+        recipe = [FORMAT, self.tokenizer.fingerprint, self.source_tree, self.settings]
+        self.digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+        self.units = 0
+
+    def run(self, force: bool) -> Manifest:
+        if (self.folder / MANIFEST).exists() and not force:
+            return self._finished_already()
+        with _claimed(self.folder):
+            (self.folder / MANIFEST).unlink(missing_ok=True)
+            self.tokenizer.save(self.folder / "tokenizer")
+            before = _cpu_seconds()
+            try:
+                with Meter("building") as meter:
+                    self._make_units(meter)
+            except KeyboardInterrupt:
+                logger.warning("stopped; the shards finished so far are kept: run the same command again to go on")
+                raise
+            built = self._gather()
+            built.save(self.folder)
+            _remove_strays(self.folder, built)
+            shutil.rmtree(self.folder / ".build")
+        self._report(built, meter, _cpu_seconds() - before)
+        return built
+
+    def _finished_already(self) -> Manifest:
+        found = Manifest.load(self.folder)
+        same = (found.tokenizer_fingerprint, found.source, found.settings, found.files)
+        if same != (self.tokenizer.fingerprint, self.source_tree, self.settings, self.source.files):
+            raise DataError(
+                f"{self.folder} holds a finished dataset that was built from another source, tokenizer or settings; "
+                f"choose another folder with output=DIR, or replace it with --force"
+            )
+        logger.info("%s is built already; if the source files have changed, build it again with --force", self.folder)
+        return found
+
+    def _make_units(self, meter: Meter) -> None:
+        """Makes every unit that is not there yet."""
+        start = partial(UnitWriter, self.folder, self.source, self.config.heldout_fraction, self.digest)
+        workers = self.config.workers or _cores()
+        with closing(pool.process(self._missing_units(meter), start, workers)) as results:
+            for unit, outcome in results:
+                self._check(outcome)
+                meter.advance(unit.share, unit.size, outcome.documents_in)
+
+    def _missing_units(self, meter: Meter) -> Iterator[Unit]:
+        for unit in cut(self.source.records(), self.config.shard_bytes):
+            self.units += 1
+            outcome = Outcome.load(outcome_path(self.folder, unit.index))
+            if outcome and self._is_valid(outcome, unit):
+                self._check(outcome)
+                meter.advance(unit.share, 0, outcome.documents_in)
+            else:
+                yield unit
+
+    def _is_valid(self, outcome: Outcome, unit: Unit) -> bool:
+        """Whether an outcome found on disk is what the unit would give now, and its shards are whole."""
+        if (outcome.build, outcome.digest) != (self.digest, unit.digest):
+            return False
+        paths = {self.folder / shard.name: shard.bytes for shard in outcome.shards.values()}
+        return all(path.exists() and path.stat().st_size == size for path, size in paths.items())
+
+    def _check(self, outcome: Outcome) -> None:
+        if outcome.rejected and self.config.on_error == "stop":
+            raise _rejection(self.source, *outcome.rejected[0])
+
+    def _gather(self) -> Manifest:
+        """Makes the manifest of the outcomes, and lists what was rejected."""
+        splits: dict[str, list[ShardInfo]] = {"train": [], "heldout": []}
+        reasons: Counter[str] = Counter()
+        documents_in = 0
+        with atomic_write(self.folder / "rejected.jsonl") as file:
+            for index in range(self.units):
+                outcome = Outcome.load(outcome_path(self.folder, index))
+                assert outcome is not None
+                documents_in += outcome.documents_in
+                for split, shard in outcome.shards.items():
+                    splits[split].append(shard)
+                for name, line, reason in outcome.rejected:
+                    reasons[reason] += 1
+                    entry = {"file": self.source.files[name], "line": line, "reason": reason}
+                    file.write(json.dumps(entry).encode() + b"\n")
+        if not reasons:
+            (self.folder / "rejected.jsonl").unlink()
+        if not splits["train"]:
+            raise DataError(
+                f"the source holds no document to train on: {documents_in} read, {reasons.total()} rejected "
+                f"({dict(reasons)}); correct source or heldout_fraction"
+            )
+        vocab_size = self.tokenizer.vocabulary.size
+        return Manifest(
+            format=FORMAT,
+            tokenizer_fingerprint=self.tokenizer.fingerprint,
+            vocab_size=vocab_size,
+            dtype=token_dtype(vocab_size).name,
+            source=self.source_tree,
+            files=self.source.files,
+            documents_in=documents_in,
+            documents_rejected=dict(reasons),
+            splits={split: tuple(shards) for split, shards in splits.items()},
+            settings=self.settings,
+        )
+
+    def _report(self, built: Manifest, meter: Meter, cpu_seconds: float) -> None:
+        for reason, count in built.documents_rejected.items():
+            logger.warning("rejected %d: %s (each listed in %s/rejected.jsonl)", count, reason, self.folder)
+        if not built.splits["heldout"]:
+            logger.warning("no document is held out for evaluation; raise heldout_fraction to have some")
+        logger.info(
+            "built %s: %s documents, %s tokens, %d shards in %.1f s, %.2f MB per CPU-second",
+            self.folder,
+            f"{sum(shard.documents for shard in built.shards):,}",
+            f"{sum(shard.tokens for shard in built.shards):,}",
+            len(built.shards),
+            meter.seconds,
+            meter.megabytes / cpu_seconds,
+        )
+
+
+def _rejection(source: Source, file: int, line: int, reason: str) -> DataError:
+    return DataError(
+        f"{source.files[file]}:{line}: {reason}; correct it, or leave such documents out with on_error=skip, which "
+        f"counts and lists them"
+    )
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """Holds the folder for one build.
+
+    Raises:
+        DataError: it holds something else, another build is writing it, or it cannot be written.
+    """
+    mark = folder / ".build"
+    try:
+        if folder.exists() and not mark.exists() and not (folder / MANIFEST).exists() and any(folder.iterdir()):
+            raise DataError(f"{folder} is neither empty nor a dataset; choose another folder with output=DIR")
+        mark.mkdir(parents=True, exist_ok=True)
+        lock = (mark / "lock").open("w")
+    except OSError as error:
+        raise DataError(f"cannot write the dataset {folder}: {error.strerror}; choose another output=DIR") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"another build is writing {folder}; wait for it, or choose another output=DIR") from None
+        yield
+
+
+def _remove_strays(folder: Path, built: Manifest) -> None:
+    """Removes shards and temporary files that earlier, stopped builds of other settings or input left."""
+    names = {shard.name for shard in built.shards}
+    for path in folder.iterdir():
+        if path.name.endswith(".tmp") or (_SHARD_NAME.fullmatch(path.name) and path.name not in names):
+            path.unlink()
+
+
+def _cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _cpu_seconds() -> float:
+    """CPU time of this process and of its children that have ended."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def train_tokenizer(config: Config, force: bool = False) -> Tokenizer:
+    """Trains the tokenizer of a dataset on its source and saves it.
+
+    Raises:
+        DataError: there is one already and not `force`; or a record is bad and `on_error` is "stop".
+    """
+    folder = Path(config.tokenizer.path)
+    if not force and folder.exists() and any(folder.iterdir()):
+        raise DataError(
+            f"{folder} is there already, and datasets may have been built with it; choose another tokenizer.path, or "
+            f"replace it with --force"
+        )
+    with Meter("reading") as meter:
+        tokenizer = config.tokenizer.train(_texts(config, meter))
+    tokenizer.save(folder)
+    size = tokenizer.vocabulary.size
+    if size < config.tokenizer.vocab_size:
+        logger.warning("the text gives only %d of %d pieces", size, config.tokenizer.vocab_size)
+    logger.info("trained %s: %d pieces in %.1f s", folder, size, meter.seconds)
+    return tokenizer
+
+
+def _texts(config: Config, meter: Meter) -> Iterator[str]:
+    source: Source = config.source.build()
+    read = 0.0
+    for record in source.records():
+        meter.advance(record.read - read, len(record.data), 1)
+        read = record.read
+        try:
+            text = source.parse(record)
+        except BadRecord as error:
+            if config.on_error == "stop":
+                raise _rejection(source, record.file, record.line, str(error)) from None
+            continue
+        if config.tokenizer.sample == 1 or hashed_share(text, "sample") < config.tokenizer.sample:
+            yield text

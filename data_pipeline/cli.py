@@ -1,0 +1,173 @@
+"""`samestep data ...`: commands that make datasets and look into them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+from rich.console import Console
+
+from data_pipeline import build
+from data_pipeline.dataset import Dataset
+from data_pipeline.inspection import inspect, plot, report
+from data_pipeline.manifest import Manifest
+from data_pipeline.verify import verify
+from trainer.config import load
+from trainer.errors import EXIT_DONE, EXIT_FAILED
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+_OVERRIDES = "settings that replace those of the file, e.g. output=datasets/mine on_error=skip"
+
+
+def register(commands: Commands) -> None:
+    """Adds `data` and its sub-commands to the `samestep` command."""
+    summary = "make a dataset from raw text, and look into it"
+    parser = commands.add_parser("data", help=summary, description=summary)
+    subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_tokenizer(subcommands)
+    add_build(subcommands)
+    add_verify(subcommands)
+    add_inspect(subcommands)
+    add_show(subcommands)
+
+
+def add_command(
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], summary: str, epilog: str
+) -> argparse.ArgumentParser:
+    """Adds a sub-command that calls `run`, whose result is the exit code."""
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of a command that reads a dataset's configuration."""
+    parser.add_argument("config", metavar="CONFIG", help="the dataset, a YAML file as in configs/data/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+
+
+def add_tokenizer(commands: Commands) -> None:
+    """`samestep data tokenizer`."""
+    parser = add_command(
+        commands,
+        "tokenizer",
+        _tokenizer,
+        "train the tokenizer of a dataset on its source",
+        "It is written to tokenizer.path, where `samestep data build` and `transformers` find it. Training twice\n"
+        "gives two tokenizers, so a dataset never trains its own.\n\n"
+        "example:\n  samestep data tokenizer configs/data/python_docs.yaml tokenizer.vocab_size=16384",
+    )
+    add_config(parser)
+    parser.add_argument("--force", action="store_true", help="replace the tokenizer that is there")
+
+
+def add_build(commands: Commands) -> None:
+    """`samestep data build`."""
+    parser = add_command(
+        commands,
+        "build",
+        _build,
+        "tokenise raw text into a dataset of shards",
+        "Stopped at any moment, even by kill -9, it goes on where it was when it is run again. The result depends\n"
+        "on the text and the settings only, not on the number of workers.\n\n"
+        "example:\n  samestep data build configs/data/python_docs.yaml output=datasets/docs workers=4",
+    )
+    add_config(parser)
+    parser.add_argument("--force", action="store_true", help="replace the finished dataset that is there")
+
+
+def add_verify(commands: Commands) -> None:
+    """`samestep data verify`."""
+    parser = add_command(
+        commands,
+        "verify",
+        _verify,
+        "check every byte of a dataset against its manifest",
+        "Prints what is wrong, a line each, and exits with 1 if anything is.\n\n"
+        "example:\n  samestep data verify datasets/python_docs",
+    )
+    parser.add_argument("folder", metavar="DIR", help="the dataset's folder")
+
+
+def add_inspect(commands: Commands) -> None:
+    """`samestep data inspect`."""
+    parser = add_command(
+        commands,
+        "inspect",
+        _inspect,
+        "show what is in a dataset and how it would pack",
+        "Prints documents, tokens and lengths, and for each packing how many examples an epoch has and how much of\n"
+        "them is text. Packings are compared with one special token before and one after each piece.\n\n"
+        "example:\n  samestep data inspect data/python_docs --plot lengths.png",
+    )
+    parser.add_argument("folder", metavar="DIR", help="the dataset's folder")
+    parser.add_argument("--plot", metavar="FILE", help="also draw the tables into this image")
+
+
+def add_show(commands: Commands) -> None:
+    """`samestep data show`."""
+    parser = add_command(
+        commands,
+        "show",
+        _show,
+        "print examples as the model sees them",
+        "The objective, packing, order and seed are those of an experiment; what is predicted is marked, and each\n"
+        "piece of text is preceded by the file and line it comes from.\n\n"
+        "example:\n  samestep data show data/python_docs data.packing=best_fit "
+        "--objective configs/pretrain/bert_mini.yaml --index 1000",
+    )
+    parser.add_argument("folder", metavar="DIR", help="the dataset's folder")
+    parser.add_argument("--objective", metavar="CONFIG", required=True, help="an experiment, as for `samestep train`")
+    parser.add_argument("--index", type=int, default=0, metavar="N", help="the first example, in the order of training")
+    parser.add_argument("--count", type=int, default=3, metavar="K", help="how many")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the experiment's")
+
+
+def _tokenizer(args: argparse.Namespace) -> int:
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    build.train_tokenizer(load(build.Config, args.config, args.overrides), force=args.force)
+    return EXIT_DONE
+
+
+def _build(args: argparse.Namespace) -> int:
+    build.build(load(build.Config, args.config, args.overrides), force=args.force)
+    return EXIT_DONE
+
+
+def _verify(args: argparse.Namespace) -> int:
+    folder = Path(args.folder)
+    problems = verify(folder)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    for problem in problems:
+        console.print(problem)
+    if problems:
+        console.print(f"{folder} is damaged ({len(problems)} problems): copy it again, or build it again with --force")
+        return EXIT_FAILED
+    manifest = Manifest.load(folder)
+    console.print(f"{folder} is whole: {len(manifest.shards)} shards, digest {manifest.digest}")
+    return EXIT_DONE
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    inspection = inspect(Dataset.open(args.folder))
+    report(inspection, Console())
+    if args.plot:
+        plot(inspection, Path(args.plot))
+    return EXIT_DONE
+
+
+def _show(args: argparse.Namespace) -> int:
+    from data_pipeline.show import show  # objectives import torch, which the other commands do without
+
+    show(args.folder, args.objective, args.overrides, args.index, args.count, Console())
+    return EXIT_DONE

@@ -1,0 +1,154 @@
+"""What is in a dataset and how its documents would pack: the tables and the plot of `samestep data inspect`."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from data_pipeline.dataset import Dataset
+from data_pipeline.manifest import ShardInfo
+from data_pipeline.packing import Int64, plan
+from trainer.errors import DataError, MissingExtra
+from trainer.examples import PackSpec, Policy
+
+SEQUENCE_LENGTHS = (128, 512)
+_BAR_CELLS = 40
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one packing makes of the training split, with one special token before and one after each piece.
+
+    Attributes:
+        sequence_length: cells of an example.
+        policy: how documents become examples.
+        examples: number of examples in an epoch.
+        pieces: runs of tokens of one document in them.
+        tokens: tokens in them.
+    """
+
+    sequence_length: int
+    policy: Policy
+    examples: int
+    pieces: int
+    tokens: int
+
+    @property
+    def real_share(self) -> float:
+        """The share of cells that hold a token of a document; the rest is padding and special tokens."""
+        return self.tokens / (self.examples * self.sequence_length)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A dataset's figures.
+
+    Attributes:
+        dataset: the dataset.
+        histogram: int64 [k], training documents of 0, 1, 2-3, 4-7, ... tokens: entry i > 0 counts [2**(i-1), 2**i).
+        forecasts: of each sequence length and policy.
+    """
+
+    dataset: Dataset
+    histogram: Int64
+    forecasts: tuple[Forecast, ...]
+
+
+def inspect(dataset: Dataset) -> Inspection:
+    """Packs the training split in every way; document lengths are read, tokens are not.
+
+    Raises:
+        DataError: the split is empty or a shard is damaged.
+    """
+    settings = [(length, policy) for length in SEQUENCE_LENGTHS for policy in get_args(Policy)]
+
+    def count(info: ShardInfo) -> tuple[Int64, Int64]:
+        lengths = dataset.open_shard(info).length
+        plans = [plan(lengths, PackSpec(length, prefix=1, suffix=1), policy) for length, policy in settings]
+        # frexp writes n as m * 2**e with m in [0.5, 1), so e is the number of binary digits of n.
+        histogram = np.bincount(np.frexp(lengths)[1], minlength=64)
+        return histogram, np.array([(p.examples, len(p.length), p.length.sum()) for p in plans], dtype=np.int64)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        counted = list(pool.map(count, dataset.shards("train")))
+    histogram = np.sum([histogram for histogram, _ in counted], axis=0)
+    totals = np.sum([totals for _, totals in counted], axis=0).tolist()
+    if not any(examples for examples, _, _ in totals):
+        raise DataError(f"the documents of {dataset.path} hold no tokens; check the source and build the dataset again")
+    forecasts = (Forecast(*setting, *total) for setting, total in zip(settings, totals, strict=True))
+    return Inspection(dataset, np.trim_zeros(histogram, "b"), tuple(forecasts))
+
+
+def _range_names(histogram: Int64) -> list[str]:
+    firsts = [0, *(2**i for i in range(len(histogram) - 1))]
+    return [f"{n:,}" if n < 2 else f"{n:,}-{2 * n - 1:,}" for n in firsts]
+
+
+def report(inspection: Inspection, console: Console) -> None:
+    """Prints the tables."""
+    manifest = inspection.dataset.manifest
+    contents = Table("split", "shards", "documents", "tokens", "MB", title=escape(str(inspection.dataset.path)))
+    for split, shards in manifest.splits.items():
+        documents, tokens = sum(s.documents for s in shards), sum(s.tokens for s in shards)
+        megabytes = sum(s.bytes for s in shards) / 1e6
+        contents.add_row(split, f"{len(shards):,}", f"{documents:,}", f"{tokens:,}", f"{megabytes:,.1f}")
+    console.print(_right_aligned(contents))
+    rejected = sum(manifest.documents_rejected.values())
+    reasons = ", ".join(f"{reason}: {count:,}" for reason, count in sorted(manifest.documents_rejected.items()))
+    console.print(f"{manifest.documents_in:,} documents read, {rejected:,} rejected" + f" ({reasons})" * bool(reasons))
+    console.print(f"vocabulary {manifest.vocab_size:,}, tokenizer {manifest.tokenizer_fingerprint[:12]}\n")
+
+    lengths = Table("tokens", "documents", "", title="Length of training documents")
+    for name, count in zip(_range_names(inspection.histogram), inspection.histogram.tolist(), strict=True):
+        bar = "█" * -(-count * _BAR_CELLS // int(inspection.histogram.max()))
+        lengths.add_row(name, f"{count:,}", bar)
+    console.print(_right_aligned(lengths))
+
+    forecast = Table("length", "packing", "examples", "real tokens", "documents an example", title="Packing forecast")
+    for f in inspection.forecasts:
+        share, mixture = f"{f.real_share:.1%}", f"{f.pieces / f.examples:.2f}"
+        forecast.add_row(str(f.sequence_length), f.policy, f"{f.examples:,}", share, mixture)
+    console.print(_right_aligned(forecast))
+
+
+def _right_aligned(table: Table) -> Table:
+    for column in table.columns:
+        column.justify = "left" if column.header in ("split", "packing", "") else "right"
+    return table
+
+
+def plot(inspection: Inspection, path: Path) -> None:
+    """Draws the histogram of lengths and the forecast into an image file.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+        DataError: the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtra("matplotlib", "plot", "samestep data inspect --plot") from None
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    lengths, packing = figure.subplots(1, 2, width_ratios=(3, 2))
+    lengths.bar(_range_names(inspection.histogram), inspection.histogram, color="#4477aa")
+    lengths.set(xlabel="tokens", ylabel="documents", title="Length of training documents")
+    lengths.tick_params("x", rotation=45)
+    names = [f"{forecast.policy} {forecast.sequence_length}" for forecast in inspection.forecasts]
+    bars = packing.barh(names, [100 * forecast.real_share for forecast in inspection.forecasts], color="#66ccee")
+    packing.bar_label(bars, fmt="%.1f", padding=3)
+    packing.invert_yaxis()
+    packing.set(xlim=(0, 110), xlabel="real tokens, % of cells", title="Packing forecast")
+    for panel in (lengths, packing):
+        panel.spines[["top", "right"]].set_visible(False)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot write the plot {path}: {error}; name a .png file in a writable folder") from error

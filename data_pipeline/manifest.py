@@ -1,0 +1,114 @@
+"""The manifest of a built dataset: which shards it has, what is in them and what they were made from.
+
+It is written last, so a folder with a manifest is a finished dataset and a folder without one is not a dataset.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_pipeline.storage import write_text
+from trainer.config import Tree
+from trainer.errors import DataError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One tar file: its name in the folder, what it holds and the SHA-256 of its bytes."""
+
+    name: str
+    documents: int
+    tokens: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a dataset folder holds.
+
+    Attributes:
+        format: version of the layout of the folder.
+        tokenizer_fingerprint: of the tokenizer that made the tokens (`Tokenizer.fingerprint`).
+        vocab_size: number of ids of that tokenizer; every token is below it.
+        dtype: of the tokens in the shards, "uint16" or "uint32".
+        source: the resolved source section of the build's configuration.
+        files: the source files; the first column of a shard's `origin` indexes it.
+        documents_in: records read; the sum of the documents in all shards and of `documents_rejected`.
+        documents_rejected: reason -> number of records.
+        splits: "train" and "heldout" -> shards, in order.
+        settings: the other settings of the build that shape the shards.
+    """
+
+    format: int
+    tokenizer_fingerprint: str
+    vocab_size: int
+    dtype: str
+    source: Tree
+    files: tuple[str, ...]
+    documents_in: int
+    documents_rejected: dict[str, int]
+    splits: dict[str, tuple[ShardInfo, ...]]
+    settings: Tree = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Hex SHA-256 over what determines the content: tokenizer, dtype and every shard's checksum, in order."""
+        shards = {split: [shard.sha256 for shard in shards] for split, shards in self.splits.items()}
+        content = [self.format, self.tokenizer_fingerprint, self.dtype, shards]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def token_dtype(self) -> np.dtype[Any]:
+        """`dtype` as numpy's."""
+        return np.dtype(self.dtype)
+
+    @property
+    def shards(self) -> tuple[ShardInfo, ...]:
+        """The shards of all splits."""
+        return tuple(shard for split in sorted(self.splits) for shard in self.splits[split])
+
+    def save(self, folder: Path) -> None:
+        """Writes `manifest.json`, atomically; its bytes depend on the content only."""
+        write_text(folder / MANIFEST, json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> Manifest:
+        """Reads the manifest of a finished dataset.
+
+        Raises:
+            DataError: there is none, or it is damaged or of another version.
+        """
+        path = folder / MANIFEST
+        try:
+            tree = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise DataError(
+                f"{folder} holds no finished dataset (no {MANIFEST}); finish it with: samestep data build CONFIG "
+                f"output={folder}"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise DataError(f"cannot read {path}: {error}; build the dataset again") from error
+        version = tree.get("format") if isinstance(tree, dict) else None
+        if version != FORMAT:
+            raise DataError(f"{path} is of format {version!r}, this program reads {FORMAT}; build the dataset again")
+        try:
+            splits = {name: tuple(ShardInfo(**shard) for shard in shards) for name, shards in tree["splits"].items()}
+            return cls(**{**tree, "splits": splits, "files": tuple(tree["files"])})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{path} is damaged ({error}); build the dataset again") from error
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The narrowest type of the shards' tokens that holds every id below `vocab_size`."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)

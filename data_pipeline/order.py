@@ -1,0 +1,171 @@
+"""The global order of examples: a pure function of (examples per shard, seed, lanes, window).
+
+Global example n = 0, 1, 2, ... is the n-th example that a run consumes; nothing here knows about ranks, batches,
+workers or buffers, so none of them can change it, and finding example n costs the same for any n.
+See docs/data_order.md for the picture.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from data_pipeline.packing import Int64
+from trainer.errors import ConfigError
+from trainer.hashing import U64, combine, mix, name_key
+
+_SHARDS = name_key("shards")
+_WINDOW = name_key("window")
+_FEISTEL_ROUNDS = 4  # as many as make a Feistel network of random functions look random (Luby and Rackoff 1988)
+_NEXT_ROUNDS = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, eq=False)
+class Location:
+    """Where B examples are.
+
+    Attributes:
+        epoch: int64 [B], the pass over the data.
+        shard: int64 [B], the shard's number in its split.
+        index: int64 [B], the example's number in the shard.
+    """
+
+    epoch: Int64
+    shard: Int64
+    index: Int64
+
+    def __getitem__(self, rows: slice) -> Location:
+        return Location(self.epoch[rows], self.shard[rows], self.index[rows])
+
+
+class ExampleOrder(Protocol):
+    """An order of examples that batches can be cut from."""
+
+    def batch(self, start: int, size: int) -> Int64:
+        """The global example numbers of rows 0, 1, ... of the global batch [start, start + size)."""
+
+    def locate(self, number: npt.ArrayLike) -> Location:
+        """The places of global examples."""
+
+
+class Order:
+    """The endless shuffled order of training.
+
+    Each epoch permutes the shards, lays their examples end to end and cuts the line into `lanes` equal spans. Global
+    example n is the (n div lanes)-th of lane n mod lanes; a lane reads its span of epoch 0, 1, ... in turn, shuffled
+    within windows of about `window` shards.
+
+    Args:
+        counts: int [shards], examples in each shard.
+        seed: the run's seed.
+        lanes: independent readers of the line; a constant of the run, unrelated to batch size and world size.
+        window: shards' worth of examples that are shuffled together in a lane.
+
+    Raises:
+        ConfigError: there are fewer examples than lanes.
+    """
+
+    def __init__(self, counts: npt.ArrayLike, *, seed: int, lanes: int = 64, window: int = 4) -> None:
+        self._counts = np.asarray(counts, dtype=np.int64)
+        self._seed = seed
+        self._lanes = lanes
+        self.examples = int(self._counts.sum())
+        if self.examples < lanes:
+            raise ConfigError(
+                f"data.lanes is {lanes}, but an epoch has only {self.examples} examples; "
+                f"set data.lanes to at most {self.examples}, or use more text or a smaller data.sequence_length"
+            )
+        self._span, self._longer_spans = divmod(self.examples, lanes)
+        together = window * self.examples / len(self._counts)
+        self._windows = min(max(1, round(self._span / together)), self._span)
+        self._window_key = combine(seed, _WINDOW)
+        self._line = functools.lru_cache(maxsize=8)(self._lay_line)  # one or two epochs are in use at any time
+
+    def batch(self, start: int, size: int) -> Int64:
+        """Rows of a global batch are sorted by lane, so that a replica's share stays with few lanes, hence shards."""
+        number = np.arange(start, start + size)
+        return number[np.argsort(number % self._lanes, kind="stable")]
+
+    def locate(self, number: npt.ArrayLike) -> Location:
+        turn, lane = np.divmod(np.asarray(number, dtype=np.int64), self._lanes)
+        span = self._span + (lane < self._longer_spans)
+        epoch, position = np.divmod(turn, span)
+        window = ((position + 1) * self._windows - 1) // span
+        begin = window * span // self._windows
+        size = (window + 1) * span // self._windows - begin
+        key = combine(self._window_key, (epoch * self._lanes + lane) * self._windows + window)
+        shuffled = permute(position - begin, size, key)
+        cell = lane * self._span + np.minimum(lane, self._longer_spans) + begin + shuffled
+        shard, index = np.empty_like(cell), np.empty_like(cell)
+        for e in set(epoch.tolist()):
+            rows = np.flatnonzero(epoch == e)
+            shards, end = self._line(e)
+            place = np.searchsorted(end, cell[rows], side="right")
+            shard[rows] = shards[place]
+            index[rows] = cell[rows] - end[place] + self._counts[shards[place]]
+        return Location(epoch, shard, index)
+
+    def _lay_line(self, epoch: int) -> tuple[Int64, Int64]:
+        """The epoch's shards in order, and the line's cell after each."""
+        shards = np.argsort(combine(self._seed, _SHARDS, epoch, np.arange(len(self._counts))), kind="stable")
+        return shards, np.cumsum(self._counts[shards])
+
+
+class SinglePass:
+    """One pass in the shards' own order, for evaluation: the last batch may be short, batches after it are empty."""
+
+    def __init__(self, counts: npt.ArrayLike) -> None:
+        self._end = np.cumsum(np.asarray(counts, dtype=np.int64))
+        self.examples = int(self._end[-1]) if len(self._end) else 0
+
+    def batch(self, start: int, size: int) -> Int64:
+        return np.arange(start, min(start + size, self.examples))
+
+    def locate(self, number: npt.ArrayLike) -> Location:
+        number = np.asarray(number, dtype=np.int64)
+        shard = np.searchsorted(self._end, number, side="right")
+        begin = np.concatenate(([0], self._end))[shard]
+        return Location(np.zeros_like(number), shard, number - begin)
+
+
+def share(size: int, index: int, count: int) -> slice:
+    """The rows of a global batch of `size` that replica `index` of `count` takes: contiguous, equal to one row."""
+    return slice(index * size // count, (index + 1) * size // count)
+
+
+def permute(x: Int64, size: Int64, key: U64) -> Int64:
+    """Permutes [0, size) under a key, one element each at a time and without a table.
+
+    A generalised Feistel network on a grid of a * b >= size cells, a = ceil(sqrt(size)), walking on from the few cells
+    outside (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Each element has its own size and key.
+
+    Args:
+        x: int64 [N], 0 <= x < size.
+        size: int64 [N], at least 1.
+        key: uint64 [N].
+
+    Returns:
+        int64 [N]; for equal (size, key) distinct x give distinct results in [0, size).
+    """
+    bound = size.astype(np.uint64)
+    a = np.ceil(np.sqrt(size)).astype(np.uint64)
+    b = (bound + a - np.uint64(1)) // a
+    result = x.astype(np.uint64)
+    outside = np.arange(len(result))
+    while len(outside):
+        result[outside] = _feistel(result[outside], a[outside], b[outside], key[outside])
+        outside = outside[result[outside] >= bound[outside]]
+    return result.astype(np.int64)
+
+
+def _feistel(x: U64, a: U64, b: U64, key: U64) -> U64:
+    right, left = np.divmod(x, a)
+    for _ in range(_FEISTEL_ROUNDS // 2):
+        left = (left + mix(key ^ right) % a) % a
+        right = (right + mix(~key ^ left) % b) % b
+        key = key + _NEXT_ROUNDS
+    return left + a * right

@@ -1,0 +1,171 @@
+"""Shards: WebDataset tar files of tokenised documents, memory-mapped and sliced when read.
+
+A shard holds chunks of many whole documents. A chunk is one WebDataset sample of three arrays:
+
+    000000.tokens.npy    uint16 or uint32 [T], the tokens of all its documents end to end
+    000000.offsets.npy   int64 [d + 1], document i is tokens[offsets[i]:offsets[i + 1]]
+    000000.origin.npy    uint32 [d, 2], (source file, line) of each document
+
+Tar members start at multiples of 512 bytes and .npy data at multiples of 64 behind that, so a whole shard can be seen
+as one array of tokens in which every document is a plain slice. Members are written with `tarfile` because importing
+webdataset imports torch, which each build worker would pay for in seconds and memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from data_pipeline.manifest import ShardInfo
+from data_pipeline.storage import atomic_write
+from trainer.errors import DataError
+
+Tokens: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
+
+CHUNK_TOKENS = 2**20
+
+
+def write_shard(
+    path: Path, documents: Sequence[Tokens], origin: npt.NDArray[np.uint32], dtype: np.dtype[Any]
+) -> ShardInfo:
+    """Writes documents to a new shard, atomically; its bytes depend on the arguments only, not on time or machine.
+
+    Args:
+        path: the shard's file.
+        documents: D arrays of tokens.
+        origin: [D, 2], the (source file, line) of each document.
+        dtype: of the stored tokens.
+
+    Raises:
+        DataError: the disk does not take it.
+    """
+    assert len(documents) == len(origin) > 0
+    offsets = np.concatenate(([0], np.cumsum([len(document) for document in documents], dtype=np.int64)))
+    # Documents belong to the chunk in which they begin, so a chunk is as long as its last document makes it.
+    bounds = [*np.flatnonzero(np.diff(offsets[:-1] // CHUNK_TOKENS, prepend=-1)), len(documents)]
+    with atomic_write(path) as file:
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            for chunk, (first, end) in enumerate(itertools.pairwise(bounds)):
+                tokens = np.concatenate(documents[first:end]).astype(dtype, copy=False)
+                _add(tar, f"{chunk:06d}.tokens.npy", tokens)
+                _add(tar, f"{chunk:06d}.offsets.npy", offsets[first : end + 1] - offsets[first])
+                _add(tar, f"{chunk:06d}.origin.npy", origin[first:end].astype(np.uint32, copy=False))
+        size = file.tell()
+    return ShardInfo(path.name, len(documents), int(offsets[-1]), size, file_sha256(path))
+
+
+def _add(tar: tarfile.TarFile, name: str, array: npt.NDArray[Any]) -> None:
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, array, version=(1, 0), allow_pickle=False)
+    member = tarfile.TarInfo(name)  # time 0, owner 0, mode 644: the same bytes everywhere
+    member.size = buffer.tell()
+    buffer.seek(0)
+    tar.addfile(member, buffer)
+
+
+def file_sha256(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A shard opened for reading; nothing but headers and the document index is read before tokens are used.
+
+    Attributes:
+        tokens: 1-D memory map of the whole file as tokens; document i is `tokens[start[i] : start[i] + length[i]]`.
+        start: int64 [D], where each document's first token is in `tokens`.
+        length: int64 [D], tokens of each document.
+        origin: uint32 [D, 2], the (source file, line) of each document.
+    """
+
+    tokens: Tokens
+    start: npt.NDArray[np.int64]
+    length: npt.NDArray[np.int64]
+    origin: npt.NDArray[np.uint32]
+
+    @classmethod
+    def open(cls, path: Path, dtype: npt.DTypeLike) -> Shard:
+        """Maps a shard whose tokens are of type `dtype`.
+
+        Raises:
+            DataError: it is missing, cut short, damaged or of another type.
+        """
+        dtype = np.dtype(dtype)
+        try:
+            starts, lengths, origins = zip(*_read_chunks(path, dtype), strict=True)
+            tokens = np.memmap(path, dtype, mode="r")
+        except FileNotFoundError:
+            raise DataError(f"the shard {path} is missing; copy it back or build the dataset again") from None
+        except (OSError, ValueError, tarfile.TarError) as error:
+            raise DataError(
+                f"the shard {path} is cut short or damaged ({error}); copy it again, or build the dataset again, and "
+                f"check the rest with: samestep data verify {path.parent}"
+            ) from error
+        return cls(tokens, np.concatenate(starts), np.concatenate(lengths), np.concatenate(origins))
+
+
+def _read_chunks(path: Path, dtype: np.dtype[Any]) -> Iterator[tuple[npt.NDArray[Any], ...]]:
+    """Yields start [d], length [d] and origin [d, 2] of each chunk; raises ValueError for what is no shard."""
+    with path.open("rb") as file:
+        # A tar ends with two blocks of zeros: without them the file was cut short, perhaps between two members.
+        size = file.seek(0, io.SEEK_END)
+        file.seek(max(0, size - 2 * tarfile.BLOCKSIZE))
+        if size == 0 or size % tarfile.BLOCKSIZE or any(file.read()):
+            raise ValueError("the end of the archive is missing")
+        file.seek(0)
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            members = {member.name: member for member in tar}
+            for key in sorted({name.partition(".")[0] for name in members}):
+                try:
+                    parts = [members[f"{key}.{part}.npy"] for part in ("tokens", "offsets", "origin")]
+                except KeyError as error:
+                    raise ValueError(f"no member {error}") from None
+                start, count = _locate(tar, parts[0], dtype)
+                offsets = _load(tar, parts[1], np.dtype("<i8"))
+                origin = _load(tar, parts[2], np.dtype("<u4")).reshape(-1, 2)
+                length = np.diff(offsets)
+                if (
+                    len(offsets) != len(origin) + 1
+                    or length.min(initial=0) < 0
+                    or (offsets[0], offsets[-1]) != (0, count)
+                ):
+                    raise ValueError(f"the arrays of chunk {key} do not fit together")
+                yield start + offsets[:-1], length, origin
+            if not members:
+                raise ValueError("the archive is empty")
+
+
+def _open_npy(tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[Any]) -> IO[bytes]:
+    """Opens a .npy member and reads up to its data."""
+    stream = tar.extractfile(member)
+    if stream is None:
+        raise ValueError(f"{member.name} is no file")
+    try:
+        np.lib.format.read_magic(stream)
+        _, fortran_order, found = np.lib.format.read_array_header_1_0(stream)
+    except Exception as error:  # numpy parses the header as Python: damage raises anything from its tokenizer up
+        raise ValueError(f"{member.name} has no readable header") from error
+    if fortran_order or found != dtype:
+        raise ValueError(f"{member.name} holds {found}, not {dtype}")
+    return stream
+
+
+def _load(tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    return np.frombuffer(_open_npy(tar, member, dtype).read(), dtype)
+
+
+def _locate(tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[Any]) -> tuple[int, int]:
+    """Where a member's data begin in the file, and how many they are, both in units of `dtype`."""
+    header = _open_npy(tar, member, dtype).tell()
+    return (member.offset_data + header) // dtype.itemsize, (member.size - header) // dtype.itemsize

@@ -1,0 +1,106 @@
+"""Examples as the model sees them, with what it has to predict marked: `samestep data show`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from data_pipeline.dataset import Dataset, PackedSplit
+from data_pipeline.loader import Config as DataConfig
+from data_pipeline.order import Order
+from data_pipeline.tokenization import Tokenizer
+from trainer.config import Kinds, decode, read_tree
+from trainer.errors import ConfigError
+
+_LEGEND = Text.assemble(
+    "predicted tokens: ", ("[masked]", "bold green"), " ", ("[was→is]", "bold yellow"), " ", ("[kept=]", "bold cyan"),
+    "; line by line the pieces of an example, with their source", style="dim",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _View:
+    """The sections of an experiment that decide what the model sees."""
+
+    objective: Annotated[Any, Kinds("trainer.objectives")]
+    data: DataConfig
+    seed: int = 0
+
+
+def show(folder: str, experiment: str, overrides: Iterable[str], index: int, count: int, console: Console) -> None:
+    """Prints what a run of `experiment` on the dataset in `folder` consumes as global example index, index + 1, ...
+
+    Raises:
+        ConfigError: the experiment is wrong, or the dataset too small for it.
+        DataError: the dataset is unfinished or damaged.
+    """
+    if index < 0:
+        raise ConfigError(f"--index counts examples from 0; {index} is none of them")
+    tree = read_tree(experiment, overrides)
+    sections = {name: tree[name] for name in ("objective", "seed") if name in tree}
+    view: _View = decode(_View, {**sections, "data": {**tree.get("data", {}), "path": folder}})
+    dataset = Dataset.open(folder)
+    tokenizer, length = dataset.tokenizer, view.data.sequence_length
+    objective = view.objective.build(tokenizer.vocabulary)
+    packed = PackedSplit(dataset, "train", objective.pack_spec(length), view.data.packing, view.seed)
+    order = Order(packed.counts, seed=view.seed, lanes=view.data.lanes, window=view.data.window)
+    console.print(_LEGEND, soft_wrap=True)
+    for number in range(index, index + count):
+        at = order.locate([number])
+        examples = packed.read(at, np.ones(1, dtype=np.float32))
+        row = {name: array[0] for name, array in objective.collate(examples, length).items()}
+        cells = int((row["segments"] > 0).sum())
+        predicted = int((row["weights"] > 0).sum())
+        console.print(
+            f"\nexample {number}: epoch {at.epoch[0]}, {len(examples.tokens)} tokens, {predicted} predicted, "
+            f"{length - cells} cells of padding",
+            style="bold",
+            highlight=False,
+        )
+        # A piece is shown with the special tokens around it: up to where the next piece, or its prefix, begins.
+        prefix = objective.pack_spec(length).prefix if examples.isolated else 0
+        begin = [0, *(examples.column[1:] - prefix).tolist()]
+        sources = packed.origin(int(at.shard[0]), int(at.index[0]))
+        for first, end, (file, line) in zip(begin, [*begin[1:], cells], sources, strict=True):
+            source = f"{dataset.manifest.files[file]}:{line}  "
+            console.print(Text.assemble((source, "dim blue"), *_render(row, first, end, tokenizer)), soft_wrap=True)
+
+
+def _render(row: dict[str, Any], first: int, end: int, tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    """The cells [first, end) as (text, style) parts."""
+    tokens, columns = row["tokens"], row["predicted"][row["weights"] > 0]
+    original = tokens.copy()
+    original[columns] = row["labels"][row["weights"] > 0]
+    predicted = set(columns.tolist())
+    special = set(tokenizer.vocabulary.special)
+    parts: list[tuple[str, str]] = []
+    before = ""
+    start = first
+    for cell in range(first, end):
+        # Whether a space precedes a token shows only in the text of the tokens up to it.
+        if original[cell] in special:
+            parts.append((f" {tokenizer.token(original[cell])}", "dim"))
+            before, start = "", cell + 1
+            continue
+        text = tokenizer.decode(original[start : cell + 1])
+        new, before = text[len(before) :].replace("\n", "↵"), text
+        if cell == start and cell > first:
+            new = f" {new.lstrip(' ')}"
+        if cell not in predicted:
+            parts.append((new, ""))
+            continue
+        word = new.lstrip(" ") or "␣"
+        gap = new[: -len(word)]
+        if tokens[cell] == tokenizer.vocabulary.mask:
+            marked, style = f"[{word}]", "bold green"
+        elif tokens[cell] == original[cell]:
+            marked, style = f"[{word}=]", "bold cyan"
+        else:
+            marked, style = f"[{word}→{tokenizer.token(tokens[cell])}]", "bold yellow"
+        parts.append((gap + marked, style))
+    return parts

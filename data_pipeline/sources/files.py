@@ -1,0 +1,110 @@
+"""Files of text, plain, gzip or Zstandard: finding, opening and cutting them into records."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, cast
+
+import zstandard
+
+from data_pipeline.sources import Record
+from trainer.errors import ConfigError, DataError
+
+# zstd's own limit of 128 MiB refuses what `zstd --long=31` writes.
+_ZSTD_WINDOW = 2**31
+_BUFFER = 2**16
+
+
+def find(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """The files that match the patterns (`*`, `?`, `**`, `~`), each once, sorted by name.
+
+    Raises:
+        ConfigError: there is no pattern, or one matches no file.
+    """
+    if not patterns:
+        raise ConfigError("source.paths is empty; name at least one file or pattern")
+    found: set[str] = set()
+    for pattern in patterns:
+        matches = [path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path)]
+        if not matches:
+            raise ConfigError(
+                f"source.paths: no file matches {pattern!r} (relative paths start from {os.getcwd()}); correct the "
+                f"pattern, or run in the folder it is relative to"
+            )
+        found.update(matches)
+    return tuple(sorted(found))
+
+
+def read_records(files: tuple[str, ...], split: Callable[[BinaryIO], Iterator[tuple[int, bytes]]]) -> Iterator[Record]:
+    """Yields the records of each file, which `split` cuts into (line, bytes) pairs.
+
+    An empty file, and the part of a file behind damage, come as one record with a `problem` each.
+
+    Raises:
+        DataError: a file cannot be opened or read.
+    """
+    sizes = [os.path.getsize(path) if os.path.exists(path) else 0 for path in files]
+    total = max(1, sum(sizes))
+    before = 0
+    for index, path in enumerate(files):
+        line = 0
+        try:
+            with open(path, "rb") as disk, decompressed(disk, path) as file:
+                for line, data in split(file):
+                    yield Record(index, line, data, (before + disk.tell()) / total)
+            problem = "empty file" if line == 0 else None
+        except EOFError:
+            problem = "truncated file"
+        except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError):
+            problem = "corrupt file"
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror or error}; check that it is readable") from error
+        before += sizes[index]
+        if problem:
+            yield Record(index, line + 1, b"", before / total, problem)
+
+
+def decompressed(disk: BinaryIO, name: str) -> BinaryIO:
+    """The bytes of a file by its suffix, `.gz`, `.zst` or plain; reading past where they stop raises EOFError."""
+    if name.endswith(".gz"):
+        return cast(BinaryIO, gzip.GzipFile(fileobj=disk))
+    if name.endswith(".zst"):
+        return io.BufferedReader(_ZstdFile(disk), _BUFFER)
+    return disk
+
+
+class _ZstdFile(io.RawIOBase):
+    """The decompressed bytes of a Zstandard file of one or more frames.
+
+    zstandard's own `stream_reader` takes the end of a truncated file for the end of the data.
+    """
+
+    def __init__(self, disk: BinaryIO) -> None:
+        self._disk = disk
+        self._frame: zstandard.ZstdDecompressionObj | None = None
+        self._input = self._output = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        while not self._output:
+            self._input = self._input or self._disk.read(_BUFFER)
+            if not self._input:
+                if self._frame is not None:
+                    raise EOFError
+                return 0
+            if self._frame is None:
+                self._frame = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
+            self._output = self._frame.decompress(self._input)
+            self._input = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        count = min(len(buffer), len(self._output))
+        buffer[:count], self._output = self._output[:count], self._output[count:]
+        return count

@@ -1,0 +1,59 @@
+"""JSON Lines: one JSON object a line, with the document in one of its fields."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from data_pipeline.sources import BadRecord, Record, Source, decode_utf8
+from data_pipeline.sources.files import find, read_records
+
+
+@dataclass(frozen=True)
+class Config:
+    """Where the documents are.
+
+    Attributes:
+        paths: files or glob patterns; `.gz` and `.zst` are decompressed.
+        field: the key of the text; dots reach into nested objects.
+    """
+
+    paths: tuple[str, ...]
+    field: str = "text"
+
+    def build(self) -> JsonLines:
+        """Finds the files.
+
+        Raises:
+            ConfigError: a pattern matches nothing.
+        """
+        return JsonLines(find(self.paths), self.field)
+
+
+@dataclass(frozen=True)
+class JsonLines(Source):
+    """Reads the field `field` of each line that is not blank."""
+
+    field: str
+
+    def records(self) -> Iterator[Record]:
+        return read_records(self.files, _lines)
+
+    def decode(self, data: bytes) -> str:
+        try:
+            value = json.loads(decode_utf8(data))
+        except (ValueError, RecursionError):
+            raise BadRecord("invalid JSON") from None
+        for key in self.field.split("."):
+            if not isinstance(value, dict) or key not in value:
+                raise BadRecord(f"no field {self.field!r}")
+            value = value[key]
+        if not isinstance(value, str):
+            raise BadRecord(f"field {self.field!r} is not text")
+        return value
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    return ((number, line) for number, line in enumerate(file, start=1) if not line.isspace())

@@ -1,0 +1,73 @@
+"""The documentation that comes with Python: docstrings of the standard library and the topics of `help()`.
+
+About two megabytes of English that every machine has. Modules are parsed, never imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from data_pipeline.sources import Record, Source
+
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo"}
+_TOPICS = "pydoc_data/topics.py"
+_Definition: TypeAlias = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Config:
+    """Nothing to set: the library is the one of the Python that runs."""
+
+    def build(self) -> PythonDocs:
+        """Lists the modules of the standard library."""
+        library = _library()
+        paths = (path.relative_to(library) for path in library.rglob("*.py"))
+        return PythonDocs(tuple(sorted(str(path) for path in paths if not _SKIPPED_FOLDERS.intersection(path.parts))))
+
+
+@dataclass(frozen=True)
+class PythonDocs(Source):
+    """One document for each module's docstring, each top-level definition with all inside it, and each topic."""
+
+    def records(self) -> Iterator[Record]:
+        for index, name in enumerate(self.files):
+            read = (index + 1) / len(self.files)
+            try:
+                module = ast.parse((_library() / name).read_bytes())
+            except (OSError, SyntaxError, ValueError):
+                yield Record(index, 1, b"", read, "invalid Python")
+                continue
+            documents = _topics(module) if name == _TOPICS else _docstrings(module)
+            yield from (Record(index, line, text.encode("utf-8", "surrogatepass"), read) for line, text in documents)
+
+
+def _library() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _docstrings(module: ast.Module) -> Iterator[tuple[int, str]]:
+    if text := ast.get_docstring(module):
+        yield 1, text
+    for statement in module.body:
+        if text := "\n\n".join(filter(None, map(ast.get_docstring, _definitions(statement)))):
+            yield statement.lineno, text
+
+
+def _definitions(statement: ast.stmt) -> Iterator[_Definition]:
+    """A class or function, and what a class defines inside it."""
+    if isinstance(statement, _Definition):
+        yield statement
+    if isinstance(statement, ast.ClassDef):
+        for inner in statement.body:
+            yield from _definitions(inner)
+
+
+def _topics(module: ast.Module) -> Iterator[tuple[int, str]]:
+    for statement in module.body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
+            yield from ((text.lineno, ast.literal_eval(text)) for text in statement.value.values)

@@ -1,0 +1,60 @@
+"""Plain text: each file is one document, or documents are separated by blank lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO, Literal
+
+from data_pipeline.sources import Record, Source
+from data_pipeline.sources.files import find, read_records
+
+
+@dataclass(frozen=True)
+class Config:
+    """Where the documents are.
+
+    Attributes:
+        paths: files or glob patterns; `.gz` and `.zst` are decompressed.
+        document: what one document is: a whole "file", or a "paragraph", which ends at a blank line.
+    """
+
+    paths: tuple[str, ...]
+    document: Literal["file", "paragraph"] = "file"
+
+    def build(self) -> Text:
+        """Finds the files.
+
+        Raises:
+            ConfigError: a pattern matches nothing.
+        """
+        return Text(find(self.paths), self.document)
+
+
+@dataclass(frozen=True)
+class Text(Source):
+    """Reads whole files or their paragraphs."""
+
+    document: Literal["file", "paragraph"]
+
+    def records(self) -> Iterator[Record]:
+        return read_records(self.files, _whole if self.document == "file" else _paragraphs)
+
+
+def _whole(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    data = file.read()
+    if data:
+        yield 1, data
+
+
+def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    lines: list[bytes] = []
+    number = 0
+    for number, line in enumerate(file, start=1):
+        if not line.isspace():
+            lines.append(line)
+        elif lines:
+            yield number - len(lines), b"".join(lines)
+            lines = []
+    if lines:
+        yield number + 1 - len(lines), b"".join(lines)

@@ -1,0 +1,83 @@
+"""The same step at any world size, strategy, micro-batch and number of threads: a covering set of the full matrix.
+
+`make conformance` runs the whole product and writes docs/conformance.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conformance.worker import Case, Record, run_cases, run_once
+from tests.processes import run_ranks
+
+STEPS, BATCHES = 30, 201
+RELATIVE = 1e-5
+# Every pair of values of any two columns that can occur together occurs in at least one row.
+CASES = [
+    Case(1, "ddp", 1, 3, "concat"),
+    Case(1, "fsdp", 4, 0, "best_fit"),
+    Case(2, "ddp", 4, 1, "best_fit"),
+    Case(2, "fsdp", 8, 3, "concat"),
+    Case(2, "hsdp", 1, 0, "concat"),
+    Case(3, "ddp", 8, 0, "concat"),
+    Case(3, "fsdp", 1, 1, "best_fit"),
+    Case(4, "hsdp", 4, 3, "best_fit"),
+    Case(4, "ddp", 1, 1, "concat"),
+    Case(4, "fsdp", 8, 0, "best_fit"),
+    Case(4, "hsdp", 8, 1, "concat"),
+    Case(5, "ddp", 1, 0, "best_fit"),
+    Case(5, "fsdp", 4, 1, "concat"),
+]
+
+
+@pytest.fixture(scope="module")
+def references(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
+    """What the single process does, by packing."""
+    cases = [Case(1, "single", 8, 1, packing) for packing in ("concat", "best_fit")]
+    (records,) = run_ranks(1, run_cases, experiment_file, cases, STEPS, BATCHES, str(tmp_path_factory.mktemp("single")))
+    return {case.packing: record for case, record in zip(cases, records, strict=True)}
+
+
+@pytest.mark.parametrize("world_size", sorted({case.world_size for case in CASES}))
+def test_same_batches_and_losses(
+    experiment_file: str, tmp_path: Path, references: dict[str, Record], world_size: int
+) -> None:
+    cases = [case for case in CASES if case.world_size == world_size]
+    ranks = run_ranks(world_size, run_cases, experiment_file, cases, STEPS, BATCHES, str(tmp_path))
+    for i, case in enumerate(cases):
+        expected = references[case.packing]
+        total = np.sum([records[i].digests for records in ranks], axis=0, dtype=np.uint64)
+        differs = total != expected.digests
+        assert not differs.any(), f"{case}: another batch {np.argmax(differs)}"
+        assert len(expected.losses) == STEPS
+        np.testing.assert_allclose(ranks[0][i].losses, expected.losses, rtol=RELATIVE, err_msg=str(case))
+
+
+def test_another_seed_is_another_run(experiment_file: str, tmp_path: Path) -> None:
+    """The digests and losses that the matrix compares do depend on what they are about."""
+    overrides = ["strategy=single", "training.steps=5"]
+    runs = [
+        run_ranks(1, run_once, experiment_file, [*overrides, f"output={tmp_path / str(seed)}", f"seed={seed}"])
+        for seed in (0, 1)
+    ]
+    assert not np.allclose(runs[0], runs[1], rtol=RELATIVE)
+
+
+def test_resume_at_another_world_size(experiment_file: str, tmp_path: Path) -> None:
+    """Saved at 4 ranks of FSDP2 and continued elsewhere, a run has the losses that it would have had."""
+    overrides = [f"output={tmp_path}", "training.steps=15", "checkpoint.every=5"]
+    whole = run_ranks(4, run_once, experiment_file, overrides)[0]
+    assert len(whole) == 15
+    for world_size, strategy in ((3, "fsdp"), (1, "single"), (2, "ddp")):
+        again = [
+            f"output={tmp_path}",
+            "training.steps=15",
+            "checkpoint.every=1000",
+            f"strategy={strategy}",
+            "checkpoint.keep_last=9",
+        ]
+        resumed = run_ranks(world_size, run_once, experiment_file, again, 5)[0]
+        np.testing.assert_allclose(resumed, whole[5:], rtol=RELATIVE, err_msg=f"{world_size} x {strategy}")

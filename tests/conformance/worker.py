@@ -1,0 +1,116 @@
+"""What a rank of the same-step matrix runs: the real loader and the real Trainer, and a record of what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.dataset import Dataset
+from data_pipeline.loader import StreamingLoader
+from trainer import accelerators
+from trainer.config import load
+from trainer.experiment import Experiment
+from trainer.hashing import combine
+from trainer.run import build_trainer
+from trainer.strategies.world import World
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of running the same run."""
+
+    world_size: int
+    strategy: str
+    micro_batch_size: int
+    threads: int
+    packing: str
+
+    @property
+    def overrides(self) -> list[str]:
+        return [
+            f"strategy={self.strategy}" if self.strategy != "hsdp" else "strategy={kind: fsdp, replicas: 2}",
+            f"training.micro_batch_size={self.micro_batch_size}",
+            f"data.threads={self.threads}",
+            f"data.packing={self.packing}",
+        ]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank saw: a digest of its rows of each global batch, and the loss of each step."""
+
+    digests: np.ndarray
+    losses: list[float]
+
+
+class Losses:
+    """A tracker that keeps the training losses."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if "train/loss" in metrics:
+            self.values.append(metrics["train/loss"])
+
+    def close(self) -> None: ...
+
+
+def run_cases(file: str, cases: list[Case], steps: int, batches: int, output: str) -> list[Record]:
+    """Runs cases of one world size after another in the same processes."""
+    world = World.start("gloo", 60)
+    records = []
+    for i, case in enumerate(cases):
+        overrides = [*case.overrides, f"training.steps={steps}", f"output={output}/{world.size}-{i}"]
+        records.append(Record(batch_digests(file, overrides, world, batches), losses(file, overrides, world)))
+    world.close()
+    return records
+
+
+def batch_digests(file: str, overrides: list[str], world: World, batches: int) -> np.ndarray:
+    """uint64 [batches]: sums over this rank's rows of a hash of all that the step depends on."""
+    experiment = load(Experiment, file, overrides)
+    trainer = build_trainer(experiment, Dataset.open(experiment.data.path), _strategy(experiment, world))
+    assert isinstance(trainer.loader, StreamingLoader)
+    digests = np.zeros(batches, dtype=np.uint64)
+    for i, (micro_batches, _) in enumerate(zip(trainer.loader, range(batches), strict=False)):
+        for batch in micro_batches:
+            valid = batch["weights"].sum(1).numpy() > 0
+            row = np.zeros(len(valid), dtype=np.uint64)
+            for name in sorted(batch):
+                values = batch[name].numpy().reshape(len(valid), -1)
+                column = combine(len(name), np.arange(values.shape[1]))
+                row = combine(row, combine(column, values.astype(np.int64)).sum(axis=1, dtype=np.uint64))
+            digests[i] += row[valid].sum(dtype=np.uint64)
+    trainer.loader.close()
+    return digests
+
+
+def losses(file: str, overrides: list[str], world: World, *, resume: int | None = None) -> list[float]:
+    """The losses of each step of a run, from the start or from a checkpoint on."""
+    experiment = load(Experiment, file, overrides)
+    trainer = build_trainer(experiment, Dataset.open(experiment.data.path), _strategy(experiment, world))
+    if resume is not None:
+        trainer.restore(resume)
+    tracker = Losses()
+    trainer.trackers = [tracker]
+    trainer.fit()
+    trainer.loader.close()
+    return tracker.values
+
+
+def run_once(file: str, overrides: list[str], resume: int | None = None) -> list[float]:
+    """`losses` in a world of its own."""
+    world = World.start("gloo", 60)
+    values = losses(file, overrides, world, resume=resume)
+    world.close()
+    return values
+
+
+def _strategy(experiment: Experiment, world: World):  # type: ignore[no-untyped-def]
+    Path(experiment.output).mkdir(parents=True, exist_ok=True)
+    accelerator = experiment.accelerator.build() if experiment.accelerator else accelerators.detect()
+    return experiment.strategy.build(accelerator, world)

@@ -1,0 +1,97 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.errors import CheckpointError
+
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4, dtype=torch.bfloat16)}
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    for name in ("tokenizer.json", "vocab.txt", "unrelated.bin"):
+        (folder / name).write_text(name)
+    return folder
+
+
+@pytest.fixture
+def saved(tmp_path: Path, tokenizer: Path) -> Path:
+    save_folder(tmp_path / "model", {"model_type": "bert"}, TENSORS, tokenizer)
+    return tmp_path / "model"
+
+
+def test_what_is_saved_is_loaded(saved: Path):
+    config, tensors = load_folder(saved)
+    assert config == {"model_type": "bert"}
+    assert {*tensors} == {*TENSORS}
+    assert len(tensors) == 2
+    assert all(tensors[name].dtype == value.dtype and torch.equal(tensors[name], value)
+               for name, value in TENSORS.items())  # fmt: skip
+    names = sorted(path.name for path in saved.iterdir())
+    assert names == ["config.json", "model.safetensors", "tokenizer.json", "vocab.txt"]
+
+
+def test_parts_with_an_index(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    for number, (name, value) in enumerate(TENSORS.items()):
+        save_file({name: value}, tmp_path / f"part-{number}.safetensors")
+    index = {"weight_map": {"a": "part-0.safetensors", "b.weight": "part-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    _, tensors = load_folder(tmp_path)
+    assert all(torch.equal(tensors[name], value) for name, value in TENSORS.items())
+
+    index["weight_map"]["c"] = "part-1.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"lists c, which .*part-1\.safetensors does not hold"):
+        load_folder(tmp_path)
+    (tmp_path / "part-0.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"part-0\.safetensors"):
+        load_folder(tmp_path)
+
+
+def test_damaged_folders_are_refused_by_name(saved: Path):
+    weights = saved / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load_folder(saved)
+    weights.unlink()
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        load_folder(saved)
+    (saved / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"pickle.*save_pretrained"):
+        load_folder(saved)
+    for content in ("[1]", "{"):
+        (saved / "config.json").write_text(content)
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            load_folder(saved)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_folder(saved / "nowhere")
+
+
+def test_a_failed_save_leaves_nothing(tmp_path: Path, tokenizer: Path):
+    (tmp_path / "empty").mkdir()
+    taken = tmp_path / "taken"
+    taken.write_text("mine")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        save_folder(tmp_path / "model", {}, TENSORS, tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="already exists"):
+        save_folder(taken, {}, TENSORS, tokenizer)
+    with pytest.raises(CheckpointError, match="already exists"):
+        save_folder(tokenizer, {}, TENSORS, tokenizer)
+    with pytest.raises(CheckpointError, match="cannot write"):
+        save_folder(taken / "below", {}, TENSORS, tokenizer)
+    assert sorted(tmp_path.iterdir()) == before
+    assert taken.read_text() == "mine"
+
+
+def test_an_empty_folder_may_be_filled(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    save_folder(tmp_path / "model", {}, {})
+    assert len(load_folder(tmp_path / "model")[1]) == 0

@@ -1,0 +1,140 @@
+"""How tensors are cut into pieces, and the files they lie in."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from trainer.checkpoint import files, layout
+from trainer.checkpoint.layout import Piece
+from trainer.errors import CheckpointError
+
+
+def write(path: Path, pieces: list[Piece]) -> None:
+    files.write(path, *layout.Staging().copy(pieces))
+
+
+def whole(name: str, tensor: Tensor) -> Piece:
+    return layout.local_piece(name, tensor)
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+TENSORS = {
+    "float32": torch.arange(12.0).view(3, 4),
+    "bfloat16": torch.arange(7).to(torch.bfloat16),
+    "float64": torch.tensor([[1e-300]], dtype=torch.float64),
+    "int64": torch.tensor([-(2**63), 2**63 - 1]),
+    "uint8": torch.arange(5, dtype=torch.uint8),
+    "bool": torch.tensor([True, False, True]),
+    "scalar": torch.tensor(3.5),
+    "empty": torch.zeros(0, 3),
+    "odd name / é@1,2 [x]": torch.ones(1),
+    "transposed": torch.arange(6.0).view(2, 3).T,
+    "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
+}
+
+
+def test_file_is_plain_safetensors_and_reads_back_to_the_bit(tmp_path: Path) -> None:
+    write(tmp_path / "f.safetensors", [whole(name, tensor) for name, tensor in TENSORS.items()])
+    ours = {piece.name: piece.tensor for piece in layout.read_pieces(tmp_path / "f.safetensors")}
+    theirs = load_file(tmp_path / "f.safetensors")
+    assert ours.keys() == theirs.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        for read in (ours[name], theirs[name]):
+            assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
+            assert (
+                read.numpy(force=True).tobytes() == tensor.numpy(force=True).tobytes() if name != "bfloat16" else True
+            )
+            assert torch.equal(read.nan_to_num(0.0), tensor.nan_to_num(0.0))
+
+
+def test_several_pieces_of_a_tensor_may_lie_in_one_file(tmp_path: Path) -> None:
+    write(tmp_path / "f.safetensors", cut(torch.arange(77.0).view(11, 7), [4], [2]))
+    result = torch.zeros(11, 7)
+    layout.fill([whole("w", result)], layout.group_by_name(layout.read_pieces(tmp_path / "f.safetensors")))
+    assert torch.equal(result, torch.arange(77.0).view(11, 7))
+
+
+def test_file_may_hold_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "f.safetensors", [])
+    assert layout.read_pieces(tmp_path / "f.safetensors") == []
+    assert load_file(tmp_path / "f.safetensors") == {}
+
+
+def test_staging_copies_and_is_used_again() -> None:
+    staging = layout.Staging()
+    tensor = torch.ones(1000)
+    _, body = staging.copy([whole("a", tensor)])
+    address = torch.frombuffer(body, dtype=torch.float32).data_ptr()
+    tensor.zero_()
+    assert torch.frombuffer(body, dtype=torch.float32).sum() == 1000
+    _, again = staging.copy([whole("a", tensor)])
+    assert torch.frombuffer(again, dtype=torch.float32).data_ptr() == address
+    _, larger = staging.copy([whole("a", tensor), whole("b", torch.ones(1))])
+    assert len(larger) == 4004
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 64])
+def test_replicated_tensors_are_written_once_and_evenly(world_size: int) -> None:
+    tensors = {f"t{i}": torch.zeros(1 + (37 * i) % 100) for i in range(200)} | {"step": torch.tensor(0.0)}
+    ranks = [layout.pieces_to_write(tensors, rank, world_size) for rank in range(world_size)]
+    written = [piece.name for pieces in ranks for piece in pieces]
+    assert sorted(written) == sorted(tensors)
+    loads = [sum(piece.tensor.nbytes for piece in pieces) for pieces in ranks]
+    assert max(loads) - min(loads) <= 400, "they differ by less than the largest tensor"
+
+
+def cut(tensor: Tensor, row_cuts: list[int], column_cuts: list[int]) -> list[Piece]:
+    rows, columns = [0, *row_cuts, tensor.shape[0]], [0, *column_cuts, tensor.shape[1]]
+    return [
+        Piece("w", tuple(tensor.shape), (r0, c0), tensor[r0:r1, c0:c1])
+        for r0, r1 in itertools.pairwise(rows)
+        for c0, c1 in itertools.pairwise(columns)
+    ]
+
+
+@pytest.mark.parametrize(("row_cuts", "column_cuts"), [([], []), ([3, 3, 9], []), ([1], [2, 5]), ([11], [0, 7])])
+@pytest.mark.parametrize(("into_rows", "into_columns"), [([], []), ([2, 7], []), ([5], [1, 4])])
+def test_any_cut_fills_any_other(
+    row_cuts: list[int], column_cuts: list[int], into_rows: list[int], into_columns: list[int], tmp_path: Path
+) -> None:
+    tensor = torch.randn(11, 7, generator=torch.Generator().manual_seed(0))
+    for rank, piece in enumerate(cut(tensor, row_cuts, column_cuts)):
+        write(tmp_path / str(rank), [piece])
+    stored = layout.group_by_name(piece for path in tmp_path.iterdir() for piece in layout.read_pieces(path))
+    result = torch.zeros(11, 7)
+    layout.fill(cut(result, into_rows, into_columns), stored)
+    assert torch.equal(result, tensor)
+
+
+def test_a_hole_is_found() -> None:
+    tensor = torch.ones(4, 2)
+    pieces = cut(tensor, [1, 3], [])
+    with pytest.raises(CheckpointError, match=r"holds 4 of the 8 elements of w .*another step"):
+        layout.fill([whole("w", torch.zeros(4, 2))], {"w": [pieces[0], pieces[2]]})
+
+
+def test_differences_are_named_and_counted() -> None:
+    stored = layout.group_by_name(whole(name, torch.zeros(2)) for name in ["a", "b", "c", "d", "e", "same"])
+    wanted = [whole("same", torch.zeros(2)), whole("a", torch.zeros(3)), whole("new", torch.zeros(1))]
+    with pytest.raises(CheckpointError) as caught:
+        layout.check_same_tensors(wanted, stored, Path("run/step-00000001"))
+    message = str(caught.value)
+    assert "run/step-00000001 is a checkpoint of another model" in message
+    assert "1 missing in it: new" in message
+    assert "4 unknown to this run: b, c, d, ..." in message
+    assert "1 different: a (float32 [2] in it, float32 [3] in this run)" in message
+
+
+def test_another_element_type_is_refused() -> None:
+    stored = layout.group_by_name([whole("a", torch.zeros(2))])
+    with pytest.raises(CheckpointError, match=r"float32 \[2\] in it, bfloat16 \[2\] in this run"):
+        layout.check_same_tensors([whole("a", torch.zeros(2).bfloat16())], stored, Path("x"))

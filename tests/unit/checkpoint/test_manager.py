@@ -1,0 +1,239 @@
+"""Saving, walking back over damage, restoring and keeping, in one process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.checkpoint import Checkpointer, Config, load_full, read_meta
+from trainer.errors import CheckpointError, ConfigError
+
+
+def tensors(value: float = 0.0) -> dict[str, Tensor]:
+    return {
+        "model/weight": torch.full((5, 3), float(value)),
+        "optimizer/exp_avg/weight": torch.full((5, 3), -float(value)),
+    }
+
+
+def open_at(folder: Path, **config: Any) -> Checkpointer:
+    return Checkpointer(folder, Config(**config), rank=0, world_size=1)
+
+
+def save(folder: Path, *steps: int, **config: Any) -> Checkpointer:
+    checkpointer = open_at(folder, **config)
+    for step in steps:
+        checkpointer.save(step, tensors(step), {"state": step})
+    checkpointer.wait()
+    return checkpointer
+
+
+def restored(folder: Path, step: int | None = None) -> float:
+    """The value that every element of the restored tensors has."""
+    found = tensors(float("nan"))
+    open_at(folder).restore(found, step)
+    value = float(found["model/weight"][0, 0])
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors(value).items())
+    return value
+
+
+def only_file(folder: Path, step: int, name: str) -> Path:
+    return folder / f"step-{step:08d}" / name
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_restores_what_was_saved_whatever_happened_to_it_since(tmp_path: Path, asynchronous: bool) -> None:
+    checkpointer = open_at(tmp_path, asynchronous=asynchronous)
+    live = tensors(7)
+    checkpointer.save(7, live, {"data": {"example": 2**63}, "ledger": None})
+    for tensor in live.values():
+        tensor.zero_()
+    checkpointer.wait()
+    meta = open_at(tmp_path).restore(live)
+    assert torch.equal(live["model/weight"], tensors(7)["model/weight"])
+    assert meta["step"] == 7
+    assert meta["data"] == {"example": 2**63}
+    assert meta["ledger"] is None
+    assert meta["world_size"] == 1
+    assert read_meta(tmp_path / "step-00000007") == meta
+    assert {name: tensor.shape for name, tensor in load_full(tmp_path / "step-00000007").items()} == {"weight": (5, 3)}
+
+
+def test_restores_into_parameters_that_require_gradients(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    live = tensors()
+    parameter = torch.nn.Parameter(live["model/weight"])
+    open_at(tmp_path).restore(live | {"model/weight": parameter})
+    assert torch.equal(parameter.detach(), torch.full((5, 3), 4.0))
+
+
+def test_nothing_saved_is_not_an_error_until_it_is_to_be_restored(tmp_path: Path) -> None:
+    checkpointer = open_at(tmp_path / "new" / "checkpoints")
+    assert checkpointer.latest() is None
+    assert checkpointer.steps() == []
+    checkpointer.wait()
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        checkpointer.restore(tensors())
+    with pytest.raises(CheckpointError, match="step-00000005 was never committed"):
+        checkpointer.restore(tensors(), step=5)
+
+
+def test_retention_keeps_the_newest_and_the_milestones(tmp_path: Path) -> None:
+    assert save(tmp_path, *range(1, 11), keep_last=3, keep_every=4).steps() == [4, 8, 9, 10]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in (4, 8, 9, 10)]
+
+
+def test_retention_counts_sound_checkpoints_only(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3)
+    only_file(tmp_path, 3, "rank-00000.safetensors").unlink()
+    assert save(tmp_path, 4).steps() == [2, 3, 4], "3 does not count, so 2 stays"
+    assert restored(tmp_path) == 4
+
+
+@pytest.mark.parametrize("fields", [{"every": 0}, {"keep_last": 1}, {"keep_every": 0}])
+def test_nonsense_in_the_config_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"{next(iter(fields))} is \d"):
+        Config(**fields)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", [truncate, flip_a_bit, Path.unlink])
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "meta.json", "checksums.json", "COMMITTED"])
+def test_damage_is_named_and_walked_back_over(
+    name: str, harm: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, 2, 3, keep_last=3)
+    harm(only_file(tmp_path, 3, name))
+    with caplog.at_level(logging.WARNING):
+        assert open_at(tmp_path).latest() == 2
+    assert "step-00000003" in caplog.text
+    assert name in caplog.text or name == "COMMITTED"
+    assert restored(tmp_path) == 2
+    for use in (read_meta, load_full):
+        if use is load_full or name != "rank-00000.safetensors":
+            with pytest.raises(CheckpointError):
+                use(tmp_path / "step-00000003")
+
+    assert save(tmp_path, 3).steps()[-1] == 3, "the run, going on from 2, saves 3 anew"
+    assert restored(tmp_path) == 3
+
+
+def test_a_run_does_not_start_anew_when_all_its_checkpoints_are_damaged(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    for step in (1, 2):
+        flip_a_bit(only_file(tmp_path, step, "rank-00000.safetensors"))
+    with pytest.raises(CheckpointError, match=r"all 2 checkpoints in .* are damaged"):
+        open_at(tmp_path).latest()
+
+
+def test_going_on_from_an_earlier_step_drops_the_later_ones(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, keep_last=9)
+    checkpointer = open_at(tmp_path, keep_last=9)
+    checkpointer.restore(tensors(), step=1)
+    checkpointer.save(2, tensors(20), {})
+    checkpointer.wait()
+    assert checkpointer.steps() == [1, 2]
+    assert restored(tmp_path) == 20
+
+
+def test_saving_the_same_step_again_does_nothing(tmp_path: Path) -> None:
+    checkpointer = save(tmp_path, 1)
+    before = only_file(tmp_path, 1, "COMMITTED").stat().st_mtime_ns
+    checkpointer.save(1, tensors(1), {})
+    again = open_at(tmp_path)
+    again.restore(tensors())
+    again.save(1, tensors(1), {})
+    again.wait()
+    assert only_file(tmp_path, 1, "COMMITTED").stat().st_mtime_ns == before
+
+
+def test_leftovers_of_a_crash_are_cleaned_by_the_next_save(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for leftover in ("step-00000002", "step-00000009"):
+        (tmp_path / leftover).mkdir()
+        (tmp_path / leftover / "rank-00003.json").write_text("{}")
+    (tmp_path / "step-2").mkdir()
+    save(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002", "step-2"]
+    assert sorted(path.name for path in (tmp_path / "step-00000002").iterdir()) == [
+        "COMMITTED", "checksums.json", "meta.json", "rank-00000.safetensors"
+    ]  # fmt: skip
+
+
+def test_another_model_leaves_the_tensors_alone(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    other = {"model/weight": torch.zeros(5, 4), "model/bias": torch.zeros(4)}
+    with pytest.raises(CheckpointError, match=r"another model.*1 missing in it: model/bias"):
+        open_at(tmp_path).restore(other)
+    assert not other["model/weight"].any()
+
+
+def test_a_format_from_the_future_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.checkpoint.integrity.FORMAT", 2)
+    save(tmp_path, 1)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="has checkpoint format 2 and this samestep reads format 1"):
+        restored(tmp_path)
+
+
+def test_a_prefix_without_tensors_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="no tensor whose name starts with 'ema/'"):
+        load_full(tmp_path / "step-00000001", prefix="ema/")
+
+
+def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot write in .*file/checkpoints: Not a directory"):
+        open_at(tmp_path / "file" / "checkpoints")
+
+
+def test_a_folder_that_disappears_is_an_error_at_the_next_call(tmp_path: Path) -> None:
+    checkpointer = save(tmp_path / "run", 1)
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot .* .*run"):
+        checkpointer.save(2, tensors(), {})
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a small file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_is_named_and_the_last_checkpoint_stays(small_disk: Path) -> None:
+    save(small_disk / "run", 1)
+    checkpointer = open_at(small_disk / "run")
+    large = {"model/weight": torch.zeros(10**6)}
+    checkpointer.save(2, large, {})
+    with pytest.raises(
+        CheckpointError, match=r"step-00000002 failed: .*rank-00000.safetensors: No space left.*free some.*readable"
+    ):
+        checkpointer.wait()
+    assert restored(small_disk / "run") == 1
+    assert save(small_disk / "run", 2).steps() == [1, 2], "what the failed save wrote takes no space"

@@ -1,0 +1,353 @@
+"""The loader gives the same global batches whoever asks, feeds every token once an epoch, and can go on anywhere."""
+
+import hashlib
+import math
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data_pipeline import dataset as dataset_module
+from data_pipeline.dataset import Dataset
+from data_pipeline.loader import Config, MicroBatch, StreamingLoader
+from trainer.errors import ConfigError, DataError
+from trainer.examples import Batch, Examples, PackSpec
+
+SPEC = PackSpec(32, 1, 1)
+Rows = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Replica:
+    index: int
+    count: int
+
+
+def lay_out(examples: Examples, sequence_length: int) -> Batch:
+    """The simplest objective: raw tokens (+ 1) in their cells, and what else an objective is given."""
+    tokens = np.zeros((len(examples.key), sequence_length), dtype=np.int64)
+    within = np.arange(len(examples.tokens)) - np.repeat(np.cumsum(examples.length) - examples.length, examples.length)
+    row, column = np.repeat(examples.row, examples.length), np.repeat(examples.column, examples.length) + within
+    assert (tokens[row, column] == 0).all()
+    tokens[row, column] = examples.tokens + 1
+    return {"tokens": tokens, "key": examples.key.view(np.int64), "weight": examples.weight}
+
+
+def make_loader(folder: Path, index: int = 0, count: int = 1, **changes: Any) -> StreamingLoader:
+    settings: dict[str, Any] = {"global_batch_size": 24, "micro_batch_size": 4, "seed": 7, "pack_spec": SPEC}
+    config = Config(path=str(folder), sequence_length=32, lanes=8, threads=changes.pop("threads", 0))
+    config = replace(
+        config, **{name: changes.pop(name) for name in ("packing", "lanes", "prefetch") if name in changes}
+    )
+    settings = {**settings, "collate": lay_out, **changes}
+    return StreamingLoader(Dataset.open(folder), config, replica=Replica(index, count), **settings)
+
+
+def valid_rows(step: list[MicroBatch]) -> Rows:
+    rows = {name: torch.cat([micro_batch[name] for micro_batch in step]) for name in step[0]}
+    return {name: value[rows["example"] >= 0] for name, value in rows.items()}
+
+
+def join(parts: Sequence[Rows]) -> Rows:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def global_batches(
+    folder: Path, steps: int, count: int = 1, state: dict[str, Any] | None = None, **changes: Any
+) -> list[Rows]:
+    """What all replicas together get in each step, in their order."""
+    replicas = []
+    for index in range(count):
+        with make_loader(folder, index, count, **changes) as loader:
+            if state:
+                loader.load_state_dict(state)
+            replicas.append([valid_rows(next(loader)) for _ in range(steps)])
+    return [join(parts) for parts in zip(*replicas, strict=True)]
+
+
+def assert_same(first: list[Rows], second: list[Rows]) -> None:
+    for one, other in zip(first, second, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert torch.equal(one[name], other[name]), name
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "padded"])
+@pytest.mark.parametrize(
+    ("count", "threads", "micro_batch_size"), [(2, 0, 1), (3, 1, 4), (4, 4, 8), (5, 2, 3), (24, 1, 1)]
+)
+def test_global_batches_are_the_same_at_any_world_size(
+    write_dataset, packing, count, threads, micro_batch_size
+) -> None:
+    folder = write_dataset()
+    alone = global_batches(folder, 6, packing=packing)
+    shared = global_batches(folder, 6, count, packing=packing, threads=threads, micro_batch_size=micro_batch_size)
+    assert_same(alone, shared)
+    assert all(len(batch["tokens"]) == 24 for batch in shared)
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "padded"])
+def test_every_token_is_fed_once_an_epoch(write_dataset, packing) -> None:
+    folder = write_dataset()
+    loader = make_loader(folder, packing=packing, global_batch_size=8, lanes=8)  # a step is one turn of all lanes
+    tokens = sum(shard.tokens for shard in Dataset.open(folder).shards("train"))
+    epochs: dict[int, list[torch.Tensor]] = {}
+    while (rows := valid_rows(next(loader)))["epoch"].min() < 2:
+        for epoch in rows["epoch"].unique().tolist():
+            epochs.setdefault(epoch, []).append(rows["tokens"][rows["epoch"] == epoch])
+    for epoch in (0, 1):
+        fed = torch.cat(epochs[epoch])
+        assert sorted(fed[fed > 0].tolist()) == list(range(1, tokens + 1))
+
+
+def test_the_digest_of_a_row_tells_every_single_token_apart(write_dataset) -> None:
+    folder = write_dataset()
+
+    def altered(examples: Examples, sequence_length: int) -> Batch:
+        batch = lay_out(examples, sequence_length)
+        batch["tokens"][0, 1] += 1
+        return batch
+
+    (rows,) = global_batches(folder, 1, micro_batch_size=24)
+    (other,) = global_batches(folder, 1, micro_batch_size=24, collate=altered)
+    assert (rows["digest"] != other["digest"]).tolist() == [True] + [False] * 23
+    assert len(rows["digest"].unique()) == 24
+
+
+def test_keys_differ_between_epochs_and_dropout_between_all_rows(write_dataset) -> None:
+    loader = make_loader(write_dataset(shards=1, documents=20), global_batch_size=64)
+    rows = valid_rows(next(loader))
+    assert rows["epoch"].max() >= 1
+    assert len(rows["key"].unique()) == len(rows["dropout_key"].unique()) == 64
+    assert len(rows["example"].unique()) < 64
+
+
+def test_golden_batch(write_dataset) -> None:
+    """If this fails, runs no longer see the data they saw before: raise PACKING_VERSION, note it in CHANGELOG.md."""
+    digest = hashlib.sha256()
+    for packing in ("concat", "best_fit", "padded"):
+        for rows in global_batches(write_dataset(name=packing), 3, packing=packing):
+            for name in ("tokens", "key", "dropout_key", "example", "epoch"):
+                digest.update(rows[name].numpy().astype("<i8").tobytes())
+    assert digest.hexdigest()[:16] == "ccbe6a62f300af84"
+
+
+@pytest.mark.parametrize("threads", [0, 3])
+def test_continues_after_what_was_taken_at_another_world_size(write_dataset, threads) -> None:
+    folder = write_dataset()
+    whole = global_batches(folder, 9)
+    with make_loader(folder, threads=threads, prefetch=4) as loader:
+        for _ in range(4):
+            next(loader)
+        state = loader.state_dict()
+    assert state["example"] == 4 * 24
+    assert_same(whole[4:], global_batches(folder, 5, count=3, state=state, threads=threads))
+
+
+def test_can_be_set_back_while_batches_are_made_ahead(write_dataset) -> None:
+    with make_loader(write_dataset(), threads=2) as loader:
+        first, state = next(loader), loader.state_dict()
+        second = next(loader)
+        next(loader)
+        loader.load_state_dict(state)
+        assert_same([valid_rows(second)], [valid_rows(next(loader))])
+        assert not torch.equal(first[0]["tokens"], second[0]["tokens"])
+
+
+def test_batch_size_may_change_and_no_example_is_lost(write_dataset) -> None:
+    folder = write_dataset()
+    with make_loader(folder) as loader:
+        before = [valid_rows(next(loader)) for _ in range(3)]
+        state = loader.state_dict()
+    after = global_batches(folder, 2, count=2, state=state, global_batch_size=10)
+    whole = global_batches(folder, 1, global_batch_size=3 * 24 + 2 * 10)
+    seen = torch.cat([rows["dropout_key"] for rows in (*before, *after)])
+    assert sorted(seen.tolist()) == sorted(whole[0]["dropout_key"].tolist())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("seed", {"seed": 8}),
+        ("lanes", {"lanes": 4}),
+        ("packing", {"packing": "padded"}),
+        ("packing", {"pack_spec": PackSpec(16, 1, 1)}),
+    ],
+)
+def test_another_order_is_not_continued(write_dataset, name, changes) -> None:
+    folder = write_dataset()
+    state = make_loader(folder).state_dict()
+    with pytest.raises(DataError, match=f"its {name} is .*start a new run"):
+        make_loader(folder, **changes).load_state_dict(state)
+
+
+def test_another_dataset_is_not_continued(write_dataset) -> None:
+    state = make_loader(write_dataset(name="one")).state_dict()
+    with pytest.raises(DataError, match="its manifest is"):
+        make_loader(write_dataset(name="two", shards=5)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 7])
+def test_shapes_are_static_and_padding_rows_are_valid_examples(write_dataset, count) -> None:
+    folder = write_dataset()
+    for index in range(count):
+        with make_loader(folder, index, count, micro_batch_size=4) as loader:
+            for _ in range(4):
+                step = next(loader)
+                assert len(step) == loader.micro_batches == math.ceil(math.ceil(24 / count) / 4)
+                for micro_batch in step:
+                    assert {tuple(value.shape) for value in micro_batch.values()} == {(4,), (4, 32)}
+                    assert (micro_batch["tokens"].sum(dim=1) > 0).all()
+                    assert torch.equal(micro_batch["weight"], (micro_batch["example"] >= 0).float())
+
+
+def test_evaluation_is_one_pass_in_order_with_the_same_keys_each_time(write_dataset) -> None:
+    folder = write_dataset(heldout=3)
+    loader = make_loader(folder, split="heldout", finite=True, threads=1)
+    passes = [[valid_rows(step) for step in loader] for _ in range(2)]
+    assert_same(*passes)
+    examples = torch.cat([rows["example"] for rows in passes[0]])
+    assert examples.tolist() == list(range(loader.examples))
+    assert loader.examples % 24 != 0
+    for count in (2, 5):
+        replicas = [
+            [valid_rows(step) for step in make_loader(folder, index, count, split="heldout", finite=True)]
+            for index in range(count)
+        ]
+        assert_same([join(parts) for parts in zip(*replicas, strict=True)], passes[0])
+
+
+def test_a_replica_without_rows_in_the_last_batch_gets_only_padding(write_dataset) -> None:
+    folder = write_dataset(heldout=1, documents=8)
+    loader = make_loader(folder, split="heldout", finite=True)
+    batch_size = loader.examples - 1  # the last batch has one row
+    loaders = [make_loader(folder, i, 3, split="heldout", finite=True, global_batch_size=batch_size) for i in range(3)]
+    last = [list(loader)[-1] for loader in loaders]
+    assert sorted(len(valid_rows(step)["example"]) for step in last) == [0, 0, 1]
+    assert all((micro_batch["tokens"].sum(dim=1) > 0).all() for step in last for micro_batch in step)
+
+
+def test_a_small_cache_of_shards_changes_nothing(write_dataset, monkeypatch) -> None:
+    folder = write_dataset(shards=9)
+    expected = global_batches(folder, 5)
+    monkeypatch.setattr(dataset_module, "MAX_OPEN_SHARDS", 2)
+    loader = make_loader(folder, threads=3)
+    assert_same(expected, [valid_rows(next(loader)) for _ in range(5)])
+    assert len(loader._packed._open) <= 2
+
+
+def test_counts_are_cached_and_a_damaged_or_impossible_cache_does_no_harm(write_dataset) -> None:
+    folder = write_dataset()
+    expected = global_batches(folder, 2)
+    (cached,) = (folder / ".cache").iterdir()
+    assert_same(expected, global_batches(folder, 2))
+    content = cached.read_bytes()
+    for damaged in (b"", content[:-8], content[:40] + b"\x01" + content[41:]):
+        cached.write_bytes(damaged)
+        assert_same(expected, global_batches(folder, 2))
+        assert cached.read_bytes() == content
+    cached.unlink()
+    cached.parent.rmdir()
+    cached.parent.write_text("the folder cannot be made")
+    assert_same(expected, global_batches(folder, 2))
+
+
+def test_errors_of_threads_reach_the_training_thread(write_dataset) -> None:
+    def collate(examples: Examples, sequence_length: int) -> Batch:
+        raise ZeroDivisionError("from the objective")
+
+    with make_loader(write_dataset(), threads=2, collate=collate) as loader:
+        with pytest.raises(ZeroDivisionError, match="from the objective"):
+            next(loader)
+        assert loader.state_dict()["example"] == 0
+
+
+def test_close_ends_the_threads_at_once(write_dataset) -> None:
+    def collate(examples: Examples, sequence_length: int) -> Batch:
+        time.sleep(0.02)
+        return lay_out(examples, sequence_length)
+
+    loader = make_loader(write_dataset(), threads=2, prefetch=50, micro_batch_size=24, collate=collate)
+    next(loader)
+    begin = time.monotonic()
+    loader.close()
+    assert time.monotonic() - begin < 0.5  # 50 steps would take this long in two threads
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+
+
+def test_an_unclosed_loader_does_not_hold_up_a_failing_process(write_dataset) -> None:
+    program = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from data_pipeline.loader import *
+class Alone: index, count = 0, 1
+loader = StreamingLoader(Dataset.open({str(write_dataset())!r}), Config(path=""), pack_spec=PackSpec(32, 1, 1), seed=0,
+    collate=lambda e, s: {{"tokens": np.ones((len(e.key), s), np.int32)}}, global_batch_size=64, micro_batch_size=64,
+    replica=Alone())
+next(loader)
+raise SystemExit(3)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 3
+
+
+def test_a_batch_smaller_than_the_replicas_is_refused(write_dataset) -> None:
+    with pytest.raises(ConfigError, match=r"global_batch_size 24 is less than the 25 .* use at least 25"):
+        make_loader(write_dataset(), 0, 25)
+
+
+def test_an_empty_split_is_refused(write_dataset) -> None:
+    with pytest.raises(DataError, match=r"heldout split .* is empty; raise heldout_fraction"):
+        make_loader(write_dataset(heldout=0), split="heldout", finite=True)
+
+
+def test_a_split_without_tokens_is_refused(write_dataset) -> None:
+    with pytest.raises(DataError, match=r"train split .* holds no tokens"):
+        make_loader(write_dataset(shards=2, documents=3, longest=0))
+
+
+def test_a_missing_or_cut_shard_is_refused_at_once(write_dataset) -> None:
+    folder = write_dataset()
+    shard = folder / "train-000003.tar"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-512])
+    with pytest.raises(DataError, match=f"train-000003.tar has {len(content) - 512} bytes instead of {len(content)}"):
+        Dataset.open(folder)
+    shard.unlink()
+    with pytest.raises(DataError, match=r"train-000003.tar is missing.*samestep data verify"):
+        Dataset.open(folder)
+
+
+def test_a_damaged_token_is_refused(write_dataset) -> None:
+    folder = write_dataset(shards=1)
+    shard = folder / "train-000000.tar"
+    content = bytearray(shard.read_bytes())
+    content[700:720] = b"\xff" * 20  # within the tokens of the first documents
+    shard.write_bytes(content)
+    loader = make_loader(folder)
+    with pytest.raises(DataError, match=r"outside the vocabulary of 40000.*train-000000.tar"):
+        [next(loader) for _ in range(100)]
+
+
+@pytest.mark.parametrize(("name", "value"), [("lanes", 0), ("window", 0), ("threads", -1), ("prefetch", 0)])
+def test_impossible_settings_are_refused(name, value) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be at least"):
+        Config(path="x", **{name: value})
+
+
+@pytest.mark.parametrize("epochs", [0.01, 0.5, 0.99, 1000.5])
+def test_going_on_reads_only_the_shards_of_the_next_batch(write_dataset, epochs) -> None:
+    folder = write_dataset(shards=20, documents=60)
+    with make_loader(folder, global_batch_size=8) as loader:  # the first loader counts the examples of all shards
+        state = {**loader.state_dict(), "example": int(epochs * loader.examples)}
+    loader = make_loader(folder, global_batch_size=8)
+    loader.load_state_dict(state)
+    next(loader)
+    assert 1 <= len(loader._packed._open) <= 8

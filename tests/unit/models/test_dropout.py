@@ -1,0 +1,107 @@
+import pytest
+import torch
+
+from trainer.models.dropout import dropout, split_key
+
+P = 0.1
+KEYS = split_key(torch.tensor([1234567], dtype=torch.int32), 64)[:, 0]
+
+
+def kept(keys: torch.Tensor, cells: int, p: float = P) -> torch.Tensor:
+    return dropout(torch.ones(len(keys), cells), p, keys) != 0
+
+
+def mix(x: int) -> int:
+    """lowbias32 on unbounded integers."""
+    x ^= x >> 16
+    x = x * 0x7FEB352D % 2**32
+    x ^= x >> 15
+    x = x * 0x846CA68B % 2**32
+    return x ^ (x >> 16)
+
+
+def signed(x: int) -> int:
+    return (x + 2**31) % 2**32 - 2**31
+
+
+def test_masks_never_change():
+    # Other bits would change every run that is continued with this version.
+    keys = [mix(mix(1234567) ^ (place * 0x9E3779B9 % 2**32)) for place in range(64)]
+    assert KEYS.tolist() == [signed(key) for key in keys]
+    mask = kept(KEYS, 500)
+    for row, key in enumerate(keys):
+        for cell in range(500):
+            bits = (mix(cell) ^ key) * 0x7FEB352D % 2**32
+            bits = (bits ^ (bits >> 15)) * 0x846CA68B % 2**32
+            assert mask[row, cell] == (signed(bits) + 2**31 >= round(P * 2**32))
+
+
+def test_kept_elements_are_scaled_and_gradients_follow_the_mask():
+    x = torch.randn(3, 5, 7, requires_grad=True)
+    y = dropout(x, 0.25, KEYS[:3])
+    mask = kept(KEYS[:3], 35, 0.25).view_as(x)
+    torch.testing.assert_close(y, x * mask / 0.75)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, mask / 0.75)
+
+
+@pytest.mark.parametrize(("p", "key"), [(0.0, KEYS[:2]), (0.5, None)])
+def test_nothing_is_dropped_without_probability_or_key(p: float, key: torch.Tensor | None):
+    x = torch.randn(2, 3)
+    assert dropout(x, p, key) is x
+
+
+def test_a_rows_mask_depends_on_its_key_only():
+    whole = kept(KEYS, 300)
+    assert torch.equal(whole[10:11], kept(KEYS[10:11], 300))
+    assert torch.equal(whole.flip(0), kept(KEYS.flip(0), 300))
+    assert torch.equal(whole.view(64, 3, 100), dropout(torch.ones(64, 3, 100), P, KEYS) != 0)
+
+
+def test_precision_of_the_input_does_not_change_the_mask():
+    assert torch.equal(dropout(torch.ones(64, 100, dtype=torch.bfloat16), P, KEYS) != 0, kept(KEYS, 100))
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+def test_rate(p: float):
+    drops = (~kept(KEYS, 50_000, p)).sum(1).double()
+    sigma = (50_000 * p * (1 - p)) ** 0.5
+    assert ((drops - 50_000 * p).abs() < 5 * sigma).all()
+    assert abs(drops.sum() - 64 * 50_000 * p) < 4 * 8 * sigma
+
+
+def test_columns_are_uniform():
+    keys = split_key(torch.tensor([99], dtype=torch.int32), 20_000)[:, 0]
+    drops = (~kept(keys, 512)).sum(0).double()
+    variance = 20_000 * P * (1 - P)
+    chi_squared = ((drops - 20_000 * P) ** 2 / variance).sum()
+    assert abs(chi_squared - 512) < 5 * (2 * 512) ** 0.5
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        KEYS,  # places of one row
+        split_key(torch.arange(64, dtype=torch.int32), 3)[2],  # rows with neighbouring keys, at one place
+        split_key(torch.arange(64, dtype=torch.int32) << 24, 3)[2],
+    ],
+)
+def test_rows_are_independent(keys: torch.Tensor):
+    cells, pairs = 100_000, 64 * 63
+    drops = (~kept(keys, cells)).double() - P
+    correlation = (drops @ drops.T / (cells * P * (1 - P))).fill_diagonal_(0)
+    assert correlation.abs().max() < 5 / cells**0.5
+    assert (correlation**2).sum() / pairs * cells == pytest.approx(1, abs=5 * (4 / pairs) ** 0.5)
+
+
+def test_neighbouring_cells_are_independent():
+    drops = (~kept(KEYS, 40_000)).double() - P
+    for lag in (1, 2, 64, 768, 1024):
+        correlation = (drops[:, lag:] * drops[:, :-lag]).mean() / (P * (1 - P))
+        assert abs(correlation) < 5 / (64 * 40_000) ** 0.5, lag
+
+
+def test_places_of_a_row_get_different_keys():
+    keys = split_key(torch.arange(-50, 50, dtype=torch.int32), 73)
+    assert keys.shape == (73, 100)
+    assert keys.unique().numel() == keys.numel()

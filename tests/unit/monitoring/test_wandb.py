@@ -1,0 +1,285 @@
+"""W&B holds each step of metrics.jsonl exactly once, whatever was killed; checked on the real client, offline."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.config import decode
+from trainer.errors import ConfigError, MissingExtra
+from trainer.monitoring import wandb as tracking
+from trainer.monitoring.jsonl import JsonlTracker, read_rows
+
+wandb = pytest.importorskip("wandb")
+
+
+@pytest.fixture(autouse=True)
+def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tests see no W&B account of the person who runs them, and start no statistics collector."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB__DISABLE_STATS", "true")
+    monkeypatch.setenv("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", "1")
+
+
+def records(path: Path) -> Iterator[bytes]:
+    """Reads a .wandb file: a LevelDB log of 32 KiB blocks whose records are (crc, length, type, data)."""
+    data = path.read_bytes()
+    position, record = 7, b""
+    while position + 7 <= len(data):
+        if 32768 - position % 32768 < 7:  # the rest of a block that has no room for a header
+            position += 32768 - position % 32768
+            continue
+        checksum, length, kind = struct.unpack_from("<IHB", data, position)
+        body = data[position + 7 : position + 7 + length]
+        if len(body) < length or zlib.crc32(bytes([kind]) + body) != checksum:
+            return
+        position += 7 + length
+        record += body
+        if kind in (1, 4):  # whole, or last part
+            yield record
+            record = b""
+
+
+def offline_rows(folder: Path) -> list[dict[str, Any]]:
+    """The history rows in all offline runs of a folder, in the order in which `wandb sync` reads them."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    rows = []
+    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        for data in records(path):
+            record = Record.FromString(data)
+            if record.WhichOneof("record_type") == "history":
+                items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                rows.append({**items, "_step": record.history.step.num})
+    return rows
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from trainer.monitoring.jsonl import JsonlTracker
+from trainer.monitoring.wandb import Config
+
+folder, mode, first, last, end = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+trackers = [JsonlTracker(folder / "metrics.jsonl", resume_step=first - 1)]
+trackers.append(Config(project="p", entity="e", mode=mode).build(folder, {"seed": 1}))
+for step in range(first, last + 1):
+    for tracker in trackers:
+        tracker.log(step, {"train/loss": 1 / step})
+        if step % 5 == 0:
+            tracker.log(step, {"heldout/loss": 2 / step})
+print("logged", flush=True)
+if end == "wait":
+    time.sleep(100)
+for tracker in trackers:
+    tracker.close()
+"""
+
+
+def run_steps(folder: Path, mode: str, first: int, last: int, kill_when: Callable[[], object] | None = None) -> None:
+    """Trains from step `first` to `last` in a process, and kills it when all is logged and `kill_when` holds."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    arguments = [str(folder), mode, str(first), str(last), "wait" if kill_when else "close"]
+    child = subprocess.Popen([sys.executable, "-c", CHILD, *arguments], env=environment, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    with child.stdout:
+        assert child.stdout.readline() == b"logged\n"
+    if kill_when:
+        deadline = time.monotonic() + 60
+        while not kill_when():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        child.kill()  # W&B's own process ends with its parent, and what it has not written is lost
+    assert child.wait(60) == (-signal.SIGKILL if kill_when else 0)
+
+
+def check_history(rows: list[dict[str, Any]], folder: Path, last: int) -> None:
+    """Each step is there once, in order, with its metrics and the time at which they were first logged."""
+    times = {row["step"]: row["time"] for row in read_rows(folder / "metrics.jsonl")}
+    assert [row["_step"] for row in rows] == list(range(1, last + 1))
+    assert [row["train/loss"] for row in rows] == [1 / step for step in range(1, last + 1)]
+    assert [row.get("heldout/loss") for row in rows] == [None if s % 5 else 2 / s for s in range(1, last + 1)]
+    assert rows[0]["_timestamp"] == pytest.approx(times[1], abs=0.01)
+
+
+def test_offline_no_step_is_doubled_or_missing_after_kills_and_resumes(tmp_path: Path):
+    run_steps(tmp_path, "offline", 1, 10, kill_when=lambda: offline_rows(tmp_path))
+    run_steps(tmp_path, "offline", 7, 12, kill_when=lambda: True)  # the newest checkpoint was of step 6
+    run_id = json.loads((tmp_path / "wandb_run.json").read_text())["id"]
+    run_steps(tmp_path, "offline", 9, 14)
+    check_history(offline_rows(tmp_path), tmp_path, 14)
+    assert [path.name.rsplit("-", 1)[1] for path in tmp_path.glob("wandb/offline-run-*")] == [run_id]
+
+
+class FakeServer(ThreadingHTTPServer):
+    """As much of the W&B server as a run needs: it keeps the history of one run by line number."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), FakeHandler)
+        self.lines: dict[int, str] = {}
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(self.lines[number]) for number in sorted(self.lines)]
+
+    def answer(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
+        project = {"id": "p", "name": "p", "entity": {"id": "e", "name": "e"}}
+        run = {"id": "r", "name": variables.get("name"), "displayName": "r", "project": project, "config": "{}"}
+        if "RunResumeStatus" in query:
+            last = self.lines[max(self.lines)] if self.lines else "{}"
+            counts = {"historyLineCount": len(self.lines), "logLineCount": 0, "eventsLineCount": 0}
+            tails = {"historyTail": json.dumps([last]), "eventsTail": "[]", "summaryMetrics": last, "wandbConfig": "{}"}
+            return {"model": {**project, "bucket": {**run, **counts, **tails}} if self.lines else None}
+        if "upsertBucket" in query:
+            return {"upsertBucket": {"bucket": run, "inserted": not self.lines}}
+        if "createRunFiles" in query:
+            return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": []}}
+        return {}
+
+
+class FakeHandler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def log_message(self, *_: object) -> None:
+        """Keeps the test's output clean."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        reply: dict[str, Any] = {}
+        if self.path.endswith("/graphql"):
+            request = json.loads(body)
+            reply = {"data": self.server.answer(request["query"], request.get("variables") or {})}
+        elif self.path.endswith("/file_stream"):
+            for name, chunk in json.loads(body).get("files", {}).items():
+                if name == "wandb-history.jsonl":
+                    self.server.lines.update(enumerate(chunk["content"], start=chunk["offset"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(reply).encode())
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    with FakeServer() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        monkeypatch.setenv("WANDB__FILE_STREAM_TRANSMIT_INTERVAL", "1")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def test_online_no_step_is_doubled_or_missing_after_kills_and_resumes(tmp_path: Path, server: FakeServer):
+    run_steps(tmp_path, "online", 1, 10, kill_when=lambda: len(server.lines) > 7)
+    run_steps(tmp_path, "online", 7, 14)  # the server is ahead of the checkpoint
+    check_history(server.rows, tmp_path, 14)
+
+
+class FakeRun:
+    """A resumed online run: the server already holds the steps below `starting_step`."""
+
+    url = "https://wandb.ai/e/p/runs/1"
+
+    def __init__(self, starting_step: int) -> None:
+        self.starting_step = starting_step
+        self.steps: list[int] = []
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.steps.append(step)
+
+
+@pytest.mark.parametrize(
+    ("held", "checkpoint", "sent"),
+    [
+        (10, 6, [11, 12]),  # the server is ahead of the checkpoint: repeated steps are not sent again
+        (4, 6, [5, 6, 7, 8, 9, 10, 11, 12]),  # it lost rows: they are sent from metrics.jsonl
+        (0, 6, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]),  # it has never heard of the run
+    ],
+)
+def test_online_the_server_gets_what_it_lacks_and_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int, checkpoint: int, sent: list[int]
+):
+    run, requested = FakeRun(held + 1 if held else 0), {}
+    monkeypatch.setattr(wandb, "init", lambda **settings: requested.update(settings) or run)
+    jsonl = JsonlTracker(tmp_path / "metrics.jsonl")
+    for step in range(1, 11):
+        jsonl.log(step, {"train/loss": 1 / step})
+    jsonl.close()
+    JsonlTracker(tmp_path / "metrics.jsonl", resume_step=checkpoint).close()
+    tracker = tracking.Config(mode="online", entity="e", group="g", tags=("a",)).build(tmp_path, {"seed": 1})
+    for step in range(checkpoint + 1, 13):
+        tracker.log(step, {"train/loss": 1 / step})
+    assert run.steps == sent
+    wanted = {"mode": "online", "resume": "allow", "entity": "e", "group": "g", "tags": ("a",), "name": tmp_path.name}
+    assert requested.items() >= wanted.items()
+    assert requested["config"] == {"seed": 1}
+
+
+def test_a_failure_of_wandb_is_reported_once_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.WARNING)
+    run = FakeRun(0)
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    monkeypatch.setattr(run, "log", lambda *_, **__: 1 / 0)
+    tracker = tracking.Config(mode="online").build(tmp_path, {})
+    for step in range(3):
+        tracker.log(step, {"train/loss": 1.0})
+    tracker.close()
+    assert ["division by zero" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_server_that_does_not_answer_is_reported_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
+    tracker = tracking.Config(mode="online").build(tmp_path, {})
+    tracker.log(1, {"train/loss": 1.0})
+    tracker.close()
+    assert "Training goes on" in caplog.text
+
+
+def test_disabled_needs_no_package_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    tracker = tracking.Config(mode="disabled").build(tmp_path, {})
+    tracker.log(1, {"train/loss": 1.0})
+    tracker.close()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(MissingExtra, match=r"samestep\[wandb\]"):
+        tracking.Config(mode="offline").build(tmp_path, {})
+
+
+def test_auto_is_online_only_where_a_key_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert tracking._resolve("auto") == "offline"
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 123\n")
+    assert tracking._resolve("auto") == "online"
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert tracking._resolve("auto") == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "123")
+    assert tracking._resolve("auto") == "online"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert tracking._resolve("auto") == "disabled"
+    assert tracking._resolve("offline") == "offline"
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ConfigError, match="mode"):
+        decode(tracking.Config, {"mode": "dryrun"}, "tracking.wandb")

@@ -1,0 +1,205 @@
+"""AdamW with and without bias correction, its parameter groups, and its state as checkpoints see it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer.config import decode
+from trainer.errors import ConfigError
+from trainer.optim import groups
+from trainer.optim.adamw import Config
+
+BERT_SHAPES = {
+    "embeddings.tokens.weight": (50, 8),
+    "embeddings.positions.weight": (16, 8),
+    "embeddings.types.weight": (2, 8),
+    "embeddings.norm.weight": (8,),
+    "embeddings.norm.bias": (8,),
+    "layers.0.attention.qkv.weight": (24, 8),
+    "layers.0.attention.qkv.bias": (24,),
+    "layers.0.attention.out.weight": (8, 8),
+    "layers.0.attention.out.bias": (8,),
+    "layers.0.attention_norm.weight": (8,),
+    "layers.0.attention_norm.bias": (8,),
+    "layers.0.ffn.up.weight": (32, 8),
+    "layers.0.ffn.up.bias": (32,),
+    "layers.0.ffn.down.weight": (8, 32),
+    "layers.0.ffn.down.bias": (8,),
+    "layers.0.ffn_norm.weight": (8,),
+    "layers.0.ffn_norm.bias": (8,),
+    "head.dense.weight": (8, 8),
+    "head.dense.bias": (8,),
+    "head.norm.weight": (8,),
+    "head.norm.bias": (8,),
+    "head.bias": (50,),
+}
+DECAYING = [
+    "embeddings.tokens.weight",
+    "embeddings.positions.weight",
+    "embeddings.types.weight",
+    "layers.0.attention.qkv.weight",
+    "layers.0.attention.out.weight",
+    "layers.0.ffn.up.weight",
+    "layers.0.ffn.down.weight",
+    "head.dense.weight",
+]
+
+
+def make_parameters(seed: int = 0) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: nn.Parameter(0.02 * torch.randn(shape, generator=generator)) for name, shape in BERT_SHAPES.items()}
+
+
+def gradients(parameters: dict[str, nn.Parameter], steps: int, start: int = 0) -> Iterator[dict[str, Tensor]]:
+    """Gradients of very different sizes, some of them zero."""
+    for step in range(start, start + steps):
+        generator = torch.Generator().manual_seed(1000 + step)
+        scale = 10.0 ** (step % 7 - 5)
+        yield {
+            name: (torch.randn(parameter.shape, generator=generator) * scale * (step % 11 != 0)).to(parameter.dtype)
+            for name, parameter in parameters.items()
+        }
+
+
+def train(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], steps: int, start: int = 0, lr: float = 1e-3
+) -> None:
+    for step, grads in enumerate(gradients(parameters, steps, start), start=start):
+        for name, gradient in grads.items():
+            parameters[name].grad = gradient
+        groups.set_lr(optimizer, lr * min(1.0, step / 10))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_matrices_decay_and_biases_and_norms_do_not():
+    parameters = make_parameters()
+    decay, no_decay = groups.parameter_groups(parameters.items(), 0.01)
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    assert [names[id(parameter)] for parameter in decay["params"]] == DECAYING
+    assert {names[id(p)] for p in no_decay["params"]} == set(BERT_SHAPES) - set(DECAYING)
+    assert (decay["weight_decay"], no_decay["weight_decay"]) == (0.01, 0.0)
+
+
+def test_frozen_parameters_are_in_no_group():
+    parameters = make_parameters()
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name == "head.bias")
+    assert [group["params"] for group in groups.parameter_groups(parameters.items(), 0.01)] == [
+        [parameters["head.bias"]]
+    ]
+
+
+def bert_update(
+    weights: dict[str, Tensor], state: dict[str, tuple[Tensor, Tensor]], grads: dict[str, Tensor], lr: float
+) -> None:
+    """AdamWeightDecayOptimizer.apply_gradients of google-research/bert."""
+    for name, gradient in grads.items():
+        m, v = state[name]
+        m.mul_(0.9).add_(0.1 * gradient)
+        v.mul_(0.999).add_(0.001 * gradient**2)
+        update = m / (v.sqrt() + 1e-6)
+        if name in DECAYING:
+            update = update + 0.01 * weights[name]
+        weights[name] -= lr * update
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_without_bias_correction_it_is_the_optimizer_of_bert(dtype: torch.dtype, tolerance: float):
+    parameters = {name: nn.Parameter(parameter.detach().to(dtype)) for name, parameter in make_parameters().items()}
+    optimizer = Config(bias_correction=False).build(parameters.items())
+    assert optimizer.defaults["fused"]
+    start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    weights = {name: tensor.clone() for name, tensor in start.items()}
+    state = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
+    for step, grads in enumerate(gradients(parameters, 100)):
+        bert_update(weights, state, grads, 1e-3 * min(1.0, step / 10))
+    train(optimizer, parameters, 100)
+    for name, weight in weights.items():
+        torch.testing.assert_close(parameters[name].detach(), weight, rtol=0, atol=tolerance)
+        assert (weight - start[name]).abs().max() > 0.01
+    settings = [(group["lr"], group["eps"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert settings == [(1e-3, 1e-6, 0.01), (1e-3, 1e-6, 0.0)]
+
+
+def test_bias_correction_makes_a_difference():
+    results = []
+    for bias_correction in (True, False):
+        parameters = make_parameters()
+        train(Config(bias_correction=bias_correction).build(parameters.items()), parameters, 15)
+        results.append(parameters["head.bias"].detach())
+    assert (results[0] - results[1]).abs().max() > 1e-4
+
+
+def test_a_step_that_fails_leaves_the_settings_as_they_were():
+    parameters = make_parameters()
+    optimizer = Config(bias_correction=False).build(parameters.items())
+
+    def closure() -> float:
+        raise ValueError("no loss")
+
+    with pytest.raises(ValueError, match="no loss"):
+        optimizer.step(closure)
+    assert optimizer.param_groups[0]["lr"] == 1e-4
+
+
+@pytest.mark.parametrize("bias_correction", [True, False])
+def test_priming_changes_no_weight_and_no_later_step(bias_correction: bool):
+    config = Config(bias_correction=bias_correction)
+    plain, primed = make_parameters(), make_parameters()
+    optimizers = [config.build(parameters.items()) for parameters in (plain, primed)]
+    groups.prime(optimizers[1])
+    assert all(torch.equal(primed[name], plain[name]) for name in plain)
+    assert all(parameter.grad is None for parameter in primed.values())
+    for optimizer, parameters in zip(optimizers, (plain, primed), strict=True):
+        train(optimizer, parameters, 5)
+    assert all(torch.equal(primed[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("bias_correction", [True, False])
+def test_state_copied_by_name_continues_the_run_exactly(bias_correction: bool):
+    config = Config(bias_correction=bias_correction)
+    whole, first = make_parameters(), make_parameters()
+    train(config.build(whole.items()), whole, 12)
+    optimizer = config.build(first.items())
+    train(optimizer, first, 7)
+
+    resumed = copy.deepcopy(first)
+    restored = config.build(resumed.items())
+    groups.prime(restored)
+    saved = groups.state_tensors(optimizer, first.items())
+    target = groups.state_tensors(restored, resumed.items())
+    assert list(target) == [f"{key}/{name}" for name in BERT_SHAPES for key in ("exp_avg", "exp_avg_sq")]
+    for name, tensor in target.items():
+        tensor.copy_(saved[name])
+    groups.set_step(restored, 7)
+    train(restored, resumed, 5, start=7)
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+def test_state_of_an_optimizer_that_was_not_primed_is_a_programmer_error():
+    parameters = make_parameters()
+    with pytest.raises(AssertionError, match="prime"):
+        groups.state_tensors(Config().build(parameters.items()), parameters.items())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr": -1e-4},
+        {"lr": float("inf")},
+        {"betas": [0.9]},
+        {"betas": [0.9, 1.0]},
+        {"betas": "0.9"},
+        {"eps": -1},
+        {"weight_decay": float("nan")},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, object]):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        decode(Config, settings, "optimizer")

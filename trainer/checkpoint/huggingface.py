@@ -1,0 +1,139 @@
+"""Folders in Hugging Face format: config.json, safetensors weights (whole or in parts with an index), a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainer.errors import CheckpointError
+
+_CONFIG = "config.json"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+)
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors of safetensors files by name, each read from the disk when it is asked for."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._files: dict[str, Any] = {}
+        for path in paths:
+            try:
+                file: Any = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"cannot read {path}: {error}; copy or download it again") from error
+            self._files.update(dict.fromkeys(file.keys(), file))
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def load_folder(folder: Path) -> tuple[dict[str, Any], LazyTensors]:
+    """Opens a model's folder.
+
+    Returns:
+        The content of config.json, and the tensors, which are read when they are asked for.
+
+    Raises:
+        CheckpointError: naming the file that is missing or damaged.
+    """
+    config = _read_json(folder / _CONFIG)
+    if (folder / _WEIGHTS).exists():
+        return config, LazyTensors([folder / _WEIGHTS])
+    if (folder / _INDEX).exists():
+        parts = _read_json(folder / _INDEX).get("weight_map", {})
+        tensors = LazyTensors([folder / part for part in sorted(set(parts.values()))])
+        absent = sorted(set(parts) - set(tensors))
+        if absent:
+            raise CheckpointError(
+                f"{folder / _INDEX} lists {absent[0]}, which {folder / parts[absent[0]]} does not "
+                "hold; download the folder again"
+            )
+        return config, tensors
+    if (folder / "pytorch_model.bin").exists():
+        raise CheckpointError(
+            f"{folder} has its weights in pytorch_model.bin, a pickle, which could run any code when read; convert it "
+            f"where you trust it: AutoModelForMaskedLM.from_pretrained({str(folder)!r}).save_pretrained('converted')"
+        )
+    raise CheckpointError(f"{folder} has neither {_WEIGHTS} nor {_INDEX}; name a folder that save_pretrained wrote")
+
+
+def save_folder(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], tokenizer_folder: Path | None = None
+) -> None:
+    """Writes a folder that `transformers` loads; it appears under its name once it is whole.
+
+    Args:
+        folder: must not exist yet, or be empty.
+        config: the content of config.json.
+        tensors: CPU tensors that share no memory.
+        tokenizer_folder: where the tokenizer's files are copied from.
+
+    Raises:
+        CheckpointError: the folder is taken or cannot be written, or there is no tokenizer in `tokenizer_folder`.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} already exists; remove it, or export to another folder")
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        (temporary / _CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+        save_file(dict(tensors), temporary / _WEIGHTS, metadata={"format": "pt"})
+        if tokenizer_folder is not None:
+            _copy_tokenizer(tokenizer_folder, temporary)
+        for file in temporary.iterdir():
+            with file.open("rb") as content:
+                os.fsync(content.fileno())
+        temporary.replace(folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write {folder}: {error}; free some space, check the permissions of "
+            f"{folder.parent}, or name another folder"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    files = [source / name for name in _TOKENIZER if (source / name).exists()]
+    if not files:
+        raise CheckpointError(f"{source} holds no tokenizer; name a folder with one of: {', '.join(_TOKENIZER)}")
+    for file in files:
+        shutil.copyfile(file, target / file.name)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot read {path}: {error}; name a folder that save_pretrained wrote, or download it again"
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not a {type(content).__name__}")
+    return content

@@ -1,0 +1,255 @@
+"""How tensors lie in a checkpoint: as pieces of logical tensors, in one safetensors file per rank.
+
+A piece is a rectangle of a logical (unsharded) tensor. What wrote it (one process, DDP, FSDP2, HSDP) and how many
+ranks there were leaves no trace but the way tensors are cut, and reading does not care: it copies the overlap of
+the pieces that are there with the pieces that are wanted. Files follow the safetensors format
+(https://github.com/huggingface/safetensors#format); where a piece lies in its tensor stands in their metadata.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from trainer.checkpoint import files
+from trainer.errors import CheckpointError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a logical tensor.
+
+    Attributes:
+        name: the logical tensor.
+        shape: of the logical tensor.
+        offset: where the rectangle starts in it, per dimension.
+        tensor: the elements of the rectangle, in as many dimensions.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    tensor: Tensor
+
+
+def local_piece(name: str, tensor: Tensor) -> Piece:
+    """The piece of a tensor that this process holds: all of a plain tensor, the local part of a DTensor.
+
+    The offset is computed here, by the rule of `torch.chunk` that DTensor follows; torch's own function for it is
+    private and has moved between releases.
+    """
+    tensor = tensor.detach()
+    shape, offset = tuple(tensor.shape), [0] * tensor.ndim
+    if not isinstance(tensor, DTensor):
+        return Piece(name, shape, tuple(offset), tensor)
+    local_shape = list(shape)
+    for dimension, placement in enumerate(tensor.placements):
+        assert type(placement) in (Shard, Replicate), f"{name}: {placement} is not a plain split"
+        if isinstance(placement, Shard):
+            length, ranks = local_shape[placement.dim], tensor.device_mesh.size(dimension)
+            chunk = -(-length // ranks)
+            start = min(length, chunk * tensor.device_mesh.get_local_rank(dimension))
+            offset[placement.dim] += start
+            local_shape[placement.dim] = min(chunk, length - start)
+    local = tensor.to_local()
+    assert local.shape == tuple(local_shape), f"{name}: {local.shape} here, {local_shape} by its placements"
+    return Piece(name, shape, tuple(offset), local)
+
+
+def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> list[Piece]:
+    """The pieces that `rank` is to write: each one is written by exactly one of the ranks that hold it.
+
+    Tensors go, largest first, to the replica with the fewest bytes so far. All ranks come to the same answer
+    without speaking to each other.
+    """
+    pieces = []
+    loads: dict[int, list[int]] = {}
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+        tensor = tensors[name]
+        replica, replicas = _replica(tensor, rank, world_size)
+        load = loads.setdefault(replicas, [0] * replicas)
+        writer = load.index(min(load))
+        load[writer] += tensor.nbytes
+        if replica == writer:
+            pieces.append(local_piece(name, tensor))
+    return pieces
+
+
+def _replica(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int]:
+    """Which of how many copies of its piece this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return rank, world_size
+    assert tensor.device_mesh.size() == world_size, "a tensor must be spread over all ranks"
+    replica, replicas = 0, 1
+    for dimension, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            ranks = tensor.device_mesh.size(dimension)
+            replica = replica * ranks + tensor.device_mesh.get_local_rank(dimension)
+            replicas *= ranks
+    return replica, replicas
+
+
+class Staging:
+    """Host memory that holds a rank's file while it is written, and is kept for the next one.
+
+    Training goes on changing the tensors meanwhile, so they are copied; into memory that was used before, which
+    takes a quarter of the time, and is page-locked for tensors on a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._header = b""
+        self._body = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, pieces: Iterable[Piece]) -> tuple[bytes, memoryview]:
+        """Copies the pieces; returns the file's header and body, good until the next call."""
+        ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # keeps wide elements aligned
+        header, size = _header(ordered)
+        on_gpu = any(piece.tensor.is_cuda for piece in ordered)
+        if header != self._header:
+            self._header, self._body = header, torch.empty(0, dtype=torch.uint8)  # free before taking the new one
+            self._body = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+        start = 0
+        for piece in ordered:
+            stop = start + piece.tensor.nbytes
+            view = self._body[start:stop].view(piece.tensor.dtype).view(piece.tensor.shape)
+            view.copy_(piece.tensor, non_blocking=on_gpu)
+            start = stop
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return header, self._body.numpy().data
+
+
+def _header(pieces: Sequence[Piece]) -> tuple[bytes, int]:
+    """The head of a safetensors file with the pieces in this order, and the size of its body."""
+    entries: dict[str, object] = {}
+    places = {}
+    start = 0
+    for piece in pieces:
+        key = f"{piece.name}@{','.join(map(str, piece.offset))}" if any(piece.offset) else piece.name
+        assert key not in entries, f"two pieces named {key}"
+        assert piece.tensor.dtype in _DTYPE_NAMES, f"{piece.name}: checkpoints hold no {piece.tensor.dtype}"
+        entries[key] = {
+            "dtype": _DTYPE_NAMES[piece.tensor.dtype],
+            "shape": list(piece.tensor.shape),
+            "data_offsets": [start, start + piece.tensor.nbytes],
+        }
+        places[key] = {"name": piece.name, "shape": piece.shape, "offset": piece.offset}
+        start += piece.tensor.nbytes
+    entries["__metadata__"] = {"format": "pt", "pieces": json.dumps(places)}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, start
+
+
+def read_pieces(path: Path) -> list[Piece]:
+    """The pieces in a rank's file. Their tensors are mapped: elements are read when they are used.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    content = files.map_bytes(path)
+    body = 8 + int.from_bytes(content[:8].numpy().tobytes(), "little")
+    entries = json.loads(content[8:body].numpy().tobytes())
+    pieces = []
+    for key, place in json.loads(entries.pop("__metadata__")["pieces"]).items():
+        start, stop = entries[key]["data_offsets"]
+        elements = content[body + start : body + stop].view(_DTYPES[entries[key]["dtype"]])
+        tensor = elements.view(entries[key]["shape"])
+        pieces.append(Piece(place["name"], tuple(place["shape"]), tuple(place["offset"]), tensor))
+    return pieces
+
+
+def group_by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+    groups: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        groups.setdefault(piece.name, []).append(piece)
+    return groups
+
+
+@torch.no_grad()
+def fill(wanted: Sequence[Piece], stored: Mapping[str, Sequence[Piece]]) -> None:
+    """Copies into each wanted piece its elements from the stored pieces of the same tensor.
+
+    Raises:
+        CheckpointError: a wanted piece is not covered.
+    """
+    for target in wanted:
+        copied = sum(_copy_overlap(source, target) for source in stored[target.name])
+        if copied != target.tensor.numel():
+            raise CheckpointError(
+                f"the checkpoint holds {copied} of the {target.tensor.numel()} elements of {target.name} that are "
+                f"wanted; it was not written whole: restore another step"
+            )
+
+
+def _copy_overlap(source: Piece, target: Piece) -> int:
+    """Copies what two pieces of a tensor have in common; returns the number of elements."""
+    from_source, to_target = [], []
+    for source_start, source_length, target_start, target_length in zip(
+        source.offset, source.tensor.shape, target.offset, target.tensor.shape, strict=True
+    ):
+        start = max(source_start, target_start)
+        stop = min(source_start + source_length, target_start + target_length)
+        if stop <= start:
+            return 0
+        from_source.append(slice(start - source_start, stop - source_start))
+        to_target.append(slice(start - target_start, stop - target_start))
+    elements = source.tensor[tuple(from_source)]
+    target.tensor[tuple(to_target)].copy_(elements)
+    return elements.numel()
+
+
+def check_same_tensors(wanted: Iterable[Piece], stored: Mapping[str, Sequence[Piece]], where: Path) -> None:
+    """Refuses a checkpoint whose tensors differ from the wanted ones in name, shape or element type.
+
+    Raises:
+        CheckpointError: naming the first few of each difference.
+    """
+    ours = {piece.name: _describe(piece) for piece in wanted}
+    theirs = {name: _describe(pieces[0]) for name, pieces in stored.items()}
+    differences = {
+        "missing in it": sorted(ours.keys() - theirs.keys()),
+        "unknown to this run": sorted(theirs.keys() - ours.keys()),
+        "different": [
+            f"{name} ({theirs[name]} in it, {ours[name]} in this run)"
+            for name in sorted(ours.keys() & theirs.keys())
+            if ours[name] != theirs[name]
+        ],
+    }
+    if any(differences.values()):
+        found = "; ".join(f"{len(names)} {what}: {_first(names)}" for what, names in differences.items() if names)
+        raise CheckpointError(
+            f"{where} is a checkpoint of another model or optimizer. Tensors {found}. "
+            "Use the configuration that it was saved with (in its meta.json), or start in another output folder"
+        )
+
+
+def _describe(piece: Piece) -> str:
+    return f"{str(piece.tensor.dtype).removeprefix('torch.')} {list(piece.shape)}"
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")

@@ -1,0 +1,45 @@
+"""Multi-head self-attention (Vaswani et al. 2017, section 3.2)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.models.dropout import dropout
+
+
+def segment_mask(segments: Tensor) -> Tensor:
+    """Lets each cell attend to the cells of its own segment: [B, S] -> bool [B, 1, S, S].
+
+    Padding is a segment like any other, so no row of the mask is empty and no softmax gives NaN.
+    """
+    return segments[:, None, :, None] == segments[:, None, None, :]
+
+
+class SelfAttention(nn.Module):
+    """Bidirectional self-attention with one projection for queries, keys and values."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor, mask: Tensor, dropout_key: Tensor | None) -> Tensor:
+        """[B, S, D] -> [B, S, D]; mask: bool [B, 1, S, S], True where attention is allowed."""
+        qkv = self.qkv(hidden).unflatten(-1, (3, self.heads, -1))
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()  # each [B, H, S, K]
+        if dropout_key is None or self.dropout == 0:
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        else:
+            mixed = self._eager(query, key, value, mask, dropout_key)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _eager(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout_key: Tensor) -> Tensor:
+        """Writes the probabilities out, because the fused kernels cannot take our dropout mask."""
+        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+        probabilities = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32)
+        return dropout(probabilities, self.dropout, dropout_key).to(value.dtype) @ value

@@ -1,0 +1,209 @@
+"""BERT (Devlin et al. 2019), and the names it has in Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from trainer.config import decode
+from trainer.errors import CheckpointError, ConfigError
+from trainer.models.transformer import TransformerConfig
+
+logger = logging.getLogger(__name__)
+
+_FIELDS = {
+    "vocab_size": "vocab_size",
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "ffn_width": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+    "type_vocab": "type_vocab_size",
+    "dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+    "norm_eps": "layer_norm_eps",
+    "activation": "hidden_act",
+    "tied": "tie_word_embeddings",
+    "initializer_range": "initializer_range",
+}
+_OFTEN_ABSENT = {"layer_norm_eps": 1e-12, "tie_word_embeddings": True, "initializer_range": 0.02}
+_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+
+_EMBEDDINGS = {
+    "tokens.weight": "word_embeddings.weight",
+    "positions.weight": "position_embeddings.weight",
+    "types.weight": "token_type_embeddings.weight",
+    "norm.weight": "LayerNorm.weight",
+    "norm.bias": "LayerNorm.bias",
+}
+_LAYER = {
+    "attention.qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
+    "attention.out": ("attention.output.dense",),
+    "attention_norm": ("attention.output.LayerNorm",),
+    "ffn.up": ("intermediate.dense",),
+    "ffn.down": ("output.dense",),
+    "ffn_norm": ("output.LayerNorm",),
+}
+_IGNORED = re.compile(r"(\w+\.)?(pooler\.dense|seq_relationship|embeddings\.(position|token_type)_ids)(\.\w+)?")
+"""Pooler and next-sentence head, which a masked-LM model lacks, and buffers that older versions stored."""
+
+
+@dataclass(frozen=True)
+class Config(TransformerConfig):
+    """BERT-base, uncased."""
+
+    model_type: ClassVar[str] = "bert"
+    architecture: ClassVar[str] = "BertForMaskedLM"
+    special_ids: ClassVar[Mapping[str, int]] = {"pad_token_id": 0}
+    head_names: ClassVar[Mapping[str, str]] = {
+        "dense": "cls.predictions.transform.dense",
+        "norm": "cls.predictions.transform.LayerNorm",
+        "bias": "cls.predictions.bias",
+        "decoder": "cls.predictions.decoder",
+    }
+
+    vocab_size: int = 30522
+
+    @classmethod
+    def from_huggingface(cls, config: Mapping[str, Any]) -> Self:
+        """Reads the content of a `config.json`.
+
+        Raises:
+            ConfigError: it describes another kind of model, or lacks a key.
+        """
+        config = {**_OFTEN_ABSENT, **config}
+        fixed = {"model_type": cls.model_type, "position_embedding_type": "absolute", "is_decoder": False}
+        if cls.position_offset:  # transformers numbers positions from the id of the padding token
+            fixed["pad_token_id"] = cls.position_offset - 1
+        for key, expected in fixed.items():
+            if config.get(key, expected) != expected:
+                raise ConfigError(
+                    f"config.json has {key} {config[key]!r}, and a {cls.model_type} model of this kind "
+                    f"needs {expected!r}; import another checkpoint"
+                )
+        missing = [theirs for theirs in _FIELDS.values() if theirs not in config]
+        if missing:
+            raise ConfigError(f"config.json lacks {', '.join(missing)}; use the config.json of a transformers model")
+        activation = _ACTIVATIONS.get(str(config["hidden_act"]))
+        if activation is None:
+            raise ConfigError(
+                f"config.json has hidden_act {config['hidden_act']!r}, which is not supported; "
+                f"known: {', '.join(_ACTIVATIONS)}"
+            )
+        fields = {ours: config[theirs] for ours, theirs in _FIELDS.items()}
+        decoded: Self = decode(cls, {**fields, "activation": activation}, "config.json")
+        return replace(decoded, max_positions=decoded.max_positions - cls.position_offset)
+
+    def to_huggingface(self) -> dict[str, Any]:
+        """The content of a `config.json` from which `AutoModelForMaskedLM` builds the same model.
+
+        Raises:
+            ConfigError: transformers has no such model.
+        """
+        if self.norm != "post" or self.activation == "geglu":
+            raise ConfigError(
+                f"norm {self.norm} with activation {self.activation} cannot be exported: transformers' "
+                f"{self.model_type} has norm post and no gated activation; train with such a model"
+            )
+        fields = {theirs: getattr(self, ours) for ours, theirs in _FIELDS.items()}
+        fields["hidden_act"] = "gelu_pytorch_tanh" if self.activation == "gelu_tanh" else self.activation
+        fields["max_position_embeddings"] += self.position_offset
+        return {"architectures": [self.architecture], "model_type": self.model_type, **fields, **self.special_ids}
+
+    def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Turns a checkpoint's tensors into this model's parameters, in the checkpoint's precision.
+
+        Names of older versions and of checkpoints without the family's prefix are understood.
+
+        Raises:
+            CheckpointError: naming the tensors that are missing, unexpected or of another shape.
+        """
+        found = {self._canonical(name): tensors[name] for name in tensors if not _IGNORED.fullmatch(name)}
+        ignored = [name for name in tensors if _IGNORED.fullmatch(name)]
+        if ignored:
+            logger.info("not part of a masked-LM model, and left out: %s", ", ".join(ignored))
+        self._drop_copies(found)
+        table, expected = self._table(), {}
+        for ours, shape in self._shapes().items():
+            for theirs in table[ours]:
+                expected[theirs] = (shape[0] // len(table[ours]), *shape[1:])
+        self._check(found, expected)
+        return {ours: torch.cat([found[name] for name in names]) for ours, names in table.items()}
+
+    def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `import_tensors`: the names and layout of transformers' current version.
+
+        Raises:
+            CheckpointError: naming the parameters that are missing, unexpected or of another shape.
+        """
+        self._check(parameters, self._shapes())
+        exported: dict[str, Tensor] = {}
+        for ours, names in self._table().items():
+            exported.update(zip(names, parameters[ours].detach().chunk(len(names)), strict=True))
+        if not self.tied:
+            bias = self.head_names["bias"]
+            exported[f"{self.head_names['decoder']}.bias"] = exported[bias].clone()
+        return exported
+
+    def _table(self) -> dict[str, tuple[str, ...]]:
+        """Parameter name -> the tensors of a checkpoint that it consists of, end to end."""
+        table: dict[str, tuple[str, ...]]
+        table = {f"embeddings.{o}": (f"{self.model_type}.embeddings.{t}",) for o, t in _EMBEDDINGS.items()}
+        for layer in range(self.layers):
+            for ours, theirs in _LAYER.items():
+                for kind in ("weight", "bias"):
+                    names = tuple(f"{self.model_type}.encoder.layer.{layer}.{name}.{kind}" for name in theirs)
+                    table[f"layers.{layer}.{ours}.{kind}"] = names
+        for part in ("dense", "norm"):
+            for kind in ("weight", "bias"):
+                table[f"head.{part}.{kind}"] = (f"{self.head_names[part]}.{kind}",)
+        table["head.bias"] = (self.head_names["bias"],)
+        if not self.tied:
+            table["head.decoder.weight"] = (f"{self.head_names['decoder']}.weight",)
+        return table
+
+    def _canonical(self, name: str) -> str:
+        name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
+        return f"{self.model_type}.{name}" if name.startswith(("embeddings.", "encoder.")) else name
+
+    def _drop_copies(self, found: dict[str, Tensor]) -> None:
+        """Drops what checkpoints hold twice: the matrix of a tied head, and the head's bias.
+
+        transformers adds `decoder.bias`: the same tensor as `bias` in a tied model, and the one in use in others.
+        """
+        decoder, bias = self.head_names["decoder"], self.head_names["bias"]
+        copy = found.pop(f"{decoder}.bias", None)
+        if copy is not None and not (self.tied and bias in found):
+            found[bias] = copy
+        matrix = found.pop(f"{decoder}.weight", None) if self.tied else None
+        embedding = found.get(f"{self.model_type}.embeddings.word_embeddings.weight")
+        if matrix is not None and embedding is not None and not torch.equal(matrix, embedding):
+            raise CheckpointError(
+                f"{decoder}.weight differs from the word embeddings, and the configuration says that they are one; "
+                "set tie_word_embeddings to false in config.json"
+            )
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        with torch.device("meta"):
+            return {name: tuple(parameter.shape) for name, parameter in self.build().named_parameters()}
+
+    def _check(self, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+        problems = [f"{name} is missing" for name in expected if name not in tensors]
+        problems += [f"{name} is unexpected" for name in tensors if name not in expected]
+        problems += [
+            f"{name} is {list(tensors[name].shape)} instead of {list(shape)}"
+            for name, shape in expected.items()
+            if name in tensors and tuple(tensors[name].shape) != shape
+        ]
+        if problems:
+            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise CheckpointError(
+                f"these weights are not of this {self.model_type} model: {'; '.join(problems[:5])}{more}; "
+                "use the config.json that belongs to them"
+            )

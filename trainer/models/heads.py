@@ -1,0 +1,25 @@
+"""Output heads."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.models.layers import Activation, activate
+
+
+class MaskedLMHead(nn.Module):
+    """Predicts tokens: dense, activation, norm, then a product with the token embeddings or a matrix of its own."""
+
+    def __init__(self, width: int, vocab_size: int, activation: Activation, norm_eps: float, tied: bool) -> None:
+        super().__init__()
+        self.activation = activation
+        self.dense = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width, eps=norm_eps)
+        self.decoder = None if tied else nn.Linear(width, vocab_size, bias=False)
+        self.bias = nn.Parameter(self.dense.bias.new_zeros(vocab_size))
+
+    def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
+        """[B, P, D] -> logits [B, P, V]; embedding: [V, D], the token embeddings, used when the head is tied."""
+        hidden = self.norm(activate(self.dense(hidden), self.activation))
+        return F.linear(hidden, embedding if self.decoder is None else self.decoder.weight, self.bias)

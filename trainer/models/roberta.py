@@ -1,0 +1,34 @@
+"""RoBERTa (Liu et al. 2019): BERT with one token type, another name for its head, and positions that start at 2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from trainer.models import bert
+from trainer.models.layers import Activation
+
+
+@dataclass(frozen=True)
+class Config(bert.Config):
+    """RoBERTa-base. Position p is row p + 2 of the table, as in fairseq, where rows up to the padding id are unused."""
+
+    position_offset: ClassVar[int] = 2
+    model_type: ClassVar[str] = "roberta"
+    architecture: ClassVar[str] = "RobertaForMaskedLM"
+    special_ids: ClassVar[Mapping[str, int]] = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
+    head_names: ClassVar[Mapping[str, str]] = {
+        "dense": "lm_head.dense",
+        "norm": "lm_head.layer_norm",
+        "bias": "lm_head.bias",
+        "decoder": "lm_head.decoder",
+    }
+
+    vocab_size: int = 50265
+    type_vocab: int = 1
+    norm_eps: float = 1e-5
+
+    @property
+    def head_activation(self) -> Activation:
+        return "gelu"

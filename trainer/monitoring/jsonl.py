@@ -1,0 +1,84 @@
+"""metrics.jsonl: one JSON object a line, the record of a run that every other view is made from."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import SamestepError
+
+logger = logging.getLogger(__name__)
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the rows {"step": n, "time": seconds since 1970, name: value...} of a metrics file, if there is one.
+
+    Lines that are no such rows, as a kill or a full disk can leave behind, are passed over.
+    """
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line)
+                row["step"] = int(row["step"])
+            except (ValueError, TypeError, KeyError):
+                logger.warning("%s, line %d is no row of metrics (torn by a kill?); it is passed over", path, number)
+                continue
+            yield row
+
+
+class JsonlTracker:
+    """Appends rows to metrics.jsonl; each is handed to the operating system at once, so a killed process loses none.
+
+    Args:
+        path: the file; made if missing.
+        resume_step: the step that training continues from; rows after it, which will be made again, are removed.
+
+    Raises:
+        SamestepError: the file cannot be written; also from `log`.
+    """
+
+    def __init__(self, path: Path, resume_step: int = 0) -> None:
+        self.path = path
+        with self._explained():
+            if path.exists():
+                self._rewind(resume_step)
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def _rewind(self, step: int) -> None:
+        """Rewrites the file without later rows and torn lines; a crash leaves either the old file or the new one."""
+        kept = self.path.with_suffix(".tmp")
+        with kept.open("w", encoding="utf-8") as file:
+            for row in read_rows(self.path):
+                if row["step"] <= step:
+                    file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        kept.replace(self.path)
+
+    def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
+        """Appends a row."""
+        with self._explained():
+            self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
+
+    def close(self) -> None:
+        """Closes the file."""
+        with self._explained():
+            self._file.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise SamestepError(
+                f"cannot write the metrics to {self.path}: {error.strerror}; make room or give access, then start the "
+                "run again: it continues from its newest checkpoint"
+            ) from error

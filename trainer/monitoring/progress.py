@@ -1,0 +1,62 @@
+"""What a person at the terminal sees: a progress bar there, one log line for each row of metrics elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+logger = logging.getLogger(__name__)
+
+
+class ProgressTracker:
+    """Shows step, loss, learning rate, tokens per second and time left.
+
+    Args:
+        step: updates already made.
+        total_steps: updates of the whole run.
+        console: where to draw; standard error by default.
+    """
+
+    def __init__(self, step: int, total_steps: int, console: Console | None = None) -> None:
+        console = console or Console(stderr=True)
+        self._total_steps = total_steps
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, console=console)
+            self._task = self._bar.add_task("", total=total_steps, completed=step)
+            self._bar.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows a row; where the terminal has a bar, rows of other than training metrics are printed above it."""
+        text = describe(metrics)
+        if self._bar is None:
+            logger.info("step %d/%d  %s", step, self._total_steps, text)
+        elif "train/loss" in metrics:
+            self._bar.update(self._task, completed=step, description=text)
+        else:
+            self._bar.console.print(f"step {step}/{self._total_steps}  {text}", highlight=False)
+
+    def close(self) -> None:
+        """Leaves the bar as it is and gives the terminal back."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+_SHOWN: dict[str, Callable[[float], str]] = {  # in this order
+    "train/loss": lambda value: f"loss {value:.4f}",
+    "train/lr": lambda value: f"lr {value:.2e}",
+    "perf/tokens_per_second": lambda value: f"{value:,.0f} tokens/s",
+    "perf/mfu": lambda value: f"mfu {value:.1%}",
+    "perf/eta_seconds": lambda value: f"eta {timedelta(seconds=round(value))}",
+}
+
+
+def describe(metrics: Mapping[str, float]) -> str:
+    """The line for a row: the best-known training metrics, or, where there are none of them, everything in it."""
+    shown = [form(metrics[name]) for name, form in _SHOWN.items() if name in metrics]
+    return "  ".join(shown or (f"{name} {value:.4g}" for name, value in metrics.items()))

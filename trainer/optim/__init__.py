@@ -1,0 +1,1 @@
+"""Optimizers (each module defines a `Config` that builds one), parameter groups and learning-rate schedules."""

@@ -1,0 +1,83 @@
+"""AdamW (Loshchilov & Hutter 2019), with Adam's bias correction or, as BERT was trained, without."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from trainer.errors import ConfigError
+from trainer.optim.groups import parameter_groups
+
+
+@dataclass(frozen=True)
+class Config:
+    """AdamW. Biases and norm weights do not decay.
+
+    Attributes:
+        lr: learning rate at the top of the schedule.
+        betas: decay rates of the running means of the gradient and of its square.
+        eps: added to the root of the mean square.
+        weight_decay: decoupled; each update takes lr * weight_decay of a weight away.
+        bias_correction: whether the running means are corrected for having started at 0; BERT's are not.
+    """
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+    bias_correction: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas is {list(self.betas)}; use two numbers from 0 up to below 1, as [0.9, 0.999]")
+        for name in ("lr", "eps", "weight_decay"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name} is {value}; use a number of 0 or more")
+
+    def build(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        """Makes the optimizer of these named parameters, on the device they are on."""
+        groups = parameter_groups(parameters, self.weight_decay)
+        fused = all(parameter.device.type in ("cpu", "cuda") for group in groups for parameter in group["params"])
+        optimizer = AdamW if self.bias_correction else UncorrectedAdamW
+        return optimizer(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused or None)
+
+
+class UncorrectedAdamW(AdamW):
+    r"""AdamW without bias correction (`AdamWeightDecayOptimizer` of google-research/bert), on torch's fused kernels.
+
+    BERT's update is w -= lr * (m / (sqrt(v) + eps) + decay * w). Torch's, at update t, is
+    w -= lr' * ((m / c1) / (sqrt(v) / c2 + eps') + decay' * w) with c1 = 1 - beta1^t and c2 = sqrt(1 - beta2^t). They
+    are equal with
+
+        lr' = lr * c1 / c2,    eps' = eps / c2,    decay' = decay * c2 / c1
+
+    because lr' * c2 / c1 = lr, eps' * c2 = eps and lr' * decay' = lr * decay.
+
+    The number of updates is kept on the host, in each group's "updates", so that no step waits for the device.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
+        super().__init__([{**group, "updates": 0} for group in groups], **settings)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Makes one update; before and after it the groups hold the settings of BERT's formula."""
+        settings = [{key: group[key] for key in ("lr", "eps", "weight_decay")} for group in self.param_groups]
+        for group in self.param_groups:
+            group["updates"] += 1
+            beta1, beta2 = group["betas"]
+            c1, c2 = 1 - beta1 ** group["updates"], math.sqrt(1 - beta2 ** group["updates"])
+            group["lr"] *= c1 / c2
+            group["eps"] /= c2
+            group["weight_decay"] *= c2 / c1
+        try:
+            loss: float | None = super().step(closure)
+        finally:
+            for group, setting in zip(self.param_groups, settings, strict=True):
+                group.update(setting)
+        return loss

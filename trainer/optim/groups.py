@@ -1,0 +1,74 @@
+"""Optimizer parameters by name: which ones decay, and where the optimizer's state of each one lies.
+
+Checkpoints hold the state under the parameters' names, whatever the groups they are in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    """Splits the trainable parameters: matrices decay; biases and norm weights, all of one dimension, do not.
+
+    Returns:
+        One or two groups for `torch.optim`, none of them empty.
+    """
+    parameters = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+    decay = [parameter for parameter in parameters if parameter.ndim > 1]
+    no_decay = [parameter for parameter in parameters if parameter.ndim <= 1]
+    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Gives every group the learning rate of the coming step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def prime(optimizer: Optimizer) -> None:
+    """Creates the state that `torch.optim` makes at the first step, without changing any parameter.
+
+    The state is then what a new optimizer starts from, and a checkpoint can be copied into it.
+    """
+    settings = [{"lr": group["lr"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group.update(lr=0.0, weight_decay=0.0)
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, setting in zip(optimizer.param_groups, settings, strict=True):
+        group.update(setting)
+    set_step(optimizer, 0)
+
+
+def set_step(optimizer: Optimizer, step: int) -> None:
+    """Sets how many updates the optimizer believes to have made; bias correction depends on it."""
+    for group in optimizer.param_groups:
+        if "updates" in group:
+            group["updates"] = step
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].fill_(step)
+
+
+def state_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    """The state of a primed optimizer as "exp_avg/<parameter name>" and so on; step counts are left out.
+
+    The tensors are the optimizer's own, laid out (and under FSDP2 split) like their parameters: fill them in place.
+    """
+    tensors = {}
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            assert parameter in optimizer.state, f"{name} has no optimizer state; call prime first"
+            for key, value in optimizer.state[parameter].items():
+                if key != "step":
+                    tensors[f"{key}/{name}"] = value
+    return tensors
