@@ -15,14 +15,13 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 VOCAB_SIZE = 600
 
 
-@pytest.fixture(scope="session")
-def dataset_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_dataset(folder: Path) -> Path:
     """About 1,300 paragraphs of English in 5 train shards and 1 held-out shard, WordPiece tokens."""
     from data_pipeline import tokenization
     from data_pipeline.manifest import Manifest
     from data_pipeline.shards import write_shard
 
-    folder = tmp_path_factory.mktemp("dataset")
+    folder.mkdir()
     paragraphs = [p for name in sorted(topics) for p in topics[name].split("\n\n") if p.strip()][::2]
     tokenizer = tokenization.Config(path="", vocab_size=VOCAB_SIZE, lowercase=True).train(paragraphs[:400])
     tokenizer.save(folder / "tokenizer")
@@ -47,15 +46,13 @@ def dataset_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def experiment_file(dataset_folder: Path) -> str:
-    """A run that takes a second: a BERT of 2 layers of 32 on the small dataset. Give it output=FOLDER."""
-    path = dataset_folder.parent / "experiment.yaml"
+def write_experiment(dataset: Path, path: Path) -> str:
+    """A run that takes a second: a BERT of 2 layers of 32. Give it output=FOLDER."""
     path.write_text(
         f"""
 output: set-by-the-test
 accelerator: cpu
-data: {{path: {dataset_folder}, sequence_length: 32, packing: best_fit, lanes: 16}}
+data: {{path: {dataset}, sequence_length: 32, packing: best_fit, lanes: 16}}
 model: {{kind: bert, vocab_size: {VOCAB_SIZE}, layers: 2, width: 32, heads: 2, ffn_width: 64, max_positions: 32,
   dropout: 0.1, attention_dropout: 0.0}}
 objective: {{kind: mlm}}
@@ -66,3 +63,13 @@ checkpoint: {{every: 1000}}
 """
     )
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def dataset_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "dataset")
+
+
+@pytest.fixture(scope="session")
+def experiment_file(dataset_folder: Path) -> str:
+    return write_experiment(dataset_folder, dataset_folder.parent / "experiment.yaml")

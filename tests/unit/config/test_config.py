@@ -99,7 +99,7 @@ def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
 
 @pytest.mark.parametrize("override", ["steps", "=3", "a..b=1", "steps=[1"])
 def test_bad_overrides_are_refused(tmp_path: Path, override: str) -> None:
-    with pytest.raises(ConfigError, match="not an override|not valid YAML"):
+    with pytest.raises(ConfigError, match=r"not an override|not valid YAML"):
         load(Root, write(tmp_path, "a.yaml", "steps: 1"), [override])
 
 
