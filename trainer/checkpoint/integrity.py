@@ -26,6 +26,7 @@ _COMMITTED = "COMMITTED"
 
 
 def step_folder(root: Path, step: int) -> Path:
+    """Where a step lies among the checkpoints of a run."""
     return root / f"step-{step:08d}"
 
 
@@ -40,6 +41,7 @@ def uncommitted_folders(root: Path) -> list[Path]:
 
 
 def is_committed(folder: Path) -> bool:
+    """Whether a step was written to its end; says nothing about damage since."""
     return _COMMITTED in files.names(folder)
 
 

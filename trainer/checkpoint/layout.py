@@ -183,6 +183,7 @@ def read_pieces(path: Path) -> list[Piece]:
 
 
 def group_by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+    """The pieces of each logical tensor."""
     groups: dict[str, list[Piece]] = {}
     for piece in pieces:
         groups.setdefault(piece.name, []).append(piece)

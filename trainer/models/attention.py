@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout
 
 
@@ -20,12 +21,12 @@ def segment_mask(segments: Tensor) -> Tensor:
 class SelfAttention(nn.Module):
     """Bidirectional self-attention with one projection for queries, keys and values."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.heads = heads
-        self.dropout = dropout
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.heads = config.heads
+        self.dropout = config.attention_dropout
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
 
     def forward(self, hidden: Tensor, mask: Tensor, dropout_key: Tensor | None) -> Tensor:
         """[B, S, D] -> [B, S, D]; mask: bool [B, 1, S, S], True where attention is allowed."""
@@ -40,6 +41,6 @@ class SelfAttention(nn.Module):
 
     def _eager(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout_key: Tensor) -> Tensor:
         """Writes the probabilities out, because the fused kernels cannot take our dropout mask."""
-        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+        scores = query * query.shape[-1] ** -0.5 @ key.transpose(-1, -2)
         probabilities = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32)
         return dropout(probabilities, self.dropout, dropout_key).to(value.dtype) @ value

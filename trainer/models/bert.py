@@ -13,7 +13,8 @@ from torch import Tensor
 
 from trainer.config import decode
 from trainer.errors import CheckpointError, ConfigError
-from trainer.models.transformer import TransformerConfig
+from trainer.models.config import TransformerConfig
+from trainer.models.transformer import Transformer
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,10 @@ class Config(TransformerConfig):
     }
 
     vocab_size: int = 30522
+
+    def build(self) -> Transformer:
+        """Makes the module; its parameters still need their values."""
+        return Transformer(self)
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any]) -> Self:

@@ -50,7 +50,7 @@ def dropout(x: Tensor, p: float, key: Tensor | None) -> Tensor:
         return x
     # Positions are hashed once for all rows; with both inputs well mixed, half the mixer does for each element:
     # the comparison looks at the high bits first, which the last product leaves best mixed.
-    cells = _mix(torch.arange(x[0].numel(), dtype=torch.int32, device=x.device))
+    cells = _mix(torch.arange(x.shape[1:].numel(), dtype=torch.int32, device=x.device))
     bits = cells ^ key[:, None]
     bits *= _MIX_1
     bits ^= bits >> 15 & 0x1FFFF

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout
 
 
 class Embeddings(nn.Module):
-    """Learned embeddings; `position_offset` rows at the start of the position table stay unused (RoBERTa)."""
+    """Learned embeddings, dropped out."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        positions: int,
-        position_offset: int,
-        types: int,
-        width: int,
-        norm_eps: float,
-        dropout: float,
-    ) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.position_offset = position_offset
-        self.dropout = dropout
-        self.tokens = nn.Embedding(vocab_size, width)
-        self.positions = nn.Embedding(positions + position_offset, width)
-        self.types = nn.Embedding(types, width)
-        self.norm = nn.LayerNorm(width, eps=norm_eps)
+        self.position_offset = config.position_offset
+        self.dropout = config.dropout
+        self.tokens = nn.Embedding(config.vocab_size, config.width)
+        self.positions = nn.Embedding(config.max_positions + config.position_offset, config.width)
+        self.types = nn.Embedding(config.type_vocab, config.width)
+        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, token_types: Tensor | None, dropout_key: Tensor | None

@@ -5,19 +5,20 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models.layers import Activation, activate
+from trainer.models.config import TransformerConfig
+from trainer.models.layers import activate
 
 
 class MaskedLMHead(nn.Module):
     """Predicts tokens: dense, activation, norm, then a product with the token embeddings or a matrix of its own."""
 
-    def __init__(self, width: int, vocab_size: int, activation: Activation, norm_eps: float, tied: bool) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.activation = activation
-        self.dense = nn.Linear(width, width)
-        self.norm = nn.LayerNorm(width, eps=norm_eps)
-        self.decoder = None if tied else nn.Linear(width, vocab_size, bias=False)
-        self.bias = nn.Parameter(self.dense.bias.new_zeros(vocab_size))
+        self.activation = config.head_activation
+        self.dense = nn.Linear(config.width, config.width)
+        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.decoder = None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
+        self.bias = nn.Parameter(self.dense.bias.new_zeros(config.vocab_size))
 
     def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
         """[B, P, D] -> logits [B, P, V]; embedding: [V, D], the token embeddings, used when the head is tied."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models.attention import SelfAttention
+from trainer.models.config import Activation, TransformerConfig
 from trainer.models.dropout import dropout
-
-Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "geglu"]
-Norm: TypeAlias = Literal["post", "pre"]
 
 DROPOUT_PLACES = 3
 """Where a layer applies dropout: attention probabilities, attention output, feed-forward output."""
@@ -30,11 +26,12 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 class FeedForward(nn.Module):
     """Two projections with an activation between them."""
 
-    def __init__(self, width: int, ffn_width: int, activation: Activation) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.activation = activation
-        self.up = nn.Linear(width, 2 * ffn_width if activation == "geglu" else ffn_width)
-        self.down = nn.Linear(ffn_width, width)
+        self.activation = config.activation
+        gated = config.activation == "geglu"
+        self.up = nn.Linear(config.width, 2 * config.ffn_width if gated else config.ffn_width)
+        self.down = nn.Linear(config.ffn_width, config.width)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
@@ -48,24 +45,14 @@ class Layer(nn.Module):
     `post` normalises after each residual sum (Vaswani et al. 2017), `pre` the input of each branch (Xiong et al. 2020).
     """
 
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        ffn_width: int,
-        activation: Activation,
-        norm: Norm,
-        norm_eps: float,
-        dropout: float,
-        attention_dropout: float,
-    ) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.norm = norm
-        self.dropout = dropout
-        self.attention = SelfAttention(width, heads, attention_dropout)
-        self.attention_norm = nn.LayerNorm(width, eps=norm_eps)
-        self.ffn = FeedForward(width, ffn_width, activation)
-        self.ffn_norm = nn.LayerNorm(width, eps=norm_eps)
+        self.norm = config.norm
+        self.dropout = config.dropout
+        self.attention = SelfAttention(config)
+        self.attention_norm = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.ffn = FeedForward(config)
+        self.ffn_norm = nn.LayerNorm(config.width, eps=config.norm_eps)
 
     def forward(self, hidden: Tensor, mask: Tensor, dropout_keys: Tensor | None) -> Tensor:
         """[B, S, D] -> [B, S, D]; mask: bool [B, 1, S, S]; dropout_keys: int32 [DROPOUT_PLACES, B]."""

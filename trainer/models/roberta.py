@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from trainer.models import bert
-from trainer.models.layers import Activation
+from trainer.models.config import Activation
 
 
 @dataclass(frozen=True)

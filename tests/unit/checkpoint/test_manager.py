@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import Checkpointer, Config, load_full, read_meta
+from trainer.checkpoint import Checkpointer, Config, files, load_full, read_meta
 from trainer.errors import CheckpointError, ConfigError
 
 
@@ -237,3 +237,11 @@ def test_a_full_disk_is_named_and_the_last_checkpoint_stays(small_disk: Path) ->
         checkpointer.wait()
     assert restored(small_disk / "run") == 1
     assert save(small_disk / "run", 2).steps() == [1, 2], "what the failed save wrote takes no space"
+
+
+def test_a_failed_write_leaves_the_former_content_and_nothing_else(small_disk: Path) -> None:
+    files.write(small_disk / "file", b"for", b"", b"mer")
+    with pytest.raises(CheckpointError, match="No space left"):
+        files.write(small_disk / "file", bytes(10**6))
+    assert files.names(small_disk) == ["file"]
+    assert files.read(small_disk / "file") == b"former"

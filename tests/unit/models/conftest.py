@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer.models import bert
-from trainer.models.transformer import Transformer, TransformerConfig
+from trainer.models.transformer import Transformer
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def config() -> bert.Config:
 def build() -> Callable[..., Transformer]:
     """Builds a model as strategies do: on the meta device, then memory, then initial values."""
 
-    def build(config: TransformerConfig, seed: int = 0) -> Transformer:
+    def build(config: bert.Config, seed: int = 0) -> Transformer:
         with torch.device("meta"):
             model = config.build()
         model.to_empty(device="cpu")

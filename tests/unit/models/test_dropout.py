@@ -28,9 +28,9 @@ def test_masks_never_change():
     # Other bits would change every run that is continued with this version.
     keys = [mix(mix(1234567) ^ (place * 0x9E3779B9 % 2**32)) for place in range(64)]
     assert KEYS.tolist() == [signed(key) for key in keys]
-    mask = kept(KEYS, 500)
-    for row, key in enumerate(keys):
-        for cell in range(500):
+    mask = kept(KEYS[:16], 200)
+    for row, key in enumerate(keys[:16]):
+        for cell in range(200):
             bits = (mix(cell) ^ key) * 0x7FEB352D % 2**32
             bits = (bits ^ (bits >> 15)) * 0x846CA68B % 2**32
             assert mask[row, cell] == (signed(bits) + 2**31 >= round(P * 2**32))

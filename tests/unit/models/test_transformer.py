@@ -187,6 +187,7 @@ def one_process() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_process")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_sharded_by_its_units(config: bert.Config, build: Build, batch: Batch, tied: bool, checkpointing: bool):

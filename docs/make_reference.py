@@ -1,0 +1,80 @@
+"""Writes docs/reference.md, every setting there is, from the docstrings: python docs/make_reference.py"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+from data_pipeline import build
+from trainer.config.decode import kinds_of
+from trainer.experiment import Experiment
+
+HEADER = """# Settings
+
+Written by `docs/make_reference.py` from the docstrings of the `Config` classes; edit those, not this page.
+[configuration.md](configuration.md) says how files, overrides and kinds work.
+"""
+_NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null"}
+
+
+def render() -> str:
+    """The whole page."""
+    experiment = _section(Experiment, "", "An experiment: `samestep train FILE`")
+    dataset = _section(build.Config, "", "A dataset: `samestep data build FILE`")
+    return "\n".join([HEADER, *experiment, *dataset])
+
+
+def _section(schema: type[Any], path: str, title: str) -> Iterator[str]:
+    """The table of a dataclass, then those of the sections inside it."""
+    hints, texts, fields = get_type_hints(schema, include_extras=True), _attributes(schema), dataclasses.fields(schema)
+    summary = inspect.cleandoc(schema.__doc__ or "").partition("\n\n")[0]
+    yield f"{'###' if path else '##'} {title}\n\n{summary}\n"
+    if fields:
+        yield "| key | value | default | what it is |\n|---|---|---|---|"
+        for field in fields:
+            yield f"| `{field.name}` | {_type(hints[field.name])} | {_default(field)} | {texts[field.name]} |"
+        yield ""
+    for field in fields:
+        hint, inner = hints[field.name], f"{path}.{field.name}" if path else field.name
+        if kinds := kinds_of(hint):
+            for kind in kinds.available():
+                yield from _section(kinds.schema(kind, inner), inner, f"`{inner}: {{kind: {kind}}}`")
+        elif section := next(filter(dataclasses.is_dataclass, (hint, *get_args(hint))), None):
+            yield from _section(cast(type[Any], section), inner, f"`{inner}`")
+
+
+def _attributes(schema: type[Any]) -> dict[str, str]:
+    """What the docstrings of a class and its bases say of each attribute."""
+    listed = "\n".join(inspect.cleandoc(base.__doc__ or "") for base in reversed(schema.__mro__))
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", listed, re.MULTILINE)
+    return {name: re.sub(r"\bNone\b", "null", " ".join(text.split())) for name, text in found}
+
+
+def _type(hint: Any) -> str:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_type, arguments))
+    if origin is Literal:
+        return ", ".join(f"`{argument}`" for argument in arguments)
+    if origin is tuple:
+        return f"list of {_type(arguments[0])}s"
+    return "a kind" if origin is Annotated else _NAMES.get(hint, "section")
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        module = type(field.default_factory()).__module__
+        return f"`{module.rpartition('.')[2]}`" if "Kinds" in str(field.type) else "its defaults"
+    if field.default is dataclasses.MISSING:
+        return "required"
+    return f"`{field.default if isinstance(field.default, str) else json.dumps(field.default)}`"
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("reference.md").write_text(render(), encoding="utf-8")

@@ -1,0 +1,236 @@
+"""Our BERT and RoBERTa against `transformers`, with random small models: both directions, both families."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForMaskedLM, BertConfig, PretrainedConfig, PreTrainedModel, RobertaConfig
+
+from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.errors import CheckpointError, ConfigError
+from trainer.models import bert, roberta
+from trainer.models.transformer import Transformer
+
+FAMILIES = {"bert": (BertConfig, bert.Config, 0), "roberta": (RobertaConfig, roberta.Config, 1)}
+SHAPE = {"vocab_size": 1000, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "intermediate_size": 96, "max_position_embeddings": 40}  # fmt: skip
+
+
+@dataclass
+class Pair:
+    """A random model of `transformers`, and ours imported from the folder that it saved."""
+
+    family: str
+    reference: PreTrainedModel
+    config: bert.Config
+    model: Transformer
+    pad: int
+
+    def prefix(self, name: str) -> str:
+        return f"{self.family}.{name}"
+
+
+def make(family: str, folder: Path, **changes: object) -> Pair:
+    reference_config, _, pad = FAMILIES[family]
+    reference = AutoModelForMaskedLM.from_config(
+        reference_config(**{**SHAPE, **changes}), attn_implementation="eager"
+    ).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in reference.parameters():  # larger than at initialisation, and biases not zero
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    reference.save_pretrained(folder)
+    config, model = load(family, folder)
+    return Pair(family, reference, config, model, pad)
+
+
+def load(family: str, folder: Path) -> tuple[bert.Config, Transformer]:
+    tree, tensors = load_folder(folder)
+    config = FAMILIES[family][1].from_huggingface(tree)
+    model = config.build().eval()
+    model.load_state_dict(config.import_tensors(tensors))
+    return config, model
+
+
+@pytest.fixture(params=FAMILIES)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
+    return make(request.param, tmp_path / "reference")
+
+
+def random_tokens(*lengths: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(5, 1000, (length,), generator=generator) for length in lengths]
+
+
+def padded(pair: Pair, *lengths: int) -> dict[str, Tensor]:
+    """A row for each length, padded to 24 cells; every real cell is predicted."""
+    tokens = torch.full((len(lengths), 24), pair.pad)
+    for row, ids in enumerate(random_tokens(*lengths)):
+        tokens[row, : len(ids)] = ids
+    segments = (torch.arange(24) < torch.tensor(lengths)[:, None]).int()
+    return {"tokens": tokens, "segments": segments, "positions": torch.arange(24).expand(len(lengths), -1)}
+
+
+def reference_logits(pair: Pair, batch: dict[str, Tensor], **inputs: Tensor) -> Tensor:
+    mask = batch["segments"]
+    logits: Tensor = pair.reference(input_ids=batch["tokens"], attention_mask=mask, **inputs).logits
+    return logits[mask.bool()]
+
+
+def test_logits_loss_and_gradients_are_equal(pair: Pair):
+    batch = padded(pair, 24, 13, 1)
+    labels = torch.randint(0, 1000, (38,), generator=torch.Generator().manual_seed(2))
+    theirs = reference_logits(pair, batch)
+    ours = pair.model(**batch)[batch["segments"].bool()]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+    losses = [F.cross_entropy(logits, labels) for logits in (theirs, ours)]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+    for loss in losses:
+        loss.backward()
+    expected = pair.config.import_tensors({name: p.grad for name, p in pair.reference.named_parameters()})
+    actual = {name: p.grad for name, p in pair.model.named_parameters()}
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_are_as_many(pair: Pair):
+    counts = [sum(p.numel() for p in model.parameters()) for model in (pair.model, pair.reference)]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu_pytorch_tanh", "relu"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations(family: str, activation: str, tmp_path: Path):
+    pair = make(family, tmp_path / "reference", hidden_act=activation)
+    batch = padded(pair, 24, 7)
+    ours = pair.model(**batch)[batch["segments"].bool()]
+    torch.testing.assert_close(ours, reference_logits(pair, batch), rtol=1e-5, atol=1e-5)
+
+
+def test_token_types(tmp_path: Path):
+    pair = make("bert", tmp_path / "reference")
+    batch = padded(pair, 24, 9)
+    types = (torch.arange(24) > 4).long().expand(2, -1)
+    ours = pair.model(**batch, token_types=types)[batch["segments"].bool()]
+    torch.testing.assert_close(ours, reference_logits(pair, batch, token_type_ids=types), rtol=1e-5, atol=1e-5)
+
+
+def test_packed_documents_get_the_logits_they_get_alone(pair: Pair):
+    first, second = random_tokens(9, 12)
+    packed = {
+        "tokens": torch.cat([first, second, torch.full((3,), pair.pad)])[None],
+        "segments": torch.tensor([[1] * 9 + [2] * 12 + [0] * 3]),
+        "positions": torch.cat([torch.arange(9), torch.arange(12), torch.zeros(3, dtype=torch.int64)])[None],
+    }
+    ours = pair.model(**packed)[0, :21]
+    theirs = torch.cat([pair.reference(input_ids=document[None]).logits[0] for document in (first, second)])
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_what_we_export(family: str, tied: bool, tmp_path: Path):
+    pair = make(family, tmp_path / "reference", tie_word_embeddings=tied)
+    with torch.no_grad():
+        for parameter in pair.model.parameters():  # weights that only we have
+            parameter.mul_(1.1)
+    exported = tmp_path / "exported"
+    save_folder(exported, pair.config.to_huggingface(), pair.config.export_tensors(pair.model.state_dict()))
+
+    pair.reference, report = AutoModelForMaskedLM.from_pretrained(exported, output_loading_info=True)
+    assert not any(report.values()), report
+    assert type(pair.reference.config) is FAMILIES[family][0]
+    batch = padded(pair, 24, 5)
+    ours = pair.model(**batch)[batch["segments"].bool()]
+    torch.testing.assert_close(ours, reference_logits(pair, batch), rtol=1e-5, atol=1e-5)
+
+    config, model = load(family, exported)
+    assert config == pair.config
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in pair.model.state_dict().items())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_import_then_export_changes_no_bit(family: str, tied: bool, tmp_path: Path):
+    pair = make(family, tmp_path / "reference", tie_word_embeddings=tied)
+    _, tensors = load_folder(tmp_path / "reference")
+    again = pair.config.export_tensors(pair.config.import_tensors(tensors))
+    unused = {pair.config.head_names["bias"]} if not tied else set()  # transformers computes with decoder.bias alone
+    assert set(again) == set(tensors)
+    assert all(torch.equal(again[name], tensors[name]) for name in set(tensors) - unused)
+
+
+def test_older_checkpoints_are_understood(pair: Pair, caplog: pytest.LogCaptureFixture):
+    tensors = {name: value.detach() for name, value in pair.reference.named_parameters()}
+    expected = pair.config.import_tensors(tensors)
+    old = {
+        name.removeprefix(pair.prefix("")).replace("LayerNorm.weight", "LayerNorm.gamma")
+        .replace("LayerNorm.bias", "LayerNorm.beta"): value
+        for name, value in tensors.items()
+    }  # fmt: skip
+    old[f"{pair.config.head_names['decoder']}.weight"] = old["embeddings.word_embeddings.weight"]
+    old[f"{pair.config.head_names['decoder']}.bias"] = old.pop(pair.config.head_names["bias"])
+    extra = ["embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias", "cls.seq_relationship.weight"]
+    with caplog.at_level(logging.INFO):
+        imported = pair.config.import_tensors({**old, **dict.fromkeys(extra, torch.zeros(1))})
+    assert all(torch.equal(imported[name], value) for name, value in expected.items())
+    assert len(imported) == len(expected)
+    assert all(name in caplog.text for name in extra)
+
+
+def test_foreign_tensors_are_refused_by_name(pair: Pair):
+    tensors = {name: value.detach() for name, value in pair.reference.named_parameters()}
+    query = pair.prefix("encoder.layer.0.attention.self.query.weight")
+    embedding = pair.prefix("embeddings.word_embeddings.weight")
+    decoder = f"{pair.config.head_names['decoder']}.weight"
+    for change, message in [
+        ({query: None}, f"{query} is missing"),
+        ({"classifier.weight": torch.zeros(2)}, "classifier.weight is unexpected"),
+        ({embedding: torch.zeros(999, 48)}, f"{embedding} is .999, 48. instead of .1000, 48."),
+        ({query: torch.zeros(48, 7)}, f"{query} is .48, 7. instead of .48, 48."),
+        ({decoder: torch.zeros(1000, 48)}, "differs from.*tie_word_embeddings"),
+    ]:
+        wrong = {name: value for name, value in {**tensors, **change}.items() if value is not None}
+        with pytest.raises(CheckpointError, match=message):
+            pair.config.import_tensors(wrong)
+    with pytest.raises(CheckpointError, match=r"is missing.* and \d+ more"):
+        pair.config.import_tensors({})
+    parameters = pair.model.state_dict()
+    with pytest.raises(CheckpointError, match=r"head\.bias is missing"):
+        pair.config.export_tensors({name: value for name, value in parameters.items() if name != "head.bias"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2'"),
+        ({"position_embedding_type": "relative_key"}, "relative_key"),
+        ({"is_decoder": True}, "is_decoder True"),
+        ({"hidden_act": "silu"}, "hidden_act 'silu'"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"hidden_size": "wide"}, "must be a whole number, not 'wide'"),
+        ({"num_attention_heads": 7}, "not a multiple of heads 7"),
+    ],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_architectures_are_refused(family: str, change: dict[str, object], message: str):
+    reference: PretrainedConfig = FAMILIES[family][0](**SHAPE)
+    tree = {key: value for key, value in {**reference.to_dict(), **change}.items() if value is not None}
+    with pytest.raises(ConfigError, match=message):
+        FAMILIES[family][1].from_huggingface(tree)
+
+
+def test_roberta_positions_count_from_its_padding_id():
+    tree = {**RobertaConfig(**SHAPE).to_dict(), "pad_token_id": 0}
+    with pytest.raises(ConfigError, match="pad_token_id 0"):
+        roberta.Config.from_huggingface(tree)
+
+
+@pytest.mark.parametrize("change", [{"norm": "pre"}, {"activation": "geglu"}])
+def test_what_transformers_lacks_is_not_exported(change: dict[str, str]):
+    with pytest.raises(ConfigError, match="cannot be exported"):
+        bert.Config(**change).to_huggingface()
