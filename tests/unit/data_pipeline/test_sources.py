@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from data_pipeline.build import Config as BuildConfig
-from data_pipeline.sources import BadRecord, jsonl, python_docs, text
+from data_pipeline.sources import BadRecord, jsonl, python_docs, text, webdataset
 from trainer.config import decode, to_tree
 from trainer.errors import ConfigError, DataError
 
@@ -187,9 +187,47 @@ def test_python_docs_come_from_the_standard_library_without_importing_it():
 
 
 @pytest.mark.parametrize(
-    "source", ["python_docs", {"kind": "jsonl", "paths": ["a"]}, {"kind": "text", "paths": ["a"], "document": "file"}]
+    "source",
+    [
+        "python_docs",
+        {"kind": "jsonl", "paths": ["a"]},
+        {"kind": "text", "paths": ["a"], "document": "file"},
+        {"kind": "webdataset", "paths": ["a"]},
+    ],
 )
 def test_every_source_round_trips_through_the_configuration(source):
     tree = {"source": source, "tokenizer": {"path": "t"}, "output": "o"}
     config = decode(BuildConfig, tree)
     assert decode(BuildConfig, to_tree(config)) == config
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> None:
+    from webdataset import TarWriter
+
+    with TarWriter(str(path)) as tar:
+        for key, content in members.items():
+            name, suffix = key.split(".", 1)
+            tar.write({"__key__": name, suffix: content})
+
+
+def test_members_of_a_webdataset_are_documents(tmp_path):
+    write_tar(tmp_path / "b.tar", {"0.txt": b"three"})
+    write_tar(tmp_path / "a.tar", {"0.txt": b"one", "0.json": b'{"text": "other"}', "1.txt": b"", "2.txt": b"\xff"})
+    assert parsed(webdataset.Config((f"{tmp_path}/*.tar",)).build()) == [
+        ("a.tar", 1, "one"),
+        ("a.tar", 2, "! empty document"),
+        ("a.tar", 3, "! invalid UTF-8"),
+        ("b.tar", 1, "three"),
+    ]
+    other = webdataset.Config((f"{tmp_path}/a.tar",), member="json").build()
+    assert parsed(other) == [("a.tar", 1, "other")]
+
+
+def test_a_truncated_webdataset_is_noticed(tmp_path):
+    write_tar(tmp_path / "a.tar", {f"{i}.txt": b"word " * 300 for i in range(8)})
+    whole = (tmp_path / "a.tar").read_bytes()
+    (tmp_path / "a.tar").write_bytes(whole[:9000])
+    *documents, last = parsed(webdataset.Config((f"{tmp_path}/a.tar",)).build())
+    assert 0 < len(documents) < 8
+    assert {text for _, _, text in documents} == {"word " * 300}
+    assert last == ("a.tar", len(documents) + 1, "! truncated file")
