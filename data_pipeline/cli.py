@@ -108,7 +108,7 @@ def add_inspect(commands: Commands) -> None:
         "show what is in a dataset and how it would pack",
         "Prints documents, tokens and lengths, and for each packing how many examples an epoch has and how much of\n"
         "them is text. Packings are compared with one special token before and one after each piece.\n\n"
-        "example:\n  samestep data inspect data/python_docs --plot lengths.png",
+        "example:\n  samestep data inspect datasets/python_docs --plot lengths.png",
     )
     parser.add_argument("folder", metavar="DIR", help="the dataset's folder")
     parser.add_argument("--plot", metavar="FILE", help="also draw the tables into this image")
@@ -123,7 +123,7 @@ def add_show(commands: Commands) -> None:
         "print examples as the model sees them",
         "The objective, packing, order and seed are those of an experiment; what is predicted is marked, and each\n"
         "piece of text is preceded by the file and line it comes from.\n\n"
-        "example:\n  samestep data show data/python_docs data.packing=best_fit "
+        "example:\n  samestep data show datasets/python_docs data.packing=best_fit "
         "--objective configs/pretrain/bert_mini.yaml --index 1000",
     )
     parser.add_argument("folder", metavar="DIR", help="the dataset's folder")
