@@ -9,12 +9,11 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from trainer.errors import EXIT_DONE, EXIT_FAILED
-
-logger = logging.getLogger(__name__)
+from trainer.errors import EXIT_DONE, LaunchError
 
 
 def under_launcher() -> bool:
@@ -30,10 +29,15 @@ def default_processes(on_cpu: bool) -> int:
 def run_workers(arguments: Sequence[str], processes: int) -> int:
     """Runs `samestep ARGUMENTS` in `processes` processes that form one run; returns the run's exit code.
 
-    When one fails the others are stopped. Each has said on stderr what went wrong, so only deaths without a word
-    (signals) are explained here.
+    When one fails the others are stopped, and it has said on stderr what went wrong.
+
+    Raises:
+        LaunchError: a signal ended a process or all of them, which is a death without a word.
+        KeyboardInterrupt: the user pressed Ctrl-C; the processes have ended.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    for noisy in ("agent.server.api", "multiprocessing.api"):  # they log what is said here in a user's words
+        logging.getLogger(f"torch.distributed.elastic.{noisy}").setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -44,7 +48,9 @@ def run_workers(arguments: Sequence[str], processes: int) -> int:
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # or each run leaves a folder in /tmp
     )
+    again = "run the same command again to go on from the newest checkpoint"
     try:
         elastic_launch(config, sys.executable)("-m", "trainer.cli", *arguments)
     except ChildFailedError as error:
@@ -53,11 +59,9 @@ def run_workers(arguments: Sequence[str], processes: int) -> int:
             return failure.exitcode
         name = signal.Signals(-failure.exitcode).name
         hint = "; the kernel does that when memory runs out (see dmesg)" if name == "SIGKILL" else ""
-        logger.error(
-            "rank %d was killed by %s%s; run the same command again to go on from the newest checkpoint",
-            rank,
-            name,
-            hint,
-        )
-        return EXIT_FAILED
+        raise LaunchError(f"rank {rank} was killed by {name}{hint}; {again}") from error
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from error
+        raise LaunchError(f"stopped by {error.sigval.name}; {again}") from error
     return EXIT_DONE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import errno
 import logging
 import os
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Failures of the machine that need no stack trace: no space, no permission, read-only, quota, too many open files.
-_USERS_ERRNO = {errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.EMFILE}
+# Failures of the machine that need no stack trace: no space, no permission, a file where a folder should be, ...
+_USERS_ERRNO = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EMFILE),
+}
 _OVERRIDES = "settings that replace those of the file, e.g. optimizer.lr=1e-3 training.steps=100"
 
 
@@ -157,6 +161,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     from trainer.run import evaluate
 
     experiment = load(Experiment, os.path.join(args.run_folder, "config.yaml"), args.overrides)
+    experiment = dataclasses.replace(experiment, output=args.run_folder)  # wherever the run was when it was trained
     for name, value in evaluate(experiment, args.step).items():
         sys.stdout.write(f"{name:12} {value:.6g}\n")
     return EXIT_DONE
@@ -177,9 +182,13 @@ def _fill(args: argparse.Namespace) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Parses the command line; overrides may stand anywhere, which argparse alone does not allow for."""
+    """Parses the command line; overrides and flags may stand anywhere, which argparse alone does not allow for."""
     parser = build_parser()
     args, rest = parser.parse_known_args(arguments)
+    for flag in ("--traceback", "--verbose"):
+        if flag in rest:
+            rest.remove(flag)
+            setattr(args, flag[2:], True)
     overrides = [argument for argument in rest if "=" in argument and not argument.startswith("-")]
     if rest != overrides or (overrides and not hasattr(args, "overrides")):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -191,21 +200,19 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Runs a sub-command; users' mistakes become one paragraph on stderr and an exit code, not a stack trace."""
     args = _parse(arguments)
+    under_launcher = "RANK" in os.environ
     log.set_up(rank=int(os.environ.get("RANK", "0")), verbose=args.verbose)
     try:
         code: int = args.run(args)
-    except SamestepError as error:
-        logger.error("error: %s", error, exc_info=error if args.traceback else None)
-        code = error.exit_code
-    except OSError as error:
-        if error.errno not in _USERS_ERRNO:
-            raise
-        logger.error("error: %s", error, exc_info=error if args.traceback else None)
-        code = EXIT_FAILED
     except KeyboardInterrupt:
-        logger.error("interrupted")
+        if not under_launcher:  # which says so once for all
+            logger.error("interrupted")
         code = 128 + signal.SIGINT
-    if code and "RANK" in os.environ:  # other ranks may wait in a collective: leave without the farewells they'd need
+    except Exception as error:
+        explained = isinstance(error, SamestepError) or (isinstance(error, OSError) and error.errno in _USERS_ERRNO)
+        logger.error("error: %s", error, exc_info=args.traceback or not explained)
+        code = error.exit_code if isinstance(error, SamestepError) else EXIT_FAILED
+    if code and under_launcher:  # other ranks may wait in a collective: leave without the farewells they'd need
         logging.shutdown()
         os._exit(code)
     return code

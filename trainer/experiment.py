@@ -53,7 +53,7 @@ class Experiment:
     data: loader.Config
     training: loop.Config
     optimizer: Annotated[Any, Kinds("trainer.optim")]
-    schedule: schedules.Config = field(default_factory=schedules.Config)
+    schedule: schedules.Schedule = field(default_factory=schedules.Schedule)
     strategy: Annotated[Any, Kinds("trainer.strategies")] = field(default_factory=fsdp.Config)
     accelerator: Annotated[Any, Kinds("trainer.accelerators")] | None = None
     checkpoint: manager.Config = field(default_factory=manager.Config)
@@ -64,3 +64,4 @@ class Experiment:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed must lie in 0 .. 2**32 - 1, not {self.seed}")
+        schedules.lr_fraction(self.schedule, 0, self.training.steps)  # refuses a warm-up longer than the run

@@ -21,4 +21,5 @@ def set_up(rank: int = 0, verbose: bool = False) -> None:
         logging.getLogger(noisy).setLevel(logging.ERROR)
     if not verbose:
         warnings.filterwarnings("ignore", module=r"torch\..*")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # C++ stack traces when another process has died
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from trainer.accelerators import Precision
 from trainer.checkpoint.manager import Checkpointer
-from trainer.errors import ConfigError
+from trainer.config import Tree, differences
+from trainer.errors import CheckpointError, ConfigError
 from trainer.monitoring import Tracker
 from trainer.monitoring.jsonl import JsonlTracker
 from trainer.monitoring.meter import Meter
@@ -93,12 +94,10 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         objective: Objective,
         strategy: Strategy,
-        lr: float,
-        schedule: schedules.Config,
+        schedule: schedules.Schedule,
         loader: Loader,
         heldout: Callable[[], Loader],
         checkpointer: Checkpointer,
-        checkpoint_every: int,
         description: Mapping[str, Any],
     ) -> None:
         self.config = config
@@ -106,12 +105,10 @@ class Trainer:
         self.optimizer = optimizer
         self.objective = objective
         self.strategy = strategy
-        self.lr = lr
         self.schedule = schedule
         self.loader = loader
         self.heldout = heldout
         self.checkpointer = checkpointer
-        self.checkpoint_every = checkpoint_every
         self.description = description
         self.state = TrainState()
         self.trackers: Sequence[Tracker] = ()
@@ -139,7 +136,7 @@ class Trainer:
                 began = time.perf_counter()
                 self._log({f"heldout/{name}": value for name, value in self.evaluate().items()})
                 self._evaluated += time.perf_counter() - began
-            if self._due(self.checkpoint_every):
+            if self._due(self.checkpointer.config.every):
                 self.save()
         self.checkpointer.wait()
 
@@ -150,7 +147,7 @@ class Trainer:
         micro-batches and replicas, do not depend on how the batch was cut.
         """
         fraction = schedules.lr_fraction(self.schedule, self.state.step, self.config.steps)
-        groups.set_lr(self.optimizer, self.lr * fraction)
+        groups.set_lr(self.optimizer, self.optimizer.defaults["lr"] * fraction)
         totals = self._totals(micro_batches)
         for i, host_batch in enumerate(micro_batches):
             batch = self.strategy.accelerator.to_device(host_batch)
@@ -202,6 +199,7 @@ class Trainer:
         """Continues from a checkpoint that any world size and strategy may have written."""
         groups.prime(self.optimizer)
         meta = self.checkpointer.restore(self._tensors(), step)
+        self._compare_settings(meta["config"], meta["step"])
         self.state.load_state_dict(meta["state"])
         groups.set_step(self.optimizer, self.state.step)
         self.loader.load_state_dict(meta["data"])
@@ -209,6 +207,14 @@ class Trainer:
         if self.strategy.replica.index == 0:  # these are sums over all replicas
             self._digest = int(meta["digest"], 16)
             self._meter.add({name: tuple(torch.tensor(pair)) for name, pair in meta["window"].items()})
+
+    def _compare_settings(self, before: Tree, step: int) -> None:
+        """Says which settings have changed since the checkpoint; the model's may not, dropout excepted."""
+        changes = differences(before, self.description["config"])
+        said = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in changes.items())
+        if any(key.startswith("model.") and "dropout" not in key for key in changes):
+            raise CheckpointError(f"the checkpoint is of another model ({said}); use its settings, or another output")
+        logger.info("continuing   at step %d%s", step, f" with {said}" if said else "")
 
     def _tensors(self) -> dict[str, Tensor]:
         parameters = self.strategy.parameters

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ import torch
 
 from data_pipeline.dataset import Dataset
 from data_pipeline.loader import StreamingLoader
+from data_pipeline.tokenization import Tokenizer
 from trainer import accelerators
+from trainer.checkpoint import files, integrity
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import dump, to_tree
-from trainer.errors import CheckpointError, ConfigError
+from trainer.errors import CheckpointError, ConfigError, SamestepError
 from trainer.experiment import Experiment
 from trainer.loop import Trainer
 from trainer.monitoring import Tracker
@@ -31,14 +35,23 @@ from trainer.weights import load_weights
 
 logger = logging.getLogger(__name__)
 
+_LOCK_SECONDS = 10.0
+
 
 def train(experiment: Experiment) -> None:
     """Runs an experiment to its end, from its newest checkpoint if it has one."""
-    with _meeting(experiment) as strategy:
+    with _meeting(experiment) as strategy, _only_writer(Path(experiment.output), strategy.world.rank):
         dataset = Dataset.open(experiment.data.path)
-        trainer = build_trainer(experiment, dataset, strategy)
+        if experiment.training.evaluate_every is not None:
+            dataset.shards("heldout")  # refuses an empty split now rather than after hours
+        checkpointer = open_checkpointer(experiment, strategy.world)
+        step = checkpointer.latest()
+        if step is not None and step >= experiment.training.steps:
+            logger.info("nothing to do: %s is at step %d; raise training.steps to train on", experiment.output, step)
+            return
+        weights = experiment.init_from if step is None else None
+        trainer = build_trainer(experiment, dataset, strategy, checkpointer, weights)
         try:
-            step = trainer.checkpointer.latest()
             if step is not None:
                 trainer.restore(step)
             if strategy.replica.index == 0:
@@ -48,6 +61,12 @@ def train(experiment: Experiment) -> None:
                 trainer.ledger = JsonlTracker(Path(experiment.output) / "ledger.jsonl", trainer.state.step)
             trainer.throughput = _throughput(experiment, trainer)
             trainer.fit()
+        except torch.OutOfMemoryError as error:
+            raise SamestepError(
+                f"the memory of {trainer.strategy.accelerator.description} is used up: {error}; lower "
+                f"training.micro_batch_size (it is {experiment.training.micro_batch_size}; it changes memory and speed "
+                "only), set training.activation_checkpointing=true, or use more devices"
+            ) from error
         finally:
             trainer.loader.close()
             for tracker in trainer.trackers:
@@ -61,21 +80,23 @@ def evaluate(experiment: Experiment, step: int | None) -> dict[str, float]:
         CheckpointError: the run has no checkpoint.
     """
     with _meeting(experiment) as strategy:
-        trainer = build_trainer(experiment, Dataset.open(experiment.data.path), strategy)
-        step = trainer.checkpointer.latest() if step is None else step
+        dataset = Dataset.open(experiment.data.path)
+        checkpointer = open_checkpointer(experiment, strategy.world)
+        step = checkpointer.latest() if step is None else step
         if step is None:
             raise CheckpointError(f"{experiment.output} has no checkpoint to evaluate; train it first")
-        trainer.restore(step)
-        trainer.loader.close()
+        weights = integrity.step_folder(checkpointer.folder, step)
+        trainer = build_trainer(experiment, dataset, strategy, checkpointer, weights)
         return {"step": step, **trainer.evaluate()}
 
 
 @contextmanager
 def _meeting(experiment: Experiment) -> Iterator[Strategy]:
     """Meets the other processes; leaves them in an orderly way, or tells them why this one fails."""
-    accelerator = experiment.accelerator.build() if experiment.accelerator else accelerators.detect()
-    world = World.start(accelerator.collective_backend, experiment.training.collective_timeout)
+    world = World.start(experiment.training.collective_timeout)
     try:
+        accelerator = experiment.accelerator.build() if experiment.accelerator else accelerators.detect()
+        world.connect(accelerator.collective_backend)
         strategy: Strategy = experiment.strategy.build(accelerator, world)
         yield strategy
         world.close()
@@ -84,11 +105,56 @@ def _meeting(experiment: Experiment) -> Iterator[Strategy]:
         raise
 
 
-def build_trainer(experiment: Experiment, dataset: Dataset, strategy: Strategy) -> Trainer:
+@contextmanager
+def _only_writer(folder: Path, rank: int) -> Iterator[None]:
+    """Keeps other trainings out of the run's folder. The lock goes with this process, however that ends.
+
+    Raises:
+        CheckpointError: the folder cannot be written in.
+        ConfigError: another training writes in it, and has not ended within some seconds, as killed processes would.
+    """
+    if rank != 0:
+        yield
+        return
+    files.make_folder(folder)
+    deadline = time.monotonic() + _LOCK_SECONDS
+    with (folder / ".lock").open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"another training is running in {folder}; wait for it to end or stop it, or choose another "
+                        "output folder"
+                    ) from None
+                time.sleep(0.2)
+            except OSError as error:  # some network file systems have no locks
+                logger.warning("%s cannot be locked (%s): let no other training write in it", folder, error)
+                break
+        yield
+
+
+def build_trainer(
+    experiment: Experiment,
+    dataset: Dataset,
+    strategy: Strategy,
+    checkpointer: Checkpointer,
+    weights: str | Path | None = None,
+) -> Trainer:
     """Makes every part of a run and hands them to a Trainer that stands at step 0.
+
+    Args:
+        experiment: what to make.
+        dataset: that of the experiment.
+        strategy: that of the experiment.
+        checkpointer: that of the run.
+        weights: what parameters start from, as `load_weights` takes it; None draws them by the seed.
 
     Raises:
         ConfigError: the parts do not fit each other.
+        CheckpointError: the weights are of another model.
     """
     settings = experiment.training
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
@@ -99,7 +165,10 @@ def build_trainer(experiment: Experiment, dataset: Dataset, strategy: Strategy) 
     if settings.compile:
         for unit in model.sharding_units():
             unit.compile()
-    initial = _initial_values(experiment, model)
+    loader = open_loader(experiment, dataset, objective, strategy.replica)
+    initial = partial(model.initial_values, seed=experiment.seed)
+    if weights is not None:
+        initial = _stored_values(weights, model, dataset)
     wrapped, optimizer = strategy.prepare(model, experiment.optimizer.build, initial)
     return Trainer(
         settings,
@@ -107,19 +176,18 @@ def build_trainer(experiment: Experiment, dataset: Dataset, strategy: Strategy) 
         optimizer=optimizer,
         objective=objective,
         strategy=strategy,
-        lr=experiment.optimizer.lr,
         schedule=experiment.schedule,
-        loader=open_loader(experiment, dataset, objective, strategy.replica),
+        loader=loader,
         heldout=lambda: open_loader(experiment, dataset, objective, strategy.replica, split="heldout"),
-        checkpointer=Checkpointer(
-            Path(experiment.output) / "checkpoints",
-            experiment.checkpoint,
-            rank=strategy.world.rank,
-            world_size=strategy.world.size,
-        ),
-        checkpoint_every=experiment.checkpoint.every,
+        checkpointer=checkpointer,
         description={"config": to_tree(experiment)},
     )
+
+
+def open_checkpointer(experiment: Experiment, world: World) -> Checkpointer:
+    """The checkpoints of a run, for all ranks together."""
+    folder = Path(experiment.output) / "checkpoints"
+    return Checkpointer(folder, experiment.checkpoint, rank=world.rank, world_size=world.size)
 
 
 def open_loader(
@@ -154,25 +222,23 @@ def _check_fit(experiment: Experiment, dataset: Dataset, model: Any) -> None:
         )
 
 
-def _initial_values(experiment: Experiment, model: Any) -> InitialValues:
-    """Where parameters get their first values: drawn by the seed, or read from `init_from`.
-
-    Raises:
-        CheckpointError: `init_from` holds another model.
-    """
-    if experiment.init_from is None:
-        return lambda name, start, stop: model.initial_values(name, start, stop, experiment.seed)
-    tensors = load_weights(experiment.init_from).tensors
+def _stored_values(path: str | Path, model: Any, dataset: Dataset) -> InitialValues:
+    """The parameters of a trained model, refused unless they fit this model and the dataset's tokens."""
+    weights = load_weights(path)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    wrong = [name for name, shape in shapes.items() if name not in tensors or tuple(tensors[name].shape) != shape]
-    if wrong or len(tensors) != len(shapes):
-        extra = [name for name in tensors if name not in shapes]
+    wrong = [n for n, shape in shapes.items() if n not in weights.tensors or tuple(weights.tensors[n].shape) != shape]
+    extra = [name for name in weights.tensors if name not in shapes]
+    if wrong or extra:
         raise CheckpointError(
-            f"init_from {experiment.init_from} holds another model than the experiment's: "
-            f"{len(wrong)} parameters are missing or of another shape and {len(extra)} are unknown, first "
-            f"{(wrong + extra)[0]}; make the model section match it"
+            f"{path} holds another model than the experiment's: {len(wrong)} parameters are missing or of another "
+            f"shape and {len(extra)} are unknown, first {(wrong + extra)[0]}; make the model section match it"
         )
-    return lambda name, start, stop: tensors[name].flatten()[start:stop].float()
+    if Tokenizer.load(weights.tokenizer).fingerprint != dataset.tokenizer.fingerprint:
+        raise ConfigError(
+            f"{path} was trained with another tokenizer than {dataset.path} was built with, so its tokens mean other "
+            f"words; build a dataset with tokenizer.path={weights.tokenizer} and set data.path to it"
+        )
+    return lambda name, start, stop: weights.tensors[name].flatten()[start:stop].float()
 
 
 def _prepare_folder(experiment: Experiment, dataset: Dataset) -> None:

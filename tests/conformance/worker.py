@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -14,7 +13,8 @@ from trainer import accelerators
 from trainer.config import load
 from trainer.experiment import Experiment
 from trainer.hashing import combine
-from trainer.run import build_trainer
+from trainer.loop import Trainer
+from trainer.run import build_trainer, open_checkpointer
 from trainer.strategies.world import World
 
 
@@ -61,7 +61,8 @@ class Losses:
 
 def run_cases(file: str, cases: list[Case], steps: int, batches: int, output: str) -> list[Record]:
     """Runs cases of one world size after another in the same processes."""
-    world = World.start("gloo", 60)
+    world = World.start(60)
+    world.connect("gloo")
     records = []
     for i, case in enumerate(cases):
         overrides = [*case.overrides, f"training.steps={steps}", f"output={output}/{world.size}-{i}"]
@@ -73,7 +74,7 @@ def run_cases(file: str, cases: list[Case], steps: int, batches: int, output: st
 def batch_digests(file: str, overrides: list[str], world: World, batches: int) -> np.ndarray:
     """uint64 [batches]: sums over this rank's rows of a hash of all that the step depends on."""
     experiment = load(Experiment, file, overrides)
-    trainer = build_trainer(experiment, Dataset.open(experiment.data.path), _strategy(experiment, world))
+    trainer = _trainer(experiment, world)
     assert isinstance(trainer.loader, StreamingLoader)
     digests = np.zeros(batches, dtype=np.uint64)
     for i, (micro_batches, _) in enumerate(zip(trainer.loader, range(batches), strict=False)):
@@ -92,7 +93,7 @@ def batch_digests(file: str, overrides: list[str], world: World, batches: int) -
 def losses(file: str, overrides: list[str], world: World, *, resume: int | None = None) -> list[float]:
     """The losses of each step of a run, from the start or from a checkpoint on."""
     experiment = load(Experiment, file, overrides)
-    trainer = build_trainer(experiment, Dataset.open(experiment.data.path), _strategy(experiment, world))
+    trainer = _trainer(experiment, world)
     if resume is not None:
         trainer.restore(resume)
     tracker = Losses()
@@ -104,13 +105,15 @@ def losses(file: str, overrides: list[str], world: World, *, resume: int | None 
 
 def run_once(file: str, overrides: list[str], resume: int | None = None) -> list[float]:
     """`losses` in a world of its own."""
-    world = World.start("gloo", 60)
+    world = World.start(60)
+    world.connect("gloo")
     values = losses(file, overrides, world, resume=resume)
     world.close()
     return values
 
 
-def _strategy(experiment: Experiment, world: World):  # type: ignore[no-untyped-def]
-    Path(experiment.output).mkdir(parents=True, exist_ok=True)
+def _trainer(experiment: Experiment, world: World) -> Trainer:
     accelerator = experiment.accelerator.build() if experiment.accelerator else accelerators.detect()
-    return experiment.strategy.build(accelerator, world)
+    strategy = experiment.strategy.build(accelerator, world)
+    dataset, checkpointer = Dataset.open(experiment.data.path), open_checkpointer(experiment, world)
+    return build_trainer(experiment, dataset, strategy, checkpointer)

@@ -65,14 +65,11 @@ class Checkpointer:
     ) -> None:
         """
         Args:
-            folder: of all checkpoints of the run, on a file system that all ranks share; made if need be.
+            folder: of all checkpoints of the run, on a file system that all ranks share; `save` makes it if need be.
             config: when to save and what to keep.
             rank: of this process.
             world_size: number of processes; the default process group must be initialised if there are several.
             peer_timeout: seconds that rank 0 waits for the files of the other ranks, after writing its own.
-
-        Raises:
-            CheckpointError: the folder cannot be made or written.
         """
         self.folder = folder
         self.config = config
@@ -84,7 +81,6 @@ class Checkpointer:
         self._error: Exception | None = None
         self._sound: set[int] = set()
         self._at: int | None = None
-        files.make_folder(folder)
 
     def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Writes a checkpoint; returns once the tensors have been copied, if `asynchronous`.

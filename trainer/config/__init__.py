@@ -11,11 +11,11 @@ from typing import TypeVar, cast
 
 from trainer.config.decode import Kinds, decode
 from trainer.config.render import dump, to_tree
-from trainer.config.tree import Tree, read_tree
+from trainer.config.tree import Tree, differences, read_tree
 
 T = TypeVar("T")
 
-__all__ = ["Kinds", "Tree", "decode", "dump", "load", "read_tree", "to_tree"]
+__all__ = ["Kinds", "Tree", "decode", "differences", "dump", "load", "read_tree", "to_tree"]
 
 
 def load(schema: type[T], path: str, overrides: list[str] | tuple[str, ...] = ()) -> T:

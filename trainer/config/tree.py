@@ -55,7 +55,8 @@ def _read_file(path: Path, chain: tuple[Path, ...]) -> Tree:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         wanted_by = f" (named as base by {chain[-1]})" if chain else ""
-        raise ConfigError(f"cannot read the configuration {path}{wanted_by}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the configuration {path}{wanted_by}: {reason}") from error
     tree = _parse(text, str(path))
     if tree is None:
         tree = {}
@@ -66,6 +67,18 @@ def _read_file(path: Path, chain: tuple[Path, ...]) -> Tree:
     for base in [bases] if isinstance(bases, str) else bases:
         merged = merge(merged, _read_file((path.parent / base).resolve(), (*chain, path)))
     return merge(merged, tree)
+
+
+def differences(before: Tree, after: Tree, path: str = "") -> dict[str, tuple[Any, Any]]:
+    """The values that differ between two trees, (before, after) by dotted key; None where there is none."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in {**before, **after}:
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found |= differences(old, new, f"{path}{key}.")
+        elif old != new:
+            found[f"{path}{key}"] = (old, new)
+    return found
 
 
 def parse_override(text: str) -> Tree:

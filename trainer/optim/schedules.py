@@ -10,7 +10,7 @@ from trainer.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Config:
+class Schedule:
     """How the learning rate changes over a run, as a fraction of the optimizer's `lr`.
 
     Attributes:
@@ -32,7 +32,7 @@ class Config:
             raise ConfigError(f"final_fraction {self.final_fraction} means nothing to a constant schedule; remove it")
 
 
-def lr_fraction(config: Config, step: int, total_steps: int) -> float:
+def lr_fraction(config: Schedule, step: int, total_steps: int) -> float:
     """The fraction of `lr` with which the update number `step`, counted from 0, is made.
 
     Warm-up is `step / warmup_steps`, as in BERT's code: 0 at step 0, 1 at step == warmup_steps. From there the decay

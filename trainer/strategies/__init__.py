@@ -73,8 +73,12 @@ class Strategy(ABC):
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Scales gradients down to a global norm of `max_norm` (None: leaves them); returns the norm before."""
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), max_norm or float("inf"))
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
+        return norm
 
     def all_reduce(self, value: Tensor) -> Tensor:
         """Sums a tensor over all replicas, in place."""

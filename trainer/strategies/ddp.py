@@ -39,7 +39,7 @@ class DataParallel(Strategy):
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         self._materialise(model, initial_values)
         self._wrapped = DistributedDataParallel(
-            model, bucket_cap_mb=self._config.bucket_mb, gradient_as_bucket_view=True, broadcast_buffers=False
+            model, bucket_cap_mb=self._config.bucket_mb, gradient_as_bucket_view=True
         )
         return self._wrapped, build_optimizer(self.parameters.items())
 

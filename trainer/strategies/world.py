@@ -6,6 +6,8 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NoReturn
@@ -29,37 +31,44 @@ class World:
         rank: its number, from 0.
         size: how many there are.
         store: the key-value store that all of them reach, or None when there is only one.
+        timeout: how long ranks wait for each other.
     """
 
     rank: int
     size: int
     store: Store | None
+    timeout: timedelta
     _over: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
-    def start(cls, backend: str, timeout_seconds: float) -> World:
+    def start(cls, timeout_seconds: float) -> World:
         """Meets the other processes that the launcher's environment (RANK, WORLD_SIZE, ...) speaks of.
+
+        Args:
+            timeout_seconds: how long to wait for them, here and in each collective.
 
         Raises:
             LaunchError: they did not meet in time.
         """
-        if "RANK" not in os.environ:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-            return cls(0, 1, None)
         timeout = timedelta(seconds=timeout_seconds)
-        try:
+        if "RANK" not in os.environ:
+            return cls(0, 1, None, timeout)
+        with _explained():
             store, rank, size = next(rendezvous("env://", timeout=timeout))
             store.set_timeout(timeout)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise LaunchError(
-                f"rank {os.environ['RANK']} could not meet the others at {where}: {error}; check that "
-                "the address is reachable from this node and that all processes were started"
-            ) from error
-        world = cls(rank, size, store)
+        world = cls(rank, size, store, timeout)
         threading.Thread(target=world._watch, args=(store.clone(),), name="failure-watch", daemon=True).start()
         return world
+
+    def connect(self, backend: str) -> None:
+        """Makes collectives possible. A step of its own, so that failures before it reach the other ranks, too.
+
+        Raises:
+            LaunchError: the processes cannot connect to each other.
+        """
+        with _explained():
+            store = self.store or HashStore()
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout)
 
     def close(self) -> None:
         """Leaves the others after a run that ended well."""
@@ -74,6 +83,8 @@ class World:
         """
         self._over.set()
         if self.store is None:
+            if dist.is_initialized():
+                dist.destroy_process_group()
             return
         try:
             if not isinstance(error, SamestepError):
@@ -84,8 +95,9 @@ class World:
             if first != mine:
                 rank, exit_code = first.split()
                 _leave(rank, int(exit_code))
-        except (dist.DistError, RuntimeError):
-            logger.debug("the store is gone", exc_info=True)
+        except RuntimeError:  # the store is gone, and so broken collectives are what follows from that
+            if not isinstance(error, SamestepError):
+                _leave("", EXIT_FAILED)
 
     def _watch(self, store: Store) -> None:
         """Ends this process when another rank has failed, or with the agent that started it and hosts the store.
@@ -98,7 +110,7 @@ class World:
                 if self._over.wait(_POLL_SECONDS):
                     return
             failure = store.get(_FAILURE).decode()
-        except (dist.DistError, RuntimeError):
+        except RuntimeError:
             if self._over.wait(_POLL_SECONDS):
                 return
             _leave("", EXIT_FAILED)
@@ -113,3 +125,15 @@ def _leave(culprit: str, code: int) -> NoReturn:
     logger.info("stopping because %s", f"rank {culprit} failed" if culprit else "the process that started this is gone")
     logging.shutdown()
     os._exit(code)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch.distributed's own errors are such
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise LaunchError(
+            f"rank {os.environ.get('RANK', 0)} could not meet the others at {where}: {error}; check that "
+            "the address is reachable from this node and that all processes were started"
+        ) from error

@@ -200,10 +200,10 @@ def test_a_prefix_without_tensors_is_refused(tmp_path: Path) -> None:
         load_full(tmp_path / "step-00000001", prefix="ema/")
 
 
-def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_refused_at_the_first_save(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot write in .*file/checkpoints: Not a directory"):
-        open_at(tmp_path / "file" / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"cannot write in .*file/checkpoints/step-00000001: Not a directory"):
+        save(tmp_path / "file" / "checkpoints", 1)
 
 
 def test_a_folder_that_disappears_is_an_error_at_the_next_call(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from trainer.config import Kinds, decode, dump, load, read_tree, to_tree
+from trainer.config import Kinds, decode, differences, dump, load, read_tree, to_tree
 from trainer.errors import ConfigError
 
 
@@ -114,3 +114,10 @@ def test_a_dotted_kind_is_a_users_module(tmp_path: Path, monkeypatch: pytest.Mon
     root = decode(Root, {"steps": 1, "optimizer": {"kind": "theirs.sgd", "lr": 2}})
     assert root.optimizer.lr == 2.0
     assert to_tree(root)["optimizer"] == {"kind": "theirs.sgd", "lr": 2.0}
+
+
+def test_differences_name_the_keys_that_changed() -> None:
+    before = {"a": 1, "b": {"c": 2, "d": [1]}, "gone": None, "e": {"kind": "x"}}
+    after = {"a": 1, "b": {"c": 3, "d": [1]}, "new": 4, "e": "x"}
+    assert differences(before, before) == {}
+    assert differences(before, after) == {"b.c": (2, 3), "new": (None, 4), "e": ({"kind": "x"}, "x")}

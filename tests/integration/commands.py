@@ -1,0 +1,85 @@
+"""Running the `samestep` command, and looking at what it did."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+SAMESTEP = (str(Path(sys.executable).with_name("samestep")),)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def message(self) -> str:
+        """The one paragraph that a user's mistake gets."""
+        assert "Traceback" not in self.err, self.err
+        assert self.err.count("error: ") == 1, self.err
+        return self.err.rpartition("error: ")[2].strip()
+
+
+Samestep: TypeAlias = Callable[..., Result]
+"""Runs a command in this process."""
+
+
+class Process:
+    """A command with the processes it starts, in a session of their own."""
+
+    def __init__(self, command: tuple[str, ...], arguments: tuple[object, ...], folder: Path) -> None:
+        self.stderr = folder / f"stderr-{time.monotonic_ns()}"
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir(exist_ok=True)
+        environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
+        with self.stderr.open("w") as stderr:
+            self.popen = subprocess.Popen(
+                [*command, *map(str, arguments)],
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                env=environment,
+                start_new_session=True,
+            )
+
+    @property
+    def workers(self) -> list[int]:
+        return [int(pid) for pid in Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children").read_text().split()]
+
+    @property
+    def leftovers(self) -> list[Path]:
+        """Temporary files outside the run's folder, but for the cache that torch keeps on purpose."""
+        return [path for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
+
+    def wait_for_step(self, run: Path, step: int) -> None:
+        """Returns when the run has logged `step` and committed its checkpoint."""
+        while not (run / "checkpoints" / f"step-{step:08d}" / "COMMITTED").exists() or step not in losses(run):
+            assert self.popen.poll() is None, self.stderr.read_text()
+            time.sleep(0.05)
+
+    def wait(self, timeout: float = 60) -> Result:
+        code = self.popen.wait(timeout)
+        return Result(code, "", self.stderr.read_text())
+
+
+class Start(Protocol):
+    """Starts a command in the background."""
+
+    def __call__(self, *arguments: object, command: tuple[str, ...] = SAMESTEP) -> Process: ...
+
+
+def losses(run: Path) -> dict[int, float]:
+    """The training loss of each step, from the run's metrics."""
+    file = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}

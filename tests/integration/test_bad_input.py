@@ -1,0 +1,227 @@
+"""What bad input gets: one paragraph that names the thing and the fix, an exit code, and no stack trace."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.commands import Samestep
+
+
+@pytest.fixture
+def dataset_copy(dataset_folder: Path, tmp_path: Path) -> Path:
+    """A dataset to damage."""
+    return Path(shutil.copytree(dataset_folder, tmp_path / "dataset"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a small file system needs root: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "words"),
+    [
+        ("optimzer.lr=1", 2, ["optimzer", "did you mean 'optimizer'"]),
+        ("optimizer.lr", 2, ["optimizer.lr", "key=value"]),
+        ("optimizer.lr=fast", 2, ["optimizer.lr must be a number", "'fast'"]),
+        ("training.steps=3", 2, ["warmup_steps 4 is more than the 3 steps"]),
+        ("training.steps=0", 2, ["training: steps must be at least 1"]),
+        ("objective=mlmm", 2, ["objective.kind", "'mlmm'", "did you mean 'mlm'"]),
+        ("model.vocab_size=100", 2, ["vocabulary of 600", "model.vocab_size is 100", "600 or more"]),
+        (
+            "data.sequence_length=33",
+            2,
+            ["data.sequence_length 33", "position table of 32", "model.max_positions to 33"],
+        ),
+        ("data.sequence_length=2", 2, ["sequence_length is 2", "mlm needs 3"]),
+        ("data.lanes=100000", 2, ["data.lanes is 100000", "set data.lanes to at most"]),
+        ("data.path=nowhere", 1, ["nowhere holds no finished dataset", "samestep data build"]),
+        ("init_from=nowhere", 1, ["nowhere is no run", "no Hugging Face folder"]),
+        ("accelerator=cuda", 2, ["torch finds no GPU", "accelerator=cpu"]),
+    ],
+)
+def test_wrong_settings(
+    samestep: Samestep, experiment_file: str, tmp_path: Path, override: str, code: int, words: list[str]
+) -> None:
+    if override == "accelerator=cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    result = samestep("train", experiment_file, f"output={tmp_path / 'run'}", override)
+    assert result.code == code
+    assert all(word in result.message for word in words), result.message
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_missing_file(samestep: Samestep, tmp_path: Path) -> None:
+    result = samestep("train", tmp_path / "absent.yaml")
+    assert result.code == 2
+    assert result.message == f"cannot read the configuration {tmp_path}/absent.yaml: No such file or directory"
+
+
+@pytest.mark.parametrize("command", ["evaluate", "export", "fill"])
+def test_no_run(samestep: Samestep, tmp_path: Path, command: str) -> None:
+    more = {"evaluate": [], "export": [tmp_path / "out"], "fill": ["a [MASK]"]}[command]
+    result = samestep(command, tmp_path / "absent", *more)
+    assert result.code in (1, 2)
+    assert str(tmp_path / "absent") in result.message
+
+
+def test_traceback_on_demand(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
+    """--traceback, before the command or after it, shows the stack besides the paragraph."""
+    for arguments in (["--traceback", "config", "absent.yaml"], ["config", "absent.yaml", "--traceback"]):
+        result = samestep(*arguments)
+        assert result.code == 2
+        assert "error: cannot read the configuration" in result.err
+        assert "Traceback" in result.err
+
+
+def test_missing_shard(samestep: Samestep, experiment_file: str, dataset_copy: Path, tmp_path: Path) -> None:
+    (dataset_copy / "train-000002.tar").unlink()
+    result = samestep("train", experiment_file, f"output={tmp_path / 'run'}", f"data.path={dataset_copy}")
+    assert result.code == 1
+    assert "train-000002.tar is missing" in result.message
+    assert "samestep data verify" in result.message
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_corrupt_shard(
+    samestep: Samestep, experiment_file: str, dataset_copy: Path, tmp_path: Path, threads: int
+) -> None:
+    """Damage that leaves the size as it was is noticed at the latest when the tokens are read, in any thread."""
+    shard = dataset_copy / "train-000001.tar"
+    content = bytearray(shard.read_bytes())
+    content[4096:20480] = b"\xff" * 16384
+    shard.write_bytes(content)
+    run = tmp_path / "run"
+    result = samestep("train", experiment_file, f"output={run}", f"data.path={dataset_copy}", f"data.threads={threads}")
+    assert result.code == 1
+    assert "train-000001.tar" in result.message
+    assert "samestep data verify" in result.message
+
+
+def test_tokenizer_of_another_dataset(
+    samestep: Samestep, experiment_file: str, dataset_copy: Path, tmp_path: Path
+) -> None:
+    file = dataset_copy / "tokenizer" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(tokenizer))
+    result = samestep("train", experiment_file, f"output={tmp_path / 'run'}", f"data.path={dataset_copy}")
+    assert result.code == 1
+    assert "is not the tokenizer that made the shards" in result.message
+
+
+def test_empty_heldout_split_is_refused_before_training(
+    samestep: Samestep, experiment_file: str, dataset_copy: Path, tmp_path: Path
+) -> None:
+    file = dataset_copy / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["splits"]["heldout"] = []
+    file.write_text(json.dumps(manifest))
+    overrides = [f"output={tmp_path / 'run'}", f"data.path={dataset_copy}"]
+    result = samestep("train", experiment_file, *overrides, "training.evaluate_every=5")
+    assert result.code == 1
+    assert "heldout split" in result.message
+    assert "step 1/" not in result.err
+    assert samestep("train", experiment_file, *overrides, "training.steps=4").code == 0
+
+
+def test_checkpoint_of_another_model(
+    samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path
+) -> None:
+    """A run is not continued with another model, nor started from another one's weights; its checkpoint stays."""
+    run = Path(shutil.copytree(finished_run, tmp_path / "run"))
+    result = samestep("train", experiment_file, f"output={run}", "model.width=64", "training.steps=13")
+    assert result.code == 1
+    assert "is a checkpoint of another model" in result.message
+    assert "start in another output folder" in result.message
+    result = samestep(
+        "train", experiment_file, f"output={tmp_path / 'new'}", "model.layers=3", f"init_from={finished_run}"
+    )
+    assert result.code == 1
+    assert "holds another model" in result.message
+    assert "layers.2" in result.message
+    assert samestep("evaluate", run).code == 0
+
+
+def test_run_of_another_dataset_or_seed(
+    samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    result = samestep("train", experiment_file, f"output={run}", "seed=5", "training.steps=13")
+    assert result.code == 1
+    assert "its seed is 0, this run's is 5; set seed to the checkpoint's" in result.message
+
+
+def test_damaged_checkpoints(samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path) -> None:
+    """The newest sound checkpoint is taken; with none, the run is not silently started anew."""
+    run = Path(shutil.copytree(finished_run, tmp_path / "run"))
+    for number, step in enumerate((12, 8)):
+        file = run / "checkpoints" / f"step-{step:08d}" / "rank-00000.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        result = samestep("evaluate", run)
+        assert f"passing over the checkpoint of step {step}" in result.err
+        assert result.code == number
+    assert "all 2 checkpoints" in result.message
+    assert samestep("train", experiment_file, f"output={run}").code == 1
+
+
+def test_output_that_cannot_be_written(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
+        result = samestep("train", experiment_file, f"output={output}")
+        assert result.code == 1
+        assert f"cannot write in {output}" in result.message
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_full_disk(samestep: Samestep, experiment_file: str, small_disk: Path, asynchronous: bool) -> None:
+    """A checkpoint for which there is no room is an error, and the one before it stays readable."""
+    run = small_disk / "run"
+    overrides = [f"output={run}", "checkpoint.every=4", f"checkpoint.asynchronous={str(asynchronous).lower()}"]
+    assert samestep("train", experiment_file, *overrides, "training.steps=4").code == 0
+    result = samestep("train", experiment_file, *overrides, "training.steps=12")
+    assert result.code == 1
+    assert "No space left on device" in result.message
+    assert "step         4" in samestep("evaluate", run).out
+
+
+def test_full_disk_for_metrics(samestep: Samestep, experiment_file: str, small_disk: Path) -> None:
+    run = small_disk / "run"
+    run.mkdir()
+    (small_disk / "filler").write_bytes(bytes(2**20 - 2**16))
+    result = samestep("train", experiment_file, f"output={run}")
+    assert result.code == 1
+    assert "No space left on device" in result.message
+
+
+def test_exported_folder_is_not_overwritten(samestep: Samestep, finished_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    result = samestep("export", finished_run, tmp_path)
+    assert result.code == 1
+    assert f"{tmp_path} already exists" in result.message
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_texts_that_cannot_be_filled(samestep: Samestep, finished_run: Path) -> None:
+    for text, words in (("no mask", "put [MASK]"), ("[MASK] " + "long " * 50, "shorten it")):
+        result = samestep("fill", finished_run, text)
+        assert result.code == 2
+        assert words in result.message

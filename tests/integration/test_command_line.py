@@ -1,0 +1,110 @@
+"""The whole way through the installed command, and every configuration and kind that there is."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline import build
+from tests.integration.commands import SAMESTEP, Samestep, Start, losses
+from trainer.config import Kinds, decode, dump, load, to_tree
+from trainer.experiment import Experiment
+
+CONFIGS = sorted(Path("configs").rglob("*.yaml"))
+PACKAGES = [
+    *("trainer.models", "trainer.objectives", "trainer.optim", "trainer.strategies", "trainer.accelerators"),
+    "data_pipeline.sources",
+]
+KINDS = [(package, kind) for package in PACKAGES for kind in Kinds(package).available()]
+
+
+def test_from_training_to_a_filled_mask(
+    start: Start, samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path
+) -> None:
+    """Two processes train, one goes on from their checkpoint; what comes out is what one process alone makes."""
+    run = tmp_path / "run"
+    overrides = [f"output={run}", "checkpoint.every=4", "training.evaluate_every=12"]
+    assert start("train", experiment_file, *overrides, "--processes", 2).wait().code == 0
+    shutil.rmtree(run / "checkpoints" / "step-00000012")
+    assert samestep("train", experiment_file, *overrides).code == 0
+    assert list(losses(run)) == list(range(1, 13))
+    np.testing.assert_allclose(list(losses(run).values()), list(losses(finished_run).values()), rtol=1e-5)
+
+    scores = [samestep("evaluate", folder).out.split() for folder in (run, finished_run)]
+    assert scores[0][::2] == ["step", "loss", "accuracy", "perplexity"]
+    np.testing.assert_allclose([float(x) for x in scores[0][1::2]], [float(x) for x in scores[1][1::2]], rtol=1e-4)
+    assert samestep("evaluate", run, "--step", 8).out.split()[1] == "8"
+
+    exported = tmp_path / "exported"
+    assert samestep("export", run, exported).code == 0
+    filled = [samestep("fill", source, "the [MASK] is", "--top", 3).out for source in (run, exported)]
+    assert filled[0] == filled[1]
+    assert filled[0].count("the ") >= 3
+
+
+def test_finished_run(samestep: Samestep, experiment_file: str, finished_run: Path) -> None:
+    """Started again it says that there is nothing to do, and changes nothing."""
+    before = {file: file.read_bytes() for file in finished_run.rglob("*") if file.is_file()}
+    result = samestep("train", experiment_file, f"output={finished_run}")
+    assert result.code == 0
+    assert "nothing to do" in result.err
+    assert "raise training.steps" in result.err
+    assert before == {file: file.read_bytes() for file in finished_run.rglob("*") if file.is_file()}
+
+
+def test_moved_run(samestep: Samestep, finished_run: Path, tmp_path: Path) -> None:
+    """A run is evaluated where it lies, not where it was trained."""
+    moved = Path(shutil.copytree(finished_run, tmp_path / "moved"))
+    shutil.rmtree(moved / "checkpoints" / "step-00000012")
+    assert samestep("evaluate", moved).out.split()[1] == "8"
+
+
+def test_start_from_weights(samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path) -> None:
+    """A new run starts from a run's weights or from their Hugging Face export, and both are the same start."""
+    exported = tmp_path / "exported"
+    assert samestep("export", finished_run, exported).code == 0
+    started = {}
+    for name, source in (("run", finished_run), ("exported", exported), ("drawn", "null")):
+        overrides = [f"output={tmp_path / name}-next", f"init_from={source}", "training.steps=4"]
+        assert samestep("train", experiment_file, *overrides).code == 0
+        started[name] = losses(tmp_path / f"{name}-next")
+    assert started["run"] == started["exported"]
+    assert started["run"][1] < started["drawn"][1]
+
+
+def test_config_command(experiment_file: str, tmp_path: Path) -> None:
+    """It prints every setting, and what it prints is a configuration that resolves to itself."""
+    command = [*SAMESTEP, "config", experiment_file, "optimizer.lr=5e-4", "tracking.wandb={}"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (tmp_path / "resolved.yaml").write_text(printed)
+    resolved = load(Experiment, str(tmp_path / "resolved.yaml"))
+    assert resolved == load(Experiment, experiment_file, command[3:])
+    assert "lr: 0.0005" in printed
+    assert "collective_timeout: 60.0" in printed
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=str)
+def test_named_configuration(path: Path, tmp_path: Path) -> None:
+    """Each file under configs/ resolves, stays short, and its resolved form resolves to itself."""
+    assert len(path.read_text().splitlines()) < 40
+    schema = build.Config if path.parts[1] == "data" else Experiment
+    config = load(schema, str(path))
+    (tmp_path / "resolved.yaml").write_text(dump(config))
+    assert load(schema, str(tmp_path / "resolved.yaml")) == config
+
+
+@pytest.mark.parametrize(("package", "kind"), KINDS)
+def test_kind(package: str, kind: str) -> None:
+    """A module that `kind` can name has a frozen `Config`, which comes back from the tree that it is written as."""
+    schema = importlib.import_module(f"{package}.{kind}").Config
+    assert schema.__dataclass_params__.frozen
+    required = {"vocab_size": 100, "paths": ["a"]}
+    config = decode(schema, {f.name: required[f.name] for f in dataclasses.fields(schema) if f.name in required})
+    assert decode(schema, to_tree(config)) == config
+    assert Kinds(package).kind_of(config) == kind

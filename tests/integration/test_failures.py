@@ -1,0 +1,150 @@
+"""Processes that fail, are killed or are interrupted: nobody hangs, nothing is left behind, and the run goes on.
+
+A run is brought to a certain point by an objective of the test's own (a dotted kind) that stalls there on all ranks,
+or raises on one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainer.run
+from tests.integration.commands import Process, Samestep, Start, losses
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer.cli")
+OBJECTIVE = """
+import os, time
+from dataclasses import dataclass
+from trainer.errors import DataError
+from trainer.objectives import mlm
+
+@dataclass(frozen=True)
+class Config(mlm.Config):
+    at_step: int = 9
+    does: str = "stall"
+    rank: int = 1
+
+    def build(self, vocabulary):
+        return Objective(self, vocabulary)
+
+class Objective(mlm.MaskedLM):
+    step = 0
+
+    def weights(self, batch):  # called once a step, as one micro-batch holds all rows of a rank
+        self.step += 1
+        if self.step == self.config.at_step:
+            if self.config.does == "stall":
+                time.sleep(100)
+            elif self.config.rank == int(os.environ.get("RANK", "0")):
+                raise DataError("in its own words") if self.config.does == "refuse" else KeyError("a bug")
+        return super().weights(batch)
+"""
+
+
+@pytest.fixture
+def stalled(start: Start, objective: str, experiment_file: str, tmp_path: Path) -> Process:
+    """Two processes that wait in step 9 of a run, whose steps 4 and 8 have checkpoints."""
+    process = start("train", experiment_file, *overrides(tmp_path), f"objective={objective}", "--processes", 2)
+    process.wait_for_step(tmp_path / "run", 8)
+    return process
+
+
+@pytest.fixture
+def objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kind of the objective above."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "objective.py").write_text(OBJECTIVE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "own.objective"
+
+
+def overrides(tmp_path: Path) -> list[str]:
+    return [f"output={tmp_path / 'run'}", "checkpoint.every=4", "training.micro_batch_size=10"]
+
+
+def assert_gone(processes: list[int], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in processes if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"processes {left} live on"
+        time.sleep(0.05)
+
+
+def test_killed_worker(
+    stalled: Process, samestep: Samestep, experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a run goes on its folder is refused to others; a killed worker ends it with an explanation."""
+    monkeypatch.setattr(trainer.run, "_LOCK_SECONDS", 0.3)
+    second = samestep("train", experiment_file, *overrides(tmp_path))
+    assert second.code == 2
+    assert f"another training is running in {tmp_path / 'run'}" in second.message
+    workers = stalled.workers
+    os.kill(workers[1], signal.SIGKILL)
+    result = stalled.wait(30)
+    assert result.code == 1
+    assert "rank 1 was killed by SIGKILL" in result.message
+    assert "go on from the newest checkpoint" in result.message
+    assert_gone(workers, 0)
+    assert not stalled.leftovers
+
+
+def test_killed_agent_and_resume(
+    stalled: Process, start: Start, experiment_file: str, finished_run: Path, tmp_path: Path
+) -> None:
+    """Workers end with their agent, leave nothing behind, and under torchrun the run comes to the same end."""
+    shared_memory = set(os.listdir("/dev/shm"))
+    workers = stalled.workers
+    os.kill(stalled.popen.pid, signal.SIGKILL)
+    result = stalled.wait()
+    assert_gone(workers, 20)
+    assert "Traceback" not in result.err
+    assert not stalled.leftovers
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+
+    resumed = start("train", experiment_file, *overrides(tmp_path), command=TORCHRUN)
+    assert resumed.wait().code == 0
+    whole, run = losses(finished_run), losses(tmp_path / "run")
+    assert list(run) == list(whole) == list(range(1, 13))
+    np.testing.assert_allclose(list(run.values()), list(whole.values()), rtol=1e-5)
+
+
+def test_interrupted(stalled: Process) -> None:
+    """Ctrl-C at a terminal reaches all processes; the user gets one line."""
+    workers = stalled.workers
+    os.killpg(stalled.popen.pid, signal.SIGINT)
+    result = stalled.wait(30)
+    assert result.code == 130
+    assert result.err.count(" interrupted\n") == 1
+    assert "Traceback" not in result.err
+    assert_gone(workers, 0)
+
+
+def test_failing_rank(start: Start, objective: str, experiment_file: str, tmp_path: Path) -> None:
+    """A rank's own words are the only ones, and the others do not wait for a collective's time-out."""
+    kind = f"objective={{kind: {objective}, does: refuse}}"
+    result = start("train", experiment_file, *overrides(tmp_path), kind, "--processes", 3).wait(50)
+    assert result.code == 1
+    assert result.message == "in its own words"
+    assert "[rank 1] error:" in result.err
+    assert list(losses(tmp_path / "run")) == list(range(1, 9))
+
+
+def test_mistake_that_all_ranks_notice(start: Start, experiment_file: str, tmp_path: Path) -> None:
+    result = start("train", experiment_file, *overrides(tmp_path), "strategy=single", "--processes", 2).wait()
+    assert result.code == 2
+    assert "strategy single runs in one process, and 2 were started" in result.message
+
+
+def test_bug(samestep: Samestep, objective: str, experiment_file: str, tmp_path: Path) -> None:
+    """What is nobody's foreseen mistake keeps its stack trace."""
+    kind = f"objective={{kind: {objective}, does: crash, rank: 0}}"
+    result = samestep("train", experiment_file, *overrides(tmp_path), kind)
+    assert result.code == 1
+    assert "Traceback" in result.err
+    assert "KeyError: 'a bug'" in result.err

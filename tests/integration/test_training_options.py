@@ -1,0 +1,75 @@
+"""Options that change memory and speed train, and reach what the plain run reaches."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline.manifest import Manifest
+from data_pipeline.shards import Shard, write_shard
+from tests.integration.commands import Samestep, losses
+from tests.processes import run_ranks
+from trainer.config import load
+from trainer.experiment import Experiment
+from trainer.run import evaluate
+
+
+@pytest.mark.parametrize(
+    ("override", "tolerance"),
+    [
+        ("training.activation_checkpointing=true", 1e-6),
+        ("training.precision=bf16", 1e-3),
+        ("strategy=ddp", 1e-5),
+        ("data.threads=3", 0),
+    ],
+)
+def test_option(
+    samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path, override: str, tolerance: float
+) -> None:
+    assert samestep("train", experiment_file, f"output={tmp_path}", override).code == 0
+    run, plain = list(losses(tmp_path).values()), list(losses(finished_run).values())
+    np.testing.assert_allclose(run, plain, rtol=tolerance)
+    if "precision" in override:
+        assert run != plain
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_compile(samestep: Samestep, experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activation checkpointing with it, as that is the harder case."""
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    for name, more in (
+        ("plain", []),
+        ("compiled", ["training.compile=true", "training.activation_checkpointing=true"]),
+    ):
+        overrides = [f"output={tmp_path / name}", "model.layers=1", "training.steps=6"]
+        assert samestep("train", experiment_file, *overrides, *more).code == 0
+    compiled, plain = losses(tmp_path / "compiled"), losses(tmp_path / "plain")
+    np.testing.assert_allclose(list(compiled.values()), list(plain.values()), rtol=1e-5)
+
+
+def test_fewer_heldout_examples_than_replicas(
+    experiment_file: str, finished_run: Path, dataset_folder: Path, tmp_path: Path
+) -> None:
+    """Replicas without held-out examples of their own take part, and the score is that of one process."""
+    folder = Path(shutil.copytree(dataset_folder, tmp_path / "dataset"))
+    manifest = Manifest.load(folder)
+    whole = Shard.open(folder / manifest.splits["heldout"][0].name, manifest.token_dtype)
+    shortest = int(whole.length.argmin())
+    tokens = whole.tokens[whole.start[shortest] :][: whole.length[shortest]]
+    shard = write_shard(folder / "heldout-one.tar", [tokens], whole.origin[:1], manifest.token_dtype)
+    dataclasses.replace(manifest, splits={**manifest.splits, "heldout": (shard,)}).save(folder)
+
+    overrides = [f"output={finished_run}", f"data.path={folder}"]
+    (one,) = run_ranks(1, score, experiment_file, overrides)
+    three = run_ranks(3, score, experiment_file, overrides)
+    assert one["loss"] > 0
+    assert three[0] == three[1] == three[2] == pytest.approx(one, rel=1e-5)
+
+
+def score(file: str, overrides: list[str]) -> dict[str, float]:
+    """What one rank of an evaluation finds."""
+    return evaluate(load(Experiment, file, overrides), step=None)
