@@ -160,7 +160,10 @@ def _evaluate(args: argparse.Namespace) -> int:
     from trainer.experiment import Experiment
     from trainer.run import evaluate
 
-    experiment = load(Experiment, os.path.join(args.run_folder, "config.yaml"), args.overrides)
+    file = os.path.join(args.run_folder, "config.yaml")
+    if not os.path.isfile(file):
+        raise ConfigError(f"{args.run_folder} is no run (no config.yaml in it); name the output folder of a run")
+    experiment = load(Experiment, file, args.overrides)
     experiment = dataclasses.replace(experiment, output=args.run_folder)  # wherever the run was when it was trained
     for name, value in evaluate(experiment, args.step).items():
         sys.stdout.write(f"{name:12} {value:.6g}\n")

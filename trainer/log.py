@@ -8,10 +8,20 @@ import sys
 import warnings
 
 
+class _StderrHandler(logging.Handler):
+    """Writes to what `sys.stderr` is at the time: progress bars put themselves there to keep below such lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+        except Exception:  # as in every handler: a terminal that is gone must not end the run
+            self.handleError(record)
+
+
 def set_up(rank: int = 0, verbose: bool = False) -> None:
     """Sends log records to stderr; ranks other than 0 only speak from WARNING up, and say who they are."""
     who = "" if rank == 0 else f"[rank {rank}] "
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _StderrHandler()
     handler.setFormatter(logging.Formatter(f"%(asctime)s {who}%(message)s", datefmt="%H:%M:%S"))
     level = logging.WARNING if rank else logging.DEBUG if verbose else logging.INFO
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

@@ -166,7 +166,7 @@ def build_trainer(
         for unit in model.sharding_units():
             unit.compile()
     loader = open_loader(experiment, dataset, objective, strategy.replica)
-    initial = partial(model.initial_values, seed=experiment.seed)
+    initial: InitialValues = partial(model.initial_values, seed=experiment.seed)
     if weights is not None:
         initial = _stored_values(weights, model, dataset)
     wrapped, optimizer = strategy.prepare(model, experiment.optimizer.build, initial)

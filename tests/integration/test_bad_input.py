@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_pipeline.tokenization import Tokenizer
 from tests.integration.commands import Samestep
 
 
@@ -76,7 +77,7 @@ def test_no_run(samestep: Samestep, tmp_path: Path, command: str) -> None:
     more = {"evaluate": [], "export": [tmp_path / "out"], "fill": ["a [MASK]"]}[command]
     result = samestep(command, tmp_path / "absent", *more)
     assert result.code in (1, 2)
-    assert str(tmp_path / "absent") in result.message
+    assert f"{tmp_path / 'absent'} is no run" in result.message
 
 
 def test_traceback_on_demand(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
@@ -112,9 +113,10 @@ def test_corrupt_shard(
     assert "samestep data verify" in result.message
 
 
-def test_tokenizer_of_another_dataset(
-    samestep: Samestep, experiment_file: str, dataset_copy: Path, tmp_path: Path
+def test_another_tokenizer(
+    samestep: Samestep, experiment_file: str, finished_run: Path, dataset_copy: Path, tmp_path: Path
 ) -> None:
+    """Neither tokens that the tokenizer beside them did not make, nor weights that know other tokens, are used."""
     file = dataset_copy / "tokenizer" / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -124,6 +126,18 @@ def test_tokenizer_of_another_dataset(
     result = samestep("train", experiment_file, f"output={tmp_path / 'run'}", f"data.path={dataset_copy}")
     assert result.code == 1
     assert "is not the tokenizer that made the shards" in result.message
+
+    manifest = json.loads((dataset_copy / "manifest.json").read_text())
+    manifest["tokenizer_fingerprint"] = Tokenizer.load(dataset_copy / "tokenizer").fingerprint
+    (dataset_copy / "manifest.json").write_text(json.dumps(manifest))
+    for command in (
+        ["evaluate", finished_run],
+        ["train", experiment_file, f"output={tmp_path / 'run'}", f"init_from={finished_run}"],
+    ):
+        result = samestep(*command, f"data.path={dataset_copy}")
+        assert result.code == 2
+        assert "was trained with another tokenizer" in result.message
+        assert f"tokenizer.path={finished_run / 'tokenizer'}" in result.message
 
 
 def test_empty_heldout_split_is_refused_before_training(

@@ -27,10 +27,10 @@ KINDS = [(package, kind) for package in PACKAGES for kind in Kinds(package).avai
 def test_from_training_to_a_filled_mask(
     start: Start, samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path
 ) -> None:
-    """Two processes train, one goes on from their checkpoint; what comes out is what one process alone makes."""
+    """A run that went back to its last but one checkpoint scores, exports and fills as one that never stopped."""
     run = tmp_path / "run"
     overrides = [f"output={run}", "checkpoint.every=4", "training.evaluate_every=12"]
-    assert start("train", experiment_file, *overrides, "--processes", 2).wait().code == 0
+    assert start("train", experiment_file, *overrides).wait().code == 0
     shutil.rmtree(run / "checkpoints" / "step-00000012")
     assert samestep("train", experiment_file, *overrides).code == 0
     assert list(losses(run)) == list(range(1, 13))

@@ -128,7 +128,7 @@ def test_interrupted(stalled: Process) -> None:
 def test_failing_rank(start: Start, objective: str, experiment_file: str, tmp_path: Path) -> None:
     """A rank's own words are the only ones, and the others do not wait for a collective's time-out."""
     kind = f"objective={{kind: {objective}, does: refuse}}"
-    result = start("train", experiment_file, *overrides(tmp_path), kind, "--processes", 3).wait(50)
+    result = start("train", experiment_file, *overrides(tmp_path), kind, "--processes", 2).wait(50)
     assert result.code == 1
     assert result.message == "in its own words"
     assert "[rank 1] error:" in result.err

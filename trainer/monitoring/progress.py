@@ -30,6 +30,7 @@ class ProgressTracker:
             self._bar = Progress(*columns, console=console)
             self._task = self._bar.add_task("", total=total_steps, completed=step)
             self._bar.start()
+            console.show_cursor()  # a process that is killed could not bring it back
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows a row; where the terminal has a bar, rows of other than training metrics are printed above it."""
