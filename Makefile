@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "this Python cannot make virtual environments; on Debian/Ubuntu: apt-get install python3-venv"; exit 1; }
 	@echo "installing samestep and its tools into $(VENV) (a few minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot,wandb]'
 	@touch $@
 

@@ -101,6 +101,7 @@ class _Build:
         recipe = [FORMAT, self.tokenizer.fingerprint, self.source_tree, self.settings]
         self.digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
         self.units = 0
+        self.stopped_by: list[tuple[int, tuple[int, int, str]]] = []  # unit, its first rejected record
 
     def run(self, force: bool) -> Manifest:
         if (self.folder / MANIFEST).exists() and not force:
@@ -139,15 +140,19 @@ class _Build:
         workers = self.config.workers or _cores()
         with closing(pool.process(self._missing_units(meter), start, workers)) as results:
             for unit, outcome in results:
-                self._check(outcome)
+                self._check(unit, outcome)
                 meter.advance(unit.share, unit.size, outcome.documents_in)
+        if self.stopped_by:
+            raise _rejection(self.source, *min(self.stopped_by)[1])
 
     def _missing_units(self, meter: Meter) -> Iterator[Unit]:
         for unit in cut(self.source.records(), self.config.shard_bytes):
+            if self.stopped_by:  # units that came before are finished still: the first bad record of all is reported
+                return
             self.units += 1
             outcome = Outcome.load(outcome_path(self.folder, unit.index))
             if outcome and self._is_valid(outcome, unit):
-                self._check(outcome)
+                self._check(unit, outcome)
                 meter.advance(unit.share, 0, outcome.documents_in)
             else:
                 yield unit
@@ -159,9 +164,9 @@ class _Build:
         paths = {self.folder / shard.name: shard.bytes for shard in outcome.shards.values()}
         return all(path.exists() and path.stat().st_size == size for path, size in paths.items())
 
-    def _check(self, outcome: Outcome) -> None:
+    def _check(self, unit: Unit, outcome: Outcome) -> None:
         if outcome.rejected and self.config.on_error == "stop":
-            raise _rejection(self.source, *outcome.rejected[0])
+            self.stopped_by.append((unit.index, outcome.rejected[0]))
 
     def _gather(self) -> Manifest:
         """Makes the manifest of the outcomes, and lists what was rejected."""
@@ -243,6 +248,8 @@ def _claimed(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataError(f"another build is writing {folder}; wait for it, or choose another output=DIR") from None
+        except OSError as error:  # some network file systems have no locks
+            logger.warning("%s cannot be locked (%s): let no other build write in it", folder, error)
         yield
 
 

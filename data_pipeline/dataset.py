@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import logging
+import resource
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy.typing as npt
 
 from data_pipeline.manifest import Manifest, ShardInfo
 from data_pipeline.order import Location
-from data_pipeline.packing import PACKING_VERSION, Int64, PackPlan, plan, ranges
+from data_pipeline.packing import PACKING_VERSION, Int64, PackPlan, count_examples, plan, ranges
 from data_pipeline.shards import Shard, Tokens
 from data_pipeline.storage import atomic_write
 from data_pipeline.tokenization import Tokenizer
@@ -28,11 +30,27 @@ from trainer.hashing import combine, name_key
 
 logger = logging.getLogger(__name__)
 
-MAX_OPEN_SHARDS = 512  # each holds a file descriptor; 64 lanes in windows of 4 shards use about 320
+MAX_OPEN_SHARDS = 2048  # of a split; 64 lanes in windows of 4 shards use about 320
 MAX_PLAN_BYTES = 2**31
 
 _PACKING = name_key("packing")
 _EXAMPLE = name_key("example")
+
+
+@functools.cache
+def max_open_shards() -> int:
+    """How many shards of a split this process keeps open: `MAX_OPEN_SHARDS`, or what the system allows.
+
+    Each holds a file descriptor, of which processes begin with as few as 256; the first call asks for as many as it
+    takes to train and to evaluate, with as many again for all else.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 3 * MAX_OPEN_SHARDS if hard == resource.RLIM_INFINITY else min(3 * MAX_OPEN_SHARDS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # macOS grants less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return MAX_OPEN_SHARDS if soft == resource.RLIM_INFINITY else max(1, min(MAX_OPEN_SHARDS, soft // 3))
 
 
 @dataclass(frozen=True)
@@ -67,7 +85,7 @@ class Dataset:
                 )
         return cls(folder, manifest)
 
-    @cached_property
+    @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the tokens.
 
@@ -231,7 +249,7 @@ class PackedSplit:
         with self._lock:
             self._open[number] = packed
             while len(self._open) > 1 and (
-                len(self._open) > MAX_OPEN_SHARDS or sum(p.plan_bytes for p in self._open.values()) > MAX_PLAN_BYTES
+                len(self._open) > max_open_shards() or sum(p.plan_bytes for p in self._open.values()) > MAX_PLAN_BYTES
             ):
                 self._open.popitem(last=False)
         return packed
@@ -247,12 +265,15 @@ class PackedSplit:
         pieces = np.stack((address, packed.length, packed.column), axis=1).astype(narrow)
         return _PackedShard(np.asarray(shard.tokens), packed.example_start.astype(narrow), pieces)
 
+    def _count(self, info: ShardInfo) -> int:
+        return count_examples(self._dataset.open_shard(info).length, self._spec, self._policy)
+
     def _cached_counts(self, split: str) -> Int64:
         """Counts the examples of all shards, or takes the counts from an earlier run with the same packing.
 
         The cache is a convenience: it may be absent, damaged, unwritable or written by several processes at once.
         """
-        parts = (self._dataset.manifest.digest, split, packing_digest(self._spec, self._policy), str(self._seed))
+        parts = (self._dataset.manifest.digest, split, packing_digest(self._spec, self._policy))
         name = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
         file = self._dataset.path / ".cache" / f"{name}.counts"
         try:
@@ -262,9 +283,8 @@ class PackedSplit:
         checksum, content = stored[:32], stored[32:]
         if len(content) == 8 * len(self._shards) and hashlib.sha256(content).digest() == checksum:
             return np.frombuffer(content, dtype="<i8").astype(np.int64)
-        with ThreadPoolExecutor() as pool:
-            packed = pool.map(self._packed, range(len(self._shards)))
-            counts = np.array([len(shard.example_start) - 1 for shard in packed], dtype=np.int64)
+        with ThreadPoolExecutor() as pool:  # threads wait for the disk together; shards are not kept open
+            counts = np.array(list(pool.map(self._count, self._shards)), dtype=np.int64)
         content = counts.astype("<i8").tobytes()
         try:
             with atomic_write(file) as out:

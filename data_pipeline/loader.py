@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from data_pipeline.dataset import Dataset, PackedSplit, packing_digest
-from data_pipeline.order import ExampleOrder, Order, SinglePass, share
+from data_pipeline.dataset import Dataset, PackedSplit, max_open_shards, packing_digest
+from data_pipeline.order import ORDER_VERSION, ExampleOrder, Order, SinglePass, share
 from trainer.errors import ConfigError, DataError
 from trainer.examples import Batch, Examples, PackSpec, Policy
 from trainer.hashing import combine, mix, name_key
@@ -69,13 +69,17 @@ class Replica(Protocol):
 class StreamingLoader:
     """Yields one optimizer step's micro-batches at a time, for one replica.
 
-    Every replica gets the same number of micro-batches of the same shape: rows that its share of the global batch does
-    not fill are copies of an example with weight 0. To what `collate` gives, each micro-batch of B rows adds
+    Every replica gets the same number of micro-batches of the same shape, no larger than the largest share of a global
+    batch needs: rows that a share does not fill are copies of an example with weight 0. To what `collate` gives, each
+    micro-batch of B rows adds
 
         dropout_key   int32 [B], key of the row's dropout, by global example number
         example       int64 [B], the example's number in the split; -1 for a row that only pads
         epoch         int64 [B], the pass over the split
         digest        int64 [B], a hash of epoch, example and the input tokens; 0 for a row that only pads
+
+    Attributes:
+        micro_batches: micro-batches in every step, the same on all replicas.
 
     Args:
         dataset: the dataset.
@@ -85,13 +89,14 @@ class StreamingLoader:
         collate: the objective's; makes the arrays of a micro-batch from its examples and `pack_spec.sequence_length`.
         seed: the run's seed.
         global_batch_size: examples of one optimizer step, over all replicas.
-        micro_batch_size: rows of one forward pass.
+        micro_batch_size: the most rows of one forward pass.
         replica: this process's share of each batch.
-        finite: one pass in fixed order with fixed keys, anew for every `iter()`, the last batch padded: evaluation.
-            Otherwise endless, shuffled, and `iter()` goes on where the loader is.
+        finite: one pass in a fixed order (`SinglePass`) with fixed keys, anew for every `iter()`, the last batch
+            padded: evaluation. Otherwise endless, shuffled, and `iter()` goes on where the loader is.
 
     Raises:
-        ConfigError: fewer examples in the batch than replicas, or in the split than lanes.
+        ConfigError: fewer examples in the batch than replicas, or in the split than lanes; or more shards to read from
+            at a time than may be kept open.
         DataError: the split is empty or a shard is damaged.
     """
 
@@ -117,24 +122,33 @@ class StreamingLoader:
         if micro_batch_size < 1:
             raise ConfigError(f"micro_batch_size must be at least 1, not {micro_batch_size}")
         self._packed = PackedSplit(dataset, split, pack_spec, config.packing, seed)
-        self._order: ExampleOrder = (
-            SinglePass(self._packed.counts)
-            if finite
-            else Order(self._packed.counts, seed=seed, lanes=config.lanes, window=config.window)
-        )
-        self._end = int(self._packed.counts.sum()) if finite else None
+        self._finite = finite
+        self._order: ExampleOrder
+        if finite:
+            self._order = SinglePass(self._packed.counts)
+        else:
+            self._order = Order(self._packed.counts, seed=seed, lanes=config.lanes, window=config.window)
+            needed = self._order.working_set(global_batch_size, replica.index, replica.count)
+            if needed > max_open_shards():
+                raise ConfigError(
+                    f"data.lanes {config.lanes} and data.window {config.window} have this process read from {needed} "
+                    f"shards at a time, and it can keep {max_open_shards()} open; lower one of them (in a new run), "
+                    f"use more devices, which share the lanes, or raise the limit of open files (ulimit -n)"
+                )
         self._collate = collate
         self._sequence_length = pack_spec.sequence_length
         self._seed = seed
         self._batch_size = global_batch_size
-        self._micro_batch_size = micro_batch_size
+        most_rows = -(-global_batch_size // replica.count)
+        self.micro_batches = -(-most_rows // micro_batch_size)
+        self._rows = -(-most_rows // self.micro_batches)
         self._replica = replica
         self._prefetch = config.prefetch if config.threads else 0
         self._threads = ThreadPoolExecutor(config.threads, "loader") if config.threads else None
         self._ahead: deque[Future[list[MicroBatch]]] = deque()
         self._example = 0
         self._identity = {
-            "phase": 0,
+            "order": ORDER_VERSION,
             "seed": seed,
             "lanes": config.lanes,
             "window": config.window,
@@ -145,23 +159,17 @@ class StreamingLoader:
     @property
     def examples(self) -> int:
         """Examples in one pass over the split."""
-        return int(self._packed.counts.sum())
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches in every step, the same on all replicas."""
-        most_rows = -(-self._batch_size // self._replica.count)
-        return -(-most_rows // self._micro_batch_size)
+        return self._order.examples
 
     def __iter__(self) -> StreamingLoader:
-        if self._end is not None:
+        if self._finite:
             self._go_to(0)
         return self
 
     def __next__(self) -> list[MicroBatch]:
-        if self._end is not None and self._example >= self._end:
-            raise StopIteration
         step = self._next_step()
+        if not step:
+            raise StopIteration
         self._example += self._batch_size
         return step
 
@@ -170,16 +178,16 @@ class StreamingLoader:
             return self._make(self._example)
         while len(self._ahead) <= self._prefetch:
             start = self._example + len(self._ahead) * self._batch_size
-            if self._end is not None and start >= self._end:
-                break
             self._ahead.append(self._threads.submit(self._make, start))
         return self._ahead.popleft().result()
 
     def _make(self, start: int) -> list[MicroBatch]:
-        """The replica's micro-batches of the global batch that begins with global example `start`."""
+        """The replica's micro-batches of the global batch that begins with example `start`, or none after the end."""
         batch = self._order.batch(start, self._batch_size)
+        if not len(batch):
+            return []
         mine = batch[share(len(batch), self._replica.index, self._replica.count)]
-        rows = self.micro_batches * self._micro_batch_size
+        rows = self.micro_batches * self._rows
         # A padding row is a valid example: softmax over a row without any token would be NaN.
         padding = np.resize(mine[:1] if len(mine) else batch[:1], rows - len(mine))
         number = np.concatenate((mine, padding))
@@ -188,8 +196,8 @@ class StreamingLoader:
         dropout_key = combine(self._seed, _DROPOUT, number).astype(np.uint32).view(np.int32)
         example = np.where(valid, self._packed.ids(at), -1)
         step = []
-        for first in range(0, rows, self._micro_batch_size):
-            cut = slice(first, first + self._micro_batch_size)
+        for first in range(0, rows, self._rows):
+            cut = slice(first, first + self._rows)
             examples = self._packed.read(at[cut], valid[cut].astype(np.float32))
             arrays = dict(self._collate(examples, self._sequence_length))
             arrays |= {"dropout_key": dropout_key[cut], "example": example[cut], "epoch": at.epoch[cut]}
@@ -247,7 +255,7 @@ def _digest(arrays: Batch) -> npt.NDArray[np.int64]:
 
 
 _SAME_AGAIN = {
-    "phase": "use the program's version that wrote it",
+    "order": "use the program's version that wrote it",
     "seed": "set seed to the checkpoint's",
     "lanes": "set data.lanes to the checkpoint's",
     "window": "set data.window to the checkpoint's",

@@ -8,6 +8,7 @@ See docs/data_order.md for the picture.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,8 +19,11 @@ from data_pipeline.packing import Int64
 from trainer.errors import ConfigError
 from trainer.hashing import U64, combine, mix, name_key
 
+ORDER_VERSION = 1  # part of the loader's state: raise it when `Order` gives other examples for the same input
+
 _SHARDS = name_key("shards")
 _WINDOW = name_key("window")
+_SAMPLE = name_key("sample")
 _FEISTEL_ROUNDS = 4  # as many as make a Feistel network of random functions look random (Luby and Rackoff 1988)
 _NEXT_ROUNDS = np.uint64(0x9E3779B97F4A7C15)
 
@@ -43,7 +47,13 @@ class Location:
 
 
 class ExampleOrder(Protocol):
-    """An order of examples that batches can be cut from."""
+    """An order of examples that batches can be cut from.
+
+    Attributes:
+        examples: number of examples in one pass.
+    """
+
+    examples: int
 
     def batch(self, start: int, size: int) -> Int64:
         """The global example numbers of rows 0, 1, ... of the global batch [start, start + size)."""
@@ -90,6 +100,14 @@ class Order:
         number = np.arange(start, start + size)
         return number[np.argsort(number % self._lanes, kind="stable")]
 
+    def working_set(self, size: int, index: int, count: int) -> int:
+        """How many shards replica `index` of `count` reads from at a time, in global batches of `size`."""
+        batches = max(1, min(self._lanes // math.gcd(size, self._lanes), 2**20 // size))  # until they repeat, or many
+        number = np.arange(batches * size).reshape(batches, size)
+        lanes = len(np.unique(np.sort(number % self._lanes)[:, share(size, index, count)]))
+        window = self._span / self._windows * len(self._counts) / self.examples  # in shards; it overlaps one more
+        return min(len(self._counts), math.ceil(lanes * (window + 1)))
+
     def locate(self, number: npt.ArrayLike) -> Location:
         turn, lane = np.divmod(np.asarray(number, dtype=np.int64), self._lanes)
         span = self._span + (lane < self._longer_spans)
@@ -116,20 +134,29 @@ class Order:
 
 
 class SinglePass:
-    """One pass in the shards' own order, for evaluation: the last batch may be short, batches after it are empty."""
+    """One pass for evaluation: the last batch may be short, batches after it are empty.
+
+    The order is a fixed shuffle of the whole split, the same for every seed, so that however few batches an evaluation
+    takes, they are a fair sample of all documents, and the same sample each time.
+    """
 
     def __init__(self, counts: npt.ArrayLike) -> None:
         self._end = np.cumsum(np.asarray(counts, dtype=np.int64))
         self.examples = int(self._end[-1]) if len(self._end) else 0
 
     def batch(self, start: int, size: int) -> Int64:
-        return np.arange(start, min(start + size, self.examples))
+        """Rows are sorted by shard, so that a replica's share comes from few shards."""
+        number = np.arange(start, min(start + size, self.examples))
+        return number[np.argsort(self._shuffle(number))]
 
     def locate(self, number: npt.ArrayLike) -> Location:
-        number = np.asarray(number, dtype=np.int64)
-        shard = np.searchsorted(self._end, number, side="right")
+        cell = self._shuffle(np.asarray(number, dtype=np.int64))
+        shard = np.searchsorted(self._end, cell, side="right")
         begin = np.concatenate(([0], self._end))[shard]
-        return Location(np.zeros_like(number), shard, number - begin)
+        return Location(np.zeros_like(cell), shard, cell - begin)
+
+    def _shuffle(self, number: Int64) -> Int64:
+        return permute(number, np.full_like(number, self.examples), np.full(len(number), _SAMPLE, dtype=np.uint64))
 
 
 def share(size: int, index: int, count: int) -> slice:

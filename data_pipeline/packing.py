@@ -4,7 +4,8 @@ A plan is a pure function of document lengths, the objective's `PackSpec`, the p
 It cuts documents into pieces (runs of tokens of one document) and lays the pieces into examples, such that every
 token is in exactly one piece:
 
-    concat    documents end to end with `suffix` cells between them, cut into windows; next to no padding.
+    concat    documents end to end with `suffix` cells between them, cut into windows; next to no padding. A row begins
+              with text: of a separator at the cut, the end of one row has a place for it, the next row drops its cells.
     padded    one piece an example.
     best_fit  pieces of at most one example, packed whole by best-fit-decreasing (Ding et al. 2024, "Fewer truncations
               improve language modeling"); each keeps its own special tokens, so that attention can stay within it.
@@ -12,8 +13,9 @@ token is in exactly one piece:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +26,7 @@ from trainer.hashing import combine, name_key
 
 Int64: TypeAlias = npt.NDArray[np.int64]
 
-PACKING_VERSION = 1  # part of every digest of a packing: raise it when `plan` gives other examples for the same input
+PACKING_VERSION = 2  # part of every digest of a packing: raise it when `plan` gives other examples for the same input
 
 _BINS = name_key("bins")
 
@@ -102,31 +104,92 @@ def plan(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy, key: int = 0) -
     return PackPlan(start, document[order], begin[order], length[order], spec.prefix + offset[order])
 
 
+def count_examples(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy) -> int:
+    """The number of examples of `plan`, at a small part of its cost; the arguments are the same, and no key matters."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    lengths = lengths[lengths > 0]
+    room = room_for_tokens(spec)
+    if policy == "concat":
+        _, first_window, windows = _windows(lengths, spec, room)
+        shared = first_window[1:] == (first_window + windows - 1)[:-1]
+        return int(windows.sum() - shared.sum())
+    pieces = -(-lengths // room)
+    if policy == "padded":
+        return int(pieces.sum())
+    whole = (pieces - 1).sum()  # all pieces of a document but its last one fill an example
+    last = np.bincount(spec.prefix + lengths - (pieces - 1) * room + spec.suffix, minlength=spec.sequence_length + 1)
+    last[spec.sequence_length] += whole
+    return sum(move.examples for move in _moves(last, spec.sequence_length) if move.room == spec.sequence_length)
+
+
 def _starts(example: Int64) -> Int64:
     """Where each example's pieces start, from the sorted examples of all pieces (numbered without holes)."""
     return np.concatenate(([0], np.cumsum(np.bincount(example)))).astype(np.int64)
 
 
-def _concat(lengths: Int64, spec: PackSpec, room: int) -> PackPlan:
+def _windows(lengths: Int64, spec: PackSpec, room: int) -> tuple[Int64, Int64, Int64]:
+    """Lays documents end to end; per document: the cell of its first token, that cell's window, its windows' number."""
     occupied = np.where(lengths > 0, lengths + spec.suffix, 0)
-    line = np.cumsum(occupied) - occupied  # the cell of each document's first token, all examples end to end
+    line = np.cumsum(occupied) - occupied
     first_window = line // room
-    windows = np.where(lengths > 0, (line + lengths - 1) // room - first_window + 1, 0)
+    return line, first_window, np.where(lengths > 0, (line + lengths - 1) // room - first_window + 1, 0)
+
+
+def _concat(lengths: Int64, spec: PackSpec, room: int) -> PackPlan:
+    line, first_window, windows = _windows(lengths, spec, room)
     document = np.repeat(np.arange(len(lengths)), windows)
     window = ranges(first_window, windows)
     cell = np.maximum(line[document], window * room)
     end = np.minimum((line + lengths)[document], (window + 1) * room)
     # A window that holds nothing but a separator (possible when room <= suffix) is no example: number without holes.
     example = np.cumsum(np.diff(window, prepend=window[:1]) != 0)
-    return PackPlan(_starts(example), document, cell - line[document], end - cell, spec.prefix + cell - window * room)
+    start = _starts(example)
+    column = spec.prefix + cell - cell[start[:-1]][example]
+    return PackPlan(start, document, cell - line[document], end - cell, column)
 
 
-def _best_fit(cost: Int64, size: int, key: int) -> tuple[Int64, Int64]:
-    """Puts every piece into the fullest example that still has room for it, the costliest pieces first.
+class _Move(NamedTuple):
+    """`pieces` pieces of one cost go into `examples` examples with `room` free cells each, as many into one as fit."""
+
+    cost: int
+    room: int
+    examples: int
+    pieces: int
+
+
+def _moves(members: Int64, size: int) -> Iterator[_Move]:
+    """Best-fit-decreasing: every piece goes into the fullest example that has room for it, the costliest pieces first.
 
     Pieces of equal cost are interchangeable and so are examples with equal room, so both are moved in groups: the
     work is per (cost, room) pair that meets, not per piece. The result is that of best-fit-decreasing done one by
     one: an example that takes a piece becomes the fullest, and goes on taking pieces of that cost while they fit.
+
+    Args:
+        members: int64 [size + 1], the number of pieces of each cost.
+        size: cells of an example; a move with this much room opens its examples.
+    """
+    with_room = np.zeros(size + 1, dtype=np.int64)
+    for cost in np.flatnonzero(members)[::-1].tolist():
+        left = int(members[cost])
+        for room in (*(cost + np.flatnonzero(with_room[cost:size])).tolist(), size):
+            fit = room // cost
+            examples = -(-left // fit)
+            if room < size:
+                examples = min(examples, int(with_room[room]))
+                with_room[room] -= examples
+            pieces = min(left, examples * fit)
+            filled, rest = divmod(pieces, fit)
+            with_room[room - fit * cost] += filled
+            if rest:
+                with_room[room - rest * cost] += 1
+            yield _Move(cost, room, examples, pieces)
+            left -= pieces
+            if not left:
+                break
+
+
+def _best_fit(cost: Int64, size: int, key: int) -> tuple[Int64, Int64]:
+    """Places each piece as `_moves` says.
 
     Args:
         cost: int64 [M], cells each piece needs, its special tokens included; at most `size`.
@@ -138,33 +201,23 @@ def _best_fit(cost: Int64, size: int, key: int) -> tuple[Int64, Int64]:
     """
     waiting = np.lexsort((combine(key, np.arange(len(cost))), -cost))
     example, offset = np.empty_like(cost), np.empty_like(cost)
-    with_room = [np.empty(0, dtype=np.int64)] * (size + 1)  # examples by the number of their free cells
-    number_with_room = np.zeros(size + 1, dtype=np.int64)
+    with_room = [np.empty(0, dtype=np.int64)] * size  # examples by the number of their free cells
     placed = opened = 0
-    costs, members = np.unique(cost, return_counts=True)
-    for c, left in zip(costs[::-1].tolist(), members[::-1].tolist(), strict=True):
-        fullest_first = (c + np.flatnonzero(number_with_room[c:])).tolist()
-        for room in (*fullest_first, size):  # at last, new examples
-            fit = room // c
-            wanted = -(-left // fit)
-            if room == size:
-                chosen = np.arange(opened, opened + wanted)
-                opened += wanted
-            else:
-                chosen, with_room[room] = np.split(with_room[room], [wanted])
-                number_with_room[room] = len(with_room[room])
-            count = min(left, len(chosen) * fit)
-            piece, slot = waiting[placed : placed + count], np.arange(count)
-            example[piece] = chosen[slot // fit]
-            offset[piece] = size - room + slot % fit * c
-            filled, rest = divmod(count, fit)
-            for group, free in ((chosen[:filled], room - fit * c), (chosen[filled:], room - rest * c)):
+    for c, room, examples, pieces in _moves(np.bincount(cost, minlength=size + 1), size):
+        if room == size:
+            chosen = np.arange(opened, opened + examples)
+            opened += examples
+        else:
+            chosen, with_room[room] = np.split(with_room[room], [examples])
+        fit = room // c
+        piece, slot = waiting[placed : placed + pieces], np.arange(pieces)
+        placed += pieces
+        example[piece] = chosen[slot // fit]
+        offset[piece] = size - room + slot % fit * c
+        filled, rest = divmod(pieces, fit)
+        for group, free in ((chosen[:filled], room - fit * c), (chosen[filled:], room - rest * c)):
+            if len(group):
                 with_room[free] = np.concatenate((with_room[free], group))
-                number_with_room[free] += len(group)
-            placed += count
-            left -= count
-            if not left:
-                break
     # Examples were opened from the longest piece to the shortest; number them in an order that says nothing of length.
     number = np.empty(opened, dtype=np.int64)
     number[np.argsort(combine(key, _BINS, np.arange(opened)), kind="stable")] = np.arange(opened)

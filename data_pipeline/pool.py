@@ -6,11 +6,13 @@ being sent can hang the whole pool, and workers outlive a parent that is killed.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
@@ -24,7 +26,7 @@ Result = TypeVar("Result")
 def process(
     items: Iterator[Item], start: Callable[[], Callable[[Item], Result]], workers: int
 ) -> Generator[tuple[Item, Result], None, None]:
-    """Applies a function to every item in worker processes, which start as items need them.
+    """Applies a function to every item in worker processes, one for each of the first items.
 
     Closing the generator ends the workers at once, so what they write must be atomic.
 
@@ -40,17 +42,19 @@ def process(
         DataError: a worker was killed. What the function raises is raised here too.
     """
     started: list[_Worker] = []
-    free: list[_Worker] = []
+    first: deque[Item] = deque()
     busy: dict[_Worker, Item] = {}
     try:
+        # Sending an item waits for the worker to read it, so all of them start, and import, before the first is sent.
+        for drawn in itertools.islice(items, workers):
+            first.append(drawn)
+            started.append(_Worker(start))
+        free = list(started)
         while True:
-            while free or len(started) < workers:
-                item = next(items, None)
+            while free:
+                item = first.popleft() if first else next(items, None)
                 if item is None:
                     break
-                if not free:
-                    started.append(_Worker(start))
-                    free.append(started[-1])
                 worker = free.pop()
                 worker.send(item)
                 busy[worker] = item

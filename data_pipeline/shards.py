@@ -13,9 +13,11 @@ webdataset imports torch, which each build worker would pay for in seconds and m
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import itertools
+import resource
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -99,7 +101,7 @@ class Shard:
         """Maps a shard whose tokens are of type `dtype`.
 
         Raises:
-            DataError: it is missing, cut short, damaged or of another type.
+            DataError: it is missing, cut short, damaged or of another type, or the process has too many files open.
         """
         dtype = np.dtype(dtype)
         try:
@@ -108,6 +110,12 @@ class Shard:
         except FileNotFoundError:
             raise DataError(f"the shard {path} is missing; copy it back or build the dataset again") from None
         except (OSError, ValueError, tarfile.TarError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                raise DataError(
+                    f"cannot open the shard {path}: too many files are open (this process may open {limit}); raise the "
+                    f"limit with ulimit -n, or start a run with smaller data.lanes or data.window"
+                ) from error
             raise DataError(
                 f"the shard {path} is cut short or damaged ({error}); copy it again, or build the dataset again, and "
                 f"check the rest with: samestep data verify {path.parent}"

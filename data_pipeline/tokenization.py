@@ -157,9 +157,9 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex SHA-256 over all that fixes which ids a text gets; saving and loading keep it."""
+        """Hex SHA-256 over all that fixes which ids a text gets, the same for every version of `tokenizers`."""
         content = json.loads(self._backend.to_str())
-        parts = [content[part] for part in ("model", "normalizer", "pre_tokenizer", "added_tokens")]
+        parts = [_explicit(content[part]) for part in ("model", "normalizer", "pre_tokenizer", "added_tokens")]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
@@ -185,13 +185,13 @@ def _special_token(backend: tokenizers.Tokenizer, settings: dict[str, Any], role
 
 
 def _read_backend(folder: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
-    if (folder / "tokenizer.json").exists():
+    if (folder / "tokenizer.json").is_file():
         return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    if (folder / "vocab.txt").exists():
+    if (folder / "vocab.txt").is_file():
         tokens = (folder / "vocab.txt").read_text(encoding="utf-8").rstrip("\n").split("\n")
         cased = any(token != token.lower() for token in tokens if not token.startswith("["))
         backend = _wordpiece({t: i for i, t in enumerate(tokens)}, settings.get("do_lower_case", not cased))
-    elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
+    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         backend = _byte_level_bpe(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
     else:
         raise FileNotFoundError(folder)
@@ -233,6 +233,13 @@ def _set_template(backend: tokenizers.Tokenizer) -> None:
         if cls_id is not None and sep_id is not None:
             backend.post_processor = template((sep, sep_id), (cls, cls_id))
             return
+
+
+def _explicit(settings: Any) -> Any:
+    """Leaves out what is null, false or empty text, at any depth: so new versions write settings that old ones lack."""
+    if isinstance(settings, dict):
+        return {k: _explicit(v) for k, v in settings.items() if not (v is None or v is False or v == "")}
+    return [_explicit(entry) for entry in settings] if isinstance(settings, list) else settings
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -29,7 +29,8 @@ from trainer.strategies import Replica
 FOLDER = Path("demo")
 DATA = "configs/data/python_docs.yaml"
 EXPERIMENT = "configs/debug/demo.yaml"
-KILL_AFTER_STEP = 170
+KILL_AFTER_STEP = 360
+HELDOUT_RANGE = (5.5, 6.0)  # nats; what the README promises
 MASKED = [
     "if the file does not exist, an [MASK] is raised.",
     "return a list of [MASK] in the directory.",
@@ -66,7 +67,7 @@ def kill_at_step(agent: subprocess.Popen[bytes], step: int) -> None:
 def lost_and_repeated() -> tuple[int, int]:
     """Counts the examples that the run, over its restart, missed and fed twice within a pass over the data.
 
-    The run's ledger holds, for every ten steps, the sum of hashes of the rows that its processes really fed. Here one
+    The ledger of the run holds, for every twenty steps, the sum of hashes of the rows that its processes fed. Here one
     process makes the same batches again: equal sums mean that the run fed exactly these examples, masks included, so
     what is missing or double among them is what the run missed or fed twice.
     """
@@ -86,21 +87,26 @@ def lost_and_repeated() -> tuple[int, int]:
                 if ledger.pop(step, None) != f"{digest % 2**64:016x}":
                     sys.exit(f"the demo fails: the batches up to step {step} were not the ones that they should be")
                 digest = 0
-        passes = (sum(fed.values()) - experiment.data.lanes) // loader.examples  # that every lane has finished
+        span = -(-loader.examples // experiment.data.lanes)
+        passes = sum(fed.values()) // experiment.data.lanes // span  # that even the longest lane has finished
         found = Counter(epoch for epoch, _ in fed if epoch < passes)
         lost = sum(loader.examples - found[epoch] for epoch in range(passes))
     return lost, sum(times - 1 for times in fed.values())
+
+
+def heldout_losses() -> list[float]:
+    return [row["heldout/loss"] for row in read_rows(FOLDER / "run" / "metrics.jsonl") if "heldout/loss" in row]
 
 
 def summary(lost: int, repeated: int, seconds: float) -> Table:
     """What the run came to."""
     rows = list(read_rows(FOLDER / "run" / "metrics.jsonl"))
     train = [row for row in rows if "train/loss" in row]
-    heldout = [row["heldout/loss"] for row in rows if "heldout/loss" in row]
+    heldout = heldout_losses()
     speeds = sorted(row["perf/tokens_per_second"] for row in train)
     table = Table(show_header=False, title="the run", title_justify="left")
     table.add_row(
-        "training loss, first and last 10 steps", f"{train[0]['train/loss']:.2f} -> {train[-1]['train/loss']:.2f}"
+        "training loss, first and last 20 steps", f"{train[0]['train/loss']:.2f} -> {train[-1]['train/loss']:.2f}"
     )
     table.add_row("held-out loss, first and last evaluation", f"{heldout[0]:.2f} -> {heldout[-1]:.2f}")
     table.add_row("tokens a second (median)", f"{speeds[len(speeds) // 2]:,.0f}")
@@ -126,6 +132,8 @@ def main() -> int:
     lost, repeated = lost_and_repeated()
     console.print()
     console.print(summary(lost, repeated, time.monotonic() - began))
+    if not HELDOUT_RANGE[0] <= heldout_losses()[-1] <= HELDOUT_RANGE[1]:
+        sys.exit(f"the demo fails: the held-out loss must end between {HELDOUT_RANGE[0]} and {HELDOUT_RANGE[1]}")
     return 0 if lost == repeated == 0 else 1
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -28,7 +30,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, ti
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
     }
-    pipes, processes = [], []
+    pipes: list[Connection] = []
+    processes = []
     for rank in range(world_size):
         receiver, sender = _CONTEXT.Pipe(duplex=False)
         process = _CONTEXT.Process(
@@ -38,26 +41,38 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, ti
         sender.close()
         pipes.append(receiver)
         processes.append(process)
-    results = []
     try:
-        for rank, pipe in enumerate(pipes):
-            if not pipe.poll(timeout):
-                raise AssertionError(f"rank {rank} of {world_size} has not answered within {timeout} s")
+        return _collect(pipes, time.monotonic() + timeout)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+    """The results by rank; raises the first failure that comes with a reason."""
+    results: dict[int, Any] = {}
+    silent: list[int] = []
+    while len(results) + len(silent) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results and rank not in silent}
+        patience = 5.0 if silent else deadline - time.monotonic()  # a death is often the echo of another rank's failure
+        ready = wait(list(waiting), max(0.0, patience))
+        if not ready:
+            break
+        for pipe in ready:
+            rank = waiting[pipe]
             try:
                 ok, result = pipe.recv()
             except EOFError:
-                processes[rank].join(5)
-                raise AssertionError(
-                    f"rank {rank} of {world_size} died, exit code {processes[rank].exitcode}"
-                ) from None
+                silent.append(rank)
+                continue
             if not ok:
-                raise AssertionError(f"rank {rank} of {world_size} failed:\n{result}")
-            results.append(result)
-    finally:
-        for process in processes:
-            process.join(5 if len(results) == world_size else 0)
-            process.kill()
-    return results
+                raise AssertionError(f"rank {rank} of {len(pipes)} failed:\n{result}")
+            results[rank] = result
+    if len(results) < len(pipes):
+        missing = sorted(set(range(len(pipes))) - results.keys())
+        raise AssertionError(f"of {len(pipes)} ranks, {missing} did not answer in time; {silent} died without a word")
+    return [results[rank] for rank in range(len(pipes))]
 
 
 def _child(pipe: Any, environment: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

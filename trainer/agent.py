@@ -35,7 +35,7 @@ def run_workers(arguments: Sequence[str], processes: int) -> int:
         LaunchError: a signal ended a process or all of them, which is a death without a word.
         KeyboardInterrupt: the user pressed Ctrl-C; the processes have ended.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     for noisy in ("agent.server.api", "multiprocessing.api"):  # they log what is said here in a user's words
         logging.getLogger(f"torch.distributed.elastic.{noisy}").setLevel(logging.CRITICAL)
     config = LaunchConfig(
@@ -52,7 +52,7 @@ def run_workers(arguments: Sequence[str], processes: int) -> int:
     )
     again = "run the same command again to go on from the newest checkpoint"
     try:
-        elastic_launch(config, sys.executable)("-m", "trainer.cli", *arguments)
+        elastic_launch(config, sys.executable)("-P", "-m", "trainer.cli", *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode >= 0:

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,15 @@ def _add_experiment(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
 
 
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="processes on this machine (default: one a GPU, else one); ignored under torchrun",
+    )
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all sub-commands, those of the other packages included."""
     parser = argparse.ArgumentParser(
@@ -71,12 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
         "samestep train configs/pretrain/bert_mini.yaml --processes 2 training.steps=1000",
     )
     _add_experiment(train)
-    train.add_argument(
-        "--processes",
-        type=int,
-        metavar="N",
-        help="processes on this machine (default: one a GPU, else one); ignored under torchrun",
-    )
+    _add_processes(train)
 
     config = _command(
         commands,
@@ -97,6 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("run_folder", metavar="RUN", help="the output folder of a run")
     evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
     evaluate.add_argument("--step", type=int, help="the checkpoint to score (default: the newest)")
+    _add_processes(evaluate)
 
     export = _command(
         commands,
@@ -136,19 +141,33 @@ def _on_cpu(experiment: Experiment) -> bool:
     return experiment.accelerator is not None and type(experiment.accelerator).__module__.endswith(".cpu")
 
 
-def _train(args: argparse.Namespace) -> int:
+def _processes_to_start(args: argparse.Namespace, experiment: Experiment) -> int:
+    """How many processes are to do the work; 0 when a launcher has started them already, this one among them."""
     from trainer import agent
+
+    if agent.under_launcher():
+        return 0
+    processes: int = agent.default_processes(_on_cpu(experiment)) if args.processes is None else args.processes
+    if processes < 1:
+        raise ConfigError(f"--processes must be at least 1, not {processes}")
+    return processes
+
+
+def _run_workers(args: argparse.Namespace, arguments: Sequence[str], processes: int) -> int:
+    from trainer import agent
+
+    flags = [flag for flag in ("--traceback", "--verbose") if getattr(args, flag[2:])]
+    return agent.run_workers([*flags, *arguments, *args.overrides], processes)
+
+
+def _train(args: argparse.Namespace) -> int:
     from trainer.config import load
     from trainer.experiment import Experiment
 
     experiment = load(Experiment, args.file, args.overrides)
-    if not agent.under_launcher():
-        processes = args.processes or agent.default_processes(_on_cpu(experiment))
-        if processes < 1:
-            raise ConfigError(f"--processes must be at least 1, not {processes}")
-        if processes > 1:
-            flags = [flag for flag in ("--traceback", "--verbose") if getattr(args, flag[2:])]
-            return agent.run_workers([*flags, "train", args.file, *args.overrides], processes)
+    processes = _processes_to_start(args, experiment)
+    if processes > 1:
+        return _run_workers(args, ["train", args.file], processes)
     from trainer.run import train
 
     train(experiment)
@@ -158,15 +177,25 @@ def _train(args: argparse.Namespace) -> int:
 def _evaluate(args: argparse.Namespace) -> int:
     from trainer.config import load
     from trainer.experiment import Experiment
-    from trainer.run import evaluate
+    from trainer.strategies import single
 
     file = os.path.join(args.run_folder, "config.yaml")
     if not os.path.isfile(file):
         raise ConfigError(f"{args.run_folder} is no run (no config.yaml in it); name the output folder of a run")
     experiment = load(Experiment, file, args.overrides)
     experiment = dataclasses.replace(experiment, output=args.run_folder)  # wherever the run was when it was trained
-    for name, value in evaluate(experiment, args.step).items():
-        sys.stdout.write(f"{name:12} {value:.6g}\n")
+    processes = _processes_to_start(args, experiment)
+    if processes > 1:
+        step = [] if args.step is None else [f"--step={args.step}"]
+        return _run_workers(args, ["evaluate", args.run_folder, *step], processes)
+    if processes == 1:  # as the run's own strategy may need more
+        experiment = dataclasses.replace(experiment, strategy=single.Config())
+    from trainer.run import evaluate
+
+    scores = evaluate(experiment, args.step)
+    if os.environ.get("RANK", "0") == "0":
+        for name, value in scores.items():
+            sys.stdout.write(f"{name:12} {value if isinstance(value, int) else f'{value:.6g}'}\n")
     return EXIT_DONE
 
 
@@ -202,6 +231,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a sub-command; users' mistakes become one paragraph on stderr and an exit code, not a stack trace."""
+    sys.path.append(os.getcwd())  # a dotted kind may be a module of the user's own; last, so that it shadows nothing
     args = _parse(arguments)
     under_launcher = "RANK" in os.environ
     log.set_up(rank=int(os.environ.get("RANK", "0")), verbose=args.verbose)

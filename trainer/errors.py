@@ -7,7 +7,6 @@ Programmer errors stay plain `assert`s and exceptions: they keep their stack tra
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-EXIT_PREEMPTED = 75
 
 
 class SamestepError(Exception):

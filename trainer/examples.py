@@ -14,6 +14,10 @@ Batch: TypeAlias = dict[str, npt.NDArray[np.generic]]
 """Arrays of one micro-batch by name, every one with the examples (B) as its first dimension."""
 
 
+HOST_COLUMNS = ("example", "epoch", "digest")
+"""Columns of a batch that say what its rows are; the host keeps them."""
+
+
 @dataclass(frozen=True)
 class PackSpec:
     """How many cells of an example the objective needs for itself.
@@ -63,7 +67,8 @@ class Vocabulary:
     Attributes:
         size: number of ids; every id is below it.
         pad, cls, sep, mask: ids, or None where the tokenizer has no such token ([CLS] is <s> in RoBERTa).
-        special: every id that no text produces; never masked, never a random replacement.
+        special: ids of special tokens, those above and [UNK], which text can produce, among them; never masked, never a
+            random replacement.
     """
 
     size: int

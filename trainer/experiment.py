@@ -64,4 +64,10 @@ class Experiment:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed must lie in 0 .. 2**32 - 1, not {self.seed}")
+        for name, path in (("output", self.output), ("data.path", self.data.path)):
+            if "://" in path:
+                raise ConfigError(
+                    f"{name} {path!r} is not a folder of a file system, and object stores are not supported yet; mount "
+                    "it, or copy the data here"
+                )
         schedules.lr_fraction(self.schedule, 0, self.training.steps)  # refuses a warm-up longer than the run

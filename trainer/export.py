@@ -13,7 +13,7 @@ from rich.table import Table
 from data_pipeline.tokenization import Tokenizer
 from trainer.checkpoint import huggingface
 from trainer.errors import ConfigError
-from trainer.weights import load_weights
+from trainer.weights import Weights, load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 def export(checkpoint: str, folder: str) -> None:
     """Writes a checkpoint and its tokenizer as a folder that `transformers` loads."""
     weights = load_weights(checkpoint)
-    tensors = weights.config.export_tensors(weights.tensors)
+    _check_padding(weights)
+    tensors = weights.config.export_tensors(dict(weights.tensors))
     huggingface.save_folder(Path(folder), weights.config.to_huggingface(), tensors, weights.tokenizer)
     logger.info("wrote %s: %d tensors of %s", folder, len(tensors), checkpoint)
 
@@ -57,6 +58,17 @@ def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
                 table.add_row(f"{probability:.3f}", tokenizer.decode([token]).strip(), words)
             table.add_section()
         console.print(table)
+
+
+def _check_padding(weights: Weights) -> None:
+    """Refuses a tokenizer whose padding would shift the positions: RoBERTa's are counted from the padding's id."""
+    offset, pad = weights.config.position_offset, Tokenizer.load(weights.tokenizer).vocabulary.pad
+    if offset and pad != offset - 1:
+        raise ConfigError(
+            f"the tokenizer {weights.tokenizer} has its padding token at id {pad}, and a {weights.config.model_type} of "
+            f"transformers needs it at {offset - 1}; build the dataset with a tokenizer of algorithm bpe (or RoBERTa's "
+            "own), or train model=bert, which goes with any tokenizer"
+        )
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from trainer.accelerators import Precision
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import Tree, differences
-from trainer.errors import CheckpointError, ConfigError
+from trainer.errors import CheckpointError, ConfigError, SamestepError
+from trainer.examples import HOST_COLUMNS
 from trainer.monitoring import Tracker
 from trainer.monitoring.jsonl import JsonlTracker
 from trainer.monitoring.meter import Meter
@@ -35,7 +37,8 @@ class Config:
     Attributes:
         steps: optimizer steps of the whole run.
         global_batch_size: examples of one step, over all devices.
-        micro_batch_size: examples of one forward and backward pass on one device; changes memory and speed only.
+        micro_batch_size: examples of one forward and backward pass on one device, at most: a device's share of a step is
+            cut into equal parts; changes memory and speed only.
         precision: of matrix products; parameters and optimizer state stay in fp32.
         max_grad_norm: gradients are scaled down to this global norm; None leaves them.
         activation_checkpointing: recomputes each layer in the backward pass: less memory, a third more work.
@@ -65,9 +68,9 @@ class Config:
         for name in ("evaluate_every", "evaluate_batches"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, or null for none, not {getattr(self, name)}")
-        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+        if self.max_grad_norm is not None and not 0 < self.max_grad_norm < math.inf:
             raise ConfigError(f"max_grad_norm must be above 0, or null for no clipping, not {self.max_grad_norm}")
-        if self.collective_timeout <= 0:
+        if not 0 < self.collective_timeout < math.inf:
             raise ConfigError(f"collective_timeout must be above 0 seconds, not {self.collective_timeout}")
 
 
@@ -111,9 +114,9 @@ class Trainer:
         self.checkpointer = checkpointer
         self.description = description
         self.state = TrainState()
-        self.trackers: Sequence[Tracker] = ()
-        self.ledger: JsonlTracker | None = None
-        self.throughput: Throughput | None = None
+        self._trackers: Sequence[Tracker] = ()
+        self._ledger: JsonlTracker | None = None
+        self._throughput: Throughput | None = None
         self._meter = Meter()
         self._grad_norm = torch.zeros(())
         self._logged_tokens = 0
@@ -121,8 +124,23 @@ class Trainer:
         self._waited = 0.0
         self._evaluated = 0.0
 
-    def fit(self) -> None:
-        """Trains from where the state stands to the last step, evaluating, logging and saving on the way."""
+    def fit(
+        self,
+        trackers: Sequence[Tracker] = (),
+        ledger: JsonlTracker | None = None,
+        throughput: Throughput | None = None,
+    ) -> None:
+        """Trains from where the state stands to the last step, evaluating, logging and saving on the way.
+
+        Args:
+            trackers: what gets the metrics, on rank 0.
+            ledger: what gets the digests of the rows that were fed, on rank 0.
+            throughput: turns steps and times into rates; None leaves those out.
+
+        Raises:
+            SamestepError: the loss or the gradient is not finite.
+        """
+        self._trackers, self._ledger, self._throughput = trackers, ledger, throughput
         self.model.train()
         batches = iter(self.loader)
         while self.state.step < self.config.steps:
@@ -148,11 +166,11 @@ class Trainer:
         """
         fraction = schedules.lr_fraction(self.schedule, self.state.step, self.config.steps)
         groups.set_lr(self.optimizer, self.optimizer.defaults["lr"] * fraction)
-        totals = self._totals(micro_batches)
+        totals = _totals(self.objective, self.strategy, micro_batches)
         for i, host_batch in enumerate(micro_batches):
-            batch = self.strategy.accelerator.to_device(host_batch)
+            batch = _to_device(self.strategy, host_batch)
             with self.strategy.accumulate(last=i == len(micro_batches) - 1):
-                with self.strategy.accelerator.autocast(self.config.precision):
+                with self.strategy.autocast():
                     loss = self.objective.loss(self.model, batch, totals)
                 self.strategy.backward(loss.total)
             self._meter.add(loss.metrics)
@@ -165,32 +183,21 @@ class Trainer:
         self.state.examples += self.config.global_batch_size
         self.state.tokens += self.config.global_batch_size * micro_batches[0]["tokens"].shape[1]
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Scores the model on the held-out documents: weighted means, and the loss as perplexity."""
-        self.model.eval()
-        meter = Meter()
-        loader = self.heldout()
-        for number, micro_batches in enumerate(loader):
-            if number == self.config.evaluate_batches:
-                break
-            totals = self._totals(micro_batches)
-            for host_batch in micro_batches:
-                batch = self.strategy.accelerator.to_device(host_batch)
-                with self.strategy.accelerator.autocast(self.config.precision):
-                    meter.add(self.objective.loss(self.model, batch, totals).metrics)
-        loader.close()
+        """Scores the model on the held-out documents."""
+        scores = score(self.model, self.objective, self.strategy, self.heldout(), self.config.evaluate_batches)
         self.model.train()
-        means = meter.compute(self.strategy.all_reduce)
-        return {**means, "perplexity": math.exp(min(means["loss"], 700.0))}
+        return scores
 
     def save(self) -> None:
         """Starts a checkpoint of everything that the next step depends on."""
+        window = self._meter.totals(self.strategy.all_reduce)
+        self._require_finite({name: total for name, (total, _) in window.items()})
         meta = {
             **self.description,
             "state": self.state.state_dict(),
             "data": self.loader.state_dict(),
-            "window": self._meter.totals(self.strategy.all_reduce),
+            "window": window,
             "digest": self._global_digest(),
         }
         self.checkpointer.save(self.state.step, self._tensors(), meta)
@@ -206,7 +213,8 @@ class Trainer:
         self._logged_tokens = self.state.tokens
         if self.strategy.replica.index == 0:  # these are sums over all replicas
             self._digest = int(meta["digest"], 16)
-            self._meter.add({name: tuple(torch.tensor(pair)) for name, pair in meta["window"].items()})
+            window = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in meta["window"].items()}
+            self._meter.add({name: (pair[0], pair[1]) for name, pair in window.items()})
 
     def _compare_settings(self, before: Tree, step: int) -> None:
         """Says which settings have changed since the checkpoint; the model's may not, dropout excepted."""
@@ -222,14 +230,18 @@ class Trainer:
         moments = groups.state_tensors(self.optimizer, parameters.items())
         return tensors | {f"optimizer/{name}": tensor for name, tensor in moments.items()}
 
-    def _totals(self, micro_batches: MicroBatches) -> dict[str, Tensor]:
-        """Each loss term's weight over the whole global batch; one small collective, no wait for the device."""
-        sums: dict[str, float] = {}
-        for batch in micro_batches:
-            for name, weight in self.objective.weights(batch).items():
-                sums[name] = sums.get(name, 0.0) + weight
-        totals = torch.tensor(list(sums.values())).to(self.strategy.accelerator.device, non_blocking=True)
-        return dict(zip(sums, self.strategy.all_reduce(totals), strict=True))
+    def _require_finite(self, values: Mapping[str, float]) -> None:
+        """Stops, on all ranks at once as the values are those of all, before sound checkpoints make way for others.
+
+        Raises:
+            SamestepError: a value is not finite.
+        """
+        for name, value in {**values, "grad_norm": float(self._grad_norm)}.items():
+            if not math.isfinite(value):
+                raise SamestepError(
+                    f"train/{name} is {value} at step {self.state.step}, so the weights are lost; the checkpoints "
+                    "before it are sound: lower optimizer.lr or training.max_grad_norm and run the same command again"
+                )
 
     def _global_digest(self) -> str:
         """The digests of all rows that all replicas have fed since the last row of metrics, summed modulo 2**64."""
@@ -241,16 +253,20 @@ class Trainer:
         return every is not None and (self.state.step % every == 0 or self.state.step == self.config.steps)
 
     def _log_training(self) -> None:
-        """One row of metrics: means since the last row, and the state they led to. The loop's only device sync."""
+        """One row of metrics: means since the last row, and the state they led to. Waits for the device."""
         means = self._meter.compute(self.strategy.all_reduce)
+        self._require_finite(means)
         rates = {}
-        if self.throughput is not None:
-            now = time.perf_counter() - self._evaluated
-            rates = self.throughput.measure(self.state.step, self.state.tokens - self._logged_tokens, self._waited, now)
+        if self._throughput is not None:
+            tokens, now = self.state.tokens - self._logged_tokens, time.perf_counter() - self._evaluated
+            rates = self._throughput.measure(self.state.step, tokens, self._waited, now)
+        memory = self.strategy.accelerator.peak_memory()
+        if memory is not None:
+            rates["perf/peak_memory_gib"] = memory / 2**30
         self._logged_tokens, self._waited = self.state.tokens, 0.0
         digest, self._digest = self._global_digest(), 0
-        if self.ledger is not None:
-            self.ledger.log(self.state.step, {"examples": self.state.examples, "digest": digest})
+        if self._ledger is not None:
+            self._ledger.log(self.state.step, {"examples": self.state.examples, "digest": digest})
         self._log(
             {f"train/{name}": value for name, value in means.items()}
             | {
@@ -263,5 +279,47 @@ class Trainer:
         )
 
     def _log(self, metrics: Mapping[str, float]) -> None:
-        for tracker in self.trackers:
+        for tracker in self._trackers:
             tracker.log(self.state.step, metrics)
+
+
+@torch.no_grad()
+def score(
+    model: nn.Module, objective: Objective, strategy: Strategy, loader: Loader, batches: int | None
+) -> dict[str, float]:
+    """Scores a model: means over the batches of a loader, which it closes, and the loss as perplexity.
+
+    Args:
+        model: as `strategy.prepare` returns it; left in eval mode.
+        objective: what it is scored by.
+        strategy: that of the model.
+        loader: whose batches; this replica's part of them.
+        batches: how many global batches to take; None takes all.
+    """
+    model.eval()
+    meter = Meter()
+    for micro_batches in itertools.islice(loader, batches):
+        totals = _totals(objective, strategy, micro_batches)
+        for host_batch in micro_batches:
+            batch = _to_device(strategy, host_batch)
+            with strategy.autocast():
+                meter.add(objective.loss(model, batch, totals).metrics)
+    loader.close()
+    means = meter.compute(strategy.all_reduce)
+    return {**means, "perplexity": math.exp(min(means["loss"], 700.0))}
+
+
+def _totals(objective: Objective, strategy: Strategy, micro_batches: MicroBatches) -> dict[str, Tensor]:
+    """Each loss term's weight over the whole global batch; one small collective, no wait for the device."""
+    sums: dict[str, float] = {}
+    for batch in micro_batches:
+        for name, weight in objective.weights(batch).items():
+            sums[name] = sums.get(name, 0.0) + weight
+    totals = torch.tensor(list(sums.values()), dtype=torch.float64)  # float32 cannot count beyond 2**24
+    totals = totals.to(strategy.accelerator.device, non_blocking=True)
+    return dict(zip(sums, strategy.all_reduce(totals).float(), strict=True))
+
+
+def _to_device(strategy: Strategy, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    columns = {name: column for name, column in batch.items() if name not in HOST_COLUMNS}
+    return strategy.accelerator.to_device(columns)

@@ -23,7 +23,7 @@ from trainer.checkpoint.manager import Checkpointer
 from trainer.config import dump, to_tree
 from trainer.errors import CheckpointError, ConfigError, SamestepError
 from trainer.experiment import Experiment
-from trainer.loop import Trainer
+from trainer.loop import Trainer, score
 from trainer.monitoring import Tracker
 from trainer.monitoring.jsonl import JsonlTracker
 from trainer.monitoring.progress import ProgressTracker
@@ -31,7 +31,7 @@ from trainer.monitoring.throughput import Throughput
 from trainer.objectives import Objective
 from trainer.strategies import InitialValues, Replica, Strategy
 from trainer.strategies.world import World
-from trainer.weights import load_weights
+from trainer.weights import Weights, load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +54,10 @@ def train(experiment: Experiment) -> None:
         try:
             if step is not None:
                 trainer.restore(step)
-            if strategy.replica.index == 0:
-                _prepare_folder(experiment, dataset)
-                _report(experiment, trainer)
-                trainer.trackers = _open_trackers(experiment, trainer.state.step)
-                trainer.ledger = JsonlTracker(Path(experiment.output) / "ledger.jsonl", trainer.state.step)
-            trainer.throughput = _throughput(experiment, trainer)
-            trainer.fit()
+            trackers, ledger = _open_records(experiment, dataset, trainer)
+            trainer.fit(trackers, ledger, _throughput(experiment, trainer))
+            for tracker in trackers:
+                tracker.close()
         except torch.OutOfMemoryError as error:
             raise SamestepError(
                 f"the memory of {trainer.strategy.accelerator.description} is used up: {error}; lower "
@@ -69,8 +66,6 @@ def train(experiment: Experiment) -> None:
             ) from error
         finally:
             trainer.loader.close()
-            for tracker in trainer.trackers:
-                tracker.close()
 
 
 def evaluate(experiment: Experiment, step: int | None) -> dict[str, float]:
@@ -81,13 +76,17 @@ def evaluate(experiment: Experiment, step: int | None) -> dict[str, float]:
     """
     with _meeting(experiment) as strategy:
         dataset = Dataset.open(experiment.data.path)
-        checkpointer = open_checkpointer(experiment, strategy.world)
-        step = checkpointer.latest() if step is None else step
-        if step is None:
-            raise CheckpointError(f"{experiment.output} has no checkpoint to evaluate; train it first")
-        weights = integrity.step_folder(checkpointer.folder, step)
-        trainer = build_trainer(experiment, dataset, strategy, checkpointer, weights)
-        return {"step": step, **trainer.evaluate()}
+        objective = experiment.objective.build(dataset.tokenizer.vocabulary)
+        run = Path(experiment.output)
+        source = run if step is None else integrity.step_folder(run / "checkpoints", step)
+        weights = load_weights(source, strategy.world.rank, strategy.world.size)
+        model = _build_model(experiment, dataset)
+        # The optimizer that comes with it has no state yet, and so takes no memory.
+        model, _ = strategy.prepare(model, experiment.optimizer.build, _stored_values(weights, model, dataset))
+        heldout = open_loader(experiment, dataset, objective, strategy.replica, split="heldout")
+        scores = score(model, objective, strategy, heldout, experiment.training.evaluate_batches)
+        assert weights.step is not None
+        return {"step": weights.step, **scores}
 
 
 @contextmanager
@@ -97,7 +96,7 @@ def _meeting(experiment: Experiment) -> Iterator[Strategy]:
     try:
         accelerator = experiment.accelerator.build() if experiment.accelerator else accelerators.detect()
         world.connect(accelerator.collective_backend)
-        strategy: Strategy = experiment.strategy.build(accelerator, world)
+        strategy: Strategy = experiment.strategy.build(accelerator, world, experiment.training.precision)
         yield strategy
         world.close()
     except BaseException as error:
@@ -156,22 +155,15 @@ def build_trainer(
         ConfigError: the parts do not fit each other.
         CheckpointError: the weights are of another model.
     """
-    settings = experiment.training
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
-    with torch.device("meta"):
-        model: Any = experiment.model.build()
-    _check_fit(experiment, dataset, model)
-    model.activation_checkpointing = settings.activation_checkpointing
-    if settings.compile:
-        for unit in model.sharding_units():
-            unit.compile()
+    model = _build_model(experiment, dataset)
     loader = open_loader(experiment, dataset, objective, strategy.replica)
     initial: InitialValues = partial(model.initial_values, seed=experiment.seed)
     if weights is not None:
-        initial = _stored_values(weights, model, dataset)
+        initial = _stored_values(load_weights(weights, strategy.world.rank, strategy.world.size), model, dataset)
     wrapped, optimizer = strategy.prepare(model, experiment.optimizer.build, initial)
     return Trainer(
-        settings,
+        experiment.training,
         model=wrapped,
         optimizer=optimizer,
         objective=objective,
@@ -184,10 +176,29 @@ def build_trainer(
     )
 
 
+def _build_model(experiment: Experiment, dataset: Dataset) -> Any:
+    """The model on the meta device: it fits the dataset, and its parameters have no values yet."""
+    with torch.device("meta"):
+        model: Any = experiment.model.build()
+    _check_fit(experiment, dataset, model)
+    model.activation_checkpointing = experiment.training.activation_checkpointing
+    if experiment.training.compile:
+        for unit in model.sharding_units():
+            unit.compile()
+    return model
+
+
 def open_checkpointer(experiment: Experiment, world: World) -> Checkpointer:
-    """The checkpoints of a run, for all ranks together."""
-    folder = Path(experiment.output) / "checkpoints"
-    return Checkpointer(folder, experiment.checkpoint, rank=world.rank, world_size=world.size)
+    """The checkpoints of a run that is to be trained, for all ranks together; its folder must be shared by them."""
+    checkpointer = Checkpointer(
+        Path(experiment.output) / "checkpoints",
+        experiment.checkpoint,
+        rank=world.rank,
+        world_size=world.size,
+        peer_timeout=experiment.training.collective_timeout / 2,
+    )
+    checkpointer.check_shared()
+    return checkpointer
 
 
 def open_loader(
@@ -222,39 +233,40 @@ def _check_fit(experiment: Experiment, dataset: Dataset, model: Any) -> None:
         )
 
 
-def _stored_values(path: str | Path, model: Any, dataset: Dataset) -> InitialValues:
+def _stored_values(weights: Weights, model: Any, dataset: Dataset) -> InitialValues:
     """The parameters of a trained model, refused unless they fit this model and the dataset's tokens."""
-    weights = load_weights(path)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    wrong = [n for n, shape in shapes.items() if n not in weights.tensors or tuple(weights.tensors[n].shape) != shape]
-    extra = [name for name in weights.tensors if name not in shapes]
+    stored = {name: weights.tensors.shape(name) for name in weights.tensors}
+    wrong = [name for name, shape in shapes.items() if stored.get(name) != shape]
+    extra = [name for name in stored if name not in shapes]
     if wrong or extra:
         raise CheckpointError(
-            f"{path} holds another model than the experiment's: {len(wrong)} parameters are missing or of another "
-            f"shape and {len(extra)} are unknown, first {(wrong + extra)[0]}; make the model section match it"
+            f"{weights.folder} holds another model than the experiment's: {len(wrong)} parameters are missing or of "
+            f"another shape and {len(extra)} are unknown, first {(wrong + extra)[0]}; make the model section match it"
         )
     if Tokenizer.load(weights.tokenizer).fingerprint != dataset.tokenizer.fingerprint:
         raise ConfigError(
-            f"{path} was trained with another tokenizer than {dataset.path} was built with, so its tokens mean other "
-            f"words; build a dataset with tokenizer.path={weights.tokenizer} and set data.path to it"
+            f"{weights.folder} was trained with another tokenizer than {dataset.path} was built with, so its tokens mean "
+            f"other words; build a dataset with tokenizer.path={weights.tokenizer} and set data.path to it"
         )
-    return lambda name, start, stop: weights.tensors[name].flatten()[start:stop].float()
+    return lambda name, start, stop: weights.tensors.elements(name, start, stop).float()
 
 
-def _prepare_folder(experiment: Experiment, dataset: Dataset) -> None:
-    """Makes the run's folder self-contained: its resolved configuration and its tokenizer."""
-    folder = Path(experiment.output)
-    folder.mkdir(parents=True, exist_ok=True)
+def _open_records(
+    experiment: Experiment, dataset: Dataset, trainer: Trainer
+) -> tuple[list[Tracker], JsonlTracker | None]:
+    """Makes the run's folder self-contained and opens what is written into it, on rank 0; the others write nothing."""
+    if trainer.strategy.replica.index > 0:
+        return [], None
+    folder, step = Path(experiment.output), trainer.state.step
     (folder / "config.yaml").write_text(dump(experiment), encoding="utf-8")
     dataset.tokenizer.save(folder / "tokenizer")
-
-
-def _open_trackers(experiment: Experiment, step: int) -> list[Tracker]:
-    folder = Path(experiment.output)
+    _report(experiment, trainer)
     trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl", resume_step=step)]
     if experiment.tracking.wandb is not None:
         trackers.append(experiment.tracking.wandb.build(folder, to_tree(experiment)))
-    return [*trackers, ProgressTracker(step, experiment.training.steps)]
+    trackers.append(ProgressTracker(step, experiment.training.steps))
+    return trackers, JsonlTracker(folder / "ledger.jsonl", resume_step=step)
 
 
 def _flops_per_token(experiment: Experiment, trainer: Trainer) -> float:

@@ -20,9 +20,14 @@ from tests.conftest import make_dataset, write_experiment
 from tests.processes import run_ranks
 
 STEPS, BATCHES, RELATIVE = 30, 201, 1e-5
-PACKINGS, MICRO_BATCHES, THREADS = ("concat", "best_fit"), (1, 4, 8), (0, 1, 3)
-STRATEGIES = {1: ("single", "ddp", "fsdp"), 2: ("ddp", "fsdp", "hsdp"), 3: ("ddp", "fsdp"), 4: ("ddp", "fsdp", "hsdp")}
-STRATEGIES[5] = ("ddp", "fsdp")
+SETTINGS = (MICRO_BATCHES, THREADS, PACKINGS) = ((1, 4, 8), (0, 1, 3), ("concat", "best_fit"))
+STRATEGIES = {
+    1: ("single", "ddp", "fsdp"),
+    2: ("ddp", "fsdp", "hsdp"),
+    3: ("ddp", "fsdp"),
+    4: ("ddp", "fsdp", "hsdp"),
+    5: ("ddp", "fsdp"),
+}
 
 
 def compare(case: Case, ranks: list[Record], reference: Record) -> float:
@@ -42,8 +47,7 @@ def main() -> int:
         groups = [(size, strategy) for size, strategies in STRATEGIES.items() for strategy in strategies]
         worst: dict[tuple[int, str], list[float]] = {}
         for size, strategy in track(groups, "conformance", console=Console(stderr=True)):
-            settings = itertools.product(MICRO_BATCHES, THREADS, PACKINGS)
-            cases = [Case(size, strategy, *setting) for setting in settings]
+            cases = [Case(size, strategy, *setting) for setting in itertools.product(*SETTINGS)]
             ranks = run_ranks(size, run_cases, file, cases, STEPS, BATCHES, folder, timeout=1200)
             worst[size, strategy] = [
                 compare(case, [records[i] for records in ranks], references[case.packing])

@@ -97,8 +97,7 @@ def losses(file: str, overrides: list[str], world: World, *, resume: int | None 
     if resume is not None:
         trainer.restore(resume)
     tracker = Losses()
-    trainer.trackers = [tracker]
-    trainer.fit()
+    trainer.fit([tracker])
     trainer.loader.close()
     return tracker.values
 
@@ -114,6 +113,6 @@ def run_once(file: str, overrides: list[str], resume: int | None = None) -> list
 
 def _trainer(experiment: Experiment, world: World) -> Trainer:
     accelerator = experiment.accelerator.build() if experiment.accelerator else accelerators.detect()
-    strategy = experiment.strategy.build(accelerator, world)
+    strategy = experiment.strategy.build(accelerator, world, experiment.training.precision)
     dataset, checkpointer = Dataset.open(experiment.data.path), open_checkpointer(experiment, world)
     return build_trainer(experiment, dataset, strategy, checkpointer)

@@ -148,3 +148,12 @@ def test_bug(samestep: Samestep, objective: str, experiment_file: str, tmp_path:
     assert result.code == 1
     assert "Traceback" in result.err
     assert "KeyError: 'a bug'" in result.err
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
+    run = (f"output={tmp_path / 'run'}", "checkpoint.every=2", "schedule.warmup_steps=0", "training.max_grad_norm=null")
+    result = samestep("train", experiment_file, *run, "optimizer.lr=1e30")
+    assert result.code == 1
+    assert "error: train/loss is nan at step" in result.err
+    assert "Traceback" not in result.err
+    assert "nan" not in (tmp_path / "run" / "metrics.jsonl").read_text().lower()

@@ -11,11 +11,18 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from trainer.errors import ConfigError
+
 Precision: TypeAlias = Literal["fp32", "bf16"]
 
 
 def local_rank() -> int:
     """This process's number on its machine, as the launcher says; 0 when there is only one."""
+    if "LOCAL_RANK" not in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "the launcher sets WORLD_SIZE and no LOCAL_RANK, so that all processes would take the same "
+            "device; start them with samestep train or torchrun, or set LOCAL_RANK"
+        )
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 

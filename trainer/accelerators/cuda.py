@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,8 +17,10 @@ _BF16_TFLOPS = {
     "B200": 2250,
     "H200": 989,
     "H100 PCIe": 756,
+    "H100 NVL": 835,
     "H100": 989,
     "A100": 312,
+    "L40S": 362,
     "L40": 181,
     "L4": 121,
     "A10": 125,
@@ -68,7 +71,7 @@ class CudaAccelerator(Accelerator):
         if precision != "bf16":
             return None
         name = torch.cuda.get_device_name(self.device)
-        return next((tflops * 1e12 for part, tflops in _BF16_TFLOPS.items() if part in name), None)
+        return next((tflops * 1e12 for part, tflops in _BF16_TFLOPS.items() if re.search(rf"\b{part}\b", name)), None)
 
     def expected_flops(self, precision: Precision) -> float | None:
         peak = self.peak_flops(precision)
@@ -78,5 +81,5 @@ class CudaAccelerator(Accelerator):
         return torch.cuda.max_memory_allocated(self.device)
 
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies through pinned memory, so that the copy runs beside the computation."""
+        """Copies from pinned memory, so that the host does not wait for the copy."""
         return super().to_device({name: tensor.pin_memory() for name, tensor in batch.items()})

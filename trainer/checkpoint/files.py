@@ -9,6 +9,7 @@ import errno
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from trainer.errors import CheckpointError
 
 _CHUNK_BYTES = 16 * 2**20
 _TEMPORARY = ".tmp"
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,16 @@ def names(folder: Path) -> list[str]:
     """What a folder holds, sorted; nothing if there is no such folder."""
     with _explained("read", folder):
         return sorted(os.listdir(folder)) if folder.exists() else []
+
+
+def appears(path: Path, seconds: float) -> bool:
+    """Whether a file or folder that another node has made is there, within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not os.path.exists(path):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
 
 
 def make_folder(folder: Path) -> None:

@@ -9,16 +9,18 @@ the pieces that are there with the pieces that are wanted. Files follow the safe
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint import files
 from trainer.errors import CheckpointError
+from trainer.partition import local_part
 
 _DTYPES = {
     "F64": torch.float64,
@@ -56,27 +58,9 @@ class Piece:
 
 
 def local_piece(name: str, tensor: Tensor) -> Piece:
-    """The piece of a tensor that this process holds: all of a plain tensor, the local part of a DTensor.
-
-    The offset is computed here, by the rule of `torch.chunk` that DTensor follows; torch's own function for it is
-    private and has moved between releases.
-    """
-    tensor = tensor.detach()
-    shape, offset = tuple(tensor.shape), [0] * tensor.ndim
-    if not isinstance(tensor, DTensor):
-        return Piece(name, shape, tuple(offset), tensor)
-    local_shape = list(shape)
-    for dimension, placement in enumerate(tensor.placements):
-        assert type(placement) in (Shard, Replicate), f"{name}: {placement} is not a plain split"
-        if isinstance(placement, Shard):
-            length, ranks = local_shape[placement.dim], tensor.device_mesh.size(dimension)
-            chunk = -(-length // ranks)
-            start = min(length, chunk * tensor.device_mesh.get_local_rank(dimension))
-            offset[placement.dim] += start
-            local_shape[placement.dim] = min(chunk, length - start)
-    local = tensor.to_local()
-    assert local.shape == tuple(local_shape), f"{name}: {local.shape} here, {local_shape} by its placements"
-    return Piece(name, shape, tuple(offset), local)
+    """The piece of a tensor that this process holds: all of a plain tensor, the local part of a DTensor."""
+    local, offset = local_part(tensor.detach())
+    return Piece(name, tuple(tensor.shape), offset, local)
 
 
 def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> list[Piece]:
@@ -221,6 +205,46 @@ def _copy_overlap(source: Piece, target: Piece) -> int:
     elements = source.tensor[tuple(from_source)]
     target.tensor[tuple(to_target)].copy_(elements)
     return elements.numel()
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """Tensors that are read from the disk when they are asked for, whole or some elements; none is kept.
+
+    Attributes:
+        pieces: those of each tensor.
+    """
+
+    def __init__(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
+        self.pieces = pieces
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self.shape(name)
+        return self.elements(name, 0, math.prod(shape)).view(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.pieces)
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor; reads no elements."""
+        return self.pieces[name][0].shape
+
+    def elements(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a flattened tensor; reads no more than the rows that they lie in.
+
+        Raises:
+            CheckpointError: some of them were not stored.
+        """
+        first = self.pieces[name][0]
+        if first.tensor.shape == first.shape:
+            return first.tensor.flatten()[start:stop]
+        row = max(1, math.prod(first.shape[1:]))
+        begin, end = start // row, -(-stop // row)
+        rows = torch.empty(end - begin, *first.shape[1:], dtype=first.tensor.dtype)
+        fill([Piece(name, first.shape, (begin, *[0] * (rows.ndim - 1)), rows)], self.pieces)
+        return rows.flatten()[start - begin * row : stop - begin * row]
 
 
 def check_same_tensors(wanted: Iterable[Piece], stored: Mapping[str, Sequence[Piece]], where: Path) -> None:

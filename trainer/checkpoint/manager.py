@@ -6,6 +6,7 @@ import json
 import logging
 import platform
 import threading
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,14 @@ from torch import Tensor
 
 import trainer
 from trainer.checkpoint import files, integrity, layout, writer
-from trainer.checkpoint.layout import Piece
+from trainer.checkpoint.layout import StoredTensors
 from trainer.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_APPEAR_SECONDS = 60.0  # network file systems may remember for so long that a name does not exist
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,13 @@ class Config:
 class Checkpointer:
     """Saves and restores named tensors, sharded or not, together with a JSON-able description.
 
-    `save`, `wait`, `latest` and `restore` are collective: all ranks call them in the same order, and all return or
-    all raise. The background threads take part in no collective: they meet through files, for `peer_timeout` seconds
-    at most, and an error in one of them surfaces in the next collective call. After an error, make no further calls.
+    All methods but `steps` are collective: all ranks call them in the same order, and all return or all raise. The
+    background threads take part in no collective: they meet through files, for `peer_timeout` seconds at most, and an
+    error in one of them surfaces in the next collective call. After an error, make no further calls.
     """
 
     def __init__(
-        self, folder: Path, config: Config, *, rank: int, world_size: int, peer_timeout: float = 600.0
+        self, folder: Path, config: Config, *, rank: int, world_size: int, peer_timeout: float = 300.0
     ) -> None:
         """
         Args:
@@ -69,7 +72,8 @@ class Checkpointer:
             config: when to save and what to keep.
             rank: of this process.
             world_size: number of processes; the default process group must be initialised if there are several.
-            peer_timeout: seconds that rank 0 waits for the files of the other ranks, after writing its own.
+            peer_timeout: seconds that ranks wait for each other's files; shorter than the time-out of collectives, in
+                which the others wait meanwhile, so that this one explains the failure.
         """
         self.folder = folder
         self.config = config
@@ -79,7 +83,7 @@ class Checkpointer:
         self._staging = layout.Staging()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._sound: set[int] = set()
+        self._sound: set[Path] = set()
         self._at: int | None = None
 
     def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -113,14 +117,10 @@ class Checkpointer:
             except CheckpointError as failure:
                 error = failure
         self._raise_together(error)
-        if folder.name not in files.names(self.folder):
-            raise CheckpointError(
-                f"rank {self._rank} cannot see {folder}, which rank 0 has just made; use an output folder on a file "
-                "system that all nodes share"
-            )
+        self._await_everywhere(folder)
         content = self._staging.copy(layout.pieces_to_write(tensors, self._rank, self._world_size))
         self._at = step
-        self._sound.discard(step)
+        self._sound.discard(folder)
         self._thread = threading.Thread(
             target=self._write, args=(step, content, meta_text), name="checkpoint", daemon=True
         )
@@ -135,6 +135,29 @@ class Checkpointer:
             CheckpointError: it failed, on this rank or another.
         """
         self._raise_together(self._join())
+
+    def check_shared(self) -> None:
+        """Makes sure that all ranks see the same folder, before a run has something to lose.
+
+        Raises:
+            CheckpointError: naming the nodes that do not; or rank 0 cannot write in it.
+        """
+        if self._world_size == 1:
+            return
+        token = self.folder / self._gather(f".shared-{uuid.uuid4().hex}")[0]
+        error = None
+        try:
+            if self._rank == 0:
+                files.make_folder(self.folder)
+                files.write(token, b"")
+        except CheckpointError as failure:
+            error = failure
+        self._raise_together(error)
+        try:
+            self._await_everywhere(token)
+        finally:
+            if self._rank == 0:
+                files.remove(token)
 
     def steps(self) -> list[int]:
         """The committed steps, oldest first. Not collective."""
@@ -153,7 +176,7 @@ class Checkpointer:
                 logger.warning("passing over %s: saving it was cut short", leftover)
         steps = self._gather(self.steps())[0]
         for step in reversed(steps):
-            damage = self._damage(step)
+            damage = self._damage(integrity.step_folder(self.folder, step))
             if damage is None:
                 return step
             if self._rank == 0:
@@ -180,34 +203,52 @@ class Checkpointer:
         """
         if step is None and (step := self.latest()) is None:
             raise CheckpointError(f"there is no checkpoint in {self.folder}; check the output folder")
-        if damage := self._damage(step):
-            raise CheckpointError(damage)
         folder = integrity.step_folder(self.folder, step)
-        error, meta = None, {}
+        meta, stored = self.open(folder)
+        error = None
         try:
-            meta = integrity.read_meta(folder)
-            stored = _stored_pieces(folder)
             wanted = [layout.local_piece(name, tensor) for name, tensor in tensors.items()]
-            layout.check_same_tensors(wanted, stored, folder)
-            layout.fill(wanted, stored)
+            layout.check_same_tensors(wanted, stored.pieces, folder)
+            layout.fill(wanted, stored.pieces)
         except CheckpointError as failure:
             error = failure
         self._raise_together(error)
         self._at = step
         return meta
 
-    def _damage(self, step: int) -> str | None:
-        """What is wrong with a step, as all ranks together find it; looked up once per step."""
-        if step in self._sound:
+    def open(self, step_folder: Path) -> tuple[dict[str, Any], StoredTensors]:
+        """Opens a checkpoint, of this run or another, of which each rank then reads what it needs.
+
+        Each rank verifies a share of the files, unless that was done before.
+
+        Returns:
+            The content of meta.json, and the tensors.
+
+        Raises:
+            CheckpointError: it was never committed, or is damaged.
+        """
+        if damage := self._damage(step_folder):
+            raise CheckpointError(damage)
+        error, meta, stored = None, {}, StoredTensors({})
+        try:
+            meta, stored = integrity.read_meta(step_folder), _stored_tensors(step_folder)
+        except CheckpointError as failure:
+            error = failure
+        self._raise_together(error)
+        return meta, stored
+
+    def _damage(self, folder: Path) -> str | None:
+        """What is wrong with a checkpoint, as all ranks together find it; looked up once."""
+        if folder in self._sound:
             return None
         found = None
         try:
-            integrity.check_content(integrity.step_folder(self.folder, step), self._rank, self._world_size)
+            integrity.check_content(folder, self._rank, self._world_size)
         except CheckpointError as error:
             found = str(error)
         damage = next((text for text in self._gather(found) if text is not None), None)
         if damage is None:
-            self._sound.add(step)
+            self._sound.add(folder)
         return damage
 
     def _clear_the_way(self, step: int) -> None:
@@ -242,11 +283,11 @@ class Checkpointer:
 
     def _remove_old(self) -> None:
         """Removes the steps that are older than the last few sound ones, and no milestones."""
-        steps = self.steps()
-        sound = [step for step in steps if _looks_sound(integrity.step_folder(self.folder, step))]
-        for step in steps:
-            milestone = self.config.keep_every is not None and step % self.config.keep_every == 0
-            if step < min(sound[-self.config.keep_last :]) and not milestone:
+        older, sound = self.steps(), 0
+        while older and sound < self.config.keep_last:
+            sound += _looks_sound(integrity.step_folder(self.folder, older.pop()))
+        for step in older:
+            if self.config.keep_every is None or step % self.config.keep_every:
                 try:
                     integrity.remove_step(integrity.step_folder(self.folder, step))
                 except CheckpointError as error:
@@ -259,6 +300,20 @@ class Checkpointer:
             self._thread = None
         error, self._error = self._error, None
         return error
+
+    def _await_everywhere(self, path: Path) -> None:
+        """Waits until what rank 0 has made is there for all ranks.
+
+        Raises:
+            CheckpointError: naming the nodes that do not see it.
+        """
+        there = files.appears(path, min(self._peer_timeout, _APPEAR_SECONDS))
+        nodes = {node for node in self._gather(None if there else platform.node()) if node is not None}
+        if nodes:
+            raise CheckpointError(
+                f"{', '.join(sorted(nodes))} cannot see {path}, which rank 0 has made; use an output folder on a file "
+                "system that all nodes share, under the same path"
+            )
 
     def _raise_together(self, error: Exception | None) -> None:
         """Raises on all ranks if any has an error, with the words of the first that has one."""
@@ -276,27 +331,9 @@ class Checkpointer:
         return items
 
 
-def load_full(step_folder: Path, prefix: str = "model/") -> dict[str, Tensor]:
-    """Reads whole tensors in one process, for export and evaluation; needs no process group.
-
-    Args:
-        step_folder: a committed step.
-        prefix: which tensors; it is taken off their names.
-
-    Raises:
-        CheckpointError: the step is not committed or damaged, or has no such tensor.
-    """
-    integrity.check_content(step_folder)
-    stored = {name: pieces for name, pieces in _stored_pieces(step_folder).items() if name.startswith(prefix)}
-    if not stored:
-        raise CheckpointError(f"{step_folder} holds no tensor whose name starts with {prefix!r}; use another prefix")
-    tensors = {name: torch.empty(pieces[0].shape, dtype=pieces[0].tensor.dtype) for name, pieces in stored.items()}
-    layout.fill([layout.local_piece(name, tensor) for name, tensor in tensors.items()], stored)
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-
-
-def _stored_pieces(folder: Path) -> dict[str, list[Piece]]:
-    return layout.group_by_name(piece for path in integrity.rank_files(folder) for piece in layout.read_pieces(path))
+def _stored_tensors(folder: Path) -> StoredTensors:
+    pieces = (piece for path in integrity.rank_files(folder) for piece in layout.read_pieces(path))
+    return StoredTensors(layout.group_by_name(pieces))
 
 
 def _looks_sound(folder: Path) -> bool:

@@ -64,7 +64,10 @@ def _read_file(path: Path, chain: tuple[Path, ...]) -> Tree:
         raise ConfigError(f"{path} must hold `key: value` lines, not a {type(tree).__name__}")
     bases = tree.pop("base", [])
     merged: Tree = {}
-    for base in [bases] if isinstance(bases, str) else bases:
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"base in {path} must be the name of a file, or a list of names, not {bases!r}")
+    for base in bases:
         merged = merge(merged, _read_file((path.parent / base).resolve(), (*chain, path)))
     return merge(merged, tree)
 

@@ -139,7 +139,9 @@ class Config(TransformerConfig):
             for theirs in table[ours]:
                 expected[theirs] = (shape[0] // len(table[ours]), *shape[1:])
         self._check(found, expected)
-        return {ours: torch.cat([found[name] for name in names]) for ours, names in table.items()}
+        # What needs no joining is not copied: a large model's tensors stay on the disk until they are used.
+        parts = {ours: [found[name] for name in names] for ours, names in table.items()}
+        return {ours: torch.cat(found) if len(found) > 1 else found[0] for ours, found in parts.items()}
 
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inverse of `import_tensors`: the names and layout of transformers' current version.

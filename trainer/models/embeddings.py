@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout
+from trainer.models.layers import LayerNorm
 
 
 class Embeddings(nn.Module):
@@ -18,7 +19,7 @@ class Embeddings(nn.Module):
         self.tokens = nn.Embedding(config.vocab_size, config.width)
         self.positions = nn.Embedding(config.max_positions + config.position_offset, config.width)
         self.types = nn.Embedding(config.type_vocab, config.width)
-        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.norm = LayerNorm(config.width, eps=config.norm_eps)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, token_types: Tensor | None, dropout_key: Tensor | None

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models.config import TransformerConfig
-from trainer.models.layers import activate
+from trainer.models.layers import LayerNorm, activate
 
 
 class MaskedLMHead(nn.Module):
@@ -16,7 +16,7 @@ class MaskedLMHead(nn.Module):
         super().__init__()
         self.activation = config.head_activation
         self.dense = nn.Linear(config.width, config.width)
-        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.norm = LayerNorm(config.width, eps=config.norm_eps)
         self.decoder = None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
         self.bias = nn.Parameter(self.dense.bias.new_zeros(config.vocab_size))
 

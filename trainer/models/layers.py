@@ -23,6 +23,14 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
+class LayerNorm(nn.LayerNorm):
+    """Layer normalisation in fp32, whatever precision its input and its gathered parameters come in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> fp32 [..., D]."""
+        return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
+
+
 class FeedForward(nn.Module):
     """Two projections with an activation between them."""
 
@@ -50,9 +58,9 @@ class Layer(nn.Module):
         self.norm = config.norm
         self.dropout = config.dropout
         self.attention = SelfAttention(config)
-        self.attention_norm = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.attention_norm = LayerNorm(config.width, eps=config.norm_eps)
         self.ffn = FeedForward(config)
-        self.ffn_norm = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.ffn_norm = LayerNorm(config.width, eps=config.norm_eps)
 
     def forward(self, hidden: Tensor, mask: Tensor, dropout_keys: Tensor | None) -> Tensor:
         """[B, S, D] -> [B, S, D]; mask: bool [B, 1, S, S]; dropout_keys: int32 [DROPOUT_PLACES, B]."""

@@ -11,7 +11,7 @@ from trainer.models.dropout import split_key
 from trainer.models.embeddings import Embeddings
 from trainer.models.heads import MaskedLMHead
 from trainer.models.initialization import initial_values
-from trainer.models.layers import DROPOUT_PLACES, Layer
+from trainer.models.layers import DROPOUT_PLACES, Layer, LayerNorm
 
 
 class Transformer(nn.Module):
@@ -27,7 +27,7 @@ class Transformer(nn.Module):
         self.activation_checkpointing = False
         self.embeddings = Embeddings(config)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
-        self.final_norm = nn.LayerNorm(config.width, eps=config.norm_eps) if config.norm == "pre" else None
+        self.final_norm = LayerNorm(config.width, eps=config.norm_eps) if config.norm == "pre" else None
         self.head = MaskedLMHead(config)
 
     def forward(

@@ -20,7 +20,7 @@ class Meter:
     def add(self, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Adds scalars (sum, weight) by name; only enqueues work on the device."""
         for name, pair in metrics.items():
-            addend = torch.stack(pair).detach().float()
+            addend = torch.stack(pair).detach().double()
             total = self._totals.get(name)
             # A total restored from a checkpoint is in host memory until the first addend arrives.
             self._totals[name] = addend if total is None else total.to(addend.device) + addend

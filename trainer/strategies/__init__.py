@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.accelerators import Accelerator
+from trainer.accelerators import Accelerator, Precision
+from trainer.partition import local_part
 from trainer.strategies.world import World
 
 NamedParameters: TypeAlias = Iterable[tuple[str, nn.Parameter]]
@@ -48,9 +49,10 @@ class Strategy(ABC):
 
     parameters: dict[str, nn.Parameter]
 
-    def __init__(self, accelerator: Accelerator, world: World) -> None:
+    def __init__(self, accelerator: Accelerator, world: World, precision: Precision) -> None:
         self.accelerator = accelerator
         self.world = world
+        self.precision = precision
         self.replica = Replica(world.rank, world.size)
 
     @abstractmethod
@@ -62,6 +64,10 @@ class Strategy(ABC):
         Returns:
             The module to call in the forward pass, and the optimizer.
         """
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Surrounds a forward pass; matrix products in it are made in the run's precision."""
+        return self.accelerator.autocast(self.precision)
 
     def accumulate(self, last: bool) -> AbstractContextManager[object]:
         """Surrounds one micro-batch; gradients are exchanged in the last one of a step only."""
@@ -90,20 +96,8 @@ class Strategy(ABC):
         model.to_empty(device=self.accelerator.device)
         self.parameters = dict(model.named_parameters())
         for name, parameter in self.parameters.items():
-            local, start = _partition(parameter)
+            local, offset = local_part(parameter)
+            assert local.shape[1:] == parameter.shape[1:], f"{name} is split over another dimension than its first"
+            start = sum(place * stride for place, stride in zip(offset, parameter.stride(), strict=True))
             with torch.no_grad():
                 local.copy_(initial_values(name, start, start + local.numel()).view(local.shape))
-
-
-def _partition(parameter: nn.Parameter) -> tuple[Tensor, int]:
-    """The part of a parameter that this process holds, and where it starts in the flattened whole one."""
-    if not isinstance(parameter, DTensor):
-        return parameter, 0
-    rows, start = parameter.shape[0], 0
-    for dimension, placement in enumerate(parameter.placements):
-        if placement.is_shard():
-            assert placement.is_shard(0), "FSDP2 splits parameters over their first dimension"
-            chunk = -(-rows // parameter.device_mesh.size(dimension))
-            start = min(rows, parameter.device_mesh.get_local_rank(dimension) * chunk)
-    row_elements = parameter.numel() // rows
-    return parameter.to_local(), start * row_elements

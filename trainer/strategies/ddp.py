@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.accelerators import Accelerator
+from trainer.accelerators import Accelerator, Precision
 from trainer.strategies import BuildOptimizer, InitialValues, Strategy
 from trainer.strategies.world import World
 
@@ -25,13 +25,13 @@ class Config:
 
     bucket_mb: int = 25
 
-    def build(self, accelerator: Accelerator, world: World) -> DataParallel:
-        return DataParallel(accelerator, world, self)
+    def build(self, accelerator: Accelerator, world: World, precision: Precision) -> DataParallel:
+        return DataParallel(accelerator, world, precision, self)
 
 
 class DataParallel(Strategy):
-    def __init__(self, accelerator: Accelerator, world: World, config: Config) -> None:
-        super().__init__(accelerator, world)
+    def __init__(self, accelerator: Accelerator, world: World, precision: Precision, config: Config) -> None:
+        super().__init__(accelerator, world, precision)
         self._config = config
 
     def prepare(

@@ -13,9 +13,9 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from trainer.accelerators import Accelerator
+from trainer.accelerators import Accelerator, Precision
 from trainer.errors import ConfigError
 from trainer.strategies import BuildOptimizer, InitialValues, Shardable, Strategy
 from trainer.strategies.world import World
@@ -40,28 +40,37 @@ class Config:
         if self.replicas < 1:
             raise ConfigError(f"replicas must be at least 1, not {self.replicas}")
 
-    def build(self, accelerator: Accelerator, world: World) -> FullyShardedDataParallel:
+    def build(self, accelerator: Accelerator, world: World, precision: Precision) -> FullyShardedDataParallel:
         if world.size % self.replicas:
             raise ConfigError(
                 f"strategy.replicas {self.replicas} does not divide the {world.size} processes; "
                 f"use one of {[r for r in range(1, world.size + 1) if world.size % r == 0]}"
             )
-        return FullyShardedDataParallel(accelerator, world, self)
+        return FullyShardedDataParallel(accelerator, world, precision, self)
 
 
 class FullyShardedDataParallel(Strategy):
-    def __init__(self, accelerator: Accelerator, world: World, config: Config) -> None:
-        super().__init__(accelerator, world)
+    def __init__(self, accelerator: Accelerator, world: World, precision: Precision, config: Config) -> None:
+        super().__init__(accelerator, world, precision)
         self._config = config
-        shape = (config.replicas, world.size // config.replicas)
-        mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("replicate", "shard"))
-        self._mesh = mesh if config.replicas > 1 else mesh["shard"]
+        device = accelerator.device.type
+        if config.replicas == 1:
+            self._mesh = init_device_mesh(device, (world.size,), mesh_dim_names=("shard",))
+        else:
+            shape = (config.replicas, world.size // config.replicas)
+            self._mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
 
     def prepare(
         self, model: nn.Module, build_optimizer: BuildOptimizer, initial_values: InitialValues
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        # In bf16, layers are gathered in bf16: half the traffic, and autocast makes no copies of their weights, which
+        # autograd would keep whole until the backward pass. Gradients are summed in fp32.
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if self.precision == "bf16":
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         for unit in cast(Shardable, model).sharding_units():
-            fully_shard(unit, mesh=self._mesh, reshard_after_forward=self._config.reshard_after_forward)
+            reshard = self._config.reshard_after_forward
+            fully_shard(unit, mesh=self._mesh, reshard_after_forward=reshard, mp_policy=policy)
         fully_shard(model, mesh=self._mesh)
         self._materialise(model, initial_values)
         self._module = cast(FSDPModule, model)

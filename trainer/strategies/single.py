@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trainer.accelerators import Accelerator
+from trainer.accelerators import Accelerator, Precision
 from trainer.errors import ConfigError
 from trainer.strategies import BuildOptimizer, InitialValues, Strategy
 from trainer.strategies.world import World
@@ -17,13 +17,13 @@ from trainer.strategies.world import World
 class Config:
     """No splitting at all: the reference that the other strategies are compared with."""
 
-    def build(self, accelerator: Accelerator, world: World) -> Single:
+    def build(self, accelerator: Accelerator, world: World, precision: Precision) -> Single:
         if world.size != 1:
             raise ConfigError(
                 f"strategy single runs in one process, and {world.size} were started; "
                 "use strategy=fsdp or strategy=ddp, or start one process"
             )
-        return Single(accelerator, world)
+        return Single(accelerator, world, precision)
 
 
 class Single(Strategy):

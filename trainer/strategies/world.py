@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import threading
 import time
 from collections.abc import Iterator
@@ -68,10 +69,17 @@ class World:
         """
         with _explained():
             store = self.store or HashStore()
+            first = store.compare_set("backend", "", backend).decode()
+            if first != backend:
+                raise LaunchError(
+                    f"rank {self.rank} on {platform.node()} would speak {backend} and another rank {first}, because "
+                    "they found different hardware; check this node's devices and driver, or set accelerator=cpu"
+                )
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout)
 
     def close(self) -> None:
         """Leaves the others after a run that ended well."""
+        dist.barrier()  # rank 0 may host the store: nobody may take its end for a failure
         self._over.set()
         dist.destroy_process_group()
 

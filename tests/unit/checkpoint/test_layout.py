@@ -115,6 +115,27 @@ def test_any_cut_fills_any_other(
     assert torch.equal(result, tensor)
 
 
+@pytest.mark.parametrize(("row_cuts", "column_cuts"), [([], []), ([3, 3, 9], []), ([11], [0, 7]), ([1], [2, 5])])
+def test_stored_tensors_are_read_whole_or_in_part(row_cuts: list[int], column_cuts: list[int]) -> None:
+    tensor = torch.arange(77).view(11, 7)
+    scalar = whole("scalar", torch.tensor(5.0))
+    stored = layout.StoredTensors(layout.group_by_name([*cut(tensor, row_cuts, column_cuts), scalar]))
+    assert list(stored) == ["w", "scalar"]
+    assert stored.shape("w") == (11, 7)
+    assert torch.equal(stored["w"], tensor)
+    assert torch.equal(stored["scalar"], torch.tensor(5.0))
+    for start, stop in [(0, 0), (0, 77), (20, 22), (21, 49), (77, 77), (76, 77)]:
+        assert torch.equal(stored.elements("w", start, stop), tensor.flatten()[start:stop])
+
+
+def test_reading_a_part_needs_no_other_part() -> None:
+    tensor = torch.arange(77.0).view(11, 7)
+    stored = layout.StoredTensors({"w": cut(tensor, [3, 6, 9], [])[1:3]})
+    assert torch.equal(stored.elements("w", 21, 63), tensor[3:9].flatten())
+    with pytest.raises(CheckpointError, match=r"holds 7 of the 14 elements of w "):
+        stored.elements("w", 14, 28)
+
+
 def test_a_hole_is_found() -> None:
     tensor = torch.ones(4, 2)
     pieces = cut(tensor, [1, 3], [])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import Checkpointer, Config, files, load_full, read_meta
+from trainer.checkpoint import Checkpointer, Config, files, integrity, read_meta
 from trainer.errors import CheckpointError, ConfigError
 
 
@@ -65,7 +65,10 @@ def test_restores_what_was_saved_whatever_happened_to_it_since(tmp_path: Path, a
     assert meta["ledger"] is None
     assert meta["world_size"] == 1
     assert read_meta(tmp_path / "step-00000007") == meta
-    assert {name: tensor.shape for name, tensor in load_full(tmp_path / "step-00000007").items()} == {"weight": (5, 3)}
+    opened, stored = open_at(tmp_path).open(tmp_path / "step-00000007")
+    assert opened == meta
+    assert stored.keys() == live.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in tensors(7).items())
 
 
 def test_restores_into_parameters_that_require_gradients(tmp_path: Path) -> None:
@@ -99,6 +102,27 @@ def test_retention_counts_sound_checkpoints_only(tmp_path: Path) -> None:
     assert restored(tmp_path) == 4
 
 
+def test_retention_looks_at_the_newest_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that keeps many milestones does not look at all of them with every save."""
+    save(tmp_path, *range(1, 8), keep_every=1)
+    looked_at, check_sizes = [], integrity.check_sizes
+    monkeypatch.setattr(integrity, "check_sizes", lambda folder: (looked_at.append(folder.name), check_sizes(folder)))
+    assert save(tmp_path, 8, keep_every=1).steps() == list(range(1, 9))
+    assert looked_at == ["step-00000008", "step-00000007"]
+
+
+def test_each_file_is_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding the newest checkpoint, then opening it, reads it through once; reading needs no more than its rows."""
+    save(tmp_path, 1, 2)
+    verified, digest = [], files.digest
+    monkeypatch.setattr(files, "digest", lambda path: (verified.append(path.name), digest(path))[1])
+    checkpointer = open_at(tmp_path)
+    assert checkpointer.latest() == 2
+    _, stored = checkpointer.open(tmp_path / "step-00000002")
+    assert torch.equal(stored.elements("model/weight", 4, 9), torch.full((5,), 2.0))
+    assert verified.count("rank-00000.safetensors") == 1
+
+
 @pytest.mark.parametrize("fields", [{"every": 0}, {"keep_last": 1}, {"keep_every": 0}])
 def test_nonsense_in_the_config_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"{next(iter(fields))} is \d"):
@@ -127,8 +151,8 @@ def test_damage_is_named_and_walked_back_over(
     assert "step-00000003" in caplog.text
     assert name in caplog.text or name == "COMMITTED"
     assert restored(tmp_path) == 2
-    for use in (read_meta, load_full):
-        if use is load_full or name != "rank-00000.safetensors":
+    for use in (read_meta, open_at(tmp_path).open):
+        if use is not read_meta or name != "rank-00000.safetensors":
             with pytest.raises(CheckpointError):
                 use(tmp_path / "step-00000003")
 
@@ -192,12 +216,6 @@ def test_a_format_from_the_future_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="has checkpoint format 2 and this samestep reads format 1"):
         restored(tmp_path)
-
-
-def test_a_prefix_without_tensors_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="no tensor whose name starts with 'ema/'"):
-        load_full(tmp_path / "step-00000001", prefix="ema/")
 
 
 def test_a_folder_that_cannot_be_made_is_refused_at_the_first_save(tmp_path: Path) -> None:

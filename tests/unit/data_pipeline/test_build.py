@@ -1,5 +1,6 @@
 import collections
 import dataclasses
+import errno
 import fcntl
 import gzip
 import hashlib
@@ -159,6 +160,25 @@ def test_bad_input_stops_the_build_with_file_and_line_and_it_goes_on_with_skip(c
     with pytest.raises(DataError, match="no finished dataset"):
         Manifest.load(tmp_path / "out")
     assert build(dataclasses.replace(config, on_error="skip")).documents_in == 3
+
+
+def test_the_record_that_stops_a_build_is_the_first_bad_one_whichever_worker_is_done_first(corpus, tmp_path):
+    good = [json.dumps({"text": make_text(i)}) for i in range(200)]
+    long = json.dumps({"text": "w1 " * 300_000})  # its worker is still busy when the others are done
+    (tmp_path / "a.jsonl").write_text("\n".join([long, "first", *good, "second", *good, "third"]))
+    source = jsonl.Config((f"{tmp_path}/*.jsonl",))
+    with pytest.raises(DataError, match=r"a\.jsonl:2: invalid JSON"):
+        build(config_of(corpus, tmp_path / "out", source=source, workers=3, shard_bytes=900_015))
+
+
+def test_a_folder_without_locks_is_built_with_a_warning(corpus, built, tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    build(config_of(corpus, tmp_path / "out"))
+    assert "cannot be locked" in caplog.text
+    assert files_of(tmp_path / "out") == files_of(built)
 
 
 def test_a_source_without_documents_is_an_error(corpus, tmp_path):
@@ -366,6 +386,23 @@ def test_the_pool_draws_items_only_when_a_worker_is_free():
         done += 1
     assert done == drawn == 20
     assert list(pool.process(iter([]), partial(partial, len), workers=2)) == []
+
+
+def test_all_workers_start_before_the_first_item_is_sent(monkeypatch):
+    events = []
+    for name in ("__init__", "send"):
+        original = getattr(pool._Worker, name)
+
+        def logged(self, argument, name=name, original=original):
+            events.append(name)
+            original(self, argument)
+
+        monkeypatch.setattr(pool._Worker, name, logged)
+    assert len(list(pool.process(iter(["x"] * 3), partial(partial, len), workers=2))) == 3
+    assert events == ["__init__", "__init__", "send", "send", "send"]
+    events.clear()
+    assert len(list(pool.process(iter(["x"]), partial(partial, len), workers=9))) == 1
+    assert events == ["__init__", "send"]  # no worker without work
 
 
 def test_verify_finds_every_kind_of_damage(corpus, built, tmp_path):

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from data_pipeline import dataset as dataset_module
+from data_pipeline import loader as loader_module
 from data_pipeline.dataset import Dataset
 from data_pipeline.loader import Config, MicroBatch, StreamingLoader
 from trainer.errors import ConfigError, DataError
@@ -45,7 +46,7 @@ def make_loader(folder: Path, index: int = 0, count: int = 1, **changes: Any) ->
     settings: dict[str, Any] = {"global_batch_size": 24, "micro_batch_size": 4, "seed": 7, "pack_spec": SPEC}
     config = Config(path=str(folder), sequence_length=32, lanes=8, threads=changes.pop("threads", 0))
     config = replace(
-        config, **{name: changes.pop(name) for name in ("packing", "lanes", "prefetch") if name in changes}
+        config, **{name: changes.pop(name) for name in ("packing", "lanes", "window", "prefetch") if name in changes}
     )
     settings = {**settings, "collate": lay_out, **changes}
     return StreamingLoader(Dataset.open(folder), config, replica=Replica(index, count), **settings)
@@ -131,13 +132,13 @@ def test_keys_differ_between_epochs_and_dropout_between_all_rows(write_dataset) 
 
 
 def test_golden_batch(write_dataset) -> None:
-    """If this fails, runs no longer see the data they saw before: raise PACKING_VERSION, note it in CHANGELOG.md."""
+    """If this fails, runs see other data than before: raise PACKING_VERSION or ORDER_VERSION; note in CHANGELOG.md."""
     digest = hashlib.sha256()
     for packing in ("concat", "best_fit", "padded"):
         for rows in global_batches(write_dataset(name=packing), 3, packing=packing):
             for name in ("tokens", "key", "dropout_key", "example", "epoch"):
                 digest.update(rows[name].numpy().astype("<i8").tobytes())
-    assert digest.hexdigest()[:16] == "ccbe6a62f300af84"
+    assert digest.hexdigest()[:16] == "1d29c64a46aa7450"
 
 
 @pytest.mark.parametrize("threads", [0, 3])
@@ -178,6 +179,7 @@ def test_batch_size_may_change_and_no_example_is_lost(write_dataset) -> None:
     [
         ("seed", {"seed": 8}),
         ("lanes", {"lanes": 4}),
+        ("window", {"window": 2}),
         ("packing", {"packing": "padded"}),
         ("packing", {"pack_spec": PackSpec(16, 1, 1)}),
     ],
@@ -187,6 +189,14 @@ def test_another_order_is_not_continued(write_dataset, name, changes) -> None:
     state = make_loader(folder).state_dict()
     with pytest.raises(DataError, match=f"its {name} is .*start a new run"):
         make_loader(folder, **changes).load_state_dict(state)
+
+
+def test_an_order_of_another_version_is_not_continued(write_dataset, monkeypatch) -> None:
+    folder = write_dataset()
+    state = make_loader(folder).state_dict()
+    monkeypatch.setattr(loader_module, "ORDER_VERSION", 99)
+    with pytest.raises(DataError, match=r"its order is 1, this run's is 99; use the program's version"):
+        make_loader(folder).load_state_dict(state)
 
 
 def test_another_dataset_is_not_continued(write_dataset) -> None:
@@ -203,19 +213,29 @@ def test_shapes_are_static_and_padding_rows_are_valid_examples(write_dataset, co
             for _ in range(4):
                 step = next(loader)
                 assert len(step) == loader.micro_batches == math.ceil(math.ceil(24 / count) / 4)
+                rows = math.ceil(math.ceil(24 / count) / loader.micro_batches)  # at most 4, and none too many
                 for micro_batch in step:
-                    assert {tuple(value.shape) for value in micro_batch.values()} == {(4,), (4, 32)}
+                    assert {tuple(value.shape) for value in micro_batch.values()} == {(rows,), (rows, 32)}
                     assert (micro_batch["tokens"].sum(dim=1) > 0).all()
                     assert torch.equal(micro_batch["weight"], (micro_batch["example"] >= 0).float())
 
 
-def test_evaluation_is_one_pass_in_order_with_the_same_keys_each_time(write_dataset) -> None:
+@pytest.mark.parametrize(("count", "micro_batch_size", "shape"), [(8, 16, (1, 3)), (1, 16, (2, 12)), (5, 3, (2, 3))])
+def test_no_more_rows_are_computed_than_the_largest_share_needs(write_dataset, count, micro_batch_size, shape) -> None:
+    loader = make_loader(write_dataset(), 0, count, micro_batch_size=micro_batch_size)
+    step = next(loader)
+    assert (len(step), len(step[0]["example"])) == shape
+
+
+def test_evaluation_is_one_pass_in_fixed_order_with_the_same_keys_each_time(write_dataset) -> None:
     folder = write_dataset(heldout=3)
     loader = make_loader(folder, split="heldout", finite=True, threads=1)
     passes = [[valid_rows(step) for step in loader] for _ in range(2)]
     assert_same(*passes)
     examples = torch.cat([rows["example"] for rows in passes[0]])
-    assert examples.tolist() == list(range(loader.examples))
+    assert sorted(examples.tolist()) == list(range(loader.examples))
+    with make_loader(folder, split="heldout", finite=True, seed=8) as other:
+        assert valid_rows(next(other))["example"].tolist() == examples[:24].tolist()
     assert loader.examples % 24 != 0
     for count in (2, 5):
         replicas = [
@@ -238,7 +258,7 @@ def test_a_replica_without_rows_in_the_last_batch_gets_only_padding(write_datase
 def test_a_small_cache_of_shards_changes_nothing(write_dataset, monkeypatch) -> None:
     folder = write_dataset(shards=9)
     expected = global_batches(folder, 5)
-    monkeypatch.setattr(dataset_module, "MAX_OPEN_SHARDS", 2)
+    monkeypatch.setattr(dataset_module, "max_open_shards", lambda: 2)
     loader = make_loader(folder, threads=3)
     assert_same(expected, [valid_rows(next(loader)) for _ in range(5)])
     assert len(loader._packed._open) <= 2
@@ -249,6 +269,8 @@ def test_counts_are_cached_and_a_damaged_or_impossible_cache_does_no_harm(write_
     expected = global_batches(folder, 2)
     (cached,) = (folder / ".cache").iterdir()
     assert_same(expected, global_batches(folder, 2))
+    global_batches(folder, 1, seed=8)  # counts do not depend on the seed
+    assert list(cached.parent.iterdir()) == [cached]
     content = cached.read_bytes()
     for damaged in (b"", content[:-8], content[:40] + b"\x01" + content[41:]):
         cached.write_bytes(damaged)
@@ -258,6 +280,49 @@ def test_counts_are_cached_and_a_damaged_or_impossible_cache_does_no_harm(write_
     cached.parent.rmdir()
     cached.parent.write_text("the folder cannot be made")
     assert_same(expected, global_batches(folder, 2))
+
+
+FEW_FILES = """
+import resource, sys
+sys.path[:0] = {path!r}
+from data_pipeline.dataset import *
+from trainer.errors import DataError
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+dataset = Dataset.open({folder!r})
+kept = []
+try:
+    for _ in range(4):
+        kept.append(PackedSplit(dataset, "train", PackSpec(32, 1, 1), "concat", 0))
+        for shard in range(40 if {read} else 0):
+            kept[-1].read(Location(*np.array([[0], [shard], [0]])), np.ones(1, np.float32))
+    print(len(kept), max_open_shards(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+except DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "read", "output"),
+    [
+        (64, 1000, True, "4 333 1000"),  # as many files as the system allows
+        (64, 64, False, "4 21 64"),  # counting keeps none of 40 shards open
+        (64, 64, True, "too many files are open (this process may open 64); raise the limit with ulimit -n"),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_or_named(write_dataset, soft, hard, read, output) -> None:
+    folder = write_dataset(shards=40, documents=4)
+    program = FEW_FILES.format(path=sys.path, folder=str(folder), soft=soft, hard=hard, read=read)
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert output in found.stdout, found.stderr
+
+
+def test_more_shards_at_a_time_than_may_be_open_are_refused(write_dataset, monkeypatch) -> None:
+    folder = write_dataset(shards=40, documents=20)
+    monkeypatch.setattr(loader_module, "max_open_shards", lambda: 16)
+    with pytest.raises(ConfigError, match=r"data.lanes 8 and data.window 4 .* from 40 shards .* keep 16 open"):
+        make_loader(folder)
+    make_loader(folder, 1, 4)  # a quarter of the lanes
+    make_loader(folder, split="heldout", finite=True)
 
 
 def test_errors_of_threads_reach_the_training_thread(write_dataset) -> None:

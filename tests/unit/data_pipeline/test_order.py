@@ -66,7 +66,7 @@ def test_a_place_does_not_depend_on_what_else_is_asked_for() -> None:
 
 
 def test_golden_values() -> None:
-    """If this fails, the data order of every run changed: checkpoints would silently go on with other data."""
+    """If this fails, the order of every run changed: raise ORDER_VERSION, so that checkpoints are not continued."""
     order = Order([100, 50, 0, 200, 7, 33, 120, 90], seed=42, lanes=16, window=2)
     at = order.locate([0, 1, 2, 17, 100, 599, 600, 601, 6000, 10**9])
     assert at.epoch.tolist() == [0, 0, 0, 0, 0, 0, 1, 1, 9, 1644736]
@@ -141,9 +141,37 @@ def test_too_few_examples_for_the_lanes(counts: list[int], most: int) -> None:
     Order(counts, seed=0, lanes=most)
 
 
-def test_a_single_pass_is_in_order_and_ends() -> None:
+def test_a_single_pass_has_every_example_once_and_ends() -> None:
     counts = [3, 0, 4]
     order = SinglePass(counts)
-    assert ids(counts, order, order.batch(0, 5)).tolist() == [0, 1, 2, 3, 4]
-    assert ids(counts, order, order.batch(5, 5)).tolist() == [5, 6]
-    assert order.batch(10, 5).tolist() == []
+    batches = [ids(counts, order, order.batch(start, 5)).tolist() for start in (0, 5, 10)]
+    assert [len(batch) for batch in batches] == [5, 2, 0]
+    assert sorted(batches[0] + batches[1]) == list(range(7))
+    assert batches[0] == sorted(batches[0])  # so that replicas share few shards
+    assert SinglePass([0]).batch(0, 5).tolist() == []
+
+
+def test_the_first_batches_of_a_single_pass_are_a_fair_sample() -> None:
+    counts = [1000] * 50
+    order = SinglePass(counts)
+    shard = order.locate(np.concatenate([order.batch(start, 250) for start in range(0, 5000, 250)])).shard
+    found = np.bincount(shard, minlength=50)  # a tenth of each shard: mean 100, standard deviation 9.5
+    assert 60 < found.min() <= found.max() < 140
+
+
+@pytest.mark.parametrize("batch_size", [16, 48, 64, 256])
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_the_working_set_is_what_a_replica_reads_from_at_a_time(batch_size: int, count: int) -> None:
+    order = Order([100] * 512, seed=0, lanes=64, window=2)
+    window_steps = 2 * 100 * 64 // batch_size  # in which each lane goes through one window
+    for index in {0, count - 1}:
+        rows = [
+            order.batch(step * batch_size, batch_size)[share(batch_size, index, count)] for step in range(window_steps)
+        ]
+        found = len(np.unique(order.locate(np.concatenate(rows)).shard))
+        assert found <= order.working_set(batch_size, index, count) <= min(512, 2 * found)
+
+
+def test_the_working_set_of_few_shards_is_all_of_them() -> None:
+    assert Order([100] * 5, seed=0, lanes=64).working_set(4096, 0, 1) == 5
+    assert Order([100] * 5000, seed=0, lanes=99_991).working_set(4096, 0, 1) == 5000  # in bounded time and memory

@@ -1,4 +1,6 @@
 import io
+import os
+import socket
 import tarfile
 from pathlib import Path
 
@@ -123,6 +125,17 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match="on purpose"):
         write_and_fail()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_written_is_on_the_disk_under_its_name(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    with atomic_write(tmp_path / "file") as file:
+        temporary = Path(file.name).name
+        file.write(b"whole")
+    assert synced == [str(tmp_path / temporary), str(tmp_path)]
+    assert socket.gethostname() in temporary  # process ids are unique on one host only
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_folder_that_cannot_be_written_is_one_paragraph(tmp_path):

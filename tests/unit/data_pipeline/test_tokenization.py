@@ -111,6 +111,37 @@ def test_the_fingerprint_tells_tokenizers_apart(tmp_path):
     assert len(prints) == 5
 
 
+def test_the_fingerprint_is_the_same_for_every_version_of_tokenizers(tmp_path):
+    """Golden values, the same in versions 0.21.0 and 0.23.3; any other would disown the tokenizers of all datasets."""
+    wordpiece, bpe = tmp_path / "wordpiece", tmp_path / "bpe"
+    wordpiece.mkdir()
+    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "fox", "##es"]
+    (wordpiece / "vocab.txt").write_text("\n".join(vocab) + "\n")
+    assert Tokenizer.load(wordpiece).fingerprint == "52f8d7c45ae8acbac4059e1352a1360c7ced1f431ce736849ca712269e968011"
+    bpe.mkdir()
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "the")]
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = ["<s>", "<pad>", "</s>", "<unk>", *alphabet, *("".join(merge) for merge in merges), "<mask>"]
+    (bpe / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocab)}))
+    (bpe / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(merge) for merge in merges) + "\n")
+    assert Tokenizer.load(bpe).fingerprint == "0df38a37213417cd18cb4717415fae13d43788d1cb03a86167e59558c46e1e9e"
+
+
+def test_settings_that_say_nothing_do_not_change_the_fingerprint(tmp_path):
+    tokenizer = train("bpe")
+    tokenizer.save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    for name in ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges"):
+        del tree["model"][name]  # as a version before that setting would write it
+    tree["model"]["continuing_subword_prefix"] = ""
+    file.write_text(json.dumps(tree))
+    assert Tokenizer.load(tmp_path).fingerprint == tokenizer.fingerprint
+    tree["pre_tokenizer"]["add_prefix_space"] = True
+    file.write_text(json.dumps(tree))
+    assert Tokenizer.load(tmp_path).fingerprint != tokenizer.fingerprint
+
+
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_bert_vocab_txt_gives_the_ids_of_transformers(tmp_path, lowercase):
     letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
@@ -167,8 +198,11 @@ def test_roles_come_from_the_settings_of_the_folder(tmp_path):
 
 
 def test_what_cannot_be_loaded_is_explained(tmp_path):
-    with pytest.raises(DataError, match=r"no tokenizer in .*samestep data tokenizer"):
-        Tokenizer.load(tmp_path)
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / "folders" / name).mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "gone", tmp_path / "folders"):
+        with pytest.raises(DataError, match=rf"no tokenizer in {folder}: .*samestep data tokenizer"):
+            Tokenizer.load(folder)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="cannot read the tokenizer"):
         Tokenizer.load(tmp_path)

@@ -1,0 +1,103 @@
+"""What is done with the checkpoints of real runs: they are scored, opened by several ranks together, exported."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_pipeline.dataset import PackedSplit
+from tests.integration.commands import SAMESTEP, Samestep
+from tests.processes import run_ranks
+from trainer.checkpoint import files
+from trainer.config import load
+from trainer.errors import CheckpointError
+from trainer.experiment import Experiment
+from trainer.run import open_checkpointer
+from trainer.strategies.world import World
+from trainer.weights import load_weights
+
+HYBRID = "strategy={kind: fsdp, replicas: 2}"
+
+
+def test_one_process_scores_what_two_trained(
+    samestep: Samestep, finished_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run that only several processes could train; the training documents are not even looked at."""
+    opened, init = [], PackedSplit.__init__
+
+    def record(self: PackedSplit, dataset: object, split: str, *arguments: object) -> None:
+        opened.append(split)
+        init(self, dataset, split, *arguments)
+
+    monkeypatch.setattr(PackedSplit, "__init__", record)
+    result = samestep("evaluate", finished_run, HYBRID)
+    assert result.code == 0, result.err
+    assert result.out.split()[:3:2] == ["step", "loss"]
+    assert set(opened) == {"heldout"}
+
+
+def test_two_processes_score_as_one_and_print_once(samestep: Samestep, finished_run: Path) -> None:
+    alone = samestep("evaluate", finished_run).out.split()
+    command = [*SAMESTEP, "evaluate", finished_run, "--processes", "2", HYBRID, "--step", "12"]
+    together = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout.split()
+    assert together[::2] == alone[::2] == ["step", "loss", "accuracy", "perplexity"]
+    assert [float(x) for x in together[1::2]] == pytest.approx([float(x) for x in alone[1::2]], rel=1e-5)
+
+
+def test_ranks_share_the_verification(finished_run: Path) -> None:
+    """The file of the tensors is read through once, and each rank has all of them."""
+    ranks = run_ranks(2, open_weights, str(finished_run))
+    verified = [name for names, _ in ranks for name in names if name != "checksums.json"]
+    assert sorted(verified) == ["meta.json", "meta.json", "meta.json", "rank-00000.safetensors"]
+    assert (
+        ranks[0][1] == ranks[1][1] == sum(float(t.double().sum()) for t in load_weights(finished_run).tensors.values())
+    )
+
+
+def open_weights(run: str) -> tuple[list[str], float]:
+    """What one rank reads through, and the sum of all parameters."""
+    verified, digest = [], files.digest
+    files.digest = lambda path: (verified.append(path.name), digest(path))[1]
+    world = World.start(60)
+    world.connect("gloo")
+    weights = load_weights(run, world.rank, world.size)
+    world.close()
+    return verified, sum(float(tensor.double().sum()) for tensor in weights.tensors.values())
+
+
+def test_patience_with_a_silent_rank_ends_before_that_of_collectives(experiment_file: str, tmp_path: Path) -> None:
+    """So that the rank is named; the time-out of a collective names nobody."""
+    overrides = [f"output={tmp_path / 'run'}", "training.collective_timeout=4"]
+    messages = run_ranks(2, save_without_rank_1, experiment_file, overrides)
+    assert all("no files from ranks [1]" in message for message in messages)
+
+
+def save_without_rank_1(file: str, overrides: list[str]) -> str:
+    """What one rank hears when rank 1 never writes its part of a checkpoint."""
+    experiment = load(Experiment, file, overrides)
+    world = World.start(experiment.training.collective_timeout)
+    world.connect("gloo")
+    checkpointer = open_checkpointer(experiment, world)
+    if world.rank == 1:
+        checkpointer._write = lambda *_: None
+    checkpointer.save(1, {"model/weight": torch.ones(3)}, {})
+    with pytest.raises(CheckpointError) as caught:
+        checkpointer.wait()
+    return str(caught.value)
+
+
+def test_padding_that_would_shift_positions_is_refused(
+    samestep: Samestep, experiment_file: str, tmp_path: Path
+) -> None:
+    """transformers counts RoBERTa's positions from the padding's id, and WordPiece has its padding at 0."""
+    run = tmp_path / "run"
+    overrides = [f"output={run}", "model.kind=roberta", "training.steps=4"]
+    assert samestep("train", experiment_file, *overrides).code == 0
+    result = samestep("export", run, tmp_path / "exported")
+    assert result.code == 2
+    assert "padding token at id 0" in result.message
+    assert "needs it at 1" in result.message
+    assert not (tmp_path / "exported").exists()
