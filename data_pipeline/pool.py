@@ -14,6 +14,8 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
@@ -77,7 +79,11 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, start), daemon=True)
+        # Ctrl-C reaches the whole group; the parent decides. A mask holds from a process's birth, imports included.
+        resource_tracker.ensure_running()  # starting it would unblock the signal
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self._process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
     def send(self, item: Any) -> None:
@@ -109,18 +115,18 @@ class _Worker:
 
 
 def _serve(connection: Connection, start: Callable[[], Callable[[Any], Any]]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     function = None
-    while True:
-        item = connection.recv()
-        try:
-            function = function or start()
-            connection.send((function(item), None))
-        except Exception as error:
-            if not isinstance(error, DataError):
-                error.add_note(traceback.format_exc())  # a pickled exception loses its traceback
-            connection.send((None, error))
+    with suppress(EOFError, ConnectionError):  # the parent has ended
+        while True:
+            item = connection.recv()
+            try:
+                function = function or start()
+                connection.send((function(item), None))
+            except Exception as error:
+                if not isinstance(error, DataError):
+                    error.add_note(traceback.format_exc())  # a pickled exception loses its traceback
+                connection.send((None, error))
 
 
 def _end_with_parent() -> None:

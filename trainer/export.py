@@ -65,7 +65,7 @@ def _check_padding(weights: Weights) -> None:
     offset, pad = weights.config.position_offset, Tokenizer.load(weights.tokenizer).vocabulary.pad
     if offset and pad != offset - 1:
         raise ConfigError(
-            f"the tokenizer {weights.tokenizer} has its padding token at id {pad}, and a {weights.config.model_type} of "
+            f"the tokenizer {weights.tokenizer} has its padding token at id {pad}, and {weights.config.model_type} in "
             f"transformers needs it at {offset - 1}; build the dataset with a tokenizer of algorithm bpe (or RoBERTa's "
             "own), or train model=bert, which goes with any tokenizer"
         )

@@ -37,8 +37,8 @@ class Config:
     Attributes:
         steps: optimizer steps of the whole run.
         global_batch_size: examples of one step, over all devices.
-        micro_batch_size: examples of one forward and backward pass on one device, at most: a device's share of a step is
-            cut into equal parts; changes memory and speed only.
+        micro_batch_size: the most examples of one forward and backward pass on one device, whose share of a step is cut
+            into equal parts; changes memory and speed only.
         precision: of matrix products; parameters and optimizer state stay in fp32.
         max_grad_norm: gradients are scaled down to this global norm; None leaves them.
         activation_checkpointing: recomputes each layer in the backward pass: less memory, a third more work.

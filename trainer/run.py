@@ -246,8 +246,8 @@ def _stored_values(weights: Weights, model: Any, dataset: Dataset) -> InitialVal
         )
     if Tokenizer.load(weights.tokenizer).fingerprint != dataset.tokenizer.fingerprint:
         raise ConfigError(
-            f"{weights.folder} was trained with another tokenizer than {dataset.path} was built with, so its tokens mean "
-            f"other words; build a dataset with tokenizer.path={weights.tokenizer} and set data.path to it"
+            f"{weights.folder} was trained with another tokenizer than {dataset.path} was built with, so its tokens "
+            f"mean other words; build a dataset with tokenizer.path={weights.tokenizer} and set data.path to it"
         )
     return lambda name, start, stop: weights.tensors.elements(name, start, stop).float()
 
@@ -302,7 +302,7 @@ def _report(experiment: Experiment, trainer: Trainer) -> None:
     logger.info("device       %d x %s, strategy %s, %s", count, accelerator.description, kind, settings.precision)
     logger.info("model        %s parameters", f"{parameters:,}")
     logger.info(
-        "batch        %d examples x %d = %s tokens a step, in micro-batches of %d",
+        "batch        %d examples x %d = %s tokens a step, in micro-batches of at most %d",
         settings.global_batch_size,
         experiment.data.sequence_length,
         f"{tokens:,}",

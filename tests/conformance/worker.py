@@ -65,7 +65,7 @@ def run_cases(file: str, cases: list[Case], steps: int, batches: int, output: st
     world.connect("gloo")
     records = []
     for i, case in enumerate(cases):
-        overrides = [*case.overrides, f"training.steps={steps}", f"output={output}/{world.size}-{i}"]
+        overrides = [*case.overrides, f"training.steps={steps}", f"output={output}/{world.size}-{case.strategy}-{i}"]
         records.append(Record(batch_digests(file, overrides, world, batches), losses(file, overrides, world)))
     world.close()
     return records
@@ -85,7 +85,7 @@ def batch_digests(file: str, overrides: list[str], world: World, batches: int) -
                 values = batch[name].numpy().reshape(len(valid), -1)
                 column = combine(len(name), np.arange(values.shape[1]))
                 row = combine(row, combine(column, values.astype(np.int64)).sum(axis=1, dtype=np.uint64))
-            digests[i] += row[valid].sum(dtype=np.uint64)
+            digests[i : i + 1] += row[valid].sum(dtype=np.uint64)
     trainer.loader.close()
     return digests
 

@@ -17,9 +17,10 @@ from trainer.errors import CheckpointError
 from trainer.experiment import Experiment
 from trainer.run import open_checkpointer
 from trainer.strategies.world import World
-from trainer.weights import load_weights
+from trainer.weights import Weights, load_weights
 
 HYBRID = "strategy={kind: fsdp, replicas: 2}"
+ROBERTA = "{kind: roberta, vocab_size: 600, layers: 1, width: 32, heads: 2, ffn_width: 64, max_positions: 32}"
 
 
 def test_one_process_scores_what_two_trained(
@@ -52,20 +53,23 @@ def test_ranks_share_the_verification(finished_run: Path) -> None:
     ranks = run_ranks(2, open_weights, str(finished_run))
     verified = [name for names, _ in ranks for name in names if name != "checksums.json"]
     assert sorted(verified) == ["meta.json", "meta.json", "meta.json", "rank-00000.safetensors"]
-    assert (
-        ranks[0][1] == ranks[1][1] == sum(float(t.double().sum()) for t in load_weights(finished_run).tensors.values())
-    )
+    assert ranks[0][1] == ranks[1][1] == total(load_weights(finished_run))
 
 
 def open_weights(run: str) -> tuple[list[str], float]:
-    """What one rank reads through, and the sum of all parameters."""
+    """What one rank reads through, and what it finds."""
     verified, digest = [], files.digest
     files.digest = lambda path: (verified.append(path.name), digest(path))[1]
     world = World.start(60)
     world.connect("gloo")
     weights = load_weights(run, world.rank, world.size)
     world.close()
-    return verified, sum(float(tensor.double().sum()) for tensor in weights.tensors.values())
+    return verified, total(weights)
+
+
+def total(weights: Weights) -> float:
+    """The sum of all parameters."""
+    return sum(float(tensor.double().sum()) for tensor in weights.tensors.values())
 
 
 def test_patience_with_a_silent_rank_ends_before_that_of_collectives(experiment_file: str, tmp_path: Path) -> None:
@@ -94,7 +98,7 @@ def test_padding_that_would_shift_positions_is_refused(
 ) -> None:
     """transformers counts RoBERTa's positions from the padding's id, and WordPiece has its padding at 0."""
     run = tmp_path / "run"
-    overrides = [f"output={run}", "model.kind=roberta", "training.steps=4"]
+    overrides = [f"output={run}", f"model={ROBERTA}", "training.steps=4"]
     assert samestep("train", experiment_file, *overrides).code == 0
     result = samestep("export", run, tmp_path / "exported")
     assert result.code == 2

@@ -388,6 +388,13 @@ def test_the_pool_draws_items_only_when_a_worker_is_free():
     assert list(pool.process(iter([]), partial(partial, len), workers=2)) == []
 
 
+def test_ctrl_c_reaches_the_parent_and_no_worker_not_even_one_that_starts():
+    blocked = "__import__('signal').pthread_sigmask(0, [])"
+    for _, signals in pool.process(iter([blocked] * 3), partial(partial, eval), workers=2):
+        assert signal.SIGINT in signals
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 def test_all_workers_start_before_the_first_item_is_sent(monkeypatch):
     events = []
     for name in ("__init__", "send"):
