@@ -297,7 +297,7 @@ def _report(experiment: Experiment, trainer: Trainer) -> None:
     tokens = settings.global_batch_size * experiment.data.sequence_length
     flops = _flops_per_token(experiment, trainer) * tokens * (settings.steps - trainer.state.step)
     speed = accelerator.expected_flops(settings.precision)
-    estimate = f", about {timedelta(seconds=round(flops / speed / count))}" if speed else ""
+    estimate = f", {timedelta(seconds=round(flops / speed / count))} or more" if speed else ""
     kind = type(experiment.strategy).__module__.rpartition(".")[2]
     logger.info("device       %d x %s, strategy %s, %s", count, accelerator.description, kind, settings.precision)
     logger.info("model        %s parameters", f"{parameters:,}")
