@@ -74,7 +74,7 @@ Written by `make conformance`. Every case runs the real loader and the real trai
 - **batches**: digests of the global batches 0 to {BATCHES - 1} (tokens, masks, labels, dropout keys) are equal;
 - **losses**: each of {STEPS} training losses agrees within {RELATIVE:g} relative.
 
-A row covers micro-batches of {_join(MICRO_BATCHES)}, {_join(THREADS)} loader threads, and the packings
+A row covers micro-batches of at most {_join(MICRO_BATCHES)} examples; {_join(THREADS)} loader threads; the packings
 {_join(PACKINGS)}. `hsdp` is FSDP2 in two replicas.
 
 | processes | strategy | cases that agree | largest relative difference of a loss |
@@ -86,7 +86,8 @@ A row covers micro-batches of {_join(MICRO_BATCHES)}, {_join(THREADS)} loader th
 
 
 def _join(values: Iterable[object]) -> str:
-    return ", ".join(map(str, values))
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}"
 
 
 if __name__ == "__main__":
