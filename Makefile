@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing samestep and its tools into $(VENV) (a few minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot,wandb]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf,http,parquet,plot,s3,tensorboard,wandb]'
 	@touch $@
 
 demo: install  ## pre-train a tiny BERT, kill it, resume it on more processes, export it (CPU, a few minutes)
