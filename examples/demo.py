@@ -75,7 +75,7 @@ def lost_and_repeated() -> tuple[int, int]:
     dataset = Dataset.open(experiment.data.path)
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
     fed: Counter[tuple[int, int]] = Counter()
-    with open_loader(experiment, dataset, objective, Replica(0, 1)) as loader:
+    with open_loader(experiment, dataset, objective, Replica(0, 1), experiment.resolved_phases()[0]) as loader:
         ledger = {row["step"]: row["digest"] for row in read_rows(FOLDER / "run" / "ledger.jsonl")}
         digest = 0
         for step, micro_batches in zip(range(1, experiment.training.steps + 1), loader, strict=False):

@@ -12,6 +12,8 @@ from trainer.config import Kinds
 from trainer.errors import ConfigError
 from trainer.monitoring import wandb
 from trainer.optim import schedules
+from trainer.phases import Config as PhaseConfig
+from trainer.phases import Phase, resolve
 from trainer.strategies import fsdp
 
 
@@ -36,6 +38,8 @@ class Experiment:
         objective: what is predicted (a module of trainer/objectives).
         data: the dataset that `samestep data build` made, and how it is cut into examples.
         training: steps, batch sizes, precision.
+        phases: stretches of the run with a sequence length, batch size or learning rate of their own, one after the
+            other; none at all is a single one.
         optimizer: a module of trainer/optim with a `Config`.
         schedule: the learning rate over the run.
         strategy: how the model is split over processes (a module of trainer/strategies).
@@ -54,6 +58,7 @@ class Experiment:
     training: loop.Config
     optimizer: Annotated[Any, Kinds("trainer.optim")]
     schedule: schedules.Schedule = field(default_factory=schedules.Schedule)
+    phases: tuple[PhaseConfig, ...] = ()
     strategy: Annotated[Any, Kinds("trainer.strategies")] = field(default_factory=fsdp.Config)
     accelerator: Annotated[Any, Kinds("trainer.accelerators")] | None = None
     checkpoint: manager.Config = field(default_factory=manager.Config)
@@ -70,4 +75,19 @@ class Experiment:
                     f"{name} {path!r} is not a folder of a file system, and object stores are not supported yet; mount "
                     "it, or copy the data here"
                 )
-        schedules.lr_fraction(self.schedule, 0, self.training.steps)  # refuses a warm-up longer than the run
+        self.resolved_phases()  # refuses those that do not fit the run
+
+    def resolved_phases(self) -> tuple[Phase, ...]:
+        """The phases with all their settings; at least one.
+
+        Raises:
+            ConfigError: their steps do not add up to the run's, or a warm-up is too long.
+        """
+        return resolve(
+            self.phases,
+            steps=self.training.steps,
+            sequence_length=self.data.sequence_length,
+            global_batch_size=self.training.global_batch_size,
+            micro_batch_size=self.training.micro_batch_size,
+            schedule=self.schedule,
+        )

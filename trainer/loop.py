@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +16,14 @@ from trainer.accelerators import Precision
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import Tree, differences
 from trainer.errors import CheckpointError, ConfigError, SamestepError
-from trainer.examples import HOST_COLUMNS
 from trainer.monitoring import Tracker
 from trainer.monitoring.jsonl import JsonlTracker
 from trainer.monitoring.meter import Meter
 from trainer.monitoring.throughput import Throughput
 from trainer.objectives import Objective
-from trainer.optim import groups, schedules
+from trainer.optim import groups
+from trainer.passes import Loader, MicroBatches, accumulate_gradients, score
+from trainer.phases import MicroBatchSize, Phase, phase_of
 from trainer.state import TrainState
 from trainer.strategies import Strategy
 
@@ -38,7 +38,7 @@ class Config:
         steps: optimizer steps of the whole run.
         global_batch_size: examples of one step, over all devices.
         micro_batch_size: the most examples of one forward and backward pass on one device, whose share of a step is cut
-            into equal parts; changes memory and speed only.
+            into equal parts; changes memory and speed only. auto measures how many fit.
         precision: of matrix products; parameters and optimizer state stay in fp32.
         max_grad_norm: gradients are scaled down to this global norm; None leaves them.
         activation_checkpointing: recomputes each layer in the backward pass: less memory, a third more work.
@@ -51,7 +51,7 @@ class Config:
 
     steps: int
     global_batch_size: int = 256
-    micro_batch_size: int = 8
+    micro_batch_size: MicroBatchSize = "auto"
     precision: Precision = "fp32"
     max_grad_norm: float | None = 1.0
     activation_checkpointing: bool = False
@@ -62,7 +62,9 @@ class Config:
     collective_timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "global_batch_size", "micro_batch_size", "log_every"):
+        if isinstance(self.micro_batch_size, int) and self.micro_batch_size < 1:
+            raise ConfigError(f"micro_batch_size must be at least 1, or auto, not {self.micro_batch_size}")
+        for name in ("steps", "global_batch_size", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("evaluate_every", "evaluate_batches"):
@@ -72,18 +74,6 @@ class Config:
             raise ConfigError(f"max_grad_norm must be above 0, or null for no clipping, not {self.max_grad_norm}")
         if not 0 < self.collective_timeout < math.inf:
             raise ConfigError(f"collective_timeout must be above 0 seconds, not {self.collective_timeout}")
-
-
-MicroBatches = Sequence[Mapping[str, Tensor]]
-
-
-class Loader(Protocol):
-    """An iterable over steps, whose state is where the consumer stands."""
-
-    def __iter__(self) -> Any: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
 
 
 class Trainer:
@@ -97,9 +87,9 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         objective: Objective,
         strategy: Strategy,
-        schedule: schedules.Schedule,
-        loader: Loader,
-        heldout: Callable[[], Loader],
+        phases: tuple[Phase, ...],
+        loaders: Sequence[Loader],
+        heldout: Callable[[Phase], Loader],
         checkpointer: Checkpointer,
         description: Mapping[str, Any],
     ) -> None:
@@ -108,8 +98,8 @@ class Trainer:
         self.optimizer = optimizer
         self.objective = objective
         self.strategy = strategy
-        self.schedule = schedule
-        self.loader = loader
+        self.phases = phases
+        self.loaders = loaders
         self.heldout = heldout
         self.checkpointer = checkpointer
         self.description = description
@@ -142,21 +132,42 @@ class Trainer:
         """
         self._trackers, self._ledger, self._throughput = trackers, ledger, throughput
         self.model.train()
-        batches = iter(self.loader)
         while self.state.step < self.config.steps:
+            self._run_phase(self.phase)
+        self.checkpointer.wait()
+
+    def _run_phase(self, phase: Phase) -> None:
+        """Trains to the end of a phase; its last step ends a row of metrics, so that no row is about two phases."""
+        batches = iter(self.loader)
+        while self.state.step < phase.end:
             asked = time.perf_counter()
             micro_batches = next(batches)
             self._waited += time.perf_counter() - asked
             self.train_step(micro_batches)
-            if self._due(self.config.log_every):
+            if self._due(self.config.log_every) or self.state.step == phase.end:
                 self._log_training()
             if self._due(self.config.evaluate_every):
                 began = time.perf_counter()
-                self._log({f"heldout/{name}": value for name, value in self.evaluate().items()})
+                self._log({f"heldout/{name}": value for name, value in self.evaluate(phase).items()})
                 self._evaluated += time.perf_counter() - began
             if self._due(self.checkpointer.config.every):
                 self.save()
-        self.checkpointer.wait()
+        self.loaders[phase.index].close()
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the next step; after the end of the run, the last one."""
+        return phase_of(self.phases, self.state.step)
+
+    @property
+    def loader(self) -> Loader:
+        """The loader of the next step."""
+        return self.loaders[self.phase.index]
+
+    def close(self) -> None:
+        """Stops what makes batches in the background."""
+        for loader in self.loaders:
+            loader.close()
 
     def train_step(self, micro_batches: MicroBatches) -> None:
         """Takes one optimizer step on this replica's rows of a global batch.
@@ -164,28 +175,23 @@ class Trainer:
         The loss terms are divided by their weights over the whole global batch, so gradients, summed over
         micro-batches and replicas, do not depend on how the batch was cut.
         """
-        fraction = schedules.lr_fraction(self.schedule, self.state.step, self.config.steps)
-        groups.set_lr(self.optimizer, self.optimizer.defaults["lr"] * fraction)
-        totals = _totals(self.objective, self.strategy, micro_batches)
-        for i, host_batch in enumerate(micro_batches):
-            batch = _to_device(self.strategy, host_batch)
-            with self.strategy.accumulate(last=i == len(micro_batches) - 1):
-                with self.strategy.autocast():
-                    loss = self.objective.loss(self.model, batch, totals)
-                self.strategy.backward(loss.total)
-            self._meter.add(loss.metrics)
-            self._digest += int(host_batch["digest"].sum())
+        phase = self.phase
+        lr = self.optimizer.defaults["lr"] if phase.lr is None else phase.lr
+        groups.set_lr(self.optimizer, lr * phase.lr_fraction(self.state.step))
+        for metrics in accumulate_gradients(self.model, self.objective, self.strategy, micro_batches):
+            self._meter.add(metrics)
+        self._digest += sum(int(batch["digest"].sum()) for batch in micro_batches)
         self._grad_norm = self.strategy.clip_grad_norm(self.config.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.strategy.accelerator.step_boundary()
         self.state.step += 1
-        self.state.examples += self.config.global_batch_size
-        self.state.tokens += self.config.global_batch_size * micro_batches[0]["tokens"].shape[1]
+        self.state.examples += phase.global_batch_size
+        self.state.tokens += phase.global_batch_size * phase.sequence_length
 
-    def evaluate(self) -> dict[str, float]:
-        """Scores the model on the held-out documents."""
-        scores = score(self.model, self.objective, self.strategy, self.heldout(), self.config.evaluate_batches)
+    def evaluate(self, phase: Phase) -> dict[str, float]:
+        """Scores the model on the held-out documents, in examples as those of the phase."""
+        scores = score(self.model, self.objective, self.strategy, self.heldout(phase), self.config.evaluate_batches)
         self.model.train()
         return scores
 
@@ -196,6 +202,7 @@ class Trainer:
         meta = {
             **self.description,
             "state": self.state.state_dict(),
+            "phase": self.phase.index,
             "data": self.loader.state_dict(),
             "window": window,
             "digest": self._global_digest(),
@@ -209,12 +216,28 @@ class Trainer:
         self._compare_settings(meta["config"], meta["step"])
         self.state.load_state_dict(meta["state"])
         groups.set_step(self.optimizer, self.state.step)
-        self.loader.load_state_dict(meta["data"])
+        self._enter_phase(meta)
         self._logged_tokens = self.state.tokens
         if self.strategy.replica.index == 0:  # these are sums over all replicas
             self._digest = int(meta["digest"], 16)
             window = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in meta["window"].items()}
             self._meter.add({name: (pair[0], pair[1]) for name, pair in window.items()})
+
+    def _enter_phase(self, meta: Mapping[str, Any]) -> None:
+        """Goes on in the data order of the checkpoint's phase, or begins that of the next one.
+
+        Raises:
+            CheckpointError: the phases' lengths have been changed so that the step belongs to another phase.
+        """
+        phase, before = self.phase, meta.get("phase", 0)
+        if before == phase.index:
+            self.loader.load_state_dict(meta["data"])
+        elif before > phase.index or self.state.step != phase.first_step:
+            raise CheckpointError(
+                f"the checkpoint of step {self.state.step} was saved in phase {before}, and by this run's phases the "
+                f"step belongs to phase {phase.index}; keep the steps of the phases that have begun, or start a new "
+                "run from the checkpoint's weights with init_from"
+            )
 
     def _compare_settings(self, before: Tree, step: int) -> None:
         """Says which settings have changed since the checkpoint; the model's may not, dropout excepted."""
@@ -281,45 +304,3 @@ class Trainer:
     def _log(self, metrics: Mapping[str, float]) -> None:
         for tracker in self._trackers:
             tracker.log(self.state.step, metrics)
-
-
-@torch.no_grad()
-def score(
-    model: nn.Module, objective: Objective, strategy: Strategy, loader: Loader, batches: int | None
-) -> dict[str, float]:
-    """Scores a model: means over the batches of a loader, which it closes, and the loss as perplexity.
-
-    Args:
-        model: as `strategy.prepare` returns it; left in eval mode.
-        objective: what it is scored by.
-        strategy: that of the model.
-        loader: whose batches; this replica's part of them.
-        batches: how many global batches to take; None takes all.
-    """
-    model.eval()
-    meter = Meter()
-    for micro_batches in itertools.islice(loader, batches):
-        totals = _totals(objective, strategy, micro_batches)
-        for host_batch in micro_batches:
-            batch = _to_device(strategy, host_batch)
-            with strategy.autocast():
-                meter.add(objective.loss(model, batch, totals).metrics)
-    loader.close()
-    means = meter.compute(strategy.all_reduce)
-    return {**means, "perplexity": math.exp(min(means["loss"], 700.0))}
-
-
-def _totals(objective: Objective, strategy: Strategy, micro_batches: MicroBatches) -> dict[str, Tensor]:
-    """Each loss term's weight over the whole global batch; one small collective, no wait for the device."""
-    sums: dict[str, float] = {}
-    for batch in micro_batches:
-        for name, weight in objective.weights(batch).items():
-            sums[name] = sums.get(name, 0.0) + weight
-    totals = torch.tensor(list(sums.values()), dtype=torch.float64)  # float32 cannot count beyond 2**24
-    totals = totals.to(strategy.accelerator.device, non_blocking=True)
-    return dict(zip(sums, strategy.all_reduce(totals).float(), strict=True))
-
-
-def _to_device(strategy: Strategy, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    columns = {name: column for name, column in batch.items() if name not in HOST_COLUMNS}
-    return strategy.accelerator.to_device(columns)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import fcntl
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,20 @@ import torch
 from data_pipeline.dataset import Dataset
 from data_pipeline.loader import StreamingLoader
 from data_pipeline.tokenization import Tokenizer
-from trainer import accelerators
+from trainer import accelerators, forecast
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import dump, to_tree
 from trainer.errors import CheckpointError, ConfigError, SamestepError
 from trainer.experiment import Experiment
-from trainer.loop import Trainer, score
+from trainer.loop import Trainer
+from trainer.micro_batch import probe, without_probe
 from trainer.monitoring import Tracker
 from trainer.monitoring.jsonl import JsonlTracker
 from trainer.monitoring.progress import ProgressTracker
-from trainer.monitoring.throughput import Throughput
 from trainer.objectives import Objective
+from trainer.passes import Loader, score
+from trainer.phases import Phase, phase_of
 from trainer.strategies import InitialValues, Replica, Strategy
 from trainer.strategies.world import World
 from trainer.weights import Weights, load_weights
@@ -55,17 +57,13 @@ def train(experiment: Experiment) -> None:
             if step is not None:
                 trainer.restore(step)
             trackers, ledger = _open_records(experiment, dataset, trainer)
-            trainer.fit(trackers, ledger, _throughput(experiment, trainer))
+            trainer.fit(trackers, ledger, forecast.throughput(experiment, trainer))
             for tracker in trackers:
                 tracker.close()
         except torch.OutOfMemoryError as error:
-            raise SamestepError(
-                f"the memory of {trainer.strategy.accelerator.description} is used up: {error}; lower "
-                f"training.micro_batch_size (it is {experiment.training.micro_batch_size}; it changes memory and speed "
-                "only), set training.activation_checkpointing=true, or use more devices"
-            ) from error
+            raise _out_of_memory(trainer, error) from error
         finally:
-            trainer.loader.close()
+            trainer.close()
 
 
 def evaluate(experiment: Experiment, step: int | None) -> dict[str, float]:
@@ -83,9 +81,10 @@ def evaluate(experiment: Experiment, step: int | None) -> dict[str, float]:
         model = _build_model(experiment, dataset)
         # The optimizer that comes with it has no state yet, and so takes no memory.
         model, _ = strategy.prepare(model, experiment.optimizer.build, _stored_values(weights, model, dataset))
-        heldout = open_loader(experiment, dataset, objective, strategy.replica, split="heldout")
-        scores = score(model, objective, strategy, heldout, experiment.training.evaluate_batches)
         assert weights.step is not None
+        phase = phase_of(experiment.resolved_phases(), weights.step - 1)
+        heldout = open_loader(experiment, dataset, objective, strategy.replica, phase, split="heldout")
+        scores = score(model, objective, strategy, heldout, experiment.training.evaluate_batches)
         return {"step": weights.step, **scores}
 
 
@@ -157,23 +156,49 @@ def build_trainer(
     """
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
     model = _build_model(experiment, dataset)
-    loader = open_loader(experiment, dataset, objective, strategy.replica)
     initial: InitialValues = partial(model.initial_values, seed=experiment.seed)
     if weights is not None:
         initial = _stored_values(load_weights(weights, strategy.world.rank, strategy.world.size), model, dataset)
     wrapped, optimizer = strategy.prepare(model, experiment.optimizer.build, initial)
+    open_split = partial(open_loader, experiment, dataset, objective, strategy.replica)
+    phases = tuple(
+        _sized(phase, strategy, open_split, partial(probe, wrapped, optimizer, objective, strategy))
+        for phase in experiment.resolved_phases()
+    )
     return Trainer(
         experiment.training,
         model=wrapped,
         optimizer=optimizer,
         objective=objective,
         strategy=strategy,
-        schedule=experiment.schedule,
-        loader=loader,
-        heldout=lambda: open_loader(experiment, dataset, objective, strategy.replica, split="heldout"),
+        phases=phases,
+        loaders=[open_split(phase) for phase in phases],
+        heldout=partial(open_split, split="heldout"),
         checkpointer=checkpointer,
-        description={"config": to_tree(experiment)},
+        description={
+            "config": to_tree(experiment),
+            "micro_batch_sizes": [phase.micro_batch_size for phase in phases],
+        },
     )
+
+
+def _sized(
+    phase: Phase,
+    strategy: Strategy,
+    open_split: Callable[[Phase], Loader],
+    measure: Callable[[Callable[[int], Loader], int], int | None],
+) -> Phase:
+    """The phase with its micro-batch as a number: as it was set, or what fits into the memory of the devices."""
+    replicas, wanted = strategy.replica.count, phase.micro_batch_size
+    most = -(-phase.global_batch_size // replicas)
+    most = most if wanted == "auto" else min(wanted, most)
+    fits = measure(
+        lambda rows: open_split(replace(phase, micro_batch_size=rows, global_batch_size=rows * replicas)), most
+    )
+    if wanted != "auto":
+        return replace(phase, fits=fits)
+    size = without_probe(most, phase.sequence_length) if fits is None else fits
+    return replace(phase, micro_batch_size=size, fits=fits)
 
 
 def _build_model(experiment: Experiment, dataset: Dataset) -> Any:
@@ -202,35 +227,48 @@ def open_checkpointer(experiment: Experiment, world: World) -> Checkpointer:
 
 
 def open_loader(
-    experiment: Experiment, dataset: Dataset, objective: Objective, replica: Replica, split: str = "train"
+    experiment: Experiment,
+    dataset: Dataset,
+    objective: Objective,
+    replica: Replica,
+    phase: Phase,
+    split: str = "train",
 ) -> StreamingLoader:
-    """The batches of a split: endless ones for training, a single pass over the held-out documents."""
+    """The batches of a split: endless ones for training, a single pass over the held-out documents.
+
+    Each phase has an order, masks and dropout of its own; evaluation has the same masks in all of them.
+    """
+    size = phase.micro_batch_size
+    most = -(-phase.global_batch_size // replica.count)
     return StreamingLoader(
         dataset,
         experiment.data,
         split=split,
-        pack_spec=objective.pack_spec(experiment.data.sequence_length),
+        pack_spec=objective.pack_spec(phase.sequence_length),
         collate=objective.collate,
-        seed=experiment.seed,
-        global_batch_size=experiment.training.global_batch_size,
-        micro_batch_size=experiment.training.micro_batch_size,
+        seed=phase.seed(experiment.seed) if split == "train" else experiment.seed,
+        global_batch_size=phase.global_batch_size,
+        micro_batch_size=without_probe(most, phase.sequence_length) if size == "auto" else size,
         replica=replica,
         finite=split == "heldout",
     )
 
 
 def _check_fit(experiment: Experiment, dataset: Dataset, model: Any) -> None:
-    vocabulary, length = dataset.tokenizer.vocabulary.size, experiment.data.sequence_length
+    vocabulary = dataset.tokenizer.vocabulary.size
     if vocabulary > experiment.model.vocab_size:
         raise ConfigError(
             f"the dataset {experiment.data.path} has a vocabulary of {vocabulary} and model.vocab_size is "
             f"{experiment.model.vocab_size}; set model.vocab_size to {vocabulary} or more"
         )
-    if length > model.max_sequence_length:
-        raise ConfigError(
-            f"data.sequence_length {length} is over the model's position table of {model.max_sequence_length}; "
-            f"use a shorter sequence, or set model.max_positions to {length} or more"
-        )
+    for phase in experiment.resolved_phases():
+        if phase.sequence_length > model.max_sequence_length:
+            own = experiment.phases and experiment.phases[phase.index].sequence_length is not None
+            name = f"phases.{phase.index}.sequence_length" if own else "data.sequence_length"
+            raise ConfigError(
+                f"{name} {phase.sequence_length} is over the model's position table of {model.max_sequence_length}; "
+                f"use a shorter sequence, or set model.max_positions to {phase.sequence_length} or more"
+            )
 
 
 def _stored_values(weights: Weights, model: Any, dataset: Dataset) -> InitialValues:
@@ -261,7 +299,7 @@ def _open_records(
     folder, step = Path(experiment.output), trainer.state.step
     (folder / "config.yaml").write_text(dump(experiment), encoding="utf-8")
     dataset.tokenizer.save(folder / "tokenizer")
-    _report(experiment, trainer)
+    forecast.report(experiment, trainer)
     trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl", resume_step=step)]
     if experiment.tracking.wandb is not None:
         trackers.append(experiment.tracking.wandb.build(folder, to_tree(experiment)))
@@ -269,44 +307,13 @@ def _open_records(
     return trackers, JsonlTracker(folder / "ledger.jsonl", resume_step=step)
 
 
-def _flops_per_token(experiment: Experiment, trainer: Trainer) -> float:
-    length = experiment.data.sequence_length
-    with torch.device("meta"):
-        model = experiment.model.build()
-    flops: float = model.flops_per_token(length, trainer.objective.predictions(length) / length)
-    return flops
-
-
-def _throughput(experiment: Experiment, trainer: Trainer) -> Throughput:
-    accelerator = trainer.strategy.accelerator
-    peak = accelerator.peak_flops(experiment.training.precision)
-    return Throughput(
-        trainer.state.step,
-        experiment.training.steps,
-        time.perf_counter(),
-        flops_per_token=_flops_per_token(experiment, trainer),
-        peak_flops=peak * trainer.strategy.replica.count if peak else None,
+def _out_of_memory(trainer: Trainer, error: Exception) -> SamestepError:
+    """What to do when a device's memory runs out in training."""
+    size, fits = trainer.phase.micro_batch_size, trainer.phase.fits
+    assert isinstance(size, int)
+    smaller = fits if fits is not None and fits < size else max(1, size // 2)
+    lower = f"set training.micro_batch_size={smaller} (it is {size}; it changes memory and speed only), " * (size > 1)
+    return SamestepError(
+        f"the memory of {trainer.strategy.accelerator.description} is used up: {error}; {lower}set "
+        "training.activation_checkpointing=true, or use more devices"
     )
-
-
-def _report(experiment: Experiment, trainer: Trainer) -> None:
-    """Says before the first step what is about to run, how much work it is and how long it may take."""
-    settings, count = experiment.training, trainer.strategy.replica.count
-    accelerator = trainer.strategy.accelerator
-    parameters = sum(parameter.numel() for parameter in trainer.strategy.parameters.values())
-    tokens = settings.global_batch_size * experiment.data.sequence_length
-    flops = _flops_per_token(experiment, trainer) * tokens * (settings.steps - trainer.state.step)
-    speed = accelerator.expected_flops(settings.precision)
-    estimate = f", {timedelta(seconds=round(flops / speed / count))} or more" if speed else ""
-    kind = type(experiment.strategy).__module__.rpartition(".")[2]
-    logger.info("device       %d x %s, strategy %s, %s", count, accelerator.description, kind, settings.precision)
-    logger.info("model        %s parameters", f"{parameters:,}")
-    logger.info(
-        "batch        %d examples x %d = %s tokens a step, in micro-batches of at most %d",
-        settings.global_batch_size,
-        experiment.data.sequence_length,
-        f"{tokens:,}",
-        settings.micro_batch_size,
-    )
-    logger.info("work         steps %d to %d, %.3g FLOPs%s", trainer.state.step + 1, settings.steps, flops, estimate)
-    logger.info("output       %s", experiment.output)

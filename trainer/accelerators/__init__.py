@@ -51,8 +51,16 @@ class Accelerator(ABC):
         """FLOP/s that a training step may be expected to reach on one device, for the estimate of a run's time."""
 
     @abstractmethod
+    def memory(self) -> int | None:
+        """The bytes of device memory that this process may use, or None where the device has none of its own."""
+
+    @abstractmethod
     def peak_memory(self) -> int | None:
-        """The most bytes of device memory that this process has held, or None where the device has none of its own."""
+        """The most bytes of it that this process has held since it began, or since `reset_peak_memory`."""
+
+    @abstractmethod
+    def reset_peak_memory(self) -> None:
+        """Gives back what is cached, and starts to measure anew."""
 
     def autocast(self, precision: Precision) -> AbstractContextManager[object]:
         """Runs matrix products in `precision`; parameters stay in fp32."""

@@ -49,5 +49,11 @@ class CpuAccelerator(Accelerator):
             repeats += 1
         return 0.5 * repeats * 2 * size**3 / (time.perf_counter() - start)
 
+    def memory(self) -> None:
+        return None
+
     def peak_memory(self) -> None:
         return None
+
+    def reset_peak_memory(self) -> None:
+        return

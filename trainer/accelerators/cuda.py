@@ -77,6 +77,14 @@ class CudaAccelerator(Accelerator):
         peak = self.peak_flops(precision)
         return _EXPECTED_SHARE * peak if peak else None
 
+    def memory(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device)
+
+    def reset_peak_memory(self) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+
     def peak_memory(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)
 

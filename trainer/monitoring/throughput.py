@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class Throughput:
     """Turns clock readings into rates. It reads no clock itself: every `now` is in seconds, of any monotonic clock.
@@ -10,17 +12,23 @@ class Throughput:
         step: updates already made.
         total_steps: updates of the whole run.
         now: the time at which training begins or continues.
-        flops_per_token: of forward and backward, as the model states them.
+        flops_until: the FLOPs of forward and backward, as the model states them, in all steps before a step.
         peak_flops: of all devices together, per second; None where it is not known, as on CPUs: no utilisation then.
     """
 
     def __init__(
-        self, step: int, total_steps: int, now: float, *, flops_per_token: float, peak_flops: float | None = None
+        self,
+        step: int,
+        total_steps: int,
+        now: float,
+        *,
+        flops_until: Callable[[int], float],
+        peak_flops: float | None = None,
     ) -> None:
         self._first_step, self._started = step, now
         self._step, self._now = step, now
         self._total_steps = total_steps
-        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._flops_until, self._peak_flops = flops_until, peak_flops
 
     def measure(self, step: int, tokens: float, waited: float, now: float) -> dict[str, float]:
         """Returns the rates since the last call and starts a new window.
@@ -36,13 +44,15 @@ class Throughput:
             `data/wait_fraction` (0 to 1) of the window; `perf/eta_seconds` from the mean speed since the start.
         """
         seconds = max(now - self._now, 1e-9)
+        mean_speed = (self._flops_until(step) - self._flops_until(self._first_step)) / max(now - self._started, 1e-9)
         rates = {
             "perf/tokens_per_second": tokens / seconds,
             "perf/seconds_per_step": seconds / (step - self._step),
             "data/wait_fraction": waited / seconds,
-            "perf/eta_seconds": (now - self._started) / (step - self._first_step) * (self._total_steps - step),
+            "perf/eta_seconds": (self._flops_until(self._total_steps) - self._flops_until(step)) / mean_speed,
         }
         if self._peak_flops is not None:
-            rates["perf/mfu"] = rates["perf/tokens_per_second"] * self._flops_per_token / self._peak_flops
+            flops = self._flops_until(step) - self._flops_until(self._step)
+            rates["perf/mfu"] = flops / seconds / self._peak_flops
         self._step, self._now = step, now
         return rates

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -86,9 +86,9 @@ class Strategy(ABC):
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
         return norm
 
-    def all_reduce(self, value: Tensor) -> Tensor:
-        """Sums a tensor over all replicas, in place."""
-        dist.all_reduce(value)
+    def all_reduce(self, value: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
+        """Sums a tensor over all replicas, or takes its largest values, in place."""
+        dist.all_reduce(value, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
         return value
 
     def _materialise(self, model: nn.Module, initial_values: InitialValues) -> None:

@@ -1,0 +1,64 @@
+"""A run of two phases, from one dataset: the same at any world size, and when it is cut in either phase."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conformance.matrix import RELATIVE
+from tests.conformance.worker import run_once
+from tests.processes import run_ranks
+from trainer.errors import CheckpointError
+
+PHASES = (
+    "phases=[{steps: 8, sequence_length: 16, global_batch_size: 12},"
+    " {steps: 6, sequence_length: 32, global_batch_size: 5, lr: 5e-4, schedule: {decay: linear, warmup_steps: 2}}]"
+)
+SETTINGS = [PHASES, "training.steps=14", "checkpoint.every=4", "checkpoint.keep_last=9", "model.dropout=0.1"]
+
+
+@pytest.fixture(scope="module")
+def whole(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """The run in four FSDP2 processes, with checkpoints at steps 4, 8 (the border), 12 and 14."""
+    output = tmp_path_factory.mktemp("whole")
+    return output, run_ranks(4, run_once, experiment_file, [f"output={output}", *SETTINGS])[0]
+
+
+def test_one_process_takes_the_same_steps(
+    experiment_file: str, tmp_path: Path, whole: tuple[Path, list[float]]
+) -> None:
+    single = run_ranks(1, run_once, experiment_file, [f"output={tmp_path}", "strategy=single", *SETTINGS])[0]
+    np.testing.assert_allclose(single, whole[1], rtol=RELATIVE)
+
+
+@pytest.mark.parametrize(("step", "world_size"), [(4, 1), (8, 3), (12, 2)])
+def test_a_run_that_was_cut_goes_on_in_its_phase(
+    experiment_file: str, whole: tuple[Path, list[float]], step: int, world_size: int
+) -> None:
+    output, losses = whole
+    overrides = [f"output={output}", *SETTINGS, "checkpoint.every=1000"]
+    resumed = run_ranks(world_size, run_once, experiment_file, overrides, step)[0]
+    np.testing.assert_allclose(resumed, losses[step:], rtol=RELATIVE)
+
+
+def test_a_step_that_would_change_its_phase_is_refused(experiment_file: str, whole: tuple[Path, list[float]]) -> None:
+    other = "phases=[{steps: 13, sequence_length: 16}, {steps: 1, sequence_length: 32}]"
+    with pytest.raises(AssertionError, match=f"{CheckpointError.__name__}: the checkpoint of step 12 .*phase 1"):
+        run_ranks(1, run_once, experiment_file, [f"output={whole[0]}", *SETTINGS, other], 12)
+
+
+def test_a_finished_run_goes_on_with_one_more_phase(experiment_file: str, whole: tuple[Path, list[float]]) -> None:
+    longer = PHASES[:-1] + ", {steps: 3, sequence_length: 24, global_batch_size: 4}]"
+    overrides = [f"output={whole[0]}", *SETTINGS, longer, "training.steps=17", "checkpoint.every=1000"]
+    assert len(run_ranks(2, run_once, experiment_file, overrides, 14)[0]) == 3
+
+
+def test_the_checkpoint_says_which_phase_it_is_in(whole: tuple[Path, list[float]]) -> None:
+    phases = {
+        step: json.loads((whole[0] / f"checkpoints/step-{step:08d}/meta.json").read_text())["phase"]
+        for step in (4, 8, 12)
+    }
+    assert phases == {4: 0, 8: 1, 12: 1}

@@ -1,0 +1,69 @@
+"""What a run is about to do: its work in FLOPs and how long that may take."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+
+from trainer.experiment import Experiment
+from trainer.loop import Trainer
+from trainer.monitoring.throughput import Throughput
+
+logger = logging.getLogger(__name__)
+
+
+def flops_until(experiment: Experiment, trainer: Trainer) -> Callable[[int], float]:
+    """A function from a step to the model FLOPs of all steps before it, over all devices."""
+    with torch.device("meta"):
+        model = experiment.model.build()
+
+    def flops_per_step(length: int, examples: int) -> float:
+        each: float = model.flops_per_token(length, trainer.objective.predictions(length) / length) * length
+        return each * examples
+
+    phases = [(phase, flops_per_step(phase.sequence_length, phase.global_batch_size)) for phase in trainer.phases]
+    return lambda step: sum(
+        flops * (min(step, phase.end) - phase.first_step) for phase, flops in phases if step > phase.first_step
+    )
+
+
+def throughput(experiment: Experiment, trainer: Trainer) -> Throughput:
+    """Measures the speed of the run from now on."""
+    peak = trainer.strategy.accelerator.peak_flops(experiment.training.precision)
+    return Throughput(
+        trainer.state.step,
+        experiment.training.steps,
+        time.perf_counter(),
+        flops_until=flops_until(experiment, trainer),
+        peak_flops=peak * trainer.strategy.replica.count if peak else None,
+    )
+
+
+def report(experiment: Experiment, trainer: Trainer) -> None:
+    """Says before the first step what is about to run, how much work it is and how long it may take."""
+    settings, count = experiment.training, trainer.strategy.replica.count
+    accelerator = trainer.strategy.accelerator
+    parameters = sum(parameter.numel() for parameter in trainer.strategy.parameters.values())
+    done = flops_until(experiment, trainer)
+    flops = done(settings.steps) - done(trainer.state.step)
+    speed = accelerator.expected_flops(settings.precision)
+    estimate = f", {timedelta(seconds=round(flops / speed / count))} or more" if speed else ""
+    kind = type(experiment.strategy).__module__.rpartition(".")[2]
+    logger.info("device       %d x %s, strategy %s, %s", count, accelerator.description, kind, settings.precision)
+    logger.info("model        %s parameters", f"{parameters:,}")
+    for phase in trainer.phases:
+        logger.info(
+            "%-12s %d examples x %d = %s tokens a step, in micro-batches of at most %d%s",
+            "batch" if len(trainer.phases) == 1 else f"phase {phase.index}",
+            phase.global_batch_size,
+            phase.sequence_length,
+            f"{phase.global_batch_size * phase.sequence_length:,}",
+            phase.micro_batch_size,
+            "" if len(trainer.phases) == 1 else f", steps {phase.first_step + 1} to {phase.end}",
+        )
+    logger.info("work         steps %d to %d, %.3g FLOPs%s", trainer.state.step + 1, settings.steps, flops, estimate)
+    logger.info("output       %s", experiment.output)
