@@ -27,12 +27,15 @@ from typing import Annotated, Any, Literal
 from data_pipeline import pool, tokenization
 from data_pipeline.manifest import FORMAT, MANIFEST, Manifest, ShardInfo, token_dtype
 from data_pipeline.progress import Meter
+from data_pipeline.sentences import Splitter, splitter_version
 from data_pipeline.sources import BadRecord, Source
-from data_pipeline.storage import atomic_write
 from data_pipeline.tokenization import Tokenizer
-from data_pipeline.units import Outcome, Unit, UnitWriter, cut, hashed_share, outcome_path
+from data_pipeline.units import Outcome, Unit, UnitWriter, cut, hashed_share, limited, outcome_path
 from trainer.config import Kinds, Tree, to_tree
+from trainer.config.sizes import parse_size
 from trainer.errors import ConfigError, DataError
+from trainer.hub import is_hub_path
+from trainer.storage import atomic_write
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,9 @@ class Config:
         output: the dataset's folder.
         heldout_fraction: share of the documents, chosen by the hash of their text, that is kept for evaluation.
         shard_bytes: raw text that goes into one shard, which is also the unit of work.
+        limit: how much of the source is read, decompressed, such as "1GB": its first documents; None means all of it.
+        sentences: how documents are split into sentences, which `packing: pairs` needs: "rules" (marks and blank lines)
+            or "lines" (each line is a sentence); None leaves boundaries out.
         workers: processes; None means one a core.
         on_error: what a record that holds no document does: "stop" the build, or be counted, listed and left out
             ("skip").
@@ -59,6 +65,8 @@ class Config:
     output: str
     heldout_fraction: float = 0.005
     shard_bytes: int = 2**25
+    limit: str | None = None
+    sentences: Splitter | None = None
     workers: int | None = None
     on_error: Literal["stop", "skip"] = "stop"
 
@@ -69,6 +77,12 @@ class Config:
             raise ConfigError(f"shard_bytes must be at least 1, not {self.shard_bytes}; the default is {2**25}")
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"workers must be at least 1, not {self.workers}; leave it out for one a core")
+        _ = self.limit_bytes  # refuses what is no size
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The limit in bytes."""
+        return None if self.limit is None else parse_size(self.limit, "limit")
 
 
 def build(config: Config, force: bool = False) -> Manifest:
@@ -97,6 +111,10 @@ class _Build:
         self.tokenizer = Tokenizer.load(config.tokenizer.path)
         self.source: Source = config.source.build()
         self.settings: Tree = {"heldout_fraction": config.heldout_fraction, "shard_bytes": config.shard_bytes}
+        if config.limit_bytes is not None:  # so that datasets built without one are what they were
+            self.settings["limit"] = config.limit_bytes
+        if config.sentences is not None:
+            self.settings["sentences"] = splitter_version(config.sentences)
         self.source_tree: Tree = to_tree(config)["source"]
         recipe = [FORMAT, self.tokenizer.fingerprint, self.source_tree, self.settings]
         self.digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
@@ -136,7 +154,8 @@ class _Build:
 
     def _make_units(self, meter: Meter) -> None:
         """Makes every unit that is not there yet."""
-        start = partial(UnitWriter, self.folder, self.source, self.config.heldout_fraction, self.digest)
+        settings = (self.config.heldout_fraction, self.digest, self.config.sentences)
+        start = partial(UnitWriter, self.folder, self.source, *settings)
         workers = self.config.workers or _cores()
         with closing(pool.process(self._missing_units(meter), start, workers)) as results:
             for unit, outcome in results:
@@ -146,7 +165,7 @@ class _Build:
             raise _rejection(self.source, *min(self.stopped_by)[1])
 
     def _missing_units(self, meter: Meter) -> Iterator[Unit]:
-        for unit in cut(self.source.records(), self.config.shard_bytes):
+        for unit in cut(limited(self.source.records(), self.config.limit_bytes), self.config.shard_bytes):
             if self.stopped_by:  # units that came before are finished still: the first bad record of all is reported
                 return
             self.units += 1
@@ -279,6 +298,8 @@ def train_tokenizer(config: Config, force: bool = False) -> Tokenizer:
         DataError: there is one already and not `force`; or a record is bad and `on_error` is "stop".
     """
     folder = Path(config.tokenizer.path)
+    if is_hub_path(config.tokenizer.path):
+        raise DataError(f"tokenizer.path {config.tokenizer.path} is trained already; build the dataset with it at once")
     if not force and folder.exists() and any(folder.iterdir()):
         raise DataError(
             f"{folder} is there already, and datasets may have been built with it; choose another tokenizer.path, or "
@@ -297,7 +318,7 @@ def train_tokenizer(config: Config, force: bool = False) -> Tokenizer:
 def _texts(config: Config, meter: Meter) -> Iterator[str]:
     source: Source = config.source.build()
     read = 0.0
-    for record in source.records():
+    for record in limited(source.records(), config.limit_bytes):
         meter.advance(record.read - read, len(record.data), 1)
         read = record.read
         try:

@@ -13,7 +13,8 @@ from rich.console import Console
 from data_pipeline import build
 from data_pipeline.dataset import Dataset
 from data_pipeline.inspection import inspect, plot, report
-from data_pipeline.manifest import Manifest
+from data_pipeline.push import push
+from data_pipeline.remote import load_manifest
 from data_pipeline.verify import verify
 from trainer.config import load
 from trainer.errors import EXIT_DONE, EXIT_FAILED
@@ -33,6 +34,7 @@ def register(commands: Commands) -> None:
     add_verify(subcommands)
     add_inspect(subcommands)
     add_show(subcommands)
+    add_push(subcommands)
 
 
 def add_command(
@@ -96,7 +98,7 @@ def add_verify(commands: Commands) -> None:
         "Prints what is wrong, a line each, and exits with 1 if anything is.\n\n"
         "example:\n  samestep data verify datasets/python_docs",
     )
-    parser.add_argument("folder", metavar="DIR", help="the dataset's folder")
+    parser.add_argument("folder", metavar="DIR", help="the dataset's folder or address")
 
 
 def add_inspect(commands: Commands) -> None:
@@ -110,7 +112,7 @@ def add_inspect(commands: Commands) -> None:
         "them is text. Packings are compared with one special token before and one after each piece.\n\n"
         "example:\n  samestep data inspect datasets/python_docs --plot lengths.png",
     )
-    parser.add_argument("folder", metavar="DIR", help="the dataset's folder")
+    parser.add_argument("folder", metavar="DIR", help="the dataset's folder or address")
     parser.add_argument("--plot", metavar="FILE", help="also draw the tables into this image")
 
 
@@ -124,13 +126,29 @@ def add_show(commands: Commands) -> None:
         "The objective, packing, order and seed are those of an experiment; what is predicted is marked, and each\n"
         "piece of text is preceded by the file and line it comes from.\n\n"
         "example:\n  samestep data show datasets/python_docs data.packing=best_fit "
-        "--objective configs/pretrain/bert_mini.yaml --index 1000",
+        "--objective configs/debug/bert_mini.yaml --index 1000",
     )
-    parser.add_argument("folder", metavar="DIR", help="the dataset's folder")
+    parser.add_argument("folder", metavar="DIR", help="the dataset's folder or address")
     parser.add_argument("--objective", metavar="CONFIG", required=True, help="an experiment, as for `samestep train`")
     parser.add_argument("--index", type=int, default=0, metavar="N", help="the first example, in the order of training")
     parser.add_argument("--count", type=int, default=3, metavar="K", help="how many")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the experiment's")
+
+
+def add_push(commands: Commands) -> None:
+    """`samestep data push`."""
+    parser = add_command(
+        commands,
+        "push",
+        _push,
+        "copy a dataset to an object store, from where runs can stream it",
+        "Stopped at any moment, it goes on with what is missing when it is run again. The manifest comes last, so\n"
+        "nobody can train on a part. Endpoint and credentials are those of the store's own tools.\n\n"
+        "example:\n  samestep data push datasets/python_docs s3://bucket/python_docs",
+    )
+    parser.add_argument("folder", metavar="DIR", help="the dataset's folder")
+    parser.add_argument("url", metavar="URL", help="s3://BUCKET/NAME or gs://BUCKET/NAME")
+    parser.add_argument("--force", action="store_true", help="replace the other dataset that is there")
 
 
 def _tokenizer(args: argparse.Namespace) -> int:
@@ -145,16 +163,16 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    folder = Path(args.folder)
-    problems = verify(folder)
+    location = args.folder.rstrip("/")
+    problems = verify(location)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     for problem in problems:
         console.print(problem)
     if problems:
-        console.print(f"{folder} is damaged ({len(problems)} problems): copy it again, or build it again with --force")
+        console.print(f"{location} is damaged ({len(problems)} problems): copy it again, or build it again (--force)")
         return EXIT_FAILED
-    manifest = Manifest.load(folder)
-    console.print(f"{folder} is whole: {len(manifest.shards)} shards, digest {manifest.digest}")
+    manifest = load_manifest(location)
+    console.print(f"{location} is whole: {len(manifest.shards)} shards, digest {manifest.digest}")
     return EXIT_DONE
 
 
@@ -170,4 +188,9 @@ def _show(args: argparse.Namespace) -> int:
     from data_pipeline.show import show  # objectives import torch, which the other commands do without
 
     show(args.folder, args.objective, args.overrides, args.index, args.count, Console())
+    return EXIT_DONE
+
+
+def _push(args: argparse.Namespace) -> int:
+    push(Path(args.folder), args.url, force=args.force)
     return EXIT_DONE

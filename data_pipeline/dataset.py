@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import logging
 import resource
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from data_pipeline import pairs
+from data_pipeline.cache import ShardCache
+from data_pipeline.counts import cached_counts
 from data_pipeline.manifest import Manifest, ShardInfo
 from data_pipeline.order import Location
-from data_pipeline.packing import PACKING_VERSION, Int64, PackPlan, count_examples, plan, ranges
-from data_pipeline.shards import Shard, Tokens
-from data_pipeline.storage import atomic_write
+from data_pipeline.packing import PACKING_VERSION, Int64, PackPlan, count_examples, plan
+from data_pipeline.remote import INDEX_READERS, RemoteDataset, load_manifest
+from data_pipeline.shards import Shard, ShardIndex
 from data_pipeline.tokenization import Tokenizer
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
 from trainer.examples import Examples, PackSpec, Policy
 from trainer.hashing import combine, name_key
+from trainer.storage import is_url, shown
 
 logger = logging.getLogger(__name__)
 
@@ -55,23 +59,33 @@ def max_open_shards() -> int:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A folder written by `samestep data build`.
+    """A dataset written by `samestep data build`.
 
     Attributes:
-        path: the folder.
+        path: its folder; that of a remote dataset holds its small files only.
         manifest: what it holds.
+        remote: where the shards of a remote dataset are; None for a local one.
     """
 
     path: Path
     manifest: Manifest
+    remote: RemoteDataset | None = None
 
     @classmethod
-    def open(cls, path: str | Path) -> Dataset:
-        """Opens a dataset and checks that every shard is there with its size.
+    def open(cls, path: str | Path, cache: ShardCache | None = None) -> Dataset:
+        """Opens a dataset.
+
+        Args:
+            path: its folder, of which every shard is looked at, or its address on an object store or web server.
+            cache: where shards of a remote dataset are kept; None is the default one.
 
         Raises:
             DataError: the dataset is unfinished, or a shard is missing or cut short.
         """
+        if is_url(str(path)):
+            remote = RemoteDataset(str(path).rstrip("/"), cache or ShardCache.open_folder())
+            manifest = load_manifest(remote.url)
+            return cls(remote.mirror(manifest), manifest, remote)
         folder = Path(path)
         manifest = Manifest.load(folder)
         for shard in manifest.shards:
@@ -84,6 +98,11 @@ class Dataset:
                     f"and check it with: samestep data verify {folder}"
                 )
         return cls(folder, manifest)
+
+    @property
+    def name(self) -> str:
+        """Where it is, for messages."""
+        return shown(self.remote.url) if self.remote else str(self.path)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -110,12 +129,51 @@ class Dataset:
         shards = self.manifest.splits.get(split, ())
         if not shards:
             fix = "raise heldout_fraction" if split == "heldout" else "check the source"
-            raise DataError(f"the {split} split of {self.path} is empty; {fix} and build the dataset again")
+            raise DataError(f"the {split} split of {self.name} is empty; {fix} and build the dataset again")
         return shards
 
-    def open_shard(self, info: ShardInfo) -> Shard:
-        """Maps one of the shards."""
-        return Shard.open(self.path / info.name, self.manifest.token_dtype)
+    @property
+    def has_sentences(self) -> bool:
+        """Whether the shards say where sentences begin."""
+        return "sentences" in self.manifest.settings
+
+    def open_shard(self, info: ShardInfo, sentences: bool = False) -> Shard:
+        """Maps one of the shards, with or without its `sentences`; a remote one is downloaded first.
+
+        Raises:
+            DataError: it is missing or damaged, or a remote one cannot be downloaded or kept.
+        """
+        if self.remote is None:
+            return Shard.open(self.path / info.name, self.manifest.token_dtype, sentences)
+        with self.remote.open(info) as file:
+            return Shard.map(file, shown(self.remote.address(info)), self.manifest.token_dtype, sentences)
+
+    def read_index(self, info: ShardInfo, sentences: bool = False) -> ShardIndex:
+        """What one of the shards holds; a remote one is not downloaded for that.
+
+        Raises:
+            DataError: it is missing or damaged.
+        """
+        if self.remote is None:
+            return self.open_shard(info, sentences)
+        address = shown(self.remote.address(info))
+        with self.remote.open_parts(info) as file:
+            index = ShardIndex.read(file, address, self.manifest.token_dtype, sentences)
+        if (len(index.length), index.length.sum()) != (info.documents, info.tokens):
+            raise DataError(f"{address} is not the shard that the manifest describes; push the dataset again")
+        return index
+
+    @contextmanager
+    def small_file(self, name: str) -> Iterator[Path]:
+        """Where a file that goes with the dataset is, or is to be made; it may be missing.
+
+        Other processes of this node that use the same remote dataset wait, for it to be fetched or made once.
+        """
+        if self.remote is None:
+            yield self.path / name
+        else:
+            with self.remote.small_file(self.path, name) as file:
+                yield file
 
 
 def packing_digest(spec: PackSpec, policy: Policy) -> str:
@@ -124,28 +182,47 @@ def packing_digest(spec: PackSpec, policy: Policy) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def plan_shard(shard: ShardIndex, spec: PackSpec, policy: Policy, key: int = 0, epoch: int = 0) -> PackPlan:
+    """Packs the documents of a shard; `pairs` alone needs its `sentences`, and gives other plans in other epochs."""
+    if policy == "pairs":
+        return pairs.plan(shard.length, shard.sentences, spec, key, epoch)
+    return plan(shard.length, spec, policy, key)
+
+
+def _check_pairs(dataset: Dataset, spec: PackSpec, policy: Policy) -> None:
+    if spec.pairs and policy != "pairs":
+        raise ConfigError(f"the objective needs pairs of segments and data.packing is {policy}; use data.packing=pairs")
+    if policy == "pairs" and not dataset.has_sentences:
+        raise DataError(
+            f"data.packing pairs needs to know where sentences begin, and {dataset.name} was built without; build it "
+            "again with sentences=rules"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class _PackedShard:
-    """An open shard and its plan, as narrow as it goes: of a large dataset hundreds are in memory.
+    """An open shard and its plan, as buffers, whose elements and slices cost less than those of arrays.
 
     Attributes:
         tokens: [T], the whole file as tokens.
-        example_start: [N + 1], as in `PackPlan`.
-        pieces: [M, 3], per piece the index of its first token in `tokens`, its length and its column.
+        start: [N + 1], `example_start` of the `PackPlan`.
+        pieces: [3 * M], per piece the index of its first token in `tokens`, its length and its column.
+        random: bool [N], as in `PackPlan`.
     """
 
-    tokens: Tokens
-    example_start: npt.NDArray[np.signedinteger[Any]]
-    pieces: npt.NDArray[np.signedinteger[Any]]
+    tokens: memoryview
+    start: memoryview
+    pieces: memoryview
+    random: npt.NDArray[np.bool_]
 
     @property
     def plan_bytes(self) -> int:
-        return self.example_start.nbytes + self.pieces.nbytes
+        return self.start.nbytes + self.pieces.nbytes
 
 
-def _split(array: Int64, first: Int64) -> list[Int64]:
-    """Cuts an array into the parts that begin at `first` (np.split does the same at several times the cost)."""
-    return [array[begin:end] for begin, end in itertools.pairwise([*first.tolist(), len(array)])]
+def _gather(places: Iterable[tuple[memoryview, int, int]], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Puts slices [begin:end] of buffers end to end."""
+    return np.frombuffer(b"".join([buffer[begin:end] for buffer, begin, end in places]), dtype)
 
 
 class PackedSplit:
@@ -155,6 +232,7 @@ class PackedSplit:
 
     Attributes:
         counts: int64 [shards], examples in each shard.
+        most_open: shards that are kept open, if the system allows as many.
 
     Args:
         dataset: the dataset.
@@ -169,6 +247,7 @@ class PackedSplit:
     """
 
     def __init__(self, dataset: Dataset, split: str, spec: PackSpec, policy: Policy, seed: int) -> None:
+        _check_pairs(dataset, spec, policy)
         self._dataset = dataset
         self._shards = dataset.shards(split)
         self._spec = spec
@@ -176,9 +255,21 @@ class PackedSplit:
         self._seed = seed
         self._open: OrderedDict[int, _PackedShard] = OrderedDict()
         self._lock = threading.Lock()
+        self.most_open = MAX_OPEN_SHARDS
         self.counts = self._cached_counts(split)
+        alone = [shard.name for shard in self._shards if shard.documents < 2 and policy == "pairs"]
         if not self.counts.any():
-            raise DataError(f"the {split} split of {dataset.path} holds no tokens; check the source and build it again")
+            fix = "raise shard_bytes or heldout_fraction, so that shards hold several," if alone else "check the source"
+            lacks = "has a single document in each shard, and pairs need a second one" if alone else "holds no tokens"
+            raise DataError(f"the {split} split of {dataset.name} {lacks}; {fix} and build it again")
+        if alone:
+            logger.warning(
+                "%d of %d %s shards hold a single document and give no pairs, which need another one for random "
+                "segments: they are left out, %s first; a larger shard_bytes avoids it",
+                *(len(alone), len(self._shards), split, alone[0]),
+            )
+        # Plans are as narrow as they go: of a large dataset hundreds are in memory.
+        self._narrow = np.dtype(np.int32 if max(shard.bytes for shard in self._shards) < 2**31 else np.int64)
         self._first_id = np.cumsum(self.counts) - self.counts
 
     def ids(self, at: Location) -> Int64:
@@ -186,7 +277,10 @@ class PackedSplit:
         return self._first_id[at.shard] + at.index
 
     def read(self, at: Location, weight: npt.NDArray[np.float32]) -> Examples:
-        """Gathers examples; all work is done once per batch or once per shard that is met, never per example.
+        """Gathers examples.
+
+        Tokens are copied piece by piece: slices need no index of every token, which would take several times as long to
+        make and to follow.
 
         Args:
             at: places of B examples.
@@ -195,49 +289,42 @@ class PackedSplit:
         Raises:
             DataError: a shard is damaged.
         """
-        by_shard = np.argsort(at.shard, kind="stable")
-        numbers, first_row = np.unique(at.shard[by_shard], return_index=True)
-        shards = [self._packed(number) for number in numbers.tolist()]
-
-        index = _split(at.index[by_shard], first_row)
-        begin = np.concatenate([shard.example_start[i] for shard, i in zip(shards, index, strict=True)])
-        end = np.concatenate([shard.example_start[i + 1] for shard, i in zip(shards, index, strict=True)])
-        count = (end - begin).astype(np.int64)
-
-        first_piece = (np.cumsum(count) - count)[first_row]
-        index = _split(ranges(begin.astype(np.int64), count), first_piece)
-        piece = np.concatenate([shard.pieces[i] for shard, i in zip(shards, index, strict=True)])
-        address, length, column = np.ascontiguousarray(piece.T, dtype=np.int64)
-
-        first_token = np.cumsum(length) - length
-        index = _split(ranges(address, length), first_token[first_piece])
-        tokens = np.concatenate([shard.tokens[i] for shard, i in zip(shards, index, strict=True)])
+        is_pairs = self._policy == "pairs"
+        numbers = at.shard + len(self._shards) * at.epoch if is_pairs else at.shard
+        opened = {number: self._packed(number) for number in np.unique(numbers).tolist()}
+        shards, index = [opened[number] for number in numbers.tolist()], at.index.tolist()
+        bounds = [(shard.start[i], shard.start[i + 1]) for shard, i in zip(shards, index, strict=True)]
+        pieces = _gather(
+            ((shard.pieces, 3 * a, 3 * b) for shard, (a, b) in zip(shards, bounds, strict=True)), self._narrow
+        )
+        address, length, column = pieces.reshape(-1, 3).T.astype(np.int64)
+        count = [b - a for a, b in bounds]
+        sources = [shard.tokens for shard, n in zip(shards, count, strict=True) for _ in range(n)]
+        places = zip(sources, address.tolist(), (address + length).tolist(), strict=True)
+        tokens = _gather(places, self._dataset.manifest.token_dtype)
         if tokens.max() >= self._dataset.manifest.vocab_size:
-            self._refuse_damage(numbers)
-
-        row = np.repeat(by_shard, count)
-        back = np.argsort(row, kind="stable")
+            self._refuse_damage(np.unique(at.shard))
         return Examples(
-            tokens=tokens[ranges(first_token[back], length[back])].astype(np.int32),
-            row=row[back],
-            column=column[back],
-            length=length[back],
+            tokens=tokens.astype(np.int32),
+            row=np.repeat(np.arange(len(count)), count),
+            column=column,
+            length=length,
             key=combine(self._seed, _EXAMPLE, at.epoch, self.ids(at)),
             weight=weight,
-            isolated=self._policy != "concat",
+            isolated=self._policy not in ("concat", "pairs"),
+            random=np.array([shard.random[i] for shard, i in zip(shards, index, strict=True)]) if is_pairs else None,
         )
 
-    def origin(self, shard: int, index: int) -> npt.NDArray[np.uint32]:
+    def origin(self, shard: int, index: int, epoch: int) -> npt.NDArray[np.uint32]:
         """The (source file, line) of the document of each piece of one example, in order: uint32 [pieces, 2]."""
-        opened = self._dataset.open_shard(self._shards[shard])
-        packed = self._plan(shard, opened)
+        opened, packed = self._plan(shard, epoch)
         return opened.origin[packed.document[slice(*packed.example_start[index : index + 2])]]
 
     def _refuse_damage(self, shards: Int64) -> None:
         names = ", ".join(self._shards[shard].name for shard in shards)
         raise DataError(
-            f"a token of {self._dataset.path} is outside the vocabulary of {self._dataset.manifest.vocab_size}, so one "
-            f"of these shards is damaged: {names}; find it with: samestep data verify {self._dataset.path}"
+            f"a token of {self._dataset.name} is outside the vocabulary of {self._dataset.manifest.vocab_size}, so one "
+            f"of these shards is damaged: {names}; find it with: samestep data verify {self._dataset.name}"
         )
 
     def _packed(self, number: int) -> _PackedShard:
@@ -249,46 +336,44 @@ class PackedSplit:
         with self._lock:
             self._open[number] = packed
             while len(self._open) > 1 and (
-                len(self._open) > max_open_shards() or sum(p.plan_bytes for p in self._open.values()) > MAX_PLAN_BYTES
+                len(self._open) > min(self.most_open, max_open_shards())
+                or sum(p.plan_bytes for p in self._open.values()) > MAX_PLAN_BYTES
             ):
                 self._open.popitem(last=False)
         return packed
 
-    def _plan(self, number: int, shard: Shard) -> PackPlan:
-        return plan(shard.length, self._spec, self._policy, int(combine(self._seed, _PACKING, number)[0]))
+    def _key(self, number: int) -> int:
+        return int(combine(self._seed, _PACKING, number)[0])
+
+    def _plan(self, number: int, epoch: int) -> tuple[Shard, PackPlan]:
+        shard = self._dataset.open_shard(self._shards[number], self._policy == "pairs")
+        return shard, plan_shard(shard, self._spec, self._policy, self._key(number), epoch)
 
     def _pack(self, number: int) -> _PackedShard:
-        shard = self._dataset.open_shard(self._shards[number])
-        packed = self._plan(number, shard)
-        narrow: type[np.signedinteger[Any]] = np.int32 if len(shard.tokens) < 2**31 else np.int64
+        """Plans shard `number`, or under `pairs` shard and epoch in one number."""
+        epoch, number = divmod(number, len(self._shards))
+        shard, packed = self._plan(number, epoch)
         address = shard.start[packed.document] + packed.begin
-        pieces = np.stack((address, packed.length, packed.column), axis=1).astype(narrow)
-        return _PackedShard(np.asarray(shard.tokens), packed.example_start.astype(narrow), pieces)
+        pieces = np.stack((address, packed.length, packed.column), axis=1).astype(self._narrow)
+        start = packed.example_start.astype(self._narrow)
+        return _PackedShard(shard.tokens.data, start.data, pieces.reshape(-1).data, packed.random)
 
-    def _count(self, info: ShardInfo) -> int:
-        return count_examples(self._dataset.open_shard(info).length, self._spec, self._policy)
+    def _count(self, number: int) -> int:
+        if self._policy == "pairs":
+            shard = self._dataset.read_index(self._shards[number], sentences=True)
+            return pairs.count_examples(shard.length, shard.sentences, self._spec, self._key(number))
+        return count_examples(self._dataset.read_index(self._shards[number]).length, self._spec, self._policy)
 
     def _cached_counts(self, split: str) -> Int64:
-        """Counts the examples of all shards, or takes the counts from an earlier run with the same packing.
-
-        The cache is a convenience: it may be absent, damaged, unwritable or written by several processes at once.
-        """
-        parts = (self._dataset.manifest.digest, split, packing_digest(self._spec, self._policy))
+        """The examples in each shard, as counted now or by an earlier run with the same packing."""
+        parts = [self._dataset.manifest.digest, split, packing_digest(self._spec, self._policy)]
+        if self._policy == "pairs":  # the others make as many examples whatever the seed
+            parts.append(str(self._seed))
         name = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
-        file = self._dataset.path / ".cache" / f"{name}.counts"
-        try:
-            stored = file.read_bytes()
-        except OSError:
-            stored = b""
-        checksum, content = stored[:32], stored[32:]
-        if len(content) == 8 * len(self._shards) and hashlib.sha256(content).digest() == checksum:
-            return np.frombuffer(content, dtype="<i8").astype(np.int64)
-        with ThreadPoolExecutor() as pool:  # threads wait for the disk together; shards are not kept open
-            counts = np.array(list(pool.map(self._count, self._shards)), dtype=np.int64)
-        content = counts.astype("<i8").tobytes()
-        try:
-            with atomic_write(file) as out:
-                out.write(hashlib.sha256(content).digest() + content)
-        except (DataError, OSError) as error:
-            logger.debug("example counts are not cached: %s", error)
-        return counts
+        with self._dataset.small_file(f".cache/{name}.counts") as file:
+            return cached_counts(file, len(self._shards), self._count_all)
+
+    def _count_all(self) -> Int64:
+        # Threads wait for the disk or the network together; shards are not kept open.
+        with ThreadPoolExecutor(INDEX_READERS if self._dataset.remote else None) as pool:
+            return np.array(list(pool.map(self._count, range(len(self._shards)))), dtype=np.int64)

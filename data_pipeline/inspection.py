@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from data_pipeline.dataset import Dataset
+from data_pipeline.dataset import Dataset, plan_shard
 from data_pipeline.manifest import ShardInfo
-from data_pipeline.packing import Int64, plan
+from data_pipeline.packing import Int64
 from trainer.errors import DataError, MissingExtra
 from trainer.examples import PackSpec, Policy
 
@@ -63,18 +63,19 @@ class Inspection:
 
 
 def inspect(dataset: Dataset) -> Inspection:
-    """Packs the training split in every way; document lengths are read, tokens are not.
+    """Packs the training split in every way that it can be; lengths are read, tokens are not.
 
     Raises:
         DataError: the split is empty or a shard is damaged.
     """
-    settings = [(length, policy) for length in SEQUENCE_LENGTHS for policy in get_args(Policy)]
+    policies = [policy for policy in get_args(Policy) if policy != "pairs" or dataset.has_sentences]
+    settings = [(length, policy) for length in SEQUENCE_LENGTHS for policy in policies]
 
     def count(info: ShardInfo) -> tuple[Int64, Int64]:
-        lengths = dataset.open_shard(info).length
-        plans = [plan(lengths, PackSpec(length, prefix=1, suffix=1), policy) for length, policy in settings]
+        shard = dataset.read_index(info, dataset.has_sentences)
+        plans = [plan_shard(shard, PackSpec(length, prefix=1, suffix=1), policy) for length, policy in settings]
         # frexp writes n as m * 2**e with m in [0.5, 1), so e is the number of binary digits of n.
-        histogram = np.bincount(np.frexp(lengths)[1], minlength=64)
+        histogram = np.bincount(np.frexp(shard.length)[1], minlength=64)
         return histogram, np.array([(p.examples, len(p.length), p.length.sum()) for p in plans], dtype=np.int64)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -82,7 +83,7 @@ def inspect(dataset: Dataset) -> Inspection:
     histogram = np.sum([histogram for histogram, _ in counted], axis=0)
     totals = np.sum([totals for _, totals in counted], axis=0).tolist()
     if not any(examples for examples, _, _ in totals):
-        raise DataError(f"the documents of {dataset.path} hold no tokens; check the source and build the dataset again")
+        raise DataError(f"the documents of {dataset.name} hold no tokens; check the source and build the dataset again")
     forecasts = (Forecast(*setting, *total) for setting, total in zip(settings, totals, strict=True))
     return Inspection(dataset, np.trim_zeros(histogram, "b"), tuple(forecasts))
 
@@ -95,7 +96,7 @@ def _range_names(histogram: Int64) -> list[str]:
 def report(inspection: Inspection, console: Console) -> None:
     """Prints the tables."""
     manifest = inspection.dataset.manifest
-    contents = Table("split", "shards", "documents", "tokens", "MB", title=escape(str(inspection.dataset.path)))
+    contents = Table("split", "shards", "documents", "tokens", "MB", title=escape(inspection.dataset.name))
     for split, shards in manifest.splits.items():
         documents, tokens = sum(s.documents for s in shards), sum(s.tokens for s in shards)
         megabytes = sum(s.bytes for s in shards) / 1e6

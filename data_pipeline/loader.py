@@ -17,8 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from data_pipeline.cache import DEFAULT_SIZE, ShardCache
 from data_pipeline.dataset import Dataset, PackedSplit, max_open_shards, packing_digest
 from data_pipeline.order import ORDER_VERSION, ExampleOrder, Order, SinglePass, share
+from data_pipeline.prefetch import Prefetcher
+from trainer.config.sizes import parse_size
 from trainer.errors import ConfigError, DataError
 from trainer.examples import Batch, Examples, PackSpec, Policy
 from trainer.hashing import combine, mix, name_key
@@ -26,6 +29,7 @@ from trainer.hashing import combine, mix, name_key
 MicroBatch: TypeAlias = dict[str, torch.Tensor]
 
 _DROPOUT = name_key("dropout")
+_BLOCK_CELLS = 2**16  # arrays of this many 64-bit numbers stay in a core's cache
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,17 @@ class Config:
     """The `data` section of an experiment.
 
     Attributes:
-        path: folder of a built dataset.
+        path: folder of a built dataset, or its address (s3://, gs://, http://, https://); shards of a remote one are
+            downloaded when they are needed.
         sequence_length: cells of an example, special tokens included.
-        packing: how documents become examples: concat, best_fit or padded.
+        packing: how documents become examples: concat, best_fit, padded or pairs.
         lanes: independent readers that the order deals examples from; part of the order, so fixed for a run.
         window: shards' worth of examples that a lane shuffles together; part of the order, so fixed for a run.
         threads: threads that make batches; 0 makes them in the training thread.
-        prefetch: steps of batches that threads keep ready.
+        prefetch: steps of batches that threads keep ready, or blocks of several steps where those are small.
+        cache: folder of the local disk for downloaded shards, which all processes and runs of a node may share; null is
+            SAMESTEP_CACHE from the environment, or ~/.cache/samestep.
+        cache_size: how much of them is kept, such as 500GB or 2TiB; less where the disk has no more to give.
     """
 
     path: str
@@ -49,11 +57,22 @@ class Config:
     window: int = 4
     threads: int = 1
     prefetch: int = 2
+    cache: str | None = None
+    cache_size: str = DEFAULT_SIZE
 
     def __post_init__(self) -> None:
         for name, least in (("sequence_length", 1), ("lanes", 1), ("window", 1), ("threads", 0), ("prefetch", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        parse_size(self.cache_size, "cache_size")
+
+    def open(self) -> Dataset:
+        """Opens the dataset at `path`.
+
+        Raises:
+            DataError: there is none, or it is unfinished or damaged.
+        """
+        return Dataset.open(self.path, ShardCache.open_folder(self.cache, self.cache_size))
 
 
 class Replica(Protocol):
@@ -77,6 +96,7 @@ class StreamingLoader:
         example       int64 [B], the example's number in the split; -1 for a row that only pads
         epoch         int64 [B], the pass over the split
         digest        int64 [B], a hash of epoch, example and the input tokens; 0 for a row that only pads
+        filled        int64 [B], the row's cells that hold a token; 0 for a row that only pads
 
     Attributes:
         micro_batches: micro-batches in every step, the same on all replicas.
@@ -136,6 +156,7 @@ class StreamingLoader:
                     f"use more devices, which share the lanes, or raise the limit of open files (ulimit -n)"
                 )
         self._collate = collate
+        self._pack_spec = pack_spec
         self._sequence_length = pack_spec.sequence_length
         self._seed = seed
         self._batch_size = global_batch_size
@@ -143,10 +164,20 @@ class StreamingLoader:
         self.micro_batches = -(-most_rows // micro_batch_size)
         self._rows = -(-most_rows // self.micro_batches)
         self._replica = replica
-        self._prefetch = config.prefetch if config.threads else 0
+        # Small arrays cost numpy's overhead, large ones miss the cache: rows are made in blocks of whole micro-batches.
+        together = max(1, _BLOCK_CELLS // (self._rows * self._sequence_length))
+        self._block_rows = together * self._rows
+        self._most_steps = max(1, together // self.micro_batches)
+        self._prefetch = config.prefetch
+        self._prefetcher: Prefetcher | None = None
+        if dataset.remote is not None:
+            self._packed.most_open = self._order.working_set(global_batch_size, replica.index, replica.count)
+            self._prefetcher = Prefetcher(dataset.remote, dataset.shards(split), self._packed.most_open)
         self._threads = ThreadPoolExecutor(config.threads, "loader") if config.threads else None
-        self._ahead: deque[Future[list[MicroBatch]]] = deque()
-        self._example = 0
+        self._ahead: deque[Future[list[list[MicroBatch]]]] = deque()
+        self._ready: deque[list[MicroBatch]] = deque()
+        self._example = self._planned = 0
+        self._block_steps = 1
         self._identity = {
             "order": ORDER_VERSION,
             "seed": seed,
@@ -167,49 +198,71 @@ class StreamingLoader:
         return self
 
     def __next__(self) -> list[MicroBatch]:
-        step = self._next_step()
-        if not step:
+        if not self._ready:
+            self._ready.extend(self._next_block())
+        if not self._ready:
             raise StopIteration
         self._example += self._batch_size
-        return step
+        return self._ready.popleft()
 
-    def _next_step(self) -> list[MicroBatch]:
+    def _next_block(self) -> list[list[MicroBatch]]:
         if self._threads is None:
-            return self._make(self._example)
+            return self._make(*self._plan_block())
         while len(self._ahead) <= self._prefetch:
-            start = self._example + len(self._ahead) * self._batch_size
-            self._ahead.append(self._threads.submit(self._make, start))
+            self._ahead.append(self._threads.submit(self._make, *self._plan_block()))
         return self._ahead.popleft().result()
 
-    def _make(self, start: int) -> list[MicroBatch]:
-        """The replica's micro-batches of the global batch that begins with example `start`, or none after the end."""
+    def _plan_block(self) -> tuple[int, int]:
+        """The next block's first example and its steps; one at first, since many may read from many more shards."""
+        start, steps = self._planned, self._block_steps
+        self._planned += steps * self._batch_size
+        self._block_steps = min(2 * steps, self._most_steps)
+        return start, steps
+
+    def _make(self, start: int, steps: int) -> list[list[MicroBatch]]:
+        """The replica's micro-batches of `steps` steps, of which the first begins with example `start`.
+
+        There are fewer after the end of a finite order.
+        """
+        shares = [self._share(start + step * self._batch_size) for step in range(steps)]
+        number, valid = (np.concatenate(parts) for parts in zip(*shares, strict=True))
+        cuts = [slice(first, first + self._block_rows) for first in range(0, len(number), self._block_rows)]
+        made = [batch for cut in cuts for batch in self._micro_batches(number[cut], valid[cut])]
+        return [made[first : first + self.micro_batches] for first in range(0, len(made), self.micro_batches)]
+
+    def _share(self, start: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """The numbers of the replica's rows of the global batch from example `start`, and which do not only pad."""
         batch = self._order.batch(start, self._batch_size)
-        if not len(batch):
-            return []
         mine = batch[share(len(batch), self._replica.index, self._replica.count)]
-        rows = self.micro_batches * self._rows
+        rows = self.micro_batches * self._rows if len(batch) else 0
         # A padding row is a valid example: softmax over a row without any token would be NaN.
         padding = np.resize(mine[:1] if len(mine) else batch[:1], rows - len(mine))
-        number = np.concatenate((mine, padding))
+        return np.concatenate((mine, padding)), np.arange(rows) < len(mine)
+
+    def _micro_batches(self, number: npt.NDArray[np.int64], valid: npt.NDArray[np.bool_]) -> list[MicroBatch]:
+        """Makes rows together and cuts them into micro-batches; no row depends on those that it is made with."""
         at = self._order.locate(number)
-        valid = np.arange(rows) < len(mine)
-        dropout_key = combine(self._seed, _DROPOUT, number).astype(np.uint32).view(np.int32)
-        example = np.where(valid, self._packed.ids(at), -1)
-        step = []
-        for first in range(0, rows, self._rows):
-            cut = slice(first, first + self._rows)
-            examples = self._packed.read(at[cut], valid[cut].astype(np.float32))
-            arrays = dict(self._collate(examples, self._sequence_length))
-            arrays |= {"dropout_key": dropout_key[cut], "example": example[cut], "epoch": at.epoch[cut]}
-            arrays["digest"] = np.where(valid[cut], _digest(arrays), 0)
-            step.append({name: torch.from_numpy(array) for name, array in arrays.items()})
-        return step
+        if self._prefetcher is not None:
+            replica = self._replica
+            ahead = self._order.shards_ahead(int(number.min()), self._batch_size, replica.index, replica.count)
+            self._prefetcher.expect(np.concatenate((at.shard, ahead)))
+        examples = self._packed.read(at, valid.astype(np.float32))
+        arrays = dict(self._collate(examples, self._sequence_length))
+        arrays["dropout_key"] = combine(self._seed, _DROPOUT, number).astype(np.uint32).view(np.int32)
+        arrays |= {"example": np.where(valid, self._packed.ids(at), -1), "epoch": at.epoch}
+        arrays["digest"] = np.where(valid, _digest(arrays), 0)
+        arrays["filled"] = np.where(valid, _filled(examples, self._pack_spec), 0)
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        starts = range(0, len(number), self._rows)
+        return [{name: tensor[i : i + self._rows] for name, tensor in tensors.items()} for i in starts]
 
     def _go_to(self, example: int) -> None:
         for future in self._ahead:
             future.cancel()
         self._ahead.clear()
-        self._example = example
+        self._ready.clear()
+        self._example = self._planned = example
+        self._block_steps = 1
 
     def state_dict(self) -> dict[str, Any]:
         """The next global example after the steps that were taken (not merely prefetched), and what it counts."""
@@ -234,6 +287,8 @@ class StreamingLoader:
         self._go_to(self._example)
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
+        if self._prefetcher is not None:
+            self._prefetcher.close()
 
     def __enter__(self) -> StreamingLoader:
         return self
@@ -251,7 +306,14 @@ def _digest(arrays: Batch) -> npt.NDArray[np.int64]:
     """
     tokens = arrays["tokens"].astype(np.uint64)
     factors = mix(np.arange(tokens.shape[1])) | np.uint64(1)
-    return combine(arrays["epoch"], arrays["example"], (tokens * factors).sum(axis=1)).view(np.int64)
+    return combine(arrays["epoch"], arrays["example"], tokens @ factors).view(np.int64)
+
+
+def _filled(examples: Examples, spec: PackSpec) -> npt.NDArray[np.int64]:
+    """How many cells of each row hold a token, special tokens included: int64 [B]."""
+    pieces = np.bincount(examples.row, minlength=examples.key.size)
+    tokens = np.bincount(examples.row, weights=examples.length, minlength=examples.key.size).astype(np.int64)
+    return tokens + spec.suffix * pieces + spec.prefix * (pieces if examples.isolated else 1)
 
 
 _SAME_AGAIN = {

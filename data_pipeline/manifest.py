@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.storage import write_text
 from trainer.config import Tree
 from trainer.errors import DataError
+from trainer.storage import write_text
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -91,13 +91,26 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            tree = json.loads(path.read_bytes())
+            content = path.read_bytes()
         except FileNotFoundError:
             raise DataError(
                 f"{folder} holds no finished dataset (no {MANIFEST}); finish it with: samestep data build CONFIG "
                 f"output={folder}"
             ) from None
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error}; build the dataset again") from error
+        return cls.parse(content, str(path))
+
+    @classmethod
+    def parse(cls, content: bytes, path: str) -> Manifest:
+        """Reads a manifest from the bytes of the file `path`.
+
+        Raises:
+            DataError: it is damaged or of another version.
+        """
+        try:
+            tree = json.loads(content)
+        except ValueError as error:
             raise DataError(f"cannot read {path}: {error}; build the dataset again") from error
         version = tree.get("format") if isinstance(tree, dict) else None
         if version != FORMAT:

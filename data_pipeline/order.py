@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.packing import Int64
+from data_pipeline.packing import Int64, ranges
 from trainer.errors import ConfigError
 from trainer.hashing import U64, combine, mix, name_key
 
@@ -61,6 +61,12 @@ class ExampleOrder(Protocol):
     def locate(self, number: npt.ArrayLike) -> Location:
         """The places of global examples."""
 
+    def working_set(self, size: int, index: int, count: int) -> int:
+        """How many shards replica `index` of `count` reads from at a time, in global batches of `size`."""
+
+    def shards_ahead(self, start: int, size: int, index: int, count: int) -> Int64:
+        """The shards that the replica reads from global example `start` on: those in use, then those that come next."""
+
 
 class Order:
     """The endless shuffled order of training.
@@ -94,6 +100,7 @@ class Order:
         self._windows = min(max(1, round(self._span / together)), self._span)
         self._window_key = combine(seed, _WINDOW)
         self._line = functools.lru_cache(maxsize=8)(self._lay_line)  # one or two epochs are in use at any time
+        self._lanes_of = functools.lru_cache(maxsize=8)(self._find_lanes)
 
     def batch(self, start: int, size: int) -> Int64:
         """Rows of a global batch are sorted by lane, so that a replica's share stays with few lanes, hence shards."""
@@ -101,12 +108,33 @@ class Order:
         return number[np.argsort(number % self._lanes, kind="stable")]
 
     def working_set(self, size: int, index: int, count: int) -> int:
-        """How many shards replica `index` of `count` reads from at a time, in global batches of `size`."""
+        """As in `ExampleOrder`."""
+        window = self._span / self._windows * len(self._counts) / self.examples  # in shards; it overlaps one more
+        return min(len(self._counts), math.ceil(len(self._lanes_of(size, index, count)) * (window + 1)))
+
+    def shards_ahead(self, start: int, size: int, index: int, count: int) -> Int64:
+        """As in `ExampleOrder`: the shards of each lane's window, then those of its next one."""
+        lane = self._lanes_of(size, index, count)
+        span = self._span + (lane < self._longer_spans)
+        epoch, position = np.divmod(-((lane - start) // self._lanes), span)  # of the lane's first example from `start`
+        window = ((position + 1) * self._windows - 1) // span
+        found = []
+        for _ in range(2):
+            first = lane * self._span + np.minimum(lane, self._longer_spans)
+            begin, end = first + window * span // self._windows, first + (window + 1) * span // self._windows
+            for e in sorted(set(epoch.tolist())):
+                shards, ends = self._line(e)
+                cells = begin[epoch == e], end[epoch == e] - 1
+                place, last = (np.searchsorted(ends, cell, side="right") for cell in cells)
+                found.append(shards[ranges(place, last - place + 1)])
+            epoch, window = epoch + (window + 1) // self._windows, (window + 1) % self._windows
+        return np.concatenate(found)
+
+    def _find_lanes(self, size: int, index: int, count: int) -> Int64:
+        """The lanes whose examples replica `index` of `count` takes from global batches of `size`."""
         batches = max(1, min(self._lanes // math.gcd(size, self._lanes), 2**20 // size))  # until they repeat, or many
         number = np.arange(batches * size).reshape(batches, size)
-        lanes = len(np.unique(np.sort(number % self._lanes)[:, share(size, index, count)]))
-        window = self._span / self._windows * len(self._counts) / self.examples  # in shards; it overlaps one more
-        return min(len(self._counts), math.ceil(lanes * (window + 1)))
+        return np.unique(np.sort(number % self._lanes)[:, share(size, index, count)])
 
     def locate(self, number: npt.ArrayLike) -> Location:
         turn, lane = np.divmod(np.asarray(number, dtype=np.int64), self._lanes)
@@ -154,6 +182,14 @@ class SinglePass:
         shard = np.searchsorted(self._end, cell, side="right")
         begin = np.concatenate(([0], self._end))[shard]
         return Location(np.zeros_like(cell), shard, cell - begin)
+
+    def working_set(self, size: int, index: int, count: int) -> int:
+        """As in `ExampleOrder`: any batch may take from all of them."""
+        return len(self._end)
+
+    def shards_ahead(self, start: int, size: int, index: int, count: int) -> Int64:
+        """As in `ExampleOrder`."""
+        return np.arange(len(self._end))
 
     def _shuffle(self, number: Int64) -> Int64:
         return permute(number, np.full_like(number, self.examples), np.full(len(number), _SAMPLE, dtype=np.uint64))

@@ -14,7 +14,7 @@ token is in exactly one piece:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -41,6 +41,7 @@ class PackPlan:
         begin: int64 [M], the piece's first token within its document.
         length: int64 [M], tokens in the piece; at least 1.
         column: int64 [M], the cell of the example that the piece's first token goes to.
+        random: bool [N], whether the second of an example's two pieces is from anywhere; empty unless they are pairs.
     """
 
     example_start: Int64
@@ -48,6 +49,7 @@ class PackPlan:
     begin: Int64
     length: Int64
     column: Int64
+    random: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
 
     @property
     def examples(self) -> int:
@@ -87,6 +89,7 @@ def plan(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy, key: int = 0) -
     Raises:
         ConfigError: the examples are too short to hold text.
     """
+    assert policy != "pairs", "data_pipeline.pairs makes those"
     lengths = np.asarray(lengths, dtype=np.int64)
     room = room_for_tokens(spec)
     if policy == "concat":

@@ -6,6 +6,10 @@ A shard holds chunks of many whole documents. A chunk is one WebDataset sample o
     000000.offsets.npy   int64 [d + 1], document i is tokens[offsets[i]:offsets[i + 1]]
     000000.origin.npy    uint32 [d, 2], (source file, line) of each document
 
+Where the build was asked for them, a fourth says where sentences begin:
+
+    000000.sentences.npy  uint32 [k], ascending; tokens[sentences[j]] is the first of a sentence
+
 Tar members start at multiples of 512 bytes and .npy data at multiples of 64 behind that, so a whole shard can be seen
 as one array of tokens in which every document is a plain slice. Members are written with `tarfile` because importing
 webdataset imports torch, which each build worker would pay for in seconds and memory.
@@ -20,16 +24,17 @@ import itertools
 import resource
 import tarfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, BinaryIO, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.manifest import ShardInfo
-from data_pipeline.storage import atomic_write
 from trainer.errors import DataError
+from trainer.storage import atomic_write
 
 Tokens: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -37,7 +42,11 @@ CHUNK_TOKENS = 2**20
 
 
 def write_shard(
-    path: Path, documents: Sequence[Tokens], origin: npt.NDArray[np.uint32], dtype: np.dtype[Any]
+    path: Path,
+    documents: Sequence[Tokens],
+    origin: npt.NDArray[np.uint32],
+    dtype: np.dtype[Any],
+    sentences: Sequence[npt.NDArray[np.int64]] | None = None,
 ) -> ShardInfo:
     """Writes documents to a new shard, atomically; its bytes depend on the arguments only, not on time or machine.
 
@@ -46,6 +55,7 @@ def write_shard(
         documents: D arrays of tokens.
         origin: [D, 2], the (source file, line) of each document.
         dtype: of the stored tokens.
+        sentences: D arrays of the ascending offsets, within a document, of its sentences' first tokens; the first is 0.
 
     Raises:
         DataError: the disk does not take it.
@@ -61,6 +71,10 @@ def write_shard(
                 _add(tar, f"{chunk:06d}.tokens.npy", tokens)
                 _add(tar, f"{chunk:06d}.offsets.npy", offsets[first : end + 1] - offsets[first])
                 _add(tar, f"{chunk:06d}.origin.npy", origin[first:end].astype(np.uint32, copy=False))
+                if sentences is not None:
+                    begin = offsets[first:end] - offsets[first]
+                    starts = [at + starts for at, starts in zip(begin, sentences[first:end], strict=True)]
+                    _add(tar, f"{chunk:06d}.sentences.npy", np.concatenate(starts).astype(np.uint32))
         size = file.tell()
     return ShardInfo(path.name, len(documents), int(offsets[-1]), size, file_sha256(path))
 
@@ -81,77 +95,124 @@ def file_sha256(path: Path) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Shard:
-    """A shard opened for reading; nothing but headers and the document index is read before tokens are used.
+class ShardIndex:
+    """The documents of a shard without their tokens, to read which takes about a hundredth of it.
 
     Attributes:
-        tokens: 1-D memory map of the whole file as tokens; document i is `tokens[start[i] : start[i] + length[i]]`.
-        start: int64 [D], where each document's first token is in `tokens`.
+        start: int64 [D], the place of each document's first token in the file, counted in tokens.
         length: int64 [D], tokens of each document.
         origin: uint32 [D, 2], the (source file, line) of each document.
+        sentences: int64 [K], where sentences begin, counted in tokens through all documents; empty unless asked for.
     """
 
-    tokens: Tokens
     start: npt.NDArray[np.int64]
     length: npt.NDArray[np.int64]
     origin: npt.NDArray[np.uint32]
+    sentences: npt.NDArray[np.int64]
 
     @classmethod
-    def open(cls, path: Path, dtype: npt.DTypeLike) -> Shard:
-        """Maps a shard whose tokens are of type `dtype`.
+    def read(cls, file: BinaryIO, name: str, dtype: npt.DTypeLike, sentences: bool = False) -> ShardIndex:
+        """Reads the index of an open shard whose tokens are of type `dtype`, going through it once.
+
+        Args:
+            file: the shard; seekable.
+            name: where it is, for messages.
+            dtype: of its tokens.
+            sentences: whether to read where sentences begin, too.
+
+        Raises:
+            DataError: it is cut short, damaged or of another type.
+        """
+        with _failure_explained(name):
+            columns = zip(*_read_chunks(file, np.dtype(dtype), sentences), strict=True)
+            return cls(*(np.concatenate(parts) for parts in columns))
+
+
+@dataclass(frozen=True, eq=False)
+class Shard(ShardIndex):
+    """A shard opened for reading; nothing but its index is read before tokens are used.
+
+    Attributes:
+        tokens: 1-D memory map of the whole file as tokens; document i is `tokens[start[i] : start[i] + length[i]]`.
+    """
+
+    tokens: Tokens
+
+    @classmethod
+    def open(cls, path: Path, dtype: npt.DTypeLike, sentences: bool = False) -> Shard:
+        """Maps a shard whose tokens are of type `dtype`, with or without its `sentences`.
 
         Raises:
             DataError: it is missing, cut short, damaged or of another type, or the process has too many files open.
         """
-        dtype = np.dtype(dtype)
-        try:
-            starts, lengths, origins = zip(*_read_chunks(path, dtype), strict=True)
-            tokens = np.memmap(path, dtype, mode="r")
-        except FileNotFoundError:
-            raise DataError(f"the shard {path} is missing; copy it back or build the dataset again") from None
-        except (OSError, ValueError, tarfile.TarError) as error:
-            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-                raise DataError(
-                    f"cannot open the shard {path}: too many files are open (this process may open {limit}); raise the "
-                    f"limit with ulimit -n, or start a run with smaller data.lanes or data.window"
-                ) from error
+        with _failure_explained(str(path)), path.open("rb") as file:
+            return cls.map(file, str(path), dtype, sentences)
+
+    @classmethod
+    def map(cls, file: BinaryIO, name: str, dtype: npt.DTypeLike, sentences: bool = False) -> Shard:
+        """Maps an open shard; the map shares the file's locks and keeps them when the file is closed."""
+        index = ShardIndex.read(file, name, dtype, sentences)
+        with _failure_explained(name):
+            return cls(**vars(index), tokens=np.memmap(file, np.dtype(dtype), mode="r"))
+
+
+@contextmanager
+def _failure_explained(name: str) -> Iterator[None]:
+    """Says in a user's words why the shard `name` cannot be read."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise DataError(f"the shard {name} is missing; copy it back or build the dataset again") from None
+    except (OSError, ValueError, tarfile.TarError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             raise DataError(
-                f"the shard {path} is cut short or damaged ({error}); copy it again, or build the dataset again, and "
-                f"check the rest with: samestep data verify {path.parent}"
+                f"cannot open the shard {name}: too many files are open (this process may open {limit}); raise the "
+                f"limit with ulimit -n, or start a run with smaller data.lanes or data.window"
             ) from error
-        return cls(tokens, np.concatenate(starts), np.concatenate(lengths), np.concatenate(origins))
+        raise DataError(
+            f"the shard {name} is cut short or damaged ({error}); copy it again, or build the dataset again, and "
+            f"check the rest with: samestep data verify {name.rpartition('/')[0]}"
+        ) from error
 
 
-def _read_chunks(path: Path, dtype: np.dtype[Any]) -> Iterator[tuple[npt.NDArray[Any], ...]]:
-    """Yields start [d], length [d] and origin [d, 2] of each chunk; raises ValueError for what is no shard."""
-    with path.open("rb") as file:
-        # A tar ends with two blocks of zeros: without them the file was cut short, perhaps between two members.
-        size = file.seek(0, io.SEEK_END)
-        file.seek(max(0, size - 2 * tarfile.BLOCKSIZE))
-        if size == 0 or size % tarfile.BLOCKSIZE or any(file.read()):
-            raise ValueError("the end of the archive is missing")
-        file.seek(0)
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            members = {member.name: member for member in tar}
-            for key in sorted({name.partition(".")[0] for name in members}):
-                try:
-                    parts = [members[f"{key}.{part}.npy"] for part in ("tokens", "offsets", "origin")]
-                except KeyError as error:
-                    raise ValueError(f"no member {error}") from None
-                start, count = _locate(tar, parts[0], dtype)
-                offsets = _load(tar, parts[1], np.dtype("<i8"))
-                origin = _load(tar, parts[2], np.dtype("<u4")).reshape(-1, 2)
-                length = np.diff(offsets)
-                if (
-                    len(offsets) != len(origin) + 1
-                    or length.min(initial=0) < 0
-                    or (offsets[0], offsets[-1]) != (0, count)
-                ):
-                    raise ValueError(f"the arrays of chunk {key} do not fit together")
-                yield start + offsets[:-1], length, origin
-            if not members:
-                raise ValueError("the archive is empty")
+def _read_chunks(file: BinaryIO, dtype: np.dtype[Any], with_sentences: bool) -> Iterator[tuple[npt.NDArray[Any], ...]]:
+    """Yields the columns of a `ShardIndex` for each chunk; raises ValueError for what is no shard."""
+    # A tar ends with two blocks of zeros: without them the file was cut short, perhaps between two members.
+    size = file.seek(0, io.SEEK_END)
+    file.seek(max(0, size - 2 * tarfile.BLOCKSIZE))
+    if size == 0 or size % tarfile.BLOCKSIZE or any(file.read()):
+        raise ValueError("the end of the archive is missing")
+    file.seek(0)
+    names = ("tokens", "offsets", "origin", "sentences")[: 4 if with_sentences else 3]
+    before = None  # tokens of the chunks before
+    with tarfile.open(fileobj=file, mode="r:") as tar:
+        for key, chunk in itertools.groupby(tar, lambda member: member.name.partition(".")[0]):
+            parts: dict[str, Any] = {}
+            for member in chunk:  # read as it is met, since going back in a remote file would cost a request
+                name = member.name.removeprefix(f"{key}.").removesuffix(".npy")
+                if name == "tokens":
+                    parts[name] = _locate(tar, member, dtype)
+                elif name in names:
+                    parts[name] = _load(tar, member, np.dtype("<i8" if name == "offsets" else "<u4"))
+            if missing := [name for name in names if name not in parts]:
+                raise ValueError(f"no member {key}.{missing[0]}.npy")
+            start, count = parts["tokens"]
+            offsets, origin = parts["offsets"], parts["origin"].reshape(-1, 2)
+            length = np.diff(offsets)
+            if len(offsets) != len(origin) + 1 or length.min(initial=0) < 0 or (offsets[0], offsets[-1]) != (0, count):
+                raise ValueError(f"the arrays of chunk {key} do not fit together")
+            sentences = np.empty(0, dtype=np.int64)
+            if with_sentences:
+                sentences = parts["sentences"].astype(np.int64)
+                documents = offsets[:-1][length > 0]
+                if (np.diff(sentences, append=count) < 1).any() or not np.isin(documents, sentences).all():
+                    raise ValueError(f"the sentences of chunk {key} do not fit its documents")
+            before = before or 0
+            yield start + offsets[:-1], length, origin, before + sentences
+            before += count
+    if before is None:
+        raise ValueError("the archive is empty")
 
 
 def _open_npy(tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[Any]) -> IO[bytes]:

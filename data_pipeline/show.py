@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from data_pipeline.dataset import Dataset, PackedSplit
+from data_pipeline.dataset import PackedSplit
 from data_pipeline.loader import Config as DataConfig
 from data_pipeline.order import Order
 from data_pipeline.tokenization import Tokenizer
@@ -44,7 +44,7 @@ def show(folder: str, experiment: str, overrides: Iterable[str], index: int, cou
     tree = read_tree(experiment, overrides)
     sections = {name: tree[name] for name in ("objective", "seed") if name in tree}
     view: _View = decode(_View, {**sections, "data": {**tree.get("data", {}), "path": folder}})
-    dataset = Dataset.open(folder)
+    dataset = view.data.open()
     tokenizer, length = dataset.tokenizer, view.data.sequence_length
     objective = view.objective.build(tokenizer.vocabulary)
     packed = PackedSplit(dataset, "train", objective.pack_spec(length), view.data.packing, view.seed)
@@ -56,18 +56,23 @@ def show(folder: str, experiment: str, overrides: Iterable[str], index: int, cou
         row = {name: array[0] for name, array in objective.collate(examples, length).items()}
         cells = int((row["segments"] > 0).sum())
         predicted = int((row["weights"] > 0).sum())
+        relation, names = "", [""] * len(examples.column)
+        if examples.random is not None:
+            relation = ", NotNext: B is from elsewhere" if examples.random[0] else ", IsNext: B is the text after A"
+            names = ["A  ", "B  "]
         console.print(
             f"\nexample {number}: epoch {at.epoch[0]}, {len(examples.tokens)} tokens, {predicted} predicted, "
-            f"{length - cells} cells of padding",
+            f"{length - cells} cells of padding{relation}",
             style="bold",
             highlight=False,
+            soft_wrap=True,
         )
         # A piece is shown with the special tokens around it: up to where the next piece, or its prefix, begins.
         prefix = objective.pack_spec(length).prefix if examples.isolated else 0
         begin = [0, *(examples.column[1:] - prefix).tolist()]
-        sources = packed.origin(int(at.shard[0]), int(at.index[0]))
-        for first, end, (file, line) in zip(begin, [*begin[1:], cells], sources, strict=True):
-            source = f"{dataset.manifest.files[file]}:{line}  "
+        sources = packed.origin(int(at.shard[0]), int(at.index[0]), int(at.epoch[0]))
+        for name, first, end, (file, line) in zip(names, begin, [*begin[1:], cells], sources, strict=True):
+            source = f"{name}{dataset.manifest.files[file]}:{line}  "
             console.print(Text.assemble((source, "dim blue"), *_render(row, first, end, tokenizer)), soft_wrap=True)
 
 

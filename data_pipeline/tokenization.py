@@ -16,9 +16,11 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from data_pipeline.manifest import token_dtype
 from data_pipeline.shards import Tokens
-from data_pipeline.storage import write_text
+from data_pipeline.words import WordEncoder, ends_tokens_with_words
+from trainer import hub
 from trainer.errors import ConfigError, DataError
 from trainer.examples import Vocabulary
+from trainer.storage import write_text
 
 _BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 _ROBERTA_SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]  # <mask> is the last id of RoBERTa's vocabulary
@@ -39,7 +41,7 @@ class Config:
     """Where the tokenizer is and, for `samestep data tokenizer`, how it is trained.
 
     Attributes:
-        path: its folder.
+        path: its folder, or hf://NAME[@REVISION] on the Hugging Face Hub.
         algorithm: "wordpiece" (BERT) or "bpe" (byte-level, RoBERTa and GPT-2).
         vocab_size: number of ids, special tokens included.
         lowercase: lower-case the text and, for WordPiece, strip its accents (BERT "uncased").
@@ -122,17 +124,30 @@ class Tokenizer:
         ids = {role: None if name is None else backend.token_to_id(name) for role, name in names.items()}
         special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         special.update(i for i in ids.values() if i is not None)
-        size = max(backend.get_vocab().values(), default=-1) + 1
-        self.vocabulary = Vocabulary(size, ids["pad"], ids["cls"], ids["sep"], ids["mask"], tuple(sorted(special)))
+        vocab = backend.get_vocab()
+        self.vocabulary = Vocabulary(
+            size=max(vocab.values(), default=-1) + 1,
+            **{role: ids[role] for role in ("pad", "cls", "sep", "mask")},
+            special=tuple(sorted(special)),
+            continuing=_continuing(backend, vocab),
+        )
+
+    @cached_property
+    def _words(self) -> WordEncoder | None:
+        """The quick way to encode, where it is known to give the same ids."""
+        if not ends_tokens_with_words(self._backend):
+            return None
+        return WordEncoder(self._backend, token_dtype(self.vocabulary.size))
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """Reads a Hugging Face tokenizer folder, BERT's `vocab.txt`, or GPT-2's `vocab.json` and `merges.txt`.
+        """Reads a Hugging Face tokenizer folder, BERT's `vocab.txt`, GPT-2's `vocab.json` and `merges.txt`, or hf://NAME.
 
         Raises:
             DataError: the folder holds none of these, or they cannot be read.
+            StorageError: it cannot be downloaded.
         """
-        folder = Path(folder)
+        folder = hub.tokenizer_folder(str(folder)) if hub.is_hub_path(str(folder)) else Path(folder)
         try:
             settings = {
                 **_read_json(folder / "special_tokens_map.json"),
@@ -164,6 +179,8 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """The ids of each text, without special tokens, in the narrowest unsigned type that holds the vocabulary."""
+        if self._words is not None:
+            return self._words.encode_batch(texts)
         dtype = token_dtype(self.vocabulary.size)
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype) for encoding in encodings]
@@ -182,6 +199,18 @@ def _special_token(backend: tokenizers.Tokenizer, settings: dict[str, Any], role
     named = [settings.get(f"{role}_token"), *_USUAL_NAMES[role], settings.get(fallback)]
     names = [name["content"] if isinstance(name, dict) else name for name in named]
     return next((name for name in names if name and backend.token_to_id(name) is not None), None)
+
+
+def _continuing(backend: tokenizers.Tokenizer, vocab: dict[str, int]) -> tuple[int, ...] | None:
+    """The ids of the tokens that go on with a word; None where neither they nor those that begin one are marked."""
+    if isinstance(backend.model, models.WordLevel):
+        return ()
+    if isinstance(backend.model, models.WordPiece):
+        mark = backend.model.continuing_subword_prefix
+        return tuple(sorted(i for token, i in vocab.items() if token.startswith(mark)))
+    kind = str(backend.pre_tokenizer)
+    mark = "Ġ" if "ByteLevel" in kind else "▁" if "Metaspace" in kind else ""
+    return tuple(sorted(i for token, i in vocab.items() if not token.startswith(mark))) if mark else None
 
 
 def _read_backend(folder: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:

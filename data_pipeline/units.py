@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -16,11 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
+from data_pipeline import sentences
 from data_pipeline.manifest import ShardInfo, token_dtype
-from data_pipeline.shards import write_shard
+from data_pipeline.packing import Int64
+from data_pipeline.shards import Tokens, write_shard
 from data_pipeline.sources import BadRecord, Record, Source
-from data_pipeline.storage import write_text
 from data_pipeline.tokenization import Tokenizer
+from trainer.storage import write_text
 
 _BATCH_CHARACTERS = 2**20
 
@@ -42,6 +45,19 @@ class Unit:
     digest: str
     size: int
     share: float
+
+
+def limited(records: Iterable[Record], limit: int | None) -> Iterator[Record]:
+    """The records up to the one with which `limit` bytes are reached, that one included; None means all of them."""
+    if limit is None:
+        yield from records
+        return
+    total = 0
+    for record in records:
+        total += len(record.data)
+        yield record._replace(read=max(record.read, min(1.0, total / limit)))
+        if total >= limit:
+            return
 
 
 def cut(records: Iterable[Record], size: int) -> Iterator[Unit]:
@@ -113,12 +129,20 @@ def outcome_path(folder: Path, index: int) -> Path:
 class UnitWriter:
     """Tokenises units and writes their shards and outcomes; each worker process has one."""
 
-    def __init__(self, folder: Path, source: Source, heldout_fraction: float, build: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        source: Source,
+        heldout_fraction: float,
+        build: str,
+        splitter: sentences.Splitter | None = None,
+    ) -> None:
         """Loads the dataset's tokenizer; `build` is the digest of the settings, stored with every outcome."""
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
         self._tokenizer = Tokenizer.load(folder / "tokenizer")
         self._dtype = token_dtype(self._tokenizer.vocabulary.size)
         self._folder, self._source, self._heldout_fraction, self._build = folder, source, heldout_fraction, build
+        self._splitter = splitter
 
     def __call__(self, unit: Unit) -> Outcome:
         """Writes the unit's shards, then its outcome.
@@ -135,7 +159,8 @@ class UnitWriter:
                 origin.append((record.file, record.line))
             except BadRecord as error:
                 rejected.append((record.file, record.line, str(error)))
-        documents = [tokens for batch in _batches(texts) for tokens in self._tokenizer.encode_batch(batch)]
+        encoded = [document for batch in _batches(texts) for document in self._encode(batch)]
+        documents = [tokens for tokens, _ in encoded]
         # Text of nothing but control characters, say, normalises to nothing.
         rejected += [(*origin[i], "no tokens") for i, tokens in enumerate(documents) if not len(tokens)]
         heldout = [hashed_share(text, "heldout") < self._heldout_fraction for text in texts]
@@ -148,10 +173,25 @@ class UnitWriter:
                     [documents[i] for i in members],
                     np.array([origin[i] for i in members], np.uint32),
                     self._dtype,
+                    [encoded[i][1] for i in members] if self._splitter else None,
                 )
         outcome = Outcome(self._build, unit.digest, len(unit.records), tuple(sorted(rejected)), shards)
         outcome.save(outcome_path(self._folder, unit.index))
         return outcome
+
+    def _encode(self, texts: list[str]) -> list[tuple[Tokens, Int64]]:
+        """The tokens of each text and, where asked for, the offsets of its sentences' first tokens."""
+        if self._splitter is None:
+            return [(tokens, np.zeros(0, dtype=np.int64)) for tokens in self._tokenizer.encode_batch(texts)]
+        split = [sentences.split(text, self._splitter) for text in texts]
+        encoded = iter(self._tokenizer.encode_batch(list(itertools.chain.from_iterable(split))))
+        return [_join(list(itertools.islice(encoded, len(parts)))) for parts in split]
+
+
+def _join(parts: list[Tokens]) -> tuple[Tokens, Int64]:
+    """Puts sentences together: all tokens, and the offsets of the first ones."""
+    length = np.array([len(part) for part in parts])
+    return np.concatenate(parts), (np.cumsum(length) - length)[length > 0]
 
 
 def _batches(texts: list[str]) -> Iterator[list[str]]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
+
+from tests.faulty_proxy import FaultyProxy, faulty_proxy
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -16,9 +19,10 @@ VOCAB_SIZE = 600
 
 
 def make_dataset(folder: Path) -> Path:
-    """About 1,300 paragraphs of English in 5 train shards and 1 held-out shard, WordPiece tokens."""
+    """About 1,300 paragraphs of English in 5 train shards and 1 held-out shard, WordPiece tokens, with sentences."""
     from data_pipeline import tokenization
-    from data_pipeline.manifest import Manifest
+    from data_pipeline.manifest import Manifest, ShardInfo
+    from data_pipeline.sentences import split, splitter_version
     from data_pipeline.shards import write_shard
 
     folder.mkdir()
@@ -26,12 +30,16 @@ def make_dataset(folder: Path) -> Path:
     tokenizer = tokenization.Config(path="", vocab_size=VOCAB_SIZE, lowercase=True).train(paragraphs[:400])
     tokenizer.save(folder / "tokenizer")
     documents = tokenizer.encode_batch(paragraphs)
+    sizes = [[len(part) for part in tokenizer.encode_batch(split(text, "rules"))] for text in paragraphs]
+    sentences = [np.cumsum([0, *size[:-1]]) for size in sizes]
     origin = np.array([(0, line) for line in range(len(documents))], dtype=np.uint32)
     dtype = np.dtype(np.uint16)
-    train = tuple(
-        write_shard(folder / f"train-{i:06d}.tar", documents[1 + i :: 6], origin[1 + i :: 6], dtype) for i in range(5)
-    )
-    heldout = (write_shard(folder / "heldout-000000.tar", documents[::60], origin[::60], dtype),)
+
+    def write(name: str, chosen: slice) -> ShardInfo:
+        return write_shard(folder / name, documents[chosen], origin[chosen], dtype, sentences[chosen])
+
+    train = tuple(write(f"train-{i:06d}.tar", slice(1 + i, None, 6)) for i in range(5))
+    heldout = (write("heldout-000000.tar", slice(None, None, 60)),)
     Manifest(
         format=1,
         tokenizer_fingerprint=tokenization.Tokenizer.load(folder / "tokenizer").fingerprint,
@@ -42,6 +50,7 @@ def make_dataset(folder: Path) -> Path:
         documents_in=len(documents),
         documents_rejected={},
         splits={"train": train, "heldout": heldout},
+        settings={"sentences": splitter_version("rules")},
     ).save(folder)
     return folder
 
@@ -73,3 +82,49 @@ def dataset_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def experiment_file(dataset_folder: Path) -> str:
     return write_experiment(dataset_folder, dataset_folder.parent / "experiment.yaml")
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """An S3 server on this machine, for this process and those it starts; the URL of its endpoint.
+
+    It has the bucket `bucket`. The folders `s3://bucket/NAME` that tests use must differ.
+    """
+    import boto3
+    from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="bucket")
+        yield environment["AWS_ENDPOINT_URL"]
+    server.stop()
+
+
+@pytest.fixture
+def s3_folder(s3_server: str, request: pytest.FixtureRequest) -> str:
+    """The URL of a folder on the S3 server that no other test uses; empty."""
+    return f"s3://bucket/{request.node.name.translate(str.maketrans('[]', '--'))}-{os.getpid()}"
+
+
+@pytest.fixture
+def faulty_s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """The S3 server behind a proxy that fails as it is told; clients do not wait long before they try again."""
+    from s3fs import S3FileSystem
+
+    with faulty_proxy(s3_server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+        monkeypatch.setattr("trainer.storage.attempts._DELAYS", (0.01,) * 5)
+        S3FileSystem.clear_instance_cache()
+        yield proxy
+    S3FileSystem.clear_instance_cache()

@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["trainer.run", "trainer.export"])
+_CONTEXT.set_forkserver_preload(["trainer.run", "trainer.export", "torch._dynamo"])  # the last one for FSDP2
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 200) -> list[Any]:
@@ -24,6 +24,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, ti
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     environment = {
+        **os.environ,  # what has been set since the server was started
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),

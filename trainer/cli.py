@@ -7,10 +7,12 @@ import dataclasses
 import errno
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer import __version__, log
@@ -77,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
         "train",
         _train,
         "train a model, or continue the run found in its output folder",
-        "samestep train configs/pretrain/bert_mini.yaml --processes 2 training.steps=1000",
+        "samestep train configs/debug/bert_mini.yaml --processes 2 training.steps=1000",
     )
     _add_experiment(train)
     _add_processes(train)
@@ -87,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
         "config",
         _config,
         "print an experiment with every setting resolved",
-        "samestep config configs/pretrain/bert_mini.yaml optimizer.lr=1e-3",
+        "samestep config configs/debug/bert_mini.yaml optimizer.lr=1e-3",
     )
     _add_experiment(config)
 
@@ -110,7 +112,9 @@ def build_parser() -> argparse.ArgumentParser:
         "write a checkpoint as a Hugging Face folder",
         "samestep export runs/bert-mini exported/bert-mini",
     )
-    export.add_argument("checkpoint", metavar="CKPT", help="a run's folder (its newest checkpoint) or a step folder")
+    export.add_argument(
+        "checkpoint", metavar="CKPT", help="a run's folder (its newest checkpoint), a step folder or hf://NAME"
+    )
     export.add_argument("folder", metavar="DIR", help="the folder to write")
 
     fill = _command(
@@ -120,9 +124,46 @@ def build_parser() -> argparse.ArgumentParser:
         "fill the masked words of a text",
         'samestep fill runs/bert-mini "the man went to the [MASK]"',
     )
-    fill.add_argument("checkpoint", metavar="CKPT", help="a run's folder, a step folder or a Hugging Face folder")
+    fill.add_argument(
+        "checkpoint", metavar="CKPT", help="a run's folder, a step folder, a Hugging Face folder or hf://NAME"
+    )
     fill.add_argument("text", nargs="+", help="texts with [MASK] (or <mask>) in them")
     fill.add_argument("--top", type=int, default=5, metavar="K", help="candidates a mask (default: 5)")
+
+    fetch = _command(
+        commands,
+        "fetch",
+        _fetch,
+        "get models, tokenizers and data ahead, for machines without internet",
+        "samestep fetch hf://bert-base-uncased --to models/bert-base-uncased\n"
+        "  samestep fetch configs/data/wikipedia_en.yaml limit=1GB --to raw",
+    )
+    fetch.add_argument("target", help="hf://NAME, or the file of an experiment or dataset: all remote things it names")
+    fetch.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    fetch.add_argument("--to", metavar="DIR", help="where to put it (default: the Hub's cache; for data: fetched/)")
+
+    report = _command(
+        commands,
+        "report",
+        _report,
+        "write an HTML page with the curves and settings of one or several runs",
+        "samestep report runs/bert-mini runs/bert-mini-lr2 -o report.html",
+    )
+    report.add_argument("runs", nargs="+", metavar="RUN", help="the output folder of a run, finished or not")
+    report.add_argument(
+        "-o", "--output", metavar="HTML", help="the file to write (default: report.html, in RUN if one)"
+    )
+
+    doctor = _command(
+        commands,
+        "doctor",
+        _doctor,
+        "try out what a run will need of this machine",
+        "samestep doctor configs/pretrain/bert_base.yaml",
+    )
+    doctor.add_argument("file", nargs="?", help="the experiment that is to run here (default: the machine alone)")
+    doctor.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    doctor.add_argument("--processes", type=int, metavar="N", help="processes of the all-reduce (default: one a GPU)")
 
     for entry_point in entry_points(group="samestep.commands"):
         entry_point.load()(commands)
@@ -211,6 +252,36 @@ def _fill(args: argparse.Namespace) -> int:
 
     fill(args.checkpoint, args.text, args.top)
     return EXIT_DONE
+
+
+def _fetch(args: argparse.Namespace) -> int:
+    from trainer.fetch import fetch
+
+    settings = fetch(args.target, args.overrides, args.to)
+    sys.stdout.write("fetched; it is used with these settings:\n")
+    sys.stdout.writelines(f"  {shlex.quote(setting)}\n" for setting in settings)
+    return EXIT_DONE
+
+
+def _report(args: argparse.Namespace) -> int:
+    from trainer.monitoring.report import default_output, write_report
+
+    output = Path(args.output) if args.output else default_output(args.runs)
+    write_report(args.runs, output)
+    sys.stdout.write(f"{output}\n")
+    return EXIT_DONE
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from trainer import doctor
+    from trainer.config import load
+    from trainer.experiment import Experiment
+
+    experiment = load(Experiment, args.file, args.overrides) if args.file else None
+    sound = doctor.report(doctor.examine(experiment, args.processes), Console())
+    return EXIT_DONE if sound else EXIT_FAILED
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

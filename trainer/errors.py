@@ -29,6 +29,14 @@ class CheckpointError(SamestepError):
     """A checkpoint cannot be written, is damaged, or belongs to another model."""
 
 
+class StorageError(DataError, CheckpointError):
+    """A file cannot be read or written: data and checkpoints lie on the same disks and in the same stores."""
+
+
+class ObjectNotFoundError(StorageError):
+    """There is no such object, or no such bucket."""
+
+
 class LaunchError(SamestepError):
     """Processes cannot be started, or one of them failed."""
 

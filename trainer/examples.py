@@ -8,13 +8,13 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-Policy: TypeAlias = Literal["concat", "best_fit", "padded"]
+Policy: TypeAlias = Literal["concat", "best_fit", "padded", "pairs"]
 
 Batch: TypeAlias = dict[str, npt.NDArray[np.generic]]
 """Arrays of one micro-batch by name, every one with the examples (B) as its first dimension."""
 
 
-HOST_COLUMNS = ("example", "epoch", "digest")
+HOST_COLUMNS = ("example", "epoch", "digest", "filled")
 """Columns of a batch that say what its rows are; the host keeps them."""
 
 
@@ -26,11 +26,13 @@ class PackSpec:
         sequence_length: cells of an example, special tokens included.
         prefix: special tokens before a sequence (1 for [CLS]).
         suffix: special tokens after each piece of a document (1 for [SEP]).
+        pairs: whether examples must be pairs of segments.
     """
 
     sequence_length: int
     prefix: int
     suffix: int
+    pairs: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Examples:
 
     A piece is a run of tokens of one document. Special tokens are not in here: cells between the pieces belong to
     the objective. Under an isolating policy (`best_fit`, `padded`) each piece is a sequence of its own, with its
-    own prefix, positions from 0, and attention to itself only; under `concat` the row is one sequence.
+    own prefix, positions from 0, and attention to itself only; under `concat` and `pairs` the row is one sequence.
 
     Attributes:
         tokens: int32 [T], tokens of all pieces end to end, rows in order, then columns.
@@ -49,6 +51,8 @@ class Examples:
         key: uint64 [B], the source of every random choice about the example; differs from epoch to epoch.
         weight: float32 [B], 1 for an example, 0 for one that only pads the batch to its static shape.
         isolated: whether pieces of a row are sequences of their own.
+        random: bool [B], under `pairs`, where each row has the pieces A and B: whether B is from another document
+            instead of the text after A. None under other policies.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -58,6 +62,7 @@ class Examples:
     key: npt.NDArray[np.uint64]
     weight: npt.NDArray[np.float32]
     isolated: bool
+    random: npt.NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class Vocabulary:
         pad, cls, sep, mask: ids, or None where the tokenizer has no such token ([CLS] is <s> in RoBERTa).
         special: ids of special tokens, those above and [UNK], which text can produce, among them; never masked, never a
             random replacement.
+        continuing: ids of tokens that go on with the word of the token before them (WordPiece's "##ing"; in byte-level
+            BPE, what does not begin with a space); None where the tokenizer's kind is not known.
     """
 
     size: int
@@ -77,3 +84,4 @@ class Vocabulary:
     sep: int | None
     mask: int | None
     special: tuple[int, ...]
+    continuing: tuple[int, ...] | None = None

@@ -10,7 +10,7 @@ from trainer import loop
 from trainer.checkpoint import manager
 from trainer.config import Kinds
 from trainer.errors import ConfigError
-from trainer.monitoring import wandb
+from trainer.monitoring import profiler, tensorboard, wandb
 from trainer.optim import schedules
 from trainer.phases import Config as PhaseConfig
 from trainer.phases import Phase, resolve
@@ -23,9 +23,13 @@ class Tracking:
 
     Attributes:
         wandb: Weights & Biases; None leaves it out.
+        tensorboard: TensorBoard; None leaves it out, {} takes it in.
+        profile: the steps to trace with the PyTorch profiler.
     """
 
     wandb: wandb.Config | None = None
+    tensorboard: tensorboard.Config | None = None
+    profile: profiler.Config = field(default_factory=profiler.Config)
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,10 @@ class Experiment:
         accelerator: the hardware (a module of trainer/accelerators); None takes a GPU where there is one, else
             the CPU, and says which.
         checkpoint: how often to save and what to keep.
-        tracking: Weights & Biases.
+        tracking: Weights & Biases, TensorBoard, profiles.
         seed: the root of every random choice.
-        init_from: a Hugging Face folder or a checkpoint whose weights the run starts from; None draws them.
+        init_from: a Hugging Face folder, hf://NAME[@REVISION] on the Hub, or a checkpoint, whose weights the run starts
+            from; None draws them.
     """
 
     output: str
@@ -69,12 +74,11 @@ class Experiment:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed must lie in 0 .. 2**32 - 1, not {self.seed}")
-        for name, path in (("output", self.output), ("data.path", self.data.path)):
-            if "://" in path:
-                raise ConfigError(
-                    f"{name} {path!r} is not a folder of a file system, and object stores are not supported yet; mount "
-                    "it, or copy the data here"
-                )
+        if "://" in self.output:
+            raise ConfigError(
+                f"output {self.output!r} is not a folder of a file system; name one, and let checkpoint.folder be the "
+                "address that checkpoints go to"
+            )
         self.resolved_phases()  # refuses those that do not fit the run
 
     def resolved_phases(self) -> tuple[Phase, ...]:

@@ -23,14 +23,15 @@ def export(checkpoint: str, folder: str) -> None:
     weights = load_weights(checkpoint)
     _check_padding(weights)
     tensors = weights.config.export_tensors(dict(weights.tensors))
-    huggingface.save_folder(Path(folder), weights.config.to_huggingface(), tensors, weights.tokenizer)
+    with weights.tokenizer_files() as tokenizer:
+        huggingface.save_folder(Path(folder), weights.config.to_huggingface(), tensors, tokenizer)
     logger.info("wrote %s: %d tensors of %s", folder, len(tensors), checkpoint)
 
 
 def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
     """Prints the likeliest words for each masked place of each text."""
     weights = load_weights(checkpoint)
-    tokenizer = Tokenizer.load(weights.tokenizer)
+    tokenizer = _tokenizer(weights)
     model = weights.config.build()
     model.load_state_dict(dict(weights.tensors))
     model.eval()
@@ -60,9 +61,14 @@ def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
         console.print(table)
 
 
+def _tokenizer(weights: Weights) -> Tokenizer:
+    with weights.tokenizer_files() as folder:
+        return Tokenizer.load(folder)
+
+
 def _check_padding(weights: Weights) -> None:
     """Refuses a tokenizer whose padding would shift the positions: RoBERTa's are counted from the padding's id."""
-    offset, pad = weights.config.position_offset, Tokenizer.load(weights.tokenizer).vocabulary.pad
+    offset, pad = weights.config.position_offset, _tokenizer(weights).vocabulary.pad
     if offset and pad != offset - 1:
         raise ConfigError(
             f"the tokenizer {weights.tokenizer} has its padding token at id {pad}, and {weights.config.model_type} in "

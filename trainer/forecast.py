@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -37,7 +36,6 @@ def throughput(experiment: Experiment, trainer: Trainer) -> Throughput:
     return Throughput(
         trainer.state.step,
         experiment.training.steps,
-        time.perf_counter(),
         flops_until=flops_until(experiment, trainer),
         peak_flops=peak * trainer.strategy.replica.count if peak else None,
     )

@@ -22,13 +22,18 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 def mix(values: npt.ArrayLike) -> U64:
     """Scrambles each 64-bit value; a bijection, so distinct inputs stay distinct."""
-    x = np.array(values, dtype=np.uint64, ndmin=1)
+    return _scramble(np.array(values, dtype=np.uint64, ndmin=1))
+
+
+def _scramble(x: U64) -> U64:
+    """`mix` in place; batches are made at the speed of memory, so copies count."""
+    shifted = np.empty_like(x)
     x += _GOLDEN
-    x ^= x >> np.uint64(30)
+    x ^= np.right_shift(x, np.uint64(30), out=shifted)
     x *= _MIX_1
-    x ^= x >> np.uint64(27)
+    x ^= np.right_shift(x, np.uint64(27), out=shifted)
     x *= _MIX_2
-    x ^= x >> np.uint64(31)
+    x ^= np.right_shift(x, np.uint64(31), out=shifted)
     return x
 
 
@@ -36,7 +41,7 @@ def combine(*parts: npt.ArrayLike) -> U64:
     """Hashes a tuple of integers (arrays broadcast) into one 64-bit key each; order matters."""
     key = mix(parts[0])
     for part in parts[1:]:
-        key = mix(key ^ np.asarray(part).astype(np.uint64))
+        key = _scramble(key ^ np.asarray(part).astype(np.uint64, copy=False))
     return key
 
 

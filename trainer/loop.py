@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,11 @@ from trainer.checkpoint.manager import Checkpointer
 from trainer.config import Tree, differences
 from trainer.errors import CheckpointError, ConfigError, SamestepError
 from trainer.monitoring import Tracker
+from trainer.monitoring.clock import Clock
 from trainer.monitoring.jsonl import JsonlTracker
 from trainer.monitoring.meter import Meter
+from trainer.monitoring.profiler import Profiler
+from trainer.monitoring.resources import Resources
 from trainer.monitoring.throughput import Throughput
 from trainer.objectives import Objective
 from trainer.optim import groups
@@ -39,7 +41,8 @@ class Config:
         global_batch_size: examples of one step, over all devices.
         micro_batch_size: the most examples of one forward and backward pass on one device, whose share of a step is cut
             into equal parts; changes memory and speed only. auto measures how many fit.
-        precision: of matrix products; parameters and optimizer state stay in fp32.
+        precision: of matrix products; parameters and optimizer state stay in fp32. fp16, for GPUs without bf16,
+            scales the loss.
         max_grad_norm: gradients are scaled down to this global norm; None leaves them.
         activation_checkpointing: recomputes each layer in the backward pass: less memory, a third more work.
         compile: compiles each layer with torch.compile.
@@ -107,18 +110,21 @@ class Trainer:
         self._trackers: Sequence[Tracker] = ()
         self._ledger: JsonlTracker | None = None
         self._throughput: Throughput | None = None
+        self._profiler: Profiler | None = None
         self._meter = Meter()
+        self._clock = Clock(strategy.accelerator)
+        self._resources = Resources(strategy.accelerator)
         self._grad_norm = torch.zeros(())
         self._logged_tokens = 0
         self._digest = 0
-        self._waited = 0.0
-        self._evaluated = 0.0
+        self._filled = 0
 
     def fit(
         self,
         trackers: Sequence[Tracker] = (),
         ledger: JsonlTracker | None = None,
         throughput: Throughput | None = None,
+        profiler: Profiler | None = None,
     ) -> None:
         """Trains from where the state stands to the last step, evaluating, logging and saving on the way.
 
@@ -126,12 +132,15 @@ class Trainer:
             trackers: what gets the metrics, on rank 0.
             ledger: what gets the digests of the rows that were fed, on rank 0.
             throughput: turns steps and times into rates; None leaves those out.
+            profiler: traces steps that are asked for.
 
         Raises:
             SamestepError: the loss or the gradient is not finite.
         """
-        self._trackers, self._ledger, self._throughput = trackers, ledger, throughput
+        self._trackers, self._ledger, self._throughput, self._profiler = trackers, ledger, throughput, profiler
         self.model.train()
+        self.strategy.accelerator.reset_peak_memory()
+        self._clock = Clock(self.strategy.accelerator)
         while self.state.step < self.config.steps:
             self._run_phase(self.phase)
         self.checkpointer.wait()
@@ -140,18 +149,24 @@ class Trainer:
         """Trains to the end of a phase; its last step ends a row of metrics, so that no row is about two phases."""
         batches = iter(self.loader)
         while self.state.step < phase.end:
-            asked = time.perf_counter()
+            if self._profiler is not None:
+                self._profiler.begin_step(self.state.step + 1, look=self._due(self.config.log_every))
+            self._clock.lap("logging")
             micro_batches = next(batches)
-            self._waited += time.perf_counter() - asked
+            self._clock.lap("data_wait")
             self.train_step(micro_batches)
+            if self._profiler is not None:
+                if shares := self._profiler.end_step(self.state.step):
+                    self._log(shares)
             if self._due(self.config.log_every) or self.state.step == phase.end:
                 self._log_training()
+                self._clock.lap("logging")
             if self._due(self.config.evaluate_every):
-                began = time.perf_counter()
                 self._log({f"heldout/{name}": value for name, value in self.evaluate(phase).items()})
-                self._evaluated += time.perf_counter() - began
+                self._clock.lap("evaluation")
             if self._due(self.checkpointer.config.every):
                 self.save()
+                self._clock.lap("checkpoint")
         self.loaders[phase.index].close()
 
     @property
@@ -165,7 +180,9 @@ class Trainer:
         return self.loaders[self.phase.index]
 
     def close(self) -> None:
-        """Stops what makes batches in the background."""
+        """Stops what makes batches in the background, and a profiler that runs."""
+        if self._profiler is not None:
+            self._profiler.close()
         for loader in self.loaders:
             loader.close()
 
@@ -181,10 +198,13 @@ class Trainer:
         for metrics in accumulate_gradients(self.model, self.objective, self.strategy, micro_batches):
             self._meter.add(metrics)
         self._digest += sum(int(batch["digest"].sum()) for batch in micro_batches)
+        self._filled += sum(int(batch["filled"].sum()) for batch in micro_batches)
+        self._clock.lap("forward_backward")
         self._grad_norm = self.strategy.clip_grad_norm(self.config.max_grad_norm)
-        self.optimizer.step()
+        self.strategy.step(self.optimizer, self._grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
         self.strategy.accelerator.step_boundary()
+        self._clock.lap("optimizer")
         self.state.step += 1
         self.state.examples += phase.global_batch_size
         self.state.tokens += phase.global_batch_size * phase.sequence_length
@@ -205,8 +225,10 @@ class Trainer:
             "phase": self.phase.index,
             "data": self.loader.state_dict(),
             "window": window,
-            "digest": self._global_digest(),
+            "digest": _hexadecimal(self._over_replicas(self._digest)[0]),
         }
+        if self.strategy.loss_scale is not None:
+            meta["loss_scale"] = self.strategy.loss_scale.state_dict()
         self.checkpointer.save(self.state.step, self._tensors(), meta)
 
     def restore(self, step: int | None) -> None:
@@ -216,6 +238,8 @@ class Trainer:
         self._compare_settings(meta["config"], meta["step"])
         self.state.load_state_dict(meta["state"])
         groups.set_step(self.optimizer, self.state.step)
+        if self.strategy.loss_scale is not None and "loss_scale" in meta:
+            self.strategy.loss_scale.load_state_dict(meta["loss_scale"])
         self._enter_phase(meta)
         self._logged_tokens = self.state.tokens
         if self.strategy.replica.index == 0:  # these are sums over all replicas
@@ -259,18 +283,22 @@ class Trainer:
         Raises:
             SamestepError: a value is not finite.
         """
-        for name, value in {**values, "grad_norm": float(self._grad_norm)}.items():
+        fix = "set training.precision=bf16 or fp32, as fp16 overflows in the forward pass,"
+        if self.strategy.loss_scale is None:  # with one, a step whose gradient is not finite is skipped
+            values = {**values, "grad_norm": float(self._grad_norm)}
+            fix = "lower optimizer.lr or training.max_grad_norm"
+        for name, value in values.items():
             if not math.isfinite(value):
                 raise SamestepError(
-                    f"train/{name} is {value} at step {self.state.step}, so the weights are lost; the checkpoints "
-                    "before it are sound: lower optimizer.lr or training.max_grad_norm and run the same command again"
+                    f"train/{name} is {value} at step {self.state.step}, so what follows would be lost; the "
+                    f"checkpoints before it are sound: {fix} and run the same command again"
                 )
 
-    def _global_digest(self) -> str:
-        """The digests of all rows that all replicas have fed since the last row of metrics, summed modulo 2**64."""
-        mine = (self._digest + 2**63) % 2**64 - 2**63
-        total = self.strategy.all_reduce(torch.tensor(mine, device=self.strategy.accelerator.device))
-        return f"{int(total) % 2**64:016x}"
+    def _over_replicas(self, *mine: int) -> list[int]:
+        """Sums of integers over all replicas, modulo 2**64 and signed."""
+        signed = [(value + 2**63) % 2**64 - 2**63 for value in mine]
+        sums = self.strategy.all_reduce(torch.tensor(signed, device=self.strategy.accelerator.device))
+        return [int(value) for value in sums]
 
     def _due(self, every: int | None) -> bool:
         return every is not None and (self.state.step % every == 0 or self.state.step == self.config.steps)
@@ -280,20 +308,24 @@ class Trainer:
         means = self._meter.compute(self.strategy.all_reduce)
         self._require_finite(means)
         rates = {}
+        if math.isfinite(grad_norm := float(self._grad_norm)):  # fp16 skips steps where it is not
+            rates["train/grad_norm"] = grad_norm
+        digest, filled, joules = self._over_replicas(self._digest, self._filled, self._resources.joules())
+        seconds = self._clock.read()
+        rates |= self._resources.memory()
         if self._throughput is not None:
-            tokens, now = self.state.tokens - self._logged_tokens, time.perf_counter() - self._evaluated
-            rates = self._throughput.measure(self.state.step, tokens, self._waited, now)
-        memory = self.strategy.accelerator.peak_memory()
-        if memory is not None:
-            rates["perf/peak_memory_gib"] = memory / 2**30
-        self._logged_tokens, self._waited = self.state.tokens, 0.0
-        digest, self._digest = self._global_digest(), 0
+            cells = self.state.tokens - self._logged_tokens
+            rates |= self._throughput.measure(self.state.step, cells, filled, seconds)
+        if joules:
+            rates["perf/energy_joules"] = joules
+        if self.strategy.loss_scale is not None:
+            rates |= {f"train/{name}": value for name, value in self.strategy.loss_scale.metrics().items()}
+        self._logged_tokens, self._digest, self._filled = self.state.tokens, 0, 0
         if self._ledger is not None:
-            self._ledger.log(self.state.step, {"examples": self.state.examples, "digest": digest})
+            self._ledger.log(self.state.step, {"examples": self.state.examples, "digest": _hexadecimal(digest)})
         self._log(
             {f"train/{name}": value for name, value in means.items()}
             | {
-                "train/grad_norm": float(self._grad_norm),
                 "train/lr": self.optimizer.param_groups[0]["lr"],
                 "train/examples": self.state.examples,
                 "train/tokens": self.state.tokens,
@@ -304,3 +336,7 @@ class Trainer:
     def _log(self, metrics: Mapping[str, float]) -> None:
         for tracker in self._trackers:
             tracker.log(self.state.step, metrics)
+
+
+def _hexadecimal(digest: int) -> str:
+    return f"{digest % 2**64:016x}"

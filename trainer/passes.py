@@ -39,6 +39,9 @@ def score(
         strategy: that of the model.
         loader: whose batches; this replica's part of them.
         batches: how many global batches to take; None takes all.
+
+    Returns:
+        Means by name, and the perplexity of the predicted tokens.
     """
     model.eval()
     meter = Meter()
@@ -50,7 +53,8 @@ def score(
                 meter.add(objective.loss(model, batch, totals).metrics)
     loader.close()
     means = meter.compute(strategy.all_reduce)
-    return {**means, "perplexity": math.exp(min(means["loss"], 700.0))}
+    of_tokens = means.get("mlm_loss", means["loss"])  # where another task is part of the loss
+    return {**means, "perplexity": math.exp(min(of_tokens, 700.0))}
 
 
 def accumulate_gradients(

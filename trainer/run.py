@@ -17,7 +17,7 @@ import torch
 from data_pipeline.dataset import Dataset
 from data_pipeline.loader import StreamingLoader
 from data_pipeline.tokenization import Tokenizer
-from trainer import accelerators, forecast
+from trainer import accelerators, forecast, records
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import dump, to_tree
@@ -27,7 +27,6 @@ from trainer.loop import Trainer
 from trainer.micro_batch import probe, without_probe
 from trainer.monitoring import Tracker
 from trainer.monitoring.jsonl import JsonlTracker
-from trainer.monitoring.progress import ProgressTracker
 from trainer.objectives import Objective
 from trainer.passes import Loader, score
 from trainer.phases import Phase, phase_of
@@ -43,9 +42,7 @@ _LOCK_SECONDS = 10.0
 def train(experiment: Experiment) -> None:
     """Runs an experiment to its end, from its newest checkpoint if it has one."""
     with _meeting(experiment) as strategy, _only_writer(Path(experiment.output), strategy.world.rank):
-        dataset = Dataset.open(experiment.data.path)
-        if experiment.training.evaluate_every is not None:
-            dataset.shards("heldout")  # refuses an empty split now rather than after hours
+        dataset = experiment.data.open()
         checkpointer = open_checkpointer(experiment, strategy.world)
         step = checkpointer.latest()
         if step is not None and step >= experiment.training.steps:
@@ -54,10 +51,13 @@ def train(experiment: Experiment) -> None:
         weights = experiment.init_from if step is None else None
         trainer = build_trainer(experiment, dataset, strategy, checkpointer, weights)
         try:
+            if experiment.training.evaluate_every is not None:
+                trainer.heldout(trainer.phase).close()  # refuses a split without examples now rather than after hours
             if step is not None:
                 trainer.restore(step)
             trackers, ledger = _open_records(experiment, dataset, trainer)
-            trainer.fit(trackers, ledger, forecast.throughput(experiment, trainer))
+            profiler = experiment.tracking.profile.build(Path(experiment.output), strategy.world.rank)
+            trainer.fit(trackers, ledger, forecast.throughput(experiment, trainer), profiler)
             for tracker in trackers:
                 tracker.close()
         except torch.OutOfMemoryError as error:
@@ -73,12 +73,12 @@ def evaluate(experiment: Experiment, step: int | None) -> dict[str, float]:
         CheckpointError: the run has no checkpoint.
     """
     with _meeting(experiment) as strategy:
-        dataset = Dataset.open(experiment.data.path)
+        dataset = experiment.data.open()
         objective = experiment.objective.build(dataset.tokenizer.vocabulary)
-        run = Path(experiment.output)
-        source = run if step is None else integrity.step_folder(run / "checkpoints", step)
+        checkpoints = checkpoint_folder(experiment)
+        source = checkpoints if step is None else integrity.step_folder(checkpoints, step)
         weights = load_weights(source, strategy.world.rank, strategy.world.size)
-        model = _build_model(experiment, dataset)
+        model = _build_model(experiment, dataset, objective)
         # The optimizer that comes with it has no state yet, and so takes no memory.
         model, _ = strategy.prepare(model, experiment.optimizer.build, _stored_values(weights, model, dataset))
         assert weights.step is not None
@@ -155,7 +155,7 @@ def build_trainer(
         CheckpointError: the weights are of another model.
     """
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
-    model = _build_model(experiment, dataset)
+    model = _build_model(experiment, dataset, objective)
     initial: InitialValues = partial(model.initial_values, seed=experiment.seed)
     if weights is not None:
         initial = _stored_values(load_weights(weights, strategy.world.rank, strategy.world.size), model, dataset)
@@ -201,11 +201,12 @@ def _sized(
     return replace(phase, micro_batch_size=size, fits=fits)
 
 
-def _build_model(experiment: Experiment, dataset: Dataset) -> Any:
+def _build_model(experiment: Experiment, dataset: Dataset, objective: Objective) -> Any:
     """The model on the meta device: it fits the dataset, and its parameters have no values yet."""
     with torch.device("meta"):
         model: Any = experiment.model.build()
     _check_fit(experiment, dataset, model)
+    _check_pairs(experiment, objective)
     model.activation_checkpointing = experiment.training.activation_checkpointing
     if experiment.training.compile:
         for unit in model.sharding_units():
@@ -213,10 +214,16 @@ def _build_model(experiment: Experiment, dataset: Dataset) -> Any:
     return model
 
 
+def checkpoint_folder(experiment: Experiment) -> files.Location:
+    """Where the checkpoints of a run lie."""
+    folder = experiment.checkpoint.folder
+    return Path(experiment.output) / "checkpoints" if folder is None else files.location(folder)
+
+
 def open_checkpointer(experiment: Experiment, world: World) -> Checkpointer:
     """The checkpoints of a run that is to be trained, for all ranks together; its folder must be shared by them."""
     checkpointer = Checkpointer(
-        Path(experiment.output) / "checkpoints",
+        checkpoint_folder(experiment),
         experiment.checkpoint,
         rank=world.rank,
         world_size=world.size,
@@ -271,20 +278,43 @@ def _check_fit(experiment: Experiment, dataset: Dataset, model: Any) -> None:
             )
 
 
+def _check_pairs(experiment: Experiment, objective: Objective) -> None:
+    scored = objective.pack_spec(experiment.data.sequence_length).pairs
+    has_head = getattr(experiment.model, "nsp", False)
+    if scored and not has_head:
+        raise ConfigError("the objective predicts next sentences and the model has no head for it; set model.nsp=true")
+    if has_head and not scored:
+        raise ConfigError(
+            "model.nsp is true, and the objective does not train the next-sentence head; set model.nsp=false, or "
+            "objective.kind=mlm_nsp with data.packing=pairs"
+        )
+    if experiment.data.packing == "pairs" and experiment.model.type_vocab < 2:
+        raise ConfigError(
+            f"data.packing pairs marks two segments by token types, and model.type_vocab is "
+            f"{experiment.model.type_vocab}; set it to 2"
+        )
+
+
 def _stored_values(weights: Weights, model: Any, dataset: Dataset) -> InitialValues:
     """The parameters of a trained model, refused unless they fit this model and the dataset's tokens."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     stored = {name: weights.tensors.shape(name) for name in weights.tensors}
     wrong = [name for name, shape in shapes.items() if stored.get(name) != shape]
     extra = [name for name in stored if name not in shapes]
+    heads = [name for name in extra if name.startswith("nsp_head.")]
+    if heads and len(heads) == len(extra):
+        logger.info("left out, because model.nsp is false: %s", ", ".join(heads))
+        extra = []
     if wrong or extra:
         raise CheckpointError(
             f"{weights.folder} holds another model than the experiment's: {len(wrong)} parameters are missing or of "
             f"another shape and {len(extra)} are unknown, first {(wrong + extra)[0]}; make the model section match it"
         )
-    if Tokenizer.load(weights.tokenizer).fingerprint != dataset.tokenizer.fingerprint:
+    with weights.tokenizer_files() as folder:
+        tokenizer = Tokenizer.load(folder)
+    if tokenizer.fingerprint != dataset.tokenizer.fingerprint:
         raise ConfigError(
-            f"{weights.folder} was trained with another tokenizer than {dataset.path} was built with, so its tokens "
+            f"{weights.folder} was trained with another tokenizer than {dataset.name} was built with, so its tokens "
             f"mean other words; build a dataset with tokenizer.path={weights.tokenizer} and set data.path to it"
         )
     return lambda name, start, stop: weights.tensors.elements(name, start, stop).float()
@@ -296,15 +326,13 @@ def _open_records(
     """Makes the run's folder self-contained and opens what is written into it, on rank 0; the others write nothing."""
     if trainer.strategy.replica.index > 0:
         return [], None
-    folder, step = Path(experiment.output), trainer.state.step
+    folder = Path(experiment.output)
     (folder / "config.yaml").write_text(dump(experiment), encoding="utf-8")
     dataset.tokenizer.save(folder / "tokenizer")
+    if experiment.checkpoint.folder is not None:
+        files.copy_folder(folder / "tokenizer", trainer.checkpointer.folder / "tokenizer")
     forecast.report(experiment, trainer)
-    trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl", resume_step=step)]
-    if experiment.tracking.wandb is not None:
-        trackers.append(experiment.tracking.wandb.build(folder, to_tree(experiment)))
-    trackers.append(ProgressTracker(step, experiment.training.steps))
-    return trackers, JsonlTracker(folder / "ledger.jsonl", resume_step=step)
+    return records.open_records(experiment, trainer)
 
 
 def _out_of_memory(trainer: Trainer, error: Exception) -> SamestepError:

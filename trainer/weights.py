@@ -1,15 +1,18 @@
-"""Trained weights wherever they lie: a run's folder, one of its checkpoints, or a Hugging Face folder."""
+"""Trained weights wherever they lie: a run, one of its checkpoints (here or in an object store), a Hugging Face folder."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from trainer.checkpoint import huggingface, integrity, manager
-from trainer.checkpoint.layout import StoredTensors, local_piece
-from trainer.config import Kinds, decode
+from trainer.checkpoint import files, huggingface, integrity, manager
+from trainer.checkpoint.files import Location
+from trainer.checkpoint.layout import StoredTensors, local_piece, stored_piece
+from trainer.config import Kinds, decode, read_tree
 from trainer.errors import CheckpointError
+from trainer.hub import is_hub_path, model_folder
 
 _MODELS = Kinds("trainer.models")
 _PREFIX = "model/"
@@ -23,42 +26,44 @@ class Weights:
         config: the `Config` of a module in trainer/models.
         tensors: parameters under our names, on the CPU, read when they are asked for.
         folder: of the checkpoint, or of the Hugging Face model.
-        tokenizer: the folder of the tokenizer that goes with them.
+        tokenizer: the folder of the tokenizer that goes with them; see `tokenizer_files`.
         step: of the checkpoint; None for a Hugging Face model.
     """
 
     config: Any
     tensors: StoredTensors
-    folder: Path
-    tokenizer: Path
+    folder: Location
+    tokenizer: Location
     step: int | None = None
 
+    def tokenizer_files(self) -> AbstractContextManager[Path]:
+        """The tokenizer's folder on this machine, while the context lasts."""
+        return files.on_disk(self.tokenizer)
 
-def load_weights(path: str | Path, rank: int = 0, world_size: int = 1) -> Weights:
-    """Opens the newest valid checkpoint of a run, a certain checkpoint, or a Hugging Face folder.
+
+def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> Weights:
+    """Opens the newest valid checkpoint of a run, a certain checkpoint, a Hugging Face folder, or hf://NAME.
+
+    A run is named by its output folder, or by the folder or address that its checkpoints are in.
 
     With several ranks this is collective: they share the work of verifying a checkpoint.
 
     Raises:
         CheckpointError: there is none of these, or it is damaged.
+        StorageError: it cannot be downloaded.
     """
-    folder = Path(path)
-    if (folder / "config.json").is_file():
+    folder = model_folder(str(path)) if is_hub_path(str(path)) else files.location(path)
+    if isinstance(folder, Path) and (folder / "config.json").is_file():
         content, tensors = huggingface.load_folder(folder)
         config = _MODELS.schema(content.get("model_type"), f"{folder / 'config.json'}: model_type")
-        config = config.from_huggingface(content)
+        config = config.from_huggingface(content, tensors)
         parameters = config.import_tensors(tensors)
-        stored = StoredTensors({name: [local_piece(name, tensor)] for name, tensor in parameters.items()})
+        stored = StoredTensors({name: [stored_piece(local_piece(name, tensor))] for name, tensor in parameters.items()})
         return Weights(config, stored, folder, tokenizer=folder)
-    is_run = (folder / "checkpoints").is_dir()
-    if not is_run and not (folder / "meta.json").is_file():
-        raise CheckpointError(
-            f"{folder} is no run (no checkpoints in it), no checkpoint (no meta.json) and no Hugging "
-            "Face folder (no config.json); name the output folder of a run, or one of the others"
-        )
-    root = folder / "checkpoints" if is_run else folder.parent
+    is_step = (folder / integrity.META).exists()
+    root = folder.parent if is_step else _checkpoints(folder)
     checkpoints = manager.Checkpointer(root, manager.Config(), rank=rank, world_size=world_size)
-    if is_run:
+    if not is_step:
         newest = checkpoints.latest()
         if newest is None:
             raise CheckpointError(f"{folder} has no checkpoint yet; wait for one, or set checkpoint.every lower")
@@ -66,4 +71,26 @@ def load_weights(path: str | Path, rank: int = 0, world_size: int = 1) -> Weight
     meta, stored = checkpoints.open(folder)
     config = decode(Annotated[Any, _MODELS], meta["config"]["model"], f"{folder}: model")
     pieces = {name.removeprefix(_PREFIX): found for name, found in stored.pieces.items() if name.startswith(_PREFIX)}
-    return Weights(config, StoredTensors(pieces), folder, folder.parent.parent / "tokenizer", meta["step"])
+    beside = root / "tokenizer"
+    tokenizer = beside if (beside / "tokenizer.json").exists() else root.parent / "tokenizer"
+    return Weights(config, StoredTensors(pieces), folder, tokenizer, meta["step"])
+
+
+def _checkpoints(folder: Location) -> Location:
+    """Where the checkpoints of a run are, given its output folder or just that place.
+
+    Raises:
+        CheckpointError: the folder is neither.
+    """
+    if isinstance(folder, Path):
+        settings = read_tree(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
+        if chosen := settings.get("checkpoint", {}).get("folder"):
+            return files.location(chosen)
+        if (folder / "checkpoints").is_dir():
+            return folder / "checkpoints"
+    if any(name.startswith("step-") for name in files.names(folder)):
+        return folder
+    raise CheckpointError(
+        f"{folder} is no run (no checkpoints in it), no checkpoint (no meta.json) and no Hugging Face folder (no "
+        "config.json); name the output folder of a run, or one of the others"
+    )

@@ -1,4 +1,4 @@
-"""Files of text, plain, gzip or Zstandard: finding, opening and cutting them into records."""
+"""Files of documents, here or on an object store, plain or compressed: finding, opening, cutting into records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import BinaryIO, cast
 
 import zstandard
 
-from data_pipeline.sources import Record
+from data_pipeline.sources import BadRecord, Record
+from trainer import storage
 from trainer.errors import ConfigError, DataError
 
 # zstd's own limit of 128 MiB refuses what `zstd --long=31` writes.
@@ -21,21 +22,23 @@ _BUFFER = 2**16
 
 
 def find(patterns: tuple[str, ...]) -> tuple[str, ...]:
-    """The files that match the patterns (`*`, `?`, `**`, `~`), each once, sorted by name.
+    """The files and URLs that match the patterns (`*`, `?`, `**`, `~`), each once, sorted by name.
 
     Raises:
         ConfigError: there is no pattern, or one matches no file.
+        StorageError: a store cannot be listed.
     """
     if not patterns:
         raise ConfigError("source.paths is empty; name at least one file or pattern")
     found: set[str] = set()
     for pattern in patterns:
-        matches = [path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path)]
+        if storage.is_url(pattern):
+            matches, hint = storage.glob(pattern), ""
+        else:
+            matches = [path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path)]
+            hint = f", or run in the folder it is relative to, which is not {os.getcwd()}"
         if not matches:
-            raise ConfigError(
-                f"source.paths: no file matches {pattern!r} (relative paths start from {os.getcwd()}); correct the "
-                f"pattern, or run in the folder it is relative to"
-            )
+            raise ConfigError(f"source.paths: no file matches {storage.shown(pattern)!r}; correct the pattern{hint}")
         found.update(matches)
     return tuple(sorted(found))
 
@@ -43,30 +46,47 @@ def find(patterns: tuple[str, ...]) -> tuple[str, ...]:
 def read_records(files: tuple[str, ...], split: Callable[[BinaryIO], Iterator[tuple[int, bytes]]]) -> Iterator[Record]:
     """Yields the records of each file, which `split` cuts into (line, bytes) pairs.
 
-    An empty file, and the part of a file behind damage, come as one record with a `problem` each.
+    An empty file, and the part of a file behind damage, come as one record with a `problem` each; `split` may raise
+    BadRecord to name it.
 
     Raises:
         DataError: a file cannot be opened or read.
     """
-    sizes = [os.path.getsize(path) if os.path.exists(path) else 0 for path in files]
-    total = max(1, sum(sizes))
+    weights = _weights(files)
+    total = max(1, sum(weights))
     before = 0
     for index, path in enumerate(files):
         line = 0
         try:
-            with open(path, "rb") as disk, decompressed(disk, path) as file:
-                for line, data in split(file):
-                    yield Record(index, line, data, (before + disk.tell()) / total)
+            with _open(path) as disk:
+                weight = weights[index] / max(1, disk.seek(0, io.SEEK_END))
+                disk.seek(0)
+                with decompressed(disk, path) as file:
+                    for line, data in split(file):
+                        yield Record(index, line, data, (before + weight * disk.tell()) / total)
             problem = "empty file" if line == 0 else None
         except EOFError:
             problem = "truncated file"
         except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError):
             problem = "corrupt file"
+        except BadRecord as error:
+            problem = str(error)
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror or error}; check that it is readable") from error
-        before += sizes[index]
+        before += weights[index]
         if problem:
             yield Record(index, line + 1, b"", before / total, problem)
+
+
+def _open(path: str) -> BinaryIO:
+    return storage.open(path) if storage.is_url(path) else open(path, "rb")
+
+
+def _weights(files: tuple[str, ...]) -> list[int]:
+    """How much of the source each file is, for progress reports; stores are not asked about each of many objects."""
+    if any(storage.is_url(path) for path in files):
+        return [1] * len(files)
+    return [os.path.getsize(path) if os.path.exists(path) else 0 for path in files]
 
 
 def decompressed(disk: BinaryIO, name: str) -> BinaryIO:

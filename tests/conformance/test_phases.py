@@ -1,4 +1,4 @@
-"""A run of two phases, from one dataset: the same at any world size, and when it is cut in either phase."""
+"""A LAMB run of two phases, from one dataset: the same at any world size, and when it is cut in either phase."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from trainer.errors import CheckpointError
 
 PHASES = (
     "phases=[{steps: 8, sequence_length: 16, global_batch_size: 12},"
-    " {steps: 6, sequence_length: 32, global_batch_size: 5, lr: 5e-4, schedule: {decay: linear, warmup_steps: 2}}]"
+    " {steps: 6, sequence_length: 32, global_batch_size: 5, lr: 2e-3, schedule: {decay: linear, warmup_steps: 2}}]"
 )
-SETTINGS = [PHASES, "training.steps=14", "checkpoint.every=4", "checkpoint.keep_last=9", "model.dropout=0.1"]
+LAMB = "optimizer={kind: lamb, lr: 5e-3}"
+SETTINGS = [PHASES, LAMB, "training.steps=14", "checkpoint.every=4", "checkpoint.keep_last=9", "model.dropout=0.1"]
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,7 @@ class Case:
             f"training.micro_batch_size={self.micro_batch_size}",
             f"data.threads={self.threads}",
             f"data.packing={self.packing}",
+            *(["objective.kind=mlm_nsp", "model.nsp=true"] if self.packing == "pairs" else []),
         ]
 
 
@@ -74,7 +75,7 @@ def run_cases(file: str, cases: list[Case], steps: int, batches: int, output: st
 def batch_digests(file: str, overrides: list[str], world: World, batches: int) -> np.ndarray:
     """uint64 [batches]: sums over this rank's rows of a hash of all that the step depends on."""
     experiment = load(Experiment, file, overrides)
-    trainer = _trainer(experiment, world)
+    trainer = make_trainer(experiment, world)
     assert isinstance(trainer.loader, StreamingLoader)
     digests = np.zeros(batches, dtype=np.uint64)
     for i, (micro_batches, _) in enumerate(zip(trainer.loader, range(batches), strict=False)):
@@ -93,7 +94,7 @@ def batch_digests(file: str, overrides: list[str], world: World, batches: int) -
 def losses(file: str, overrides: list[str], world: World, *, resume: int | None = None) -> list[float]:
     """The losses of each step of a run, from the start or from a checkpoint on."""
     experiment = load(Experiment, file, overrides)
-    trainer = _trainer(experiment, world)
+    trainer = make_trainer(experiment, world)
     if resume is not None:
         trainer.restore(resume)
     tracker = Losses()
@@ -111,7 +112,7 @@ def run_once(file: str, overrides: list[str], resume: int | None = None) -> list
     return values
 
 
-def _trainer(experiment: Experiment, world: World) -> Trainer:
+def make_trainer(experiment: Experiment, world: World) -> Trainer:
     accelerator = experiment.accelerator.build() if experiment.accelerator else accelerators.detect()
     strategy = experiment.strategy.build(accelerator, world, experiment.training.precision)
     dataset, checkpointer = Dataset.open(experiment.data.path), open_checkpointer(experiment, world)

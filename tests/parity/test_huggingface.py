@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForMaskedLM, BertConfig, PretrainedConfig, PreTrainedModel, RobertaConfig
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, PretrainedConfig, PreTrainedModel, RobertaConfig
 
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.errors import CheckpointError, ConfigError
@@ -36,7 +36,8 @@ class Pair:
 
 def make(family: str, folder: Path, **changes: object) -> Pair:
     reference_config, _, pad = FAMILIES[family]
-    reference = AutoModelForMaskedLM.from_config(
+    theirs = AutoModelForCausalLM if changes.get("is_decoder") else AutoModelForMaskedLM
+    reference = theirs.from_config(
         reference_config(**{**SHAPE, **changes}), attn_implementation="eager"
     ).eval()
     generator = torch.Generator().manual_seed(0)
@@ -108,6 +109,19 @@ def test_activations(family: str, activation: str, tmp_path: Path):
     pair = make(family, tmp_path / "reference", hidden_act=activation)
     batch = padded(pair, 24, 7)
     ours = pair.model(**batch)[batch["segments"].bool()]
+    torch.testing.assert_close(ours, reference_logits(pair, batch), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_left_to_right(family: str, tmp_path: Path):
+    """A causal model equals theirs, and so does what we export as it is loaded by them."""
+    pair = make(family, tmp_path / "reference", is_decoder=True)
+    assert pair.config.causal
+    batch = padded(pair, 24, 9)
+    ours = pair.model(**batch)[batch["segments"].bool()]
+    torch.testing.assert_close(ours, reference_logits(pair, batch), rtol=1e-5, atol=1e-5)
+    save_folder(tmp_path / "ours", pair.config.to_huggingface(), pair.config.export_tensors(pair.model.state_dict()))
+    pair.reference = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
     torch.testing.assert_close(ours, reference_logits(pair, batch), rtol=1e-5, atol=1e-5)
 
 
@@ -209,7 +223,7 @@ def test_foreign_tensors_are_refused_by_name(pair: Pair):
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2'"),
         ({"position_embedding_type": "relative_key"}, "relative_key"),
-        ({"is_decoder": True}, "is_decoder True"),
+        ({"add_cross_attention": True}, "add_cross_attention True"),
         ({"hidden_act": "silu"}, "hidden_act 'silu'"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"hidden_size": "wide"}, "must be a whole number, not 'wide'"),

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from trainer.errors import ConfigError
 
-Precision: TypeAlias = Literal["fp32", "bf16"]
+logger = logging.getLogger(__name__)
+
+Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def local_rank() -> int:
@@ -62,11 +66,23 @@ class Accelerator(ABC):
     def reset_peak_memory(self) -> None:
         """Gives back what is cached, and starts to measure anew."""
 
+    @abstractmethod
+    def mark(self) -> Any:
+        """Marks the place in the device's work that has been reached so far, without waiting for the device."""
+
+    @abstractmethod
+    def seconds(self, begin: Any, end: Any) -> float:
+        """What the device took from one mark to another, idle time included; waits until it gets there."""
+
+    def energy(self) -> float | None:
+        """Joules that the device has used since some time in the past, or None where it does not tell."""
+        return None
+
     def autocast(self, precision: Precision) -> AbstractContextManager[object]:
         """Runs matrix products in `precision`; parameters stay in fp32."""
         if precision == "fp32":
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return torch.autocast(self.device.type, dtype=DTYPES[precision])
 
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies a batch of CPU tensors to the device, without waiting for the copy where the device allows."""
@@ -78,7 +94,13 @@ class Accelerator(ABC):
 
 
 def detect() -> Accelerator:
-    """The best device that this machine has."""
+    """The best device that this machine has; warns where that is the CPU although there are GPUs."""
     from trainer.accelerators import cpu, cuda
 
-    return cuda.Config().build() if torch.cuda.is_available() else cpu.Config().build()
+    if torch.cuda.is_available():
+        return cuda.Config().build()
+    if reason := cuda.unusable():
+        logger.warning(
+            "training on the CPU, although this machine has GPUs: %s; accelerator=cpu says it is meant so", reason
+        )
+    return cpu.Config().build()

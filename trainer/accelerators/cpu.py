@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.accelerators import Accelerator, Precision
+from trainer.accelerators import DTYPES, Accelerator, Precision
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,8 @@ class CpuAccelerator(Accelerator):
 
     def expected_flops(self, precision: Precision) -> float:
         """Half of what a matrix product reaches right now: measured, as no data sheet tells (about 0.1 s)."""
-        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         size, repeats = 512, 0
-        matrix = torch.ones(size, size, dtype=dtype)
+        matrix = torch.ones(size, size, dtype=DTYPES[precision])
         matrix @ matrix
         start = time.perf_counter()
         while time.perf_counter() - start < 0.1:
@@ -57,3 +56,9 @@ class CpuAccelerator(Accelerator):
 
     def reset_peak_memory(self) -> None:
         return
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin

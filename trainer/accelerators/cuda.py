@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,8 +15,8 @@ from torch import Tensor
 from trainer.accelerators import Accelerator, Precision, local_rank
 from trainer.errors import ConfigError
 
-# Dense bf16 TFLOP/s from NVIDIA's data sheets, by a part of the device's name; the first match counts.
-_BF16_TFLOPS = {
+# Dense TFLOP/s in bf16 and fp16 from NVIDIA's data sheets, by a part of the device's name; the first match counts.
+_TFLOPS = {
     "B200": 2250,
     "H200": 989,
     "H100 PCIe": 756,
@@ -25,6 +28,7 @@ _BF16_TFLOPS = {
     "L4": 121,
     "A10": 125,
 }
+_FP16_TFLOPS = {"V100-PCIE": 112, "V100": 125, "T4": 65}  # of GPUs without bf16
 _EXPECTED_SHARE = 0.4
 
 
@@ -55,12 +59,48 @@ class Config:
         return CudaAccelerator(local_rank())
 
 
+def unusable() -> str | None:
+    """Why torch cannot use the GPUs that nvidia-smi lists; None where there are none."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    gpus = [line for line in listed.splitlines() if line.startswith("GPU ")]
+    if not gpus:
+        return None
+    found = f"nvidia-smi lists {len(gpus)} ({gpus[0].partition(' (UUID')[0]})"
+    if torch.version.cuda is None:
+        return f"{found}, and torch {torch.__version__} is a build for CPUs; install one for CUDA (see pytorch.org)"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return f"{found}, and CUDA_VISIBLE_DEVICES hides them; unset it"
+    return (
+        f"{found}, and torch's CUDA {torch.version.cuda} cannot use them; nvidia-smi shows the newest CUDA that the "
+        "driver takes: update the driver, or install a torch for that CUDA"
+    )
+
+
+def _energy_counter(device: torch.device) -> Callable[[], int] | None:
+    """What reads the GPU's counter of millijoules; None for GPUs without (before Volta) and without nvidia-ml-py."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except pynvml.NVMLError:
+        return None
+    return partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+
+
 class CudaAccelerator(Accelerator):
     collective_backend = "nccl"
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
+        self._millijoules = _energy_counter(self.device)
 
     @property
     def description(self) -> str:
@@ -68,10 +108,9 @@ class CudaAccelerator(Accelerator):
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
 
     def peak_flops(self, precision: Precision) -> float | None:
-        if precision != "bf16":
-            return None
         name = torch.cuda.get_device_name(self.device)
-        return next((tflops * 1e12 for part, tflops in _BF16_TFLOPS.items() if re.search(rf"\b{part}\b", name)), None)
+        figures = {"fp32": {}, "bf16": _TFLOPS, "fp16": _TFLOPS | _FP16_TFLOPS}[precision]
+        return next((tflops * 1e12 for part, tflops in figures.items() if re.search(rf"\b{part}\b", name)), None)
 
     def expected_flops(self, precision: Precision) -> float | None:
         peak = self.peak_flops(precision)
@@ -87,6 +126,18 @@ class CudaAccelerator(Accelerator):
 
     def peak_memory(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+    def energy(self) -> float | None:
+        return None if self._millijoules is None else self._millijoules() / 1000
 
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies from pinned memory, so that the host does not wait for the copy."""

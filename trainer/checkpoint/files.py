@@ -1,6 +1,7 @@
-"""Every operation of checkpoints on a file system: nothing else in this package opens, renames or deletes.
+"""Every operation of checkpoints on files: nothing else in this package opens, renames or deletes.
 
-A write is durable and atomic: the name appears once all bytes are on the disk, and never with some of them.
+A checkpoint lies in a folder of a file system (a `Path`) or in an object store (a `Url`). A write is atomic in both,
+and durable: the name appears once all bytes are there, and never with some of them.
 """
 
 from __future__ import annotations
@@ -10,152 +11,219 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
+from trainer import storage
 from trainer.errors import CheckpointError
+from trainer.storage import Digest
 
-_CHUNK_BYTES = 16 * 2**20
-_TEMPORARY = ".tmp"
-_POLL_SECONDS = 0.1
+THREADS = 8  # an object store answers each of many requests as fast as one
+_LOCAL_POLL_SECONDS = 0.05
+_REMOTE_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Digest:
-    """The content of a file, for telling whether it is still the one that was written."""
+class Url:
+    """The address of an object or of a folder of objects, with what is used here of the methods of a `Path`."""
 
-    sha256: str
-    bytes: int
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> Url:
+        return Url(f"{self.url}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Url:
+        return Url(self.url.rpartition("/")[0])
+
+    def with_name(self, name: str) -> Url:
+        return self.parent / name
+
+    def exists(self) -> bool:
+        return storage.exists(self.url)
+
+    def open(self, _mode: str) -> BufferedReader:
+        return storage.open(self.url)
 
 
-def write(path: Path, *parts: bytes | memoryview) -> Digest:
+Location: TypeAlias = Path | Url
+
+
+def location(path: str | Location) -> Location:
+    """Where a path or an address points to.
+
+    Raises:
+        ConfigError: an address of an unknown kind.
+    """
+    if isinstance(path, str) and storage.is_url(path):
+        return Url(path.rstrip("/"))
+    return Path(path) if isinstance(path, str) else path
+
+
+def write(path: Location, *parts: bytes | memoryview) -> Digest:
     """Writes the parts one after the other as one file, hashing on the way.
 
     Raises:
         CheckpointError: the disk is full, the folder cannot be written, ...; the name does not exist then, or still
             has its former content.
     """
-    temporary = path.with_name(path.name + _TEMPORARY)
-    with _explained("write", path):
-        try:
-            with temporary.open("wb") as file:
-                sha256, size = hashlib.sha256(), 0
-                for chunk in _chunks(parts):
-                    file.write(chunk)
-                    sha256.update(chunk)
-                    size += len(chunk)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)  # frees the space it took on a full disk
-            raise
-        _sync_folder(path.parent)
-    return Digest(sha256.hexdigest(), size)
+    if isinstance(path, Url):
+        return storage.write(path.url, *parts)
+    with storage.atomic_write(path) as file:
+        return storage.copy(storage.chunks(parts), file)
 
 
-def read(path: Path) -> bytes:
+def read(path: Location) -> bytes:
     """The whole content of a small file.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    with _explained("read", path):
-        return path.read_bytes()
+    with _explained("read", path), path.open("rb") as file:
+        return file.read()
 
 
-def digest(path: Path) -> Digest:
+def digest(path: Location) -> Digest:
     """Reads a file through, whatever its size.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     with _explained("read", path), path.open("rb") as file:
-        return Digest(hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size)
+        return Digest(hashlib.file_digest(file, "sha256").hexdigest(), file.tell())
 
 
-def size(path: Path) -> int:
+def size(path: Location) -> int:
     """The number of bytes in a file.
 
     Raises:
         CheckpointError: it does not exist.
     """
+    if isinstance(path, Url):
+        return storage.size(path.url)
     with _explained("read", path):
         return path.stat().st_size
 
 
-def map_bytes(path: Path) -> torch.Tensor:
-    """A file as uint8 [bytes], mapped into memory: only what is used gets read. Changes to it stay private."""
+def open_bytes(path: Location) -> Callable[[int, int], Tensor]:
+    """A file as a function from (start, stop) to its bytes, uint8: no others are read. A file is mapped, once."""
+    if isinstance(path, Url):
+        return lambda start, stop: _read_range(path.url, start, stop)
     with _explained("read", path):
-        return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        content = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    return lambda start, stop: content[start:stop]
 
 
-def names(folder: Path) -> list[str]:
+def _read_range(url: str, start: int, stop: int) -> Tensor:
+    if start == stop:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(storage.read_range(url, start, stop)), dtype=torch.uint8)
+
+
+def names(folder: Location) -> list[str]:
     """What a folder holds, sorted; nothing if there is no such folder."""
+    if isinstance(folder, Url):
+        return storage.names(folder.url)
     with _explained("read", folder):
         return sorted(os.listdir(folder)) if folder.exists() else []
 
 
-def appears(path: Path, seconds: float) -> bool:
-    """Whether a file or folder that another node has made is there, within so many seconds."""
+def appears(path: Location, seconds: float) -> bool:
+    """Whether a file that another node has made is there, within so many seconds."""
     deadline = time.monotonic() + seconds
-    while not os.path.exists(path):
+    while not path.exists():
         if time.monotonic() > deadline:
             return False
-        time.sleep(_POLL_SECONDS)
+        wait_a_little(path)
     return True
 
 
-def make_folder(folder: Path) -> None:
+def folder_appears(folder: Location, seconds: float) -> bool:
+    """Whether a folder that another node has made is there, within so many seconds; stores need no folders."""
+    return isinstance(folder, Url) or appears(folder, seconds)
+
+
+def wait_a_little(path: Location) -> None:
+    """Sleeps until it is worth while to look again whether something has appeared."""
+    time.sleep(_REMOTE_POLL_SECONDS if isinstance(path, Url) else _LOCAL_POLL_SECONDS)
+
+
+def make_folder(folder: Location) -> None:
     """Makes a folder that this process can write in, with its parents.
 
     Raises:
         CheckpointError: naming the folder and the reason.
     """
+    if isinstance(folder, Url):
+        return
     with _explained("write in", folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "permission denied")
-        _sync_folder(folder.parent)
+        storage.sync_folder(folder.parent)
 
 
-def remove(path: Path) -> None:
+def remove(path: Location) -> None:
     """Removes a file, if it exists."""
-    with _explained("remove", path):
-        path.unlink(missing_ok=True)
+    if isinstance(path, Url):
+        storage.remove(path.url)
+    else:
+        with _explained("remove", path):
+            path.unlink(missing_ok=True)
 
 
-def remove_folder(folder: Path, first: str) -> None:
+def remove_folder(folder: Location, first: str) -> None:
     """Removes a folder and all that it holds; nothing else is gone before the file named `first` is, for good."""
-    with _explained("remove", folder):
-        (folder / first).unlink(missing_ok=True)
-        _sync_folder(folder)
-        shutil.rmtree(folder)
-        _sync_folder(folder.parent)
+    remove(folder / first)
+    if isinstance(folder, Url):
+        storage.remove_folder(folder.url)
+    else:
+        with _explained("remove", folder):
+            storage.sync_folder(folder)
+            shutil.rmtree(folder)
+            storage.sync_folder(folder.parent)
 
 
-def _chunks(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    for part in parts:
-        view = memoryview(part)
-        for start in range(0, len(view), _CHUNK_BYTES):
-            yield view[start : start + _CHUNK_BYTES]
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable; fsync of a file covers its content only."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def copy_folder(source: Location, target: Location) -> None:
+    """Copies the files of a small folder, but not folders in it."""
+    for name in names(source):
+        write(target / name, read(source / name))
 
 
 @contextmanager
-def _explained(action: str, path: Path) -> Iterator[None]:
+def on_disk(folder: Location) -> Iterator[Path]:
+    """A small folder as one of this machine: itself, or a temporary copy.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    if isinstance(folder, Path):
+        yield folder
+    else:
+        with TemporaryDirectory(prefix="samestep-") as copy:
+            if not names(folder):
+                raise CheckpointError(f"there is nothing in {folder}; copy the folder of that name of the run there")
+            copy_folder(folder, Path(copy))
+            yield Path(copy)
+
+
+@contextmanager
+def _explained(action: str, path: Location) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -14,20 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.errors import CheckpointError
+from trainer.hub import TOKENIZER_FILES
 
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "spiece.model",
-)
 
 
 class LazyTensors(Mapping[str, Tensor]):
@@ -120,9 +111,9 @@ def save_folder(
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
-    files = [source / name for name in _TOKENIZER if (source / name).exists()]
+    files = [source / name for name in TOKENIZER_FILES if (source / name).exists()]
     if not files:
-        raise CheckpointError(f"{source} holds no tokenizer; name a folder with one of: {', '.join(_TOKENIZER)}")
+        raise CheckpointError(f"{source} holds no tokenizer; name a folder with one of: {', '.join(TOKENIZER_FILES)}")
     for file in files:
         shutil.copyfile(file, target / file.name)
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import files
-from trainer.checkpoint.files import Digest
+from trainer.checkpoint.files import Location
 from trainer.errors import CheckpointError
+from trainer.storage import Digest
 
 FORMAT = 1
 META = "meta.json"
@@ -25,44 +24,47 @@ _CHECKSUMS = "checksums.json"
 _COMMITTED = "COMMITTED"
 
 
-def step_folder(root: Path, step: int) -> Path:
+def step_folder(root: Location, step: int) -> Location:
     """Where a step lies among the checkpoints of a run."""
     return root / f"step-{step:08d}"
 
 
-def committed_steps(root: Path) -> list[int]:
+def committed_steps(root: Location) -> list[int]:
     """The steps that were committed, oldest first; they may have been damaged since."""
-    return [step for step, folder in _step_folders(root).items() if is_committed(folder)]
+    return [step for step, (_, committed) in _step_folders(root).items() if committed]
 
 
-def uncommitted_folders(root: Path) -> list[Path]:
+def uncommitted_folders(root: Location) -> list[Location]:
     """What saves that were cut short have left behind."""
-    return [folder for folder in _step_folders(root).values() if not is_committed(folder)]
+    return [folder for folder, committed in _step_folders(root).values() if not committed]
 
 
-def is_committed(folder: Path) -> bool:
+def is_committed(folder: Location) -> bool:
     """Whether a step was written to its end; says nothing about damage since."""
-    return _COMMITTED in files.names(folder)
+    return (folder / _COMMITTED).exists()
 
 
-def _step_folders(root: Path) -> dict[int, Path]:
-    steps = [int(name.removeprefix("step-")) for name in files.names(root) if re.fullmatch(r"step-\d{8,}", name)]
-    return {step: step_folder(root, step) for step in sorted(steps)}
+def _step_folders(root: Location) -> dict[int, tuple[Location, bool]]:
+    """The folder of each step, oldest first, and whether it was committed."""
+    steps = sorted(int(name.removeprefix("step-")) for name in files.names(root) if re.fullmatch(r"step-\d{8,}", name))
+    folders = [step_folder(root, step) for step in steps]
+    with ThreadPoolExecutor(files.THREADS) as pool:
+        return dict(zip(steps, zip(folders, pool.map(is_committed, folders), strict=True), strict=True))
 
 
-def commit(folder: Path, digests: Mapping[str, Digest]) -> None:
+def commit(folder: Location, digests: Mapping[str, Digest]) -> None:
     """Declares that these files are all of the step, and durable."""
     checksums = {name: dataclasses.asdict(digest) for name, digest in sorted(digests.items())}
     checksums_digest = files.write(folder / _CHECKSUMS, json.dumps(checksums, indent=1).encode())
     files.write(folder / _COMMITTED, checksums_digest.sha256.encode())
 
 
-def remove_step(folder: Path) -> None:
+def remove_step(folder: Location) -> None:
     """Removes a step, committed or not, so that a crash in the middle leaves an uncommitted one."""
     files.remove_folder(folder, first=_COMMITTED)
 
 
-def read_checksums(folder: Path) -> dict[str, Digest]:
+def read_checksums(folder: Location) -> dict[str, Digest]:
     """The files of a committed step.
 
     Raises:
@@ -76,12 +78,12 @@ def read_checksums(folder: Path) -> dict[str, Digest]:
     return {name: Digest(**digest) for name, digest in json.loads(files.read(checksums)).items()}
 
 
-def rank_files(folder: Path) -> list[Path]:
+def rank_files(folder: Location) -> list[Location]:
     """The files of a committed step that hold tensors."""
     return [folder / name for name in read_checksums(folder) if name.endswith(".safetensors")]
 
 
-def check_sizes(folder: Path) -> None:
+def check_sizes(folder: Location) -> None:
     """Looks whether all files are there in full length, without reading them.
 
     Raises:
@@ -91,35 +93,35 @@ def check_sizes(folder: Path) -> None:
         _check_size(folder / name, digest)
 
 
-def check_content(folder: Path, share: int = 0, shares: int = 1) -> None:
+def check_content(folder: Location, share: int = 0, shares: int = 1) -> None:
     """Reads the files, or one of equal shares of them, and compares checksums.
 
     Raises:
         CheckpointError: naming the file and what is wrong with it.
     """
     checksums: Sequence[tuple[str, Digest]] = sorted(read_checksums(folder).items())[share::shares]
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(files.THREADS) as pool:
         for _ in pool.map(lambda item: _check_file(folder / item[0], item[1]), checksums):
             pass
 
 
-def _check_file(path: Path, expected: Digest) -> None:
+def _check_file(path: Location, expected: Digest) -> None:
     _check_size(path, expected)
     if files.digest(path) != expected:
         raise _damaged(path, f"its SHA-256 is no longer {expected.sha256[:12]}...")
 
 
-def _check_size(path: Path, expected: Digest) -> None:
+def _check_size(path: Location, expected: Digest) -> None:
     size = files.size(path)
     if size != expected.bytes:
         raise _damaged(path, f"it has {size} bytes, not {expected.bytes}")
 
 
-def _damaged(path: Path, reason: str) -> CheckpointError:
+def _damaged(path: Location, reason: str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged: {reason}; check the disk and use another step")
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
+def read_meta(folder: Location) -> dict[str, Any]:
     """What a committed step says about itself: format, step, world_size, versions, and what was given to `save`.
 
     Raises:

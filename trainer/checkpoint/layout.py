@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint import files
+from trainer.checkpoint.files import Location
 from trainer.errors import CheckpointError
 from trainer.partition import local_part
 
@@ -55,6 +57,35 @@ class Piece:
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     tensor: Tensor
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A rectangle of a logical tensor whose elements are read when they are asked for.
+
+    Attributes:
+        name: the logical tensor.
+        shape: of the logical tensor.
+        offset: where the rectangle starts in it, per dimension.
+        lengths: of the rectangle, per dimension.
+        dtype: of its elements.
+        elements: reads the elements [start, stop) of the flattened rectangle.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    lengths: tuple[int, ...]
+    dtype: torch.dtype
+    elements: Callable[[int, int], Tensor]
+
+
+def stored_piece(piece: Piece) -> StoredPiece:
+    """A piece that is in memory, as one that is read."""
+    lengths, dtype = tuple(piece.tensor.shape), piece.tensor.dtype
+    return StoredPiece(
+        piece.name, piece.shape, piece.offset, lengths, dtype, lambda start, stop: piece.tensor.flatten()[start:stop]
+    )
 
 
 def local_piece(name: str, tensor: Tensor) -> Piece:
@@ -148,53 +179,63 @@ def _header(pieces: Sequence[Piece]) -> tuple[bytes, int]:
     return len(text).to_bytes(8, "little") + text, start
 
 
-def read_pieces(path: Path) -> list[Piece]:
-    """The pieces in a rank's file. Their tensors are mapped: elements are read when they are used.
+def read_pieces(path: Location) -> list[StoredPiece]:
+    """The pieces in a rank's file.
 
     Raises:
         CheckpointError: the file cannot be read.
     """
-    content = files.map_bytes(path)
-    body = 8 + int.from_bytes(content[:8].numpy().tobytes(), "little")
-    entries = json.loads(content[8:body].numpy().tobytes())
+    content = files.open_bytes(path)
+    body = 8 + int.from_bytes(content(0, 8).numpy().tobytes(), "little")
+    entries = json.loads(content(8, body).numpy().tobytes())
     pieces = []
     for key, place in json.loads(entries.pop("__metadata__")["pieces"]).items():
-        start, stop = entries[key]["data_offsets"]
-        elements = content[body + start : body + stop].view(_DTYPES[entries[key]["dtype"]])
-        tensor = elements.view(entries[key]["shape"])
-        pieces.append(Piece(place["name"], tuple(place["shape"]), tuple(place["offset"]), tensor))
+        entry = entries[key]
+        dtype, lengths = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+        elements = partial(_elements, content, body + entry["data_offsets"][0], dtype)
+        pieces.append(
+            StoredPiece(place["name"], tuple(place["shape"]), tuple(place["offset"]), lengths, dtype, elements)
+        )
     return pieces
 
 
-def group_by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+def _elements(content: Callable[[int, int], Tensor], begin: int, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    return content(begin + start * dtype.itemsize, begin + stop * dtype.itemsize).view(dtype)
+
+
+def group_by_name(pieces: Iterable[StoredPiece]) -> dict[str, list[StoredPiece]]:
     """The pieces of each logical tensor."""
-    groups: dict[str, list[Piece]] = {}
+    groups: dict[str, list[StoredPiece]] = {}
     for piece in pieces:
         groups.setdefault(piece.name, []).append(piece)
     return groups
 
 
-@torch.no_grad()
-def fill(wanted: Sequence[Piece], stored: Mapping[str, Sequence[Piece]]) -> None:
-    """Copies into each wanted piece its elements from the stored pieces of the same tensor.
+def fill(wanted: Sequence[Piece], stored: Mapping[str, Sequence[StoredPiece]]) -> None:
+    """Copies into each wanted piece its elements from the stored pieces of the same tensor, and reads little more.
 
     Raises:
-        CheckpointError: a wanted piece is not covered.
+        CheckpointError: a wanted piece is not covered, or a file cannot be read.
     """
-    for target in wanted:
-        copied = sum(_copy_overlap(source, target) for source in stored[target.name])
-        if copied != target.tensor.numel():
-            raise CheckpointError(
-                f"the checkpoint holds {copied} of the {target.tensor.numel()} elements of {target.name} that are "
-                f"wanted; it was not written whole: restore another step"
-            )
+
+    def copy(target: Piece) -> int:
+        return sum(_copy_overlap(source, target) for source in stored[target.name])
+
+    with ThreadPoolExecutor(files.THREADS) as pool:
+        for target, copied in zip(wanted, pool.map(copy, wanted), strict=True):
+            if copied != target.tensor.numel():
+                raise CheckpointError(
+                    f"the checkpoint holds {copied} of the {target.tensor.numel()} elements of {target.name} that are "
+                    f"wanted; it was not written whole: restore another step"
+                )
 
 
-def _copy_overlap(source: Piece, target: Piece) -> int:
+@torch.no_grad()
+def _copy_overlap(source: StoredPiece, target: Piece) -> int:
     """Copies what two pieces of a tensor have in common; returns the number of elements."""
     from_source, to_target = [], []
     for source_start, source_length, target_start, target_length in zip(
-        source.offset, source.tensor.shape, target.offset, target.tensor.shape, strict=True
+        source.offset, source.lengths, target.offset, target.tensor.shape, strict=True
     ):
         start = max(source_start, target_start)
         stop = min(source_start + source_length, target_start + target_length)
@@ -202,9 +243,11 @@ def _copy_overlap(source: Piece, target: Piece) -> int:
             return 0
         from_source.append(slice(start - source_start, stop - source_start))
         to_target.append(slice(start - target_start, stop - target_start))
-    elements = source.tensor[tuple(from_source)]
-    target.tensor[tuple(to_target)].copy_(elements)
-    return elements.numel()
+    rows, row = from_source[0] if from_source else slice(0, 1), math.prod(source.lengths[1:])
+    elements = source.elements(rows.start * row, rows.stop * row)
+    block = elements.view(-1, *source.lengths[1:])[(slice(None), *from_source[1:])] if from_source else elements[0]
+    target.tensor[tuple(to_target)].copy_(block)
+    return block.numel()
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -214,7 +257,7 @@ class StoredTensors(Mapping[str, Tensor]):
         pieces: those of each tensor.
     """
 
-    def __init__(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
+    def __init__(self, pieces: Mapping[str, Sequence[StoredPiece]]) -> None:
         self.pieces = pieces
 
     def __getitem__(self, name: str) -> Tensor:
@@ -238,23 +281,23 @@ class StoredTensors(Mapping[str, Tensor]):
             CheckpointError: some of them were not stored.
         """
         first = self.pieces[name][0]
-        if first.tensor.shape == first.shape:
-            return first.tensor.flatten()[start:stop]
+        if first.lengths == first.shape:
+            return first.elements(start, stop)
         row = max(1, math.prod(first.shape[1:]))
         begin, end = start // row, -(-stop // row)
-        rows = torch.empty(end - begin, *first.shape[1:], dtype=first.tensor.dtype)
+        rows = torch.empty(end - begin, *first.shape[1:], dtype=first.dtype)
         fill([Piece(name, first.shape, (begin, *[0] * (rows.ndim - 1)), rows)], self.pieces)
         return rows.flatten()[start - begin * row : stop - begin * row]
 
 
-def check_same_tensors(wanted: Iterable[Piece], stored: Mapping[str, Sequence[Piece]], where: Path) -> None:
+def check_same_tensors(wanted: Iterable[Piece], stored: Mapping[str, Sequence[StoredPiece]], where: Location) -> None:
     """Refuses a checkpoint whose tensors differ from the wanted ones in name, shape or element type.
 
     Raises:
         CheckpointError: naming the first few of each difference.
     """
-    ours = {piece.name: _describe(piece) for piece in wanted}
-    theirs = {name: _describe(pieces[0]) for name, pieces in stored.items()}
+    ours = {piece.name: _describe(piece.tensor.dtype, piece.shape) for piece in wanted}
+    theirs = {name: _describe(pieces[0].dtype, pieces[0].shape) for name, pieces in stored.items()}
     differences = {
         "missing in it": sorted(ours.keys() - theirs.keys()),
         "unknown to this run": sorted(theirs.keys() - ours.keys()),
@@ -272,8 +315,8 @@ def check_same_tensors(wanted: Iterable[Piece], stored: Mapping[str, Sequence[Pi
         )
 
 
-def _describe(piece: Piece) -> str:
-    return f"{str(piece.tensor.dtype).removeprefix('torch.')} {list(piece.shape)}"
+def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 def _first(names: Sequence[str]) -> str:

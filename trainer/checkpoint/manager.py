@@ -7,8 +7,11 @@ import logging
 import platform
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,19 +21,22 @@ from torch import Tensor
 
 import trainer
 from trainer.checkpoint import files, integrity, layout, writer
+from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredTensors
-from trainer.errors import CheckpointError, ConfigError
+from trainer.errors import CheckpointError, ConfigError, ObjectNotFoundError, StorageError
+from trainer.storage import is_url, is_writable
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
 
 _APPEAR_SECONDS = 60.0  # network file systems may remember for so long that a name does not exist
 
 
 @dataclass(frozen=True)
 class Config:
-    """When to save and what to keep.
+    """When to save, where, and what to keep.
 
     Attributes:
         every: steps between checkpoints.
@@ -39,12 +45,15 @@ class Config:
         keep_every: checkpoints of steps that this divides are kept for ever; None keeps only the newest.
         asynchronous: whether training goes on while a checkpoint is written. It takes a copy of the rank's tensors
             in host memory either way.
+        folder: where checkpoints lie: a folder, or an address such as s3://BUCKET/RUN or gs://BUCKET/RUN. No two runs
+            may share one. None is the folder `checkpoints` of the run.
     """
 
     every: int = 1000
     keep_last: int = 2
     keep_every: int | None = None
     asynchronous: bool = True
+    folder: str | None = None
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -53,6 +62,8 @@ class Config:
             raise ConfigError(f"keep_last is {self.keep_last}; keep 2 or more: the newest may turn out to be damaged")
         if self.keep_every is not None and self.keep_every < 1:
             raise ConfigError(f"keep_every is {self.keep_every}; use 1 or more, or null to keep only the newest")
+        if self.folder is not None and is_url(self.folder) and not is_writable(self.folder):
+            raise ConfigError(f"folder {self.folder!r} can only be read; use s3://..., gs://... or a local folder")
 
 
 class Checkpointer:
@@ -64,11 +75,12 @@ class Checkpointer:
     """
 
     def __init__(
-        self, folder: Path, config: Config, *, rank: int, world_size: int, peer_timeout: float = 300.0
+        self, folder: Location, config: Config, *, rank: int, world_size: int, peer_timeout: float = 300.0
     ) -> None:
         """
         Args:
-            folder: of all checkpoints of the run, on a file system that all ranks share; `save` makes it if need be.
+            folder: of all checkpoints of the run, in an object store or on a file system that all ranks share; `save`
+                makes it if need be.
             config: when to save and what to keep.
             rank: of this process.
             world_size: number of processes; the default process group must be initialised if there are several.
@@ -83,7 +95,7 @@ class Checkpointer:
         self._staging = layout.Staging()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._sound: set[Path] = set()
+        self._sound: set[Location] = set()
         self._at: int | None = None
 
     def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -110,14 +122,11 @@ class Checkpointer:
         meta_text = json.dumps(header | dict(meta), indent=1).encode()
 
         folder = integrity.step_folder(self.folder, step)
-        error = self._join()
-        if self._rank == 0 and error is None:
-            try:
+        self.wait()
+        with self._together():
+            if self._rank == 0:
                 self._clear_the_way(step)
-            except CheckpointError as failure:
-                error = failure
-        self._raise_together(error)
-        self._await_everywhere(folder)
+        self._await_everywhere(folder, files.folder_appears)
         content = self._staging.copy(layout.pieces_to_write(tensors, self._rank, self._world_size))
         self._at = step
         self._sound.discard(folder)
@@ -137,22 +146,18 @@ class Checkpointer:
         self._raise_together(self._join())
 
     def check_shared(self) -> None:
-        """Makes sure that all ranks see the same folder, before a run has something to lose.
+        """Makes sure that checkpoints can be written where all ranks see them, before a run has something to lose.
 
         Raises:
             CheckpointError: naming the nodes that do not; or rank 0 cannot write in it.
         """
-        if self._world_size == 1:
+        if self._world_size == 1 and isinstance(self.folder, Path):
             return
         token = self.folder / self._gather(f".shared-{uuid.uuid4().hex}")[0]
-        error = None
-        try:
+        with self._together():
             if self._rank == 0:
                 files.make_folder(self.folder)
                 files.write(token, b"")
-        except CheckpointError as failure:
-            error = failure
-        self._raise_together(error)
         try:
             self._await_everywhere(token)
         finally:
@@ -171,10 +176,13 @@ class Checkpointer:
         Raises:
             CheckpointError: there are checkpoints, and all are damaged.
         """
-        if self._rank == 0:
-            for leftover in integrity.uncommitted_folders(self.folder):
-                logger.warning("passing over %s: saving it was cut short", leftover)
-        steps = self._gather(self.steps())[0]
+        found: list[int] = []
+        with self._together():
+            if self._rank == 0:
+                for leftover in integrity.uncommitted_folders(self.folder):
+                    logger.warning("passing over %s: saving it was cut short", leftover)
+                found = self.steps()
+        steps = self._gather(found)[0]
         for step in reversed(steps):
             damage = self._damage(integrity.step_folder(self.folder, step))
             if damage is None:
@@ -205,18 +213,14 @@ class Checkpointer:
             raise CheckpointError(f"there is no checkpoint in {self.folder}; check the output folder")
         folder = integrity.step_folder(self.folder, step)
         meta, stored = self.open(folder)
-        error = None
-        try:
+        with self._together():
             wanted = [layout.local_piece(name, tensor) for name, tensor in tensors.items()]
             layout.check_same_tensors(wanted, stored.pieces, folder)
             layout.fill(wanted, stored.pieces)
-        except CheckpointError as failure:
-            error = failure
-        self._raise_together(error)
         self._at = step
         return meta
 
-    def open(self, step_folder: Path) -> tuple[dict[str, Any], StoredTensors]:
+    def open(self, step_folder: Location) -> tuple[dict[str, Any], StoredTensors]:
         """Opens a checkpoint, of this run or another, of which each rank then reads what it needs.
 
         Each rank verifies a share of the files, unless that was done before.
@@ -229,23 +233,26 @@ class Checkpointer:
         """
         if damage := self._damage(step_folder):
             raise CheckpointError(damage)
-        error, meta, stored = None, {}, StoredTensors({})
-        try:
+        with self._together():
             meta, stored = integrity.read_meta(step_folder), _stored_tensors(step_folder)
-        except CheckpointError as failure:
-            error = failure
-        self._raise_together(error)
         return meta, stored
 
-    def _damage(self, folder: Path) -> str | None:
-        """What is wrong with a checkpoint, as all ranks together find it; looked up once."""
+    def _damage(self, folder: Location) -> str | None:
+        """What is wrong with a checkpoint, as all ranks together find it; looked up once.
+
+        Raises:
+            CheckpointError: the store does not answer, which says nothing about the checkpoint.
+        """
         if folder in self._sound:
             return None
         found = None
-        try:
-            integrity.check_content(folder, self._rank, self._world_size)
-        except CheckpointError as error:
-            found = str(error)
+        with self._together():
+            try:
+                integrity.check_content(folder, self._rank, self._world_size)
+            except CheckpointError as error:
+                if isinstance(error, StorageError) and not isinstance(error, ObjectNotFoundError):
+                    raise
+                found = str(error)
         damage = next((text for text in self._gather(found) if text is not None), None)
         if damage is None:
             self._sound.add(folder)
@@ -301,19 +308,29 @@ class Checkpointer:
         error, self._error = self._error, None
         return error
 
-    def _await_everywhere(self, path: Path) -> None:
+    def _await_everywhere(self, path: Location, appears: Callable[[Location, float], bool] = files.appears) -> None:
         """Waits until what rank 0 has made is there for all ranks.
 
         Raises:
             CheckpointError: naming the nodes that do not see it.
         """
-        there = files.appears(path, min(self._peer_timeout, _APPEAR_SECONDS))
+        there = appears(path, min(self._peer_timeout, _APPEAR_SECONDS))
         nodes = {node for node in self._gather(None if there else platform.node()) if node is not None}
         if nodes:
             raise CheckpointError(
                 f"{', '.join(sorted(nodes))} cannot see {path}, which rank 0 has made; use an output folder on a file "
                 "system that all nodes share, under the same path"
             )
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """A block after which all ranks raise if it has failed on any."""
+        error = None
+        try:
+            yield
+        except CheckpointError as failure:
+            error = failure
+        self._raise_together(error)
 
     def _raise_together(self, error: Exception | None) -> None:
         """Raises on all ranks if any has an error, with the words of the first that has one."""
@@ -331,12 +348,13 @@ class Checkpointer:
         return items
 
 
-def _stored_tensors(folder: Path) -> StoredTensors:
-    pieces = (piece for path in integrity.rank_files(folder) for piece in layout.read_pieces(path))
+def _stored_tensors(folder: Location) -> StoredTensors:
+    with ThreadPoolExecutor(files.THREADS) as pool:
+        pieces = chain.from_iterable(pool.map(layout.read_pieces, integrity.rank_files(folder)))
     return StoredTensors(layout.group_by_name(pieces))
 
 
-def _looks_sound(folder: Path) -> bool:
+def _looks_sound(folder: Location) -> bool:
     try:
         integrity.check_sizes(folder)
     except CheckpointError:

@@ -10,19 +10,17 @@ import dataclasses
 import json
 import logging
 import time
-from pathlib import Path
 
 from trainer.checkpoint import files, integrity
-from trainer.checkpoint.files import Digest
+from trainer.checkpoint.files import Location
 from trainer.errors import CheckpointError
+from trainer.storage import Digest
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.05
-
 
 def write_step(
-    folder: Path,
+    folder: Location,
     content: tuple[bytes, memoryview],
     meta: bytes,
     *,
@@ -60,7 +58,7 @@ def write_step(
         ) from error
 
 
-def _await_peers(folder: Path, world_size: int, timeout: float) -> dict[str, Digest]:
+def _await_peers(folder: Location, world_size: int, timeout: float) -> dict[str, Digest]:
     """Waits for the notes of all other ranks, and takes them away."""
     waiting = set(range(1, world_size))
     digests = {}
@@ -69,8 +67,8 @@ def _await_peers(folder: Path, world_size: int, timeout: float) -> dict[str, Dig
         present = set(files.names(folder))
         for rank in sorted(waiting):
             note = folder / f"{_name(rank)}.json"
-            if note.with_suffix(".failed").name in present:
-                raise CheckpointError(f"rank {rank} {files.read(note.with_suffix('.failed')).decode()}")
+            if f"{_name(rank)}.failed" in present:
+                raise CheckpointError(f"rank {rank} {files.read(folder / f'{_name(rank)}.failed').decode()}")
             if note.name in present:
                 digests[f"{_name(rank)}.safetensors"] = Digest(**json.loads(files.read(note)))
                 files.remove(note)
@@ -81,7 +79,7 @@ def _await_peers(folder: Path, world_size: int, timeout: float) -> dict[str, Dig
                 "processes run and that the folder is on a file system that all nodes share"
             )
         if waiting:
-            time.sleep(_POLL_SECONDS)
+            files.wait_a_little(folder)
     return digests
 
 

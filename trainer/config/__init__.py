@@ -1,6 +1,6 @@
 """Strict configuration: frozen dataclasses, YAML files with `base:`, and `key=value` overrides.
 
-    experiment = load(Experiment, "configs/pretrain/bert_mini.yaml", ["optimizer.lr=1e-3"])
+    experiment = load(Experiment, "configs/debug/bert_mini.yaml", ["optimizer.lr=1e-3"])
 
 Precedence: dataclass default < `base:` < file < override. A section whose field is annotated with `Kinds("package")`
 is decoded by the module its `kind` names (`kind: mlm` under "trainer.objectives" is `trainer/objectives/mlm.py`, a

@@ -10,12 +10,14 @@ from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout
 
 
-def segment_mask(segments: Tensor) -> Tensor:
+def segment_mask(segments: Tensor, causal: bool = False) -> Tensor:
     """Lets each cell attend to the cells of its own segment: [B, S] -> bool [B, 1, S, S].
 
-    Padding is a segment like any other, so no row of the mask is empty and no softmax gives NaN.
+    Padding is a segment like any other, so no row of the mask is empty and no softmax gives NaN. `causal` leaves out
+    the cells after it.
     """
-    return segments[:, None, :, None] == segments[:, None, None, :]
+    same = segments[:, None, :, None] == segments[:, None, None, :]
+    return same.tril() if causal else same
 
 
 class SelfAttention(nn.Module):
@@ -30,8 +32,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, hidden: Tensor, mask: Tensor, dropout_key: Tensor | None) -> Tensor:
         """[B, S, D] -> [B, S, D]; mask: bool [B, 1, S, S], True where attention is allowed."""
-        qkv = self.qkv(hidden).unflatten(-1, (3, self.heads, -1))
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()  # each [B, H, S, K]
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(hidden).chunk(3, dim=-1)
+        )  # each [B, H, S, K]
         if dropout_key is None or self.dropout == 0:
             mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -30,10 +30,11 @@ _FIELDS = {
     "attention_dropout": "attention_probs_dropout_prob",
     "norm_eps": "layer_norm_eps",
     "activation": "hidden_act",
+    "causal": "is_decoder",
     "tied": "tie_word_embeddings",
     "initializer_range": "initializer_range",
 }
-_OFTEN_ABSENT = {"layer_norm_eps": 1e-12, "tie_word_embeddings": True, "initializer_range": 0.02}
+_OFTEN_ABSENT = {"is_decoder": False, "layer_norm_eps": 1e-12, "tie_word_embeddings": True, "initializer_range": 0.02}
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 
 _EMBEDDINGS = {
@@ -51,8 +52,8 @@ _LAYER = {
     "ffn.down": ("output.dense",),
     "ffn_norm": ("output.LayerNorm",),
 }
-_IGNORED = re.compile(r"(\w+\.)?(pooler\.dense|seq_relationship|embeddings\.(position|token_type)_ids)(\.\w+)?")
-"""Pooler and next-sentence head, which a masked-LM model lacks, and buffers that older versions stored."""
+_NSP_HEAD = re.compile(r"(\w+\.)?(pooler\.dense|seq_relationship)\.\w+")
+_BUFFERS = re.compile(r"(\w+\.)?embeddings\.(position|token_type)_ids")  # older versions stored them
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Config(TransformerConfig):
 
     model_type: ClassVar[str] = "bert"
     architecture: ClassVar[str] = "BertForMaskedLM"
+    causal_architecture: ClassVar[str] = "BertLMHeadModel"
     special_ids: ClassVar[Mapping[str, int]] = {"pad_token_id": 0}
     head_names: ClassVar[Mapping[str, str]] = {
         "dense": "cls.predictions.transform.dense",
@@ -68,6 +70,7 @@ class Config(TransformerConfig):
         "bias": "cls.predictions.bias",
         "decoder": "cls.predictions.decoder",
     }
+    nsp_names: ClassVar[Mapping[str, str]] = {"pooler": "bert.pooler.dense", "classifier": "cls.seq_relationship"}
 
     vocab_size: int = 30522
 
@@ -76,14 +79,19 @@ class Config(TransformerConfig):
         return Transformer(self)
 
     @classmethod
-    def from_huggingface(cls, config: Mapping[str, Any]) -> Self:
+    def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
         """Reads the content of a `config.json`.
+
+        Args:
+            config: the content.
+            tensors: names of the checkpoint's tensors, which alone tell whether it has a next-sentence head: many
+                checkpoints hold one that their `architectures` do not mention.
 
         Raises:
             ConfigError: it describes another kind of model, or lacks a key.
         """
         config = {**_OFTEN_ABSENT, **config}
-        fixed = {"model_type": cls.model_type, "position_embedding_type": "absolute", "is_decoder": False}
+        fixed = {"model_type": cls.model_type, "position_embedding_type": "absolute", "add_cross_attention": False}
         if cls.position_offset:  # transformers numbers positions from the id of the padding token
             fixed["pad_token_id"] = cls.position_offset - 1
         for key, expected in fixed.items():
@@ -103,7 +111,12 @@ class Config(TransformerConfig):
             )
         fields = {ours: config[theirs] for ours, theirs in _FIELDS.items()}
         decoded: Self = decode(cls, {**fields, "activation": activation}, "config.json")
-        return replace(decoded, max_positions=decoded.max_positions - cls.position_offset)
+        nsp = {f"{name}.weight" for name in cls.nsp_names.values()}
+        return replace(
+            decoded,
+            max_positions=decoded.max_positions - cls.position_offset,
+            nsp=bool(nsp) and nsp <= {cls._canonical(name) for name in tensors},
+        )
 
     def to_huggingface(self) -> dict[str, Any]:
         """The content of a `config.json` from which `AutoModelForMaskedLM` builds the same model.
@@ -119,7 +132,9 @@ class Config(TransformerConfig):
         fields = {theirs: getattr(self, ours) for ours, theirs in _FIELDS.items()}
         fields["hidden_act"] = "gelu_pytorch_tanh" if self.activation == "gelu_tanh" else self.activation
         fields["max_position_embeddings"] += self.position_offset
-        return {"architectures": [self.architecture], "model_type": self.model_type, **fields, **self.special_ids}
+        architecture = self.causal_architecture if self.causal else self.architecture
+        architecture = "BertForPreTraining" if self.nsp else architecture
+        return {"architectures": [architecture], "model_type": self.model_type, **fields, **self.special_ids}
 
     def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Turns a checkpoint's tensors into this model's parameters, in the checkpoint's precision.
@@ -129,10 +144,10 @@ class Config(TransformerConfig):
         Raises:
             CheckpointError: naming the tensors that are missing, unexpected or of another shape.
         """
-        found = {self._canonical(name): tensors[name] for name in tensors if not _IGNORED.fullmatch(name)}
-        ignored = [name for name in tensors if _IGNORED.fullmatch(name)]
+        ignored = [n for n in tensors if _BUFFERS.fullmatch(n) or (_NSP_HEAD.fullmatch(n) and not self.nsp)]
         if ignored:
             logger.info("not part of a masked-LM model, and left out: %s", ", ".join(ignored))
+        found = {self._canonical(name): tensors[name] for name in tensors if name not in ignored}
         self._drop_copies(found)
         table, expected = self._table(), {}
         for ours, shape in self._shapes().items():
@@ -171,13 +186,17 @@ class Config(TransformerConfig):
             for kind in ("weight", "bias"):
                 table[f"head.{part}.{kind}"] = (f"{self.head_names[part]}.{kind}",)
         table["head.bias"] = (self.head_names["bias"],)
+        for part, name in self.nsp_names.items() if self.nsp else ():
+            for kind in ("weight", "bias"):
+                table[f"nsp_head.{part}.{kind}"] = (f"{name}.{kind}",)
         if not self.tied:
             table["head.decoder.weight"] = (f"{self.head_names['decoder']}.weight",)
         return table
 
-    def _canonical(self, name: str) -> str:
+    @classmethod
+    def _canonical(cls, name: str) -> str:
         name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
-        return f"{self.model_type}.{name}" if name.startswith(("embeddings.", "encoder.")) else name
+        return f"{cls.model_type}.{name}" if name.startswith(("embeddings.", "encoder.", "pooler.")) else name
 
     def _drop_copies(self, found: dict[str, Tensor]) -> None:
         """Drops what checkpoints hold twice: the matrix of a tied head, and the head's bias.

@@ -28,8 +28,10 @@ class TransformerConfig:
         norm_eps: added to the variance in layer norms.
         activation: of the feed-forward network.
         norm: "post" (BERT) or "pre" (adds a norm after the last layer).
+        causal: whether a token attends to those before it only (a left-to-right language model).
         tied: whether the head shares the matrix of the token embeddings.
         initializer_range: standard deviation of the initial weights.
+        nsp: adds a pooler and a head that says whether the second of two segments follows the first (BERT).
     """
 
     position_offset: ClassVar[int] = 0
@@ -46,8 +48,10 @@ class TransformerConfig:
     norm_eps: float = 1e-12
     activation: Activation = "gelu"
     norm: Literal["post", "pre"] = "post"
+    causal: bool = False
     tied: bool = True
     initializer_range: float = 0.02
+    nsp: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "layers", "width", "heads", "ffn_width", "max_positions", "type_vocab"):

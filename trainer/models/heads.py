@@ -24,3 +24,17 @@ class MaskedLMHead(nn.Module):
         """[B, P, D] -> logits [B, P, V]; embedding: [V, D], the token embeddings, used when the head is tied."""
         hidden = self.norm(activate(self.dense(hidden), self.activation))
         return F.linear(hidden, embedding if self.decoder is None else self.decoder.weight, self.bias)
+
+
+class NextSentenceHead(nn.Module):
+    """Says whether segment B is the text after A: BERT's pooler (dense, tanh) and a classifier."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.pooler = nn.Linear(config.width, config.width)
+        self.classifier = nn.Linear(config.width, 2)
+
+    def forward(self, first: Tensor) -> Tensor:
+        """The hidden states of the first tokens [B, D] -> logits [B, 2] of "follows" and "is from elsewhere"."""
+        logits: Tensor = self.classifier(self.pooler(first).tanh())
+        return logits

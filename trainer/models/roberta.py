@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from trainer.errors import ConfigError
 from trainer.models import bert
 from trainer.models.config import Activation
 
@@ -17,6 +18,7 @@ class Config(bert.Config):
     position_offset: ClassVar[int] = 2
     model_type: ClassVar[str] = "roberta"
     architecture: ClassVar[str] = "RobertaForMaskedLM"
+    causal_architecture: ClassVar[str] = "RobertaForCausalLM"
     special_ids: ClassVar[Mapping[str, int]] = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
     head_names: ClassVar[Mapping[str, str]] = {
         "dense": "lm_head.dense",
@@ -24,10 +26,16 @@ class Config(bert.Config):
         "bias": "lm_head.bias",
         "decoder": "lm_head.decoder",
     }
+    nsp_names: ClassVar[Mapping[str, str]] = {}
 
     vocab_size: int = 50265
     type_vocab: int = 1
     norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nsp:
+            raise ConfigError("nsp is true, and RoBERTa has no next-sentence head; set nsp to false, or use kind: bert")
 
     @property
     def head_activation(self) -> Activation:

@@ -9,7 +9,7 @@ from trainer.models.attention import segment_mask
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import split_key
 from trainer.models.embeddings import Embeddings
-from trainer.models.heads import MaskedLMHead
+from trainer.models.heads import MaskedLMHead, NextSentenceHead
 from trainer.models.initialization import initial_values
 from trainer.models.layers import DROPOUT_PLACES, Layer, LayerNorm
 
@@ -29,6 +29,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.final_norm = LayerNorm(config.width, eps=config.norm_eps) if config.norm == "pre" else None
         self.head = MaskedLMHead(config)
+        self.nsp_head = NextSentenceHead(config) if config.nsp else None
 
     def forward(
         self,
@@ -38,7 +39,8 @@ class Transformer(nn.Module):
         predicted: Tensor | None = None,
         dropout_key: Tensor | None = None,
         token_types: Tensor | None = None,
-    ) -> Tensor:
+        next_sentence: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Scores every token of the vocabulary at the predicted positions.
 
         Args:
@@ -48,29 +50,35 @@ class Transformer(nn.Module):
             predicted: int [B, P], the cells to predict; None predicts all.
             dropout_key: int32 [B], a random key for each row; None, or a model in eval mode, means no dropout.
             token_types: int [B, S]; None means type 0 everywhere.
+            next_sentence: whether to score the pair of segments, too; the model needs the head for it.
 
         Returns:
-            Logits [B, P, V], or [B, S, V] when `predicted` is None.
+            Logits [B, P, V], or [B, S, V] when `predicted` is None. With `next_sentence`, a pair of these and the
+            logits [B, 2] of "B follows A" and "B is from elsewhere".
         """
         embedding_key: Tensor | None = None
         layer_keys: Tensor | list[None] = [None] * len(self.layers)
         if self.training and dropout_key is not None:
             keys = split_key(dropout_key, 1 + DROPOUT_PLACES * len(self.layers))
             embedding_key, layer_keys = keys[0], keys[1:].view(len(self.layers), DROPOUT_PLACES, -1)
-        mask = segment_mask(segments)
-        hidden = self.embeddings(tokens, positions, token_types, embedding_key)
+        mask = segment_mask(segments, self.config.causal)
+        hidden, matrix = self.embeddings(tokens, positions, token_types, embedding_key)
         for layer, layer_key in zip(self.layers, layer_keys, strict=True):
             if self.activation_checkpointing and self.training:
                 # Dropout masks come from keys, so there is no generator state to bring back for the second time.
                 hidden = checkpoint(layer, hidden, mask, layer_key, use_reentrant=False, preserve_rng_state=False)
             else:
                 hidden = layer(hidden, mask, layer_key)
+        first = hidden[:, 0]
         if predicted is not None:
             hidden = hidden.take_along_dim(predicted.long()[..., None], dim=1)
         if self.final_norm is not None:
             hidden = self.final_norm(hidden)
-        logits: Tensor = self.head(hidden, self.embeddings.tokens.weight)
-        return logits
+        logits: Tensor = self.head(hidden, matrix)
+        if not next_sentence:
+            return logits
+        assert self.nsp_head is not None, "the model was built without a next-sentence head"
+        return logits, self.nsp_head(first if self.final_norm is None else self.final_norm(first))
 
     @property
     def max_sequence_length(self) -> int:

@@ -2,57 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 
 class Throughput:
-    """Turns clock readings into rates. It reads no clock itself: every `now` is in seconds, of any monotonic clock.
+    """Turns counts and seconds into rates. It reads no clock itself.
+
+    A cell is a place in an example, a token or padding. Devices compute all cells alike, so that `perf/mfu` counts the
+    model's FLOPs for all of them: it says how well the hardware is used. `perf/mfu_useful` counts the share of those
+    FLOPs that tokens have of the cells: it says how much of the hardware trains the model. Rows that merely fill up a
+    device's part of a batch are in neither.
 
     Args:
         step: updates already made.
         total_steps: updates of the whole run.
-        now: the time at which training begins or continues.
         flops_until: the FLOPs of forward and backward, as the model states them, in all steps before a step.
         peak_flops: of all devices together, per second; None where it is not known, as on CPUs: no utilisation then.
     """
 
     def __init__(
-        self,
-        step: int,
-        total_steps: int,
-        now: float,
-        *,
-        flops_until: Callable[[int], float],
-        peak_flops: float | None = None,
+        self, step: int, total_steps: int, *, flops_until: Callable[[int], float], peak_flops: float | None = None
     ) -> None:
-        self._first_step, self._started = step, now
-        self._step, self._now = step, now
+        self._first_step = self._step = step
         self._total_steps = total_steps
         self._flops_until, self._peak_flops = flops_until, peak_flops
+        self._trained = 0.0
 
-    def measure(self, step: int, tokens: float, waited: float, now: float) -> dict[str, float]:
+    def measure(self, step: int, cells: int, tokens: int, seconds: Mapping[str, float]) -> dict[str, float]:
         """Returns the rates since the last call and starts a new window.
 
         Args:
             step: updates made by now; more than at the last call.
-            tokens: tokens trained on since the last call, by all replicas.
-            waited: seconds since the last call in which training waited for data.
-            now: the time.
+            cells: cells of the examples trained on since the last call, by all replicas.
+            tokens: how many of them hold a token.
+            seconds: where the time since the last call went, by name.
 
         Returns:
-            `perf/tokens_per_second`, `perf/seconds_per_step`, `perf/mfu` (0 to 1, where the peak is known) and
-            `data/wait_fraction` (0 to 1) of the window; `perf/eta_seconds` from the mean speed since the start.
+            Of the window, without the time of `evaluation`: `perf/tokens_per_second` (cells),
+            `perf/useful_tokens_per_second` (tokens), `perf/seconds_per_step`, and where the peak is known `perf/mfu`
+            and `perf/mfu_useful`, 0 to 1; `data/padding_fraction`, the share of cells without a token; `time/NAME`, the
+            share of all the window's time, which add up to 1; `perf/eta_seconds` from the mean speed since the start.
         """
-        seconds = max(now - self._now, 1e-9)
-        mean_speed = (self._flops_until(step) - self._flops_until(self._first_step)) / max(now - self._started, 1e-9)
+        total = max(sum(seconds.values()), 1e-9)
+        training = max(total - seconds.get("evaluation", 0.0), 1e-9)
+        self._trained += training
+        mean_speed = (self._flops_until(step) - self._flops_until(self._first_step)) / self._trained
+        useful = tokens / cells
         rates = {
-            "perf/tokens_per_second": tokens / seconds,
-            "perf/seconds_per_step": seconds / (step - self._step),
-            "data/wait_fraction": waited / seconds,
+            "perf/tokens_per_second": cells / training,
+            "perf/useful_tokens_per_second": tokens / training,
+            "perf/seconds_per_step": training / (step - self._step),
             "perf/eta_seconds": (self._flops_until(self._total_steps) - self._flops_until(step)) / mean_speed,
+            "data/padding_fraction": 1 - useful,
         }
         if self._peak_flops is not None:
             flops = self._flops_until(step) - self._flops_until(self._step)
-            rates["perf/mfu"] = flops / seconds / self._peak_flops
-        self._step, self._now = step, now
-        return rates
+            rates["perf/mfu"] = flops / training / self._peak_flops
+            rates["perf/mfu_useful"] = rates["perf/mfu"] * useful
+        self._step = step
+        return rates | {f"time/{name}": value / total for name, value in seconds.items()}

@@ -15,7 +15,7 @@ import netrc
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +23,7 @@ from typing import Any, Literal
 from urllib.parse import urlparse
 
 from trainer.errors import MissingExtra
+from trainer.monitoring.artifacts import CheckpointArtifacts
 from trainer.monitoring.jsonl import read_rows
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ class Config:
         tags: labels of the run.
         mode: online and offline as W&B has them; auto is WANDB_MODE if that is set, else online if an API key is
             found (in WANDB_API_KEY or netrc) and offline if none is; disabled switches W&B off.
+        log_checkpoints: whether to log committed checkpoints as artifacts: those in folders are uploaded, those in
+            object stores referred to.
     """
 
     project: str = "samestep"
@@ -51,29 +54,44 @@ class Config:
     name: str | None = None
     tags: tuple[str, ...] = ()
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    log_checkpoints: bool = False
 
-    def build(self, folder: Path, description: Mapping[str, Any]) -> WandbTracker:
-        """Makes the tracker of a run folder; `description` is the experiment's configuration.
+    def build(
+        self, folder: Path, description: Mapping[str, Any], checkpoints: Callable[[], Sequence[str]]
+    ) -> WandbTracker:
+        """Makes the tracker of a run folder, whose metrics.jsonl has been cut back to where training continues.
 
-        metrics.jsonl must have been cut back to the step that training continues from.
+        Args:
+            folder: the run's.
+            description: the experiment's configuration.
+            checkpoints: lists the folders or URLs of the committed checkpoints, oldest first.
 
         Raises:
             MissingExtra: the package wandb is not installed.
         """
-        return WandbTracker(self, folder, description)
+        return WandbTracker(self, folder, description, checkpoints)
 
 
 class WandbTracker:
     """Sends metrics to one W&B run. Nothing that goes wrong in W&B stops training: it is reported once."""
 
-    def __init__(self, config: Config, folder: Path, description: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        description: Mapping[str, Any],
+        checkpoints: Callable[[], Sequence[str]],
+    ) -> None:
         self._run: Any = None
+        self._artifacts: CheckpointArtifacts | None = None
         self._last_held = -1  # the last step that W&B already has
-        mode = _resolve(config.mode)
+        mode = resolve_mode(config.mode)
         if mode != "disabled":
             wandb = _import()
             try:
                 self._start(wandb, config, mode, folder, description)
+                if config.log_checkpoints:
+                    self._artifacts = CheckpointArtifacts(wandb, self._run, checkpoints)
             except Exception as error:
                 self._give_up(error)
 
@@ -113,17 +131,21 @@ class WandbTracker:
             self._run.log(dict(metrics), step=step)
         except Exception as error:
             self._give_up(error)
+        if self._artifacts is not None:
+            self._artifacts.look()
 
     def close(self) -> None:
         """Waits for uploads, a minute at most."""
         if self._run is not None:
             try:
+                if self._artifacts is not None:
+                    self._artifacts.close(FINISH_SECONDS)
                 self._run.finish()
             except Exception as error:
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        self._run = None
+        self._run = self._artifacts = None
         logger.warning(
             "W&B is switched off until the run is continued, because it failed: %s. Training goes on; metrics.jsonl "
             "has every metric, and a restart sends W&B what it lacks.",
@@ -139,15 +161,15 @@ def _import() -> ModuleType:
     return wandb
 
 
-def _resolve(mode: str) -> str:
+def resolve_mode(mode: str) -> str:
     if mode != "auto":
         return mode
     if os.environ.get("WANDB_MODE") in ("online", "offline", "disabled"):
         return os.environ["WANDB_MODE"]
-    return "online" if _has_key() else "offline"
+    return "online" if has_key() else "offline"
 
 
-def _has_key() -> bool:
+def has_key() -> bool:
     """Whether an API key is where W&B looks for one."""
     if os.environ.get("WANDB_API_KEY"):
         return True

@@ -11,13 +11,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, PackSpec, Vocabulary
 from trainer.hashing import U64, combine, mix, name_key, uniform
-from trainer.objectives import Loss
+from trainer.objectives import Loss, Objective
+from trainer.objectives.rows import Rows, inputs, pack_spec, score_tokens
+from trainer.objectives.whole_words import choose_words, columns_of
 
 Int32: TypeAlias = npt.NDArray[np.int32]
 Int64: TypeAlias = npt.NDArray[np.int64]
@@ -36,11 +37,13 @@ class Config:
         mask_fraction: share of an example's tokens that are predicted; the rounded count, at least 1, is exact.
         replace_mask: probability that a predicted token is replaced by [MASK].
         replace_random: probability that it is replaced by a random token; otherwise it is left as it is.
+        whole_words: predicts all tokens of a word or none, as many words as fit into the share.
     """
 
     mask_fraction: float = 0.15
     replace_mask: float = 0.8
     replace_random: float = 0.1
+    whole_words: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.mask_fraction <= 1:
@@ -51,52 +54,42 @@ class Config:
                 "add up to at most 1; use 0.8 and 0.1"
             )
 
-    def build(self, vocabulary: Vocabulary) -> MaskedLM:
+    def build(self, vocabulary: Vocabulary) -> Objective:
         return MaskedLM(self, vocabulary)
 
 
 class MaskedLM:
     """The masked-language-modelling objective; see `trainer.objectives.Objective`.
 
-    A batch holds, for B examples of S cells and P predictions (`predictions(S)`):
-        tokens: int32 [B, S], the model's input, masks applied.
-        segments: int32 [B, S], 0 for padding, else the number from 1 of the sequence within its row.
-        positions: int32 [B, S], cells since the sequence's [CLS]; 0 for padding.
+    To the rows of `rows.Rows`, masks applied, it adds for B examples and P predictions (`predictions(S)`):
         predicted: int64 [B, P], the cells to predict; unused entries, all at the end of a row, are 0.
         labels: int64 [B, P], the original tokens of those cells.
         weights: float32 [B, P], 1 for a prediction that counts, 0 for unused entries and examples of weight 0.
 
     Raises:
-        ConfigError: the vocabulary has no [MASK], [CLS], [SEP] or [PAD], or only special tokens.
+        ConfigError: the vocabulary has no [MASK], [CLS], [SEP] or [PAD], or only special tokens, or does not say where
+            words begin and whole ones are to be masked.
     """
 
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
-        needed = {"[MASK]": vocabulary.mask, "[CLS]": vocabulary.cls, "[SEP]": vocabulary.sep, "[PAD]": vocabulary.pad}
-        ids = {name: token for name, token in needed.items() if token is not None}
-        ordinary = np.setdiff1d(np.arange(vocabulary.size, dtype=np.int32), [*vocabulary.special, *ids.values()])
-        if len(ids) < len(needed) or ordinary.size == 0:
+        if vocabulary.mask is None:
             raise ConfigError(
-                f"the objective mlm needs {', '.join(needed)} and ordinary tokens besides; this tokenizer has "
-                f"{', '.join(ids) or 'no special tokens'} and {ordinary.size} ordinary tokens; use a tokenizer made "
-                "for BERT or RoBERTa"
+                "masked language modelling needs a tokenizer with [MASK]; use one made for BERT or RoBERTa"
             )
+        self._rows = Rows(vocabulary)
+        ordinary = np.setdiff1d(np.arange(vocabulary.size, dtype=np.int32), vocabulary.special)
+        if ordinary.size == 0:
+            raise ConfigError("the tokenizer has 0 ordinary tokens, only special ones; train one on your text")
         self.config = config
-        self._mask, self._cls, self._sep, self._pad = (np.int32(ids[name]) for name in needed)
+        self._mask = np.int32(vocabulary.mask)
         self._ordinary = ordinary
         self._is_ordinary = np.zeros(vocabulary.size, dtype=np.bool_)
         self._is_ordinary[ordinary] = True
+        self._is_continuing = _continuing(vocabulary) if config.whole_words else None
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
-        """One cell for [CLS] before a sequence and one for [SEP] after each piece.
-
-        Raises:
-            ConfigError: no room for a token between them, or more cells than `collate` can number.
-        """
-        if not 3 <= sequence_length <= 65_536:
-            raise ConfigError(
-                f"sequence_length is {sequence_length}; mlm needs 3 ([CLS], a token, [SEP]) to 65536, for example 128"
-            )
-        return PackSpec(sequence_length, prefix=1, suffix=1)
+        """As `rows.pack_spec`."""
+        return pack_spec(sequence_length)
 
     def predictions(self, sequence_length: int) -> int:
         """P, the predictions that a row of `sequence_length` cells has room for."""
@@ -104,57 +97,45 @@ class MaskedLM:
 
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
         """Lays the pieces out in rows of S = `sequence_length` cells and masks them; see the class for the arrays."""
-        tokens, segments, positions = self._lay_out(examples, sequence_length)
-        predicted, used = self._choose(examples.key, tokens)
-        cells = predicted + np.arange(len(tokens))[:, None] * sequence_length
-        labels = tokens.reshape(-1)[cells]
-        # Unused entries point at cell 0, which is never masked: they write back what they read.
-        tokens.reshape(-1)[cells] = np.where(used, self._replace(examples.key, predicted, labels), labels)
+        rows = self._rows.lay_out(examples, sequence_length)
+        predicted, labels, used = self.mask(rows["tokens"], examples.key)
         return {
-            "tokens": tokens,
-            "segments": segments,
-            "positions": positions,
+            **rows,
             "predicted": predicted,
             "labels": labels.astype(np.int64),
             "weights": used * examples.weight[:, None],
         }
 
-    def _lay_out(self, examples: Examples, width: int) -> tuple[Int32, Int32, Int32]:
-        """Returns tokens, segments and positions, each [B, S], without masks."""
-        row, shape = examples.row, (examples.key.size, width)
-        first = row * width + examples.column  # cells are numbered through the batch, row by row
-        after = first + examples.length
-        if examples.isolated:  # every piece is a sequence
-            begin, end = first - 1, after + 1
-            number = np.arange(1, row.size + 1) - np.searchsorted(row, row)
-        else:  # every row is one
-            last = np.flatnonzero(np.diff(row, append=-1))
-            begin, end = row[last] * width, after[last] + 1
-            number = np.ones(last.size, dtype=np.int64)
+    def mask(self, tokens: Int32, key: U64) -> tuple[Int64, Int32, npt.NDArray[np.bool_]]:
+        """Masks rows of tokens [B, S], in place.
 
-        cells = np.arange(examples.key.size * width, dtype=np.int32)
-        tokens = np.full(cells.size, self._pad, dtype=np.int32)
-        tokens[_paint(first, after, 1, cells.size) > 0] = examples.tokens
-        tokens[begin] = self._cls
-        tokens[after] = self._sep
-        segments = _paint(begin, end, number, cells.size)
-        positions = (cells - _paint(begin, end, begin, cells.size)) * (segments > 0)
-        return tokens.reshape(shape), segments.reshape(shape), positions.reshape(shape)
+        Returns:
+            The cells to predict, the tokens that stood there, and which of these entries are in use: [B, P] each.
+        """
+        predicted, used = self._choose(key, tokens)
+        cells = predicted + np.arange(len(tokens))[:, None] * tokens.shape[1]
+        labels = tokens.reshape(-1)[cells]
+        # Unused entries point at cell 0, which is never masked: they write back what they read.
+        tokens.reshape(-1)[cells] = np.where(used, self._replace(key, predicted, labels), labels)
+        return predicted, labels, used
 
     def _choose(self, key: U64, tokens: Int32) -> tuple[Int64, npt.NDArray[np.bool_]]:
         """Chooses the ordinary tokens of smallest hash; returns their columns [B, P] and which are in use [B, P]."""
         width = tokens.shape[1]
         slots = self.predictions(width)
+        maskable = self._is_ordinary.take(tokens)
+        available = maskable.sum(axis=1)
+        count = np.minimum(available, np.maximum(1, np.rint(self.config.mask_fraction * available)))
+        if self._is_continuing is not None:
+            return columns_of(choose_words(key, maskable, self._is_continuing.take(tokens), count), slots)
         column = np.arange(width, dtype=np.uint64)
         # The column in the low bits makes hashes distinct, and lets us partition values, which is quicker than indices.
-        rank = (combine(key[:, None], _CHOOSE, column) & ~_COLUMN_BITS) | column
-        maskable = self._is_ordinary.take(tokens)
+        rank = combine(key[:, None], _CHOOSE, column)
+        rank &= ~_COLUMN_BITS
+        rank |= column
         rank[~maskable] = _NEVER
         rank.partition(slots - 1, axis=1)
         lowest = np.sort(rank[:, :slots], axis=1)
-
-        available = maskable.sum(axis=1)
-        count = np.minimum(available, np.maximum(1, np.rint(self.config.mask_fraction * available)))
         used = np.arange(slots) < count[:, None]
         return np.where(used, lowest & _COLUMN_BITS, 0).astype(np.int64), used
 
@@ -172,24 +153,17 @@ class MaskedLM:
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
         """Cross-entropy of the predicted tokens in float32, over the step's number of predictions, totals["mlm"]."""
-        logits = model(
-            tokens=batch["tokens"],
-            segments=batch["segments"],
-            positions=batch["positions"],
-            predicted=batch["predicted"],
-            dropout_key=batch.get("dropout_key"),
-        ).flatten(0, 1)
-        labels, weights = batch["labels"].flatten(), batch["weights"].flatten()
-        nll = (F.cross_entropy(logits.float(), labels, reduction="none") * weights).sum()
-        correct = ((logits.detach().argmax(dim=-1) == labels) * weights).sum()
-        weight = weights.sum()
+        nll, correct, weight = score_tokens(model(**inputs(batch)), batch)
         return Loss(nll / totals["mlm"], {"loss": (nll.detach(), weight), "accuracy": (correct, weight)})
 
 
-def _paint(begin: Int64, end: Int64, value: npt.ArrayLike, cells: int) -> Int32:
-    """A line of `cells` zeros with value[i] in the cells begin[i] up to end[i]; spans ascend and do not overlap."""
-    edges = np.empty(2 * begin.size + 2, dtype=np.int64)
-    edges[0], edges[1:-1:2], edges[2:-1:2], edges[-1] = 0, begin, end, cells
-    values = np.zeros(edges.size - 1, dtype=np.int32)
-    values[1::2] = value
-    return np.repeat(values, edges[1:] - edges[:-1])
+def _continuing(vocabulary: Vocabulary) -> npt.NDArray[np.bool_]:
+    """bool [V], the tokens that go on with the word of the token before."""
+    if vocabulary.continuing is None:
+        raise ConfigError(
+            "whole_words is true, and this tokenizer does not say where words begin; use a WordPiece, byte-level BPE "
+            "or SentencePiece tokenizer, or set whole_words to false"
+        )
+    marked = np.zeros(vocabulary.size, dtype=np.bool_)
+    marked[list(vocabulary.continuing)] = True
+    return marked

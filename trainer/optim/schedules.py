@@ -14,43 +14,85 @@ class Schedule:
     """How the learning rate changes over a run, as a fraction of the optimizer's `lr`.
 
     Attributes:
-        decay: what follows the warm-up: a straight line or half a cosine down to `final_fraction`, or no change.
+        decay: how the rate comes down: to `final_fraction` when the run is over, in a straight line, half a cosine, a
+            power of that line, or as 1 minus a square root (Hägele et al. 2024); as 1 / sqrt(step), whatever the
+            length of the run; or not at all.
         warmup_steps: updates made below the full rate; the first is made with a rate of 0.
+        decay_start: the step at which the decay begins; null begins it where the warm-up ends. Later keeps the full
+            rate in between (warm-up, stable, decay); 0 counts the decay from the first step, as the code of BERT does,
+            so that the rate drops where the warm-up ends.
+        power: exponent of the polynomial decay.
         final_fraction: the fraction that the rate has come down to when the run is over.
     """
 
-    decay: Literal["linear", "cosine", "constant"] = "linear"
+    decay: Literal["linear", "cosine", "polynomial", "1-sqrt", "inverse_sqrt", "constant"] = "linear"
     warmup_steps: int = 0
+    decay_start: int | None = None
+    power: float = 1.0
     final_fraction: float = 0.0
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps is {self.warmup_steps}; use 0 or more")
+        if self.decay_start is not None and self.decay_start < 0:
+            raise ConfigError(f"decay_start is {self.decay_start}; use a step from 0, or null for the warm-up's end")
+        if not 0 < self.power < math.inf:
+            raise ConfigError(f"power is {self.power}; use a number above 0")
         if not 0 <= self.final_fraction <= 1:
             raise ConfigError(f"final_fraction is {self.final_fraction}; use a fraction of lr from 0 to 1")
-        if self.decay == "constant" and self.final_fraction:
-            raise ConfigError(f"final_fraction {self.final_fraction} means nothing to a constant schedule; remove it")
+        meaningless = {
+            "power": self.power != 1 and self.decay != "polynomial",
+            "final_fraction": self.final_fraction != 0 and self.decay in ("constant", "inverse_sqrt"),
+            "decay_start": self.decay_start is not None and self.decay == "constant",
+        }
+        for name in (name for name, found in meaningless.items() if found):
+            raise ConfigError(f"{name} {getattr(self, name)} means nothing to decay {self.decay}; remove it")
+        if self.decay == "inverse_sqrt" and self._start < 1:
+            raise ConfigError("decay inverse_sqrt cannot begin at step 0; set warmup_steps or decay_start above 0")
+
+    @property
+    def _start(self) -> int:
+        return self.warmup_steps if self.decay_start is None else self.decay_start
 
 
 def lr_fraction(config: Schedule, step: int, total_steps: int) -> float:
     """The fraction of `lr` with which the update number `step`, counted from 0, is made.
 
-    Warm-up is `step / warmup_steps`, as in BERT's code: 0 at step 0, 1 at step == warmup_steps. From there the decay
-    covers the remaining `total_steps - warmup_steps` updates and would reach `final_fraction` at step == total_steps,
-    one past the last. (BERT's code instead counts its decay from step 0, so that its rate drops when warm-up ends.)
+    Warm-up is `step / warmup_steps`, as in BERT's code: 0 at step 0, 1 at step == warmup_steps. A decay from
+    `decay_start` on would reach `final_fraction` at step == total_steps, one past the last. With p going from 0 to 1
+    over the decay, the rate falls as
+
+        linear      1 - p                       (1 - p) ** power    polynomial
+        cosine      (1 + cos(pi p)) / 2         1 - sqrt(p)         1-sqrt
+
+    and inverse_sqrt is sqrt(decay_start / step): by default, the schedule of Vaswani et al. 2017 (eq. 3); with
+    `decay_start` k and no warm-up, the 1 / sqrt(max(step, k)) of T5 (Raffel et al. 2020, section 3.1.2).
 
     Raises:
-        ConfigError: the warm-up is longer than the run.
+        ConfigError: the warm-up, or the time before the decay, is longer than the run.
     """
+    start = config._start
     if config.warmup_steps > total_steps:
         raise ConfigError(
             f"warmup_steps {config.warmup_steps} is more than the {total_steps} steps of the run; the full learning "
             f"rate would never be used; set schedule.warmup_steps to about {total_steps // 10}"
         )
+    if start > total_steps:
+        raise ConfigError(
+            f"decay_start {start} is after the {total_steps} steps of the run; set schedule.decay_start to at most "
+            f"that, or schedule.decay to constant"
+        )
     if step < config.warmup_steps:
         return step / config.warmup_steps
     if config.decay == "constant":
         return 1.0
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
-    remaining = 1 - progress if config.decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    if config.decay == "inverse_sqrt":
+        return math.sqrt(start / max(start, step))
+    progress = min(1.0, max(0, step - start) / max(1, total_steps - start))
+    remaining = {
+        "linear": 1 - progress,
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "polynomial": math.pow(1 - progress, config.power),
+        "1-sqrt": 1 - math.sqrt(progress),
+    }[config.decay]
     return config.final_fraction + (1 - config.final_fraction) * remaining

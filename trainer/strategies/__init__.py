@@ -11,10 +11,10 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from trainer.accelerators import Accelerator, Precision
-from trainer.partition import local_part
+from trainer.partition import local_part, whole_norms
+from trainer.strategies.loss_scale import LossScale
 from trainer.strategies.world import World
 
 NamedParameters: TypeAlias = Iterable[tuple[str, nn.Parameter]]
@@ -45,6 +45,7 @@ class Strategy(ABC):
     Attributes:
         parameters: by their own names, whatever wraps the model; the partitions that the optimizer updates. (Asking
             an FSDP2 module instead gives its gathered parameters when it happens to hold them.)
+        loss_scale: under fp16, what keeps small gradients from vanishing; else None.
     """
 
     parameters: dict[str, nn.Parameter]
@@ -54,6 +55,7 @@ class Strategy(ABC):
         self.world = world
         self.precision = precision
         self.replica = Replica(world.rank, world.size)
+        self.loss_scale = LossScale(accelerator.device) if precision == "fp16" else None
 
     @abstractmethod
     def prepare(
@@ -75,16 +77,30 @@ class Strategy(ABC):
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of this replica's share of the loss; over replicas they are summed, not averaged."""
-        (loss * self.replica.count).backward()  # type: ignore[no-untyped-call]  # undoes the collectives' mean
+        loss = loss * self.replica.count  # undoes the collectives' mean
+        if self.loss_scale is not None:
+            loss = loss * self.loss_scale.factor
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        """Scales gradients down to a global norm of `max_norm` (None: leaves them); returns the norm before."""
+        """Scales gradients down to a global norm of `max_norm` (None: leaves them); returns the norm before.
+
+        Under fp16, both norms are those without the loss scale, which stays in the gradients until `step`.
+        """
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm: Tensor = torch.linalg.vector_norm(whole_norms(gradients)).float()
+        if self.loss_scale is not None:
+            norm = norm / self.loss_scale.factor
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
         return norm
+
+    def step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
+        """Updates the parameters; under fp16, not with gradients that have overflowed, whose norm is not finite."""
+        if self.loss_scale is None:
+            optimizer.step()
+        else:
+            self.loss_scale.step(optimizer, grad_norm)
 
     def all_reduce(self, value: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
         """Sums a tensor over all replicas, or takes its largest values, in place."""

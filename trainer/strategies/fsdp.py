@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from trainer.accelerators import Accelerator, Precision
+from trainer.accelerators import DTYPES, Accelerator, Precision
 from trainer.errors import ConfigError
 from trainer.strategies import BuildOptimizer, InitialValues, Shardable, Strategy
 from trainer.strategies.world import World
@@ -63,11 +63,11 @@ class FullyShardedDataParallel(Strategy):
     def prepare(
         self, model: nn.Module, build_optimizer: BuildOptimizer, initial_values: InitialValues
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        # In bf16, layers are gathered in bf16: half the traffic, and autocast makes no copies of their weights, which
+        # In 16 bits, layers are gathered so, too: half the traffic, and autocast makes no copies of weights, which
         # autograd would keep whole until the backward pass. Gradients are summed in fp32.
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        if self.precision == "bf16":
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        if self.precision != "fp32":
+            policy = MixedPrecisionPolicy(DTYPES[self.precision], torch.float32, cast_forward_inputs=False)
         for unit in cast(Shardable, model).sharding_units():
             reshard = self._config.reshard_after_forward
             fully_shard(unit, mesh=self._mesh, reshard_after_forward=reshard, mp_policy=policy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trainer.checkpoint import files, layout
-from trainer.checkpoint.layout import Piece
+from trainer.checkpoint.layout import Piece, StoredPiece
 from trainer.errors import CheckpointError
 
 
@@ -23,8 +24,8 @@ def whole(name: str, tensor: Tensor) -> Piece:
     return layout.local_piece(name, tensor)
 
 
-def bits(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+def stored(pieces: Iterable[Piece]) -> dict[str, list[StoredPiece]]:
+    return layout.group_by_name(map(layout.stored_piece, pieces))
 
 
 TENSORS = {
@@ -44,7 +45,7 @@ TENSORS = {
 
 def test_file_is_plain_safetensors_and_reads_back_to_the_bit(tmp_path: Path) -> None:
     write(tmp_path / "f.safetensors", [whole(name, tensor) for name, tensor in TENSORS.items()])
-    ours = {piece.name: piece.tensor for piece in layout.read_pieces(tmp_path / "f.safetensors")}
+    ours = layout.StoredTensors(layout.group_by_name(layout.read_pieces(tmp_path / "f.safetensors")))
     theirs = load_file(tmp_path / "f.safetensors")
     assert ours.keys() == theirs.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
@@ -109,9 +110,9 @@ def test_any_cut_fills_any_other(
     tensor = torch.randn(11, 7, generator=torch.Generator().manual_seed(0))
     for rank, piece in enumerate(cut(tensor, row_cuts, column_cuts)):
         write(tmp_path / str(rank), [piece])
-    stored = layout.group_by_name(piece for path in tmp_path.iterdir() for piece in layout.read_pieces(path))
+    found = layout.group_by_name(piece for path in tmp_path.iterdir() for piece in layout.read_pieces(path))
     result = torch.zeros(11, 7)
-    layout.fill(cut(result, into_rows, into_columns), stored)
+    layout.fill(cut(result, into_rows, into_columns), found)
     assert torch.equal(result, tensor)
 
 
@@ -119,35 +120,35 @@ def test_any_cut_fills_any_other(
 def test_stored_tensors_are_read_whole_or_in_part(row_cuts: list[int], column_cuts: list[int]) -> None:
     tensor = torch.arange(77).view(11, 7)
     scalar = whole("scalar", torch.tensor(5.0))
-    stored = layout.StoredTensors(layout.group_by_name([*cut(tensor, row_cuts, column_cuts), scalar]))
-    assert list(stored) == ["w", "scalar"]
-    assert stored.shape("w") == (11, 7)
-    assert torch.equal(stored["w"], tensor)
-    assert torch.equal(stored["scalar"], torch.tensor(5.0))
+    tensors = layout.StoredTensors(stored([*cut(tensor, row_cuts, column_cuts), scalar]))
+    assert list(tensors) == ["w", "scalar"]
+    assert tensors.shape("w") == (11, 7)
+    assert torch.equal(tensors["w"], tensor)
+    assert torch.equal(tensors["scalar"], torch.tensor(5.0))
     for start, stop in [(0, 0), (0, 77), (20, 22), (21, 49), (77, 77), (76, 77)]:
-        assert torch.equal(stored.elements("w", start, stop), tensor.flatten()[start:stop])
+        assert torch.equal(tensors.elements("w", start, stop), tensor.flatten()[start:stop])
 
 
 def test_reading_a_part_needs_no_other_part() -> None:
     tensor = torch.arange(77.0).view(11, 7)
-    stored = layout.StoredTensors({"w": cut(tensor, [3, 6, 9], [])[1:3]})
-    assert torch.equal(stored.elements("w", 21, 63), tensor[3:9].flatten())
+    tensors = layout.StoredTensors(stored(cut(tensor, [3, 6, 9], [])[1:3]))
+    assert torch.equal(tensors.elements("w", 21, 63), tensor[3:9].flatten())
     with pytest.raises(CheckpointError, match=r"holds 7 of the 14 elements of w "):
-        stored.elements("w", 14, 28)
+        tensors.elements("w", 14, 28)
 
 
 def test_a_hole_is_found() -> None:
     tensor = torch.ones(4, 2)
     pieces = cut(tensor, [1, 3], [])
     with pytest.raises(CheckpointError, match=r"holds 4 of the 8 elements of w .*another step"):
-        layout.fill([whole("w", torch.zeros(4, 2))], {"w": [pieces[0], pieces[2]]})
+        layout.fill([whole("w", torch.zeros(4, 2))], stored([pieces[0], pieces[2]]))
 
 
 def test_differences_are_named_and_counted() -> None:
-    stored = layout.group_by_name(whole(name, torch.zeros(2)) for name in ["a", "b", "c", "d", "e", "same"])
+    found = stored(whole(name, torch.zeros(2)) for name in ["a", "b", "c", "d", "e", "same"])
     wanted = [whole("same", torch.zeros(2)), whole("a", torch.zeros(3)), whole("new", torch.zeros(1))]
     with pytest.raises(CheckpointError) as caught:
-        layout.check_same_tensors(wanted, stored, Path("run/step-00000001"))
+        layout.check_same_tensors(wanted, found, Path("run/step-00000001"))
     message = str(caught.value)
     assert "run/step-00000001 is a checkpoint of another model" in message
     assert "1 missing in it: new" in message
@@ -156,6 +157,6 @@ def test_differences_are_named_and_counted() -> None:
 
 
 def test_another_element_type_is_refused() -> None:
-    stored = layout.group_by_name([whole("a", torch.zeros(2))])
+    found = stored([whole("a", torch.zeros(2))])
     with pytest.raises(CheckpointError, match=r"float32 \[2\] in it, bfloat16 \[2\] in this run"):
-        layout.check_same_tensors([whole("a", torch.zeros(2).bfloat16())], stored, Path("x"))
+        layout.check_same_tensors([whole("a", torch.zeros(2).bfloat16())], found, Path("x"))

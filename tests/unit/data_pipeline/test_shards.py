@@ -10,7 +10,7 @@ import webdataset
 
 from data_pipeline import shards
 from data_pipeline.shards import Shard, write_shard
-from data_pipeline.storage import atomic_write
+from trainer.storage import atomic_write
 from trainer.errors import DataError
 
 UINT16 = np.dtype(np.uint16)

@@ -56,17 +56,23 @@ def records(path: Path) -> Iterator[bytes]:
             record = b""
 
 
-def offline_rows(folder: Path) -> list[dict[str, Any]]:
-    """The history rows in all offline runs of a folder, in the order in which `wandb sync` reads them."""
+def offline_records(folder: Path, kind: str) -> Iterator[Any]:
+    """The records of a kind in all offline runs of a folder, in the order in which `wandb sync` reads them."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    rows = []
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
         for data in records(path):
             record = Record.FromString(data)
-            if record.WhichOneof("record_type") == "history":
-                items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-                rows.append({**items, "_step": record.history.step.num})
+            if record.WhichOneof("record_type") == kind:
+                yield getattr(record, kind)
+
+
+def offline_rows(folder: Path) -> list[dict[str, Any]]:
+    """The history rows in all offline runs of a folder."""
+    rows = []
+    for history in offline_records(folder, "history"):
+        items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in history.item}
+        rows.append({**items, "_step": history.step.num})
     return rows
 
 
@@ -78,7 +84,7 @@ from trainer.monitoring.wandb import Config
 
 folder, mode, first, last, end = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
 trackers = [JsonlTracker(folder / "metrics.jsonl", resume_step=first - 1)]
-trackers.append(Config(project="p", entity="e", mode=mode).build(folder, {"seed": 1}))
+trackers.append(Config(project="p", entity="e", mode=mode).build(folder, {"seed": 1}, list))
 for step in range(first, last + 1):
     for tracker in trackers:
         tracker.log(step, {"train/loss": 1 / step})
@@ -222,7 +228,7 @@ def test_online_the_server_gets_what_it_lacks_and_nothing_twice(
         jsonl.log(step, {"train/loss": 1 / step})
     jsonl.close()
     JsonlTracker(tmp_path / "metrics.jsonl", resume_step=checkpoint).close()
-    tracker = tracking.Config(mode="online", entity="e", group="g", tags=("a",)).build(tmp_path, {"seed": 1})
+    tracker = tracking.Config(mode="online", entity="e", group="g", tags=("a",)).build(tmp_path, {"seed": 1}, list)
     for step in range(checkpoint + 1, 13):
         tracker.log(step, {"train/loss": 1 / step})
     assert run.steps == sent
@@ -238,7 +244,7 @@ def test_a_failure_of_wandb_is_reported_once_and_training_goes_on(
     run = FakeRun(0)
     monkeypatch.setattr(wandb, "init", lambda **_: run)
     monkeypatch.setattr(run, "log", lambda *_, **__: 1 / 0)
-    tracker = tracking.Config(mode="online").build(tmp_path, {})
+    tracker = tracking.Config(mode="online").build(tmp_path, {}, list)
     for step in range(3):
         tracker.log(step, {"train/loss": 1.0})
     tracker.close()
@@ -251,33 +257,59 @@ def test_a_server_that_does_not_answer_is_reported_and_training_goes_on(
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
-    tracker = tracking.Config(mode="online").build(tmp_path, {})
+    tracker = tracking.Config(mode="online").build(tmp_path, {}, list)
     tracker.log(1, {"train/loss": 1.0})
     tracker.close()
     assert "Training goes on" in caplog.text
 
 
+def test_committed_checkpoints_become_artifacts_whose_files_are_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staging"))
+    committed: list[str] = []
+    config = tracking.Config(mode="offline", log_checkpoints=True)
+    tracker = config.build(tmp_path, {}, lambda: committed)
+    for step in (1, 2, 3):
+        folder = tmp_path / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "rank-00000.safetensors").write_bytes(bytes([step]) * 1000)
+        (folder / "meta.json").write_text("{}")
+        committed.append(str(folder))
+        tracker.log(step, {"train/loss": 1.0})
+    committed.append(str(tmp_path / "checkpoints" / "step-00000004"))  # retention was quicker
+    committed.append("s3://bucket/run/step-00000005")
+    tracker.close()
+    run_id = json.loads((tmp_path / "wandb_run.json").read_text())["id"]
+    artifacts = list(offline_records(tmp_path, "artifact"))
+    assert {artifact.name for artifact in artifacts} == {f"checkpoint-{run_id}"}
+    assert [set(artifact.aliases) for artifact in artifacts] == [{f"step-{step}", "latest"} for step in (1, 2, 3, 5)]
+    for step, artifact in enumerate(artifacts[:3], start=1):
+        staged = {entry.path: Path(entry.local_path).read_bytes() for entry in artifact.manifest.contents}
+        assert staged == {"rank-00000.safetensors": bytes([step]) * 1000, "meta.json": b"{}"}
+    assert [entry.ref for entry in artifacts[3].manifest.contents] == ["s3://bucket/run/step-00000005"]
+    assert len(offline_rows(tmp_path)) == 3  # the one that failed has stopped nothing
+
+
 def test_disabled_needs_no_package_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    tracker = tracking.Config(mode="disabled").build(tmp_path, {})
+    tracker = tracking.Config(mode="disabled").build(tmp_path, {}, list)
     tracker.log(1, {"train/loss": 1.0})
     tracker.close()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(MissingExtra, match=r"samestep\[wandb\]"):
-        tracking.Config(mode="offline").build(tmp_path, {})
+        tracking.Config(mode="offline").build(tmp_path, {}, list)
 
 
 def test_auto_is_online_only_where_a_key_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert tracking._resolve("auto") == "offline"
+    assert tracking.resolve_mode("auto") == "offline"
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 123\n")
-    assert tracking._resolve("auto") == "online"
+    assert tracking.resolve_mode("auto") == "online"
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
-    assert tracking._resolve("auto") == "offline"
+    assert tracking.resolve_mode("auto") == "offline"
     monkeypatch.setenv("WANDB_API_KEY", "123")
-    assert tracking._resolve("auto") == "online"
+    assert tracking.resolve_mode("auto") == "online"
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert tracking._resolve("auto") == "disabled"
-    assert tracking._resolve("offline") == "offline"
+    assert tracking.resolve_mode("auto") == "disabled"
+    assert tracking.resolve_mode("offline") == "offline"
 
 
 def test_an_unknown_mode_is_refused():

@@ -249,9 +249,8 @@ def test_the_model_gets_the_batch_and_the_dropout_key_where_there_is_one():
 
 @pytest.mark.parametrize("missing", ["pad", "cls", "sep", "mask"])
 def test_a_tokenizer_without_the_special_tokens_is_refused_by_name(missing: str):
-    with pytest.raises(ConfigError, match="needs") as raised:
+    with pytest.raises(ConfigError, match=rf"(no|with) \[{missing.upper()}\]; use one made for BERT or RoBERTa"):
         Config().build(dataclasses.replace(VOCABULARY, **{missing: None}))
-    assert f"[{missing.upper()}]" not in str(raised.value).split("has")[1]
 
 
 def test_a_vocabulary_of_special_tokens_only_is_refused():

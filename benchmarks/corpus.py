@@ -1,0 +1,82 @@
+"""The text that the data benchmarks work on, and what is made from it before the clock runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.pairing import arguments
+from data_pipeline import build, tokenization
+from data_pipeline.sources import Source, jsonl, python_docs
+from trainer.hashing import combine
+
+_SENTENCES_A_DOCUMENT = 40
+VOCAB_SIZE = {"wordpiece": 30_522, "bpe": 50_265}  # BERT's and RoBERTa's
+
+
+def data_arguments(description: str | None) -> argparse.ArgumentParser:
+    """A parser with what all data benchmarks take."""
+    parser = arguments(description)
+    parser.add_argument("--corpus", nargs="+", default=[], help="JSON Lines; Python's documentation if left out")
+    parser.add_argument("--megabytes", type=float, default=16, help="text to work on (default: 16)")
+    return parser
+
+
+def write_corpus(paths: list[str], megabytes: float, file: Path) -> float:
+    """Writes the first documents of a corpus as JSON Lines, and returns their text's size in MB.
+
+    Without paths it is Python's documentation, its sentences shuffled anew for each time that they are needed. That has
+    few different words for its size.
+    """
+    texts = _texts(jsonl.Config(tuple(paths)).build()) if paths else _shuffled_documentation()
+    size = 0
+    with file.open("w", encoding="utf-8") as out:
+        for text in texts:
+            out.write(json.dumps({"text": text}) + "\n")
+            size += len(text.encode())
+            if size >= megabytes * 1e6:
+                break
+    return size / 1e6
+
+
+def _texts(source: Source) -> Iterator[str]:
+    return (source.parse(record) for record in source.records())
+
+
+def _shuffled_documentation() -> Iterator[str]:
+    text = "\n".join(_texts(python_docs.Config().build()))
+    sentences = [sentence for sentence in re.split(r"(?<=[.:])\s+", text) if sentence]
+    turn = 0
+    while True:
+        order = np.argsort(combine(turn, np.arange(len(sentences))))
+        for first in range(0, len(order), _SENTENCES_A_DOCUMENT):
+            yield " ".join(sentences[i] for i in order[first : first + _SENTENCES_A_DOCUMENT])
+        turn += 1
+
+
+def read_texts(corpus: Path) -> list[str]:
+    """All documents of what `write_corpus` wrote."""
+    with corpus.open(encoding="utf-8") as lines:
+        return [json.loads(line)["text"] for line in lines]
+
+
+def make_tokenizer(corpus: Path, algorithm: str, folder: Path) -> Path:
+    """Trains a tokenizer of BERT's or RoBERTa's size."""
+    config = tokenization.Config(
+        str(folder), "bpe" if algorithm == "bpe" else "wordpiece", VOCAB_SIZE[algorithm], lowercase=algorithm != "bpe"
+    )
+    config.train(read_texts(corpus)).save(folder)
+    return folder
+
+
+def make_dataset(corpus: Path, tokenizer: Path, folder: Path, shard_bytes: int = 2**25) -> Path:
+    """Builds a dataset with one worker process."""
+    source = jsonl.Config((str(corpus),))
+    config = build.Config(source, tokenization.Config(str(tokenizer)), str(folder), shard_bytes=shard_bytes, workers=1)
+    build.build(config)
+    return folder

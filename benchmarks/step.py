@@ -1,0 +1,313 @@
+"""Training steps beside Hugging Face `Trainer` with `BertForMaskedLM`, on the same batches.
+
+    python -m benchmarks.step --device cpu    BERT-mini and BERT-base at length 128, in fp32
+    python -m benchmarks.step --device cuda   BERT-base and BERT-large at 128 and 512, in bf16
+
+Both sides train the same model on the same micro-batches with the same masks, by AdamW, with gradients clipped and
+dropout 0.1 of hidden states (0 of attention probabilities, so that both may take PyTorch's fused attention). Ours is
+the real trainer and makes its batches as it goes; theirs finds them ready in memory. Each side is a process, and they
+take turns of some steps. On a GPU our layers are compiled; theirs runs both ways. Model FLOPs utilisation counts for
+all sides the FLOPs that ours needs.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+from torch import Tensor
+
+from benchmarks.pairing import Comparison, Contender, arguments, compare, publish
+from data_pipeline.manifest import FORMAT, Manifest
+from data_pipeline.shards import write_shard
+from data_pipeline.tokenization import Tokenizer
+from trainer.config import load
+from trainer.experiment import Experiment
+from trainer.run import build_trainer, open_checkpointer, open_loader
+from trainer.strategies import Replica
+from trainer.strategies.world import World
+
+VOCAB_SIZE = 30_522
+SHAPES = {"tiny": (2, 128), "mini": (4, 256), "base": (12, 768), "large": (24, 1024)}
+"""Layers and width; heads are 64 wide."""
+
+CASES = {
+    "cpu": [("mini", 128, 32), ("base", 128, 8)],
+    "cuda": [("base", 128, 256), ("base", 512, 64), ("large", 128, 256), ("large", 512, 64)],
+}
+"""Model, length, and examples of a step, which are one micro-batch."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all sides train.
+
+    Attributes:
+        device: cpu or cuda.
+        model: a key of SHAPES.
+        length: cells of an example.
+        batch: examples of a step.
+        turn: steps that a side takes in its turn.
+        threads: of the CPU, for each side.
+        folder: where the dataset is.
+    """
+
+    device: str
+    model: str
+    length: int
+    batch: int
+    turn: int
+    threads: int
+    folder: str
+
+    def experiment(self) -> Experiment:
+        """Our side's configuration; its masks are BERT's 20 predictions at length 128 and 80 at 512."""
+        layers, width = SHAPES[self.model]
+        on_gpu = self.device == "cuda"
+        file = Path(self.folder) / f"{self.model}_{self.length}.yaml"
+        file.write_text(f"""
+output: {self.folder}/run
+accelerator: {"cuda" if on_gpu else f"{{kind: cpu, threads: {self.threads}}}"}
+data: {{path: {self.folder}, sequence_length: {self.length}, packing: concat}}
+model: {{kind: bert, vocab_size: {VOCAB_SIZE}, layers: {layers}, width: {width}, heads: {width // 64},
+  ffn_width: {4 * width}, attention_dropout: 0.0}}
+objective: {{kind: mlm, mask_fraction: 0.157}}
+optimizer: {{kind: adamw, lr: 1e-4, weight_decay: 0.01}}
+training: {{steps: 1000000, global_batch_size: {self.batch}, micro_batch_size: {self.batch},
+  precision: {"bf16" if on_gpu else "fp32"}, compile: {"true" if on_gpu else "false"}}}
+strategy: single
+""")
+        return load(Experiment, str(file))
+
+
+class Turns:
+    """Holds a training loop between the turns of its side, and measures it.
+
+    Attributes:
+        steps: taken in all turns but the first, which warms up.
+        seconds: that they took.
+    """
+
+    def __init__(self, job: Job, commands: Connection) -> None:
+        self._job, self._commands = job, commands
+        self._began = 0.0
+        self.steps, self.seconds = -job.turn, 0.0
+
+    def wait(self) -> bool:
+        """Waits for a turn; returns whether there is one, or all is over."""
+        another: bool = self._commands.recv()
+        self._began = time.perf_counter()
+        return another
+
+    def step(self) -> bool:
+        """Ends a step, and the turn with its last one; returns whether to take another step."""
+        self.steps += 1
+        if self.steps % self._job.turn:
+            return True
+        if self._job.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # the other side needs the memory
+        self.seconds += time.perf_counter() - self._began if self.steps else 0.0
+        self._commands.send(None)
+        return self.wait()
+
+    def report(self, *notes: str) -> None:
+        """Tells the other end about the turns; the last thing that a side does."""
+        if self._job.device == "cuda":
+            notes = (f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", *notes)
+        else:
+            notes = (f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB", *notes)
+        experiment = self._job.experiment()
+        accelerator, length = experiment.accelerator.build(), self._job.length
+        if peak := accelerator.peak_flops(experiment.training.precision):
+            with torch.device("meta"):
+                model = experiment.model.build()
+            predictions = round(experiment.objective.mask_fraction * (length - 2))
+            flops = model.flops_per_token(length, predictions / length) * length * self._job.batch
+            notes = (f"MFU {flops * self.steps / self.seconds / peak:.1%}", *notes)
+        self._commands.send(", ".join(notes))
+
+
+def ours(job: Job, commands: Connection) -> None:
+    """Our side: the trainer's steps, and the loader's batches."""
+    experiment = job.experiment()
+    world, accelerator = World.start(60), experiment.accelerator.build()
+    world.connect(accelerator.collective_backend)
+    strategy = experiment.strategy.build(accelerator, world, experiment.training.precision)
+    trainer = build_trainer(experiment, experiment.data.open(), strategy, open_checkpointer(experiment, world))
+    trainer.model.train()
+    turns, batches, waited = Turns(job, commands), iter(trainer.loader), 0.0
+    going = turns.wait()
+    while going:
+        asked = time.perf_counter()
+        micro_batches = next(batches)
+        waited += time.perf_counter() - asked if turns.steps >= 0 else 0.0
+        trainer.train_step(micro_batches)
+        going = turns.step()
+    trainer.close()
+    turns.report(f"{waited / turns.seconds:.1%} of it waiting for data")
+
+
+def theirs(job: Job, commands: Connection, compiled: bool = False) -> None:
+    """Hugging Face's side."""
+    import transformers
+
+    torch.set_num_threads(job.threads)
+    turns = Turns(job, commands)
+
+    class InTurns(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            turns.wait()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = not turns.step()
+
+    class InOrder(transformers.Trainer):  # type: ignore[misc]
+        def _get_train_sampler(self, *_: Any) -> None:
+            return None
+
+    layers, width = SHAPES[job.model]
+    config = transformers.BertConfig(
+        vocab_size=VOCAB_SIZE,
+        num_hidden_layers=layers,
+        hidden_size=width,
+        num_attention_heads=width // 64,
+        intermediate_size=4 * width,
+        attention_probs_dropout_prob=0.0,
+    )
+    settings = transformers.TrainingArguments(
+        output_dir=f"{job.folder}/theirs",
+        per_device_train_batch_size=job.batch,
+        max_steps=1_000_000,
+        learning_rate=1e-4,
+        weight_decay=0.01,
+        use_cpu=job.device == "cpu",
+        bf16=job.device == "cuda",
+        torch_compile=compiled,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    InOrder(
+        transformers.BertForMaskedLM(config), settings, train_dataset=ready_examples(job), callbacks=[InTurns()]
+    ).train()
+    turns.report()
+
+
+def ready_examples(job: Job) -> list[dict[str, Tensor]]:
+    """The examples of our first 64 batches, as Hugging Face's models take them."""
+    experiment = job.experiment()
+    dataset, (phase,) = experiment.data.open(), experiment.resolved_phases()
+    objective = experiment.objective.build(dataset.tokenizer.vocabulary)
+    examples = []
+    with open_loader(experiment, dataset, objective, Replica(0, 1), phase) as loader:
+        for batch in (batch for micro_batches in islice(loader, 64) for batch in micro_batches):
+            labels = torch.full_like(batch["tokens"], -100, dtype=torch.int64)
+            labels.scatter_(1, batch["predicted"], batch["labels"])
+            attended = torch.ones_like(labels)
+            columns = {"input_ids": batch["tokens"].long(), "attention_mask": attended, "labels": labels}
+            examples += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return examples
+
+
+def write_dataset(folder: Path, tokens: int = 2**22, documents: int = 16) -> None:
+    """Random tokens of a vocabulary of BERT's size, as long documents."""
+    special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+    words = [*special, *(f"w{i}" for i in range(VOCAB_SIZE - len(special)))]
+    model = tokenizers.models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    tokenizer = Tokenizer(tokenizers.Tokenizer(model), {})
+    tokenizer.save(folder / "tokenizer")
+    values = np.random.default_rng(0).integers(len(special), VOCAB_SIZE, tokens, dtype=np.uint16)
+    origin = np.array([(0, i) for i in range(documents)], dtype=np.uint32)
+    shard = write_shard(folder / "train-000000.tar", np.split(values, documents), origin, values.dtype)
+    Manifest(
+        format=FORMAT,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=VOCAB_SIZE,
+        dtype=values.dtype.name,
+        source={},
+        files=("random",),
+        documents_in=documents,
+        documents_rejected={},
+        splits={"train": (shard,), "heldout": ()},
+    ).save(folder)
+
+
+class Side:
+    """A side's process, seen from the other end."""
+
+    def __init__(self, serve: Callable[[Job, Connection], None], job: Job) -> None:
+        context = get_context("spawn")
+        self._job = job
+        self._commands, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(job, theirs), daemon=True)
+        self._process.start()
+        theirs.close()  # or the end of the process would go unnoticed
+
+    def turn(self) -> float:
+        """Lets it take its steps; returns how many examples these had."""
+        self._commands.send(True)
+        self._commands.recv()
+        return self._job.turn * self._job.batch
+
+    def finish(self) -> str:
+        """Ends it; returns what it has to say."""
+        self._commands.send(False)
+        notes: str = self._commands.recv()
+        self._process.join()
+        return notes
+
+
+def measure(job: Job, repeats: int) -> Comparison:
+    """One model at one length."""
+    sides = {"samestep": ours, "Hugging Face Trainer": theirs}
+    where = f"the CPU, {job.threads} threads, fp32"
+    if job.device == "cuda":
+        sides["Hugging Face Trainer, compiled"] = partial(theirs, compiled=True)
+        where = f"{torch.cuda.get_device_name()}, bf16"
+    started = {name: Side(serve, job) for name, serve in sides.items()}
+    contenders = [Contender(name, side.turn) for name, side in started.items()]
+    title = f"Training steps of BERT-{job.model}: {job.batch} x {job.length} cells on {where}"
+    comparison = compare(title, "examples", contenders, repeats, clock="wall")
+    comparison.notes.update({name: side.finish() for name, side in started.items()})
+    return comparison
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--device", choices=CASES, default="cpu")
+    parser.add_argument("--model", choices=SHAPES, help="this model only")
+    parser.add_argument("--length", type=int, help="this length only")
+    parser.add_argument("--batch", type=int, help="examples of a step, instead of what the case has")
+    parser.add_argument("--turn", type=int, help="steps that a side takes in its turn (default: 2, on a GPU 50)")
+    parser.add_argument("--threads", type=int, default=2, help="of the CPU, for each side (default: 2)")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("nothing measured: torch finds no CUDA device here")
+    comparisons = []
+    for model, length, batch in CASES[options.device]:
+        if options.model in (None, model) and options.length in (None, length):
+            with tempfile.TemporaryDirectory() as folder:
+                write_dataset(Path(folder))
+                turn = options.turn or (50 if options.device == "cuda" else 2)
+                job = Job(options.device, model, length, options.batch or batch, turn, options.threads, folder)
+                comparisons.append(measure(job, options.repeats))
+    publish(comparisons, options.json)
+
+
+if __name__ == "__main__":
+    main()

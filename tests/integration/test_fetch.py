@@ -1,0 +1,131 @@
+"""`samestep fetch` and hf:// addresses, with a Hub and an S3 server on loopback that are then unplugged."""
+
+from __future__ import annotations
+
+import io
+import shlex
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+from huggingface_hub import constants
+from pyarrow import parquet as pq
+
+from data_pipeline.manifest import Manifest
+from tests.hub import Hub, running_hub
+from tests.integration.commands import Result, Samestep
+from trainer import storage
+from trainer.storage import attempts
+from trainer.weights import load_weights
+
+TWO_STEPS = ("training.steps=2", "schedule.warmup_steps=0")
+TEXTS = [f"The text number {i} says this and that to nobody." for i in range(400)]
+
+
+@pytest.fixture
+def hub(finished_run: Path, tmp_path: Path, samestep: Samestep, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attempts, "_DELAYS", (0.01,))
+    with running_hub(tmp_path / "repositories", tmp_path / "cache") as hub:
+        assert samestep("export", finished_run, hub.folder / "models" / "owner" / "tiny").code == 0
+        yield hub
+
+
+def settings(result: Result) -> list[str]:
+    """The settings that a fetch says to use."""
+    assert result.code == 0, result.err
+    return shlex.split(result.out.partition(":")[2])
+
+
+def unplug(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.close()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def test_a_model_is_fetched_and_trained_on_without_a_network(hub, samestep, experiment_file, tmp_path, monkeypatch):
+    found = settings(samestep("fetch", "hf://owner/tiny"))
+    unplug(hub, monkeypatch)
+    assert len(found) == 1
+    for number, start in enumerate((found[0], "init_from=hf://owner/tiny")):
+        result = samestep("train", experiment_file, f"output={tmp_path / str(number)}", start, *TWO_STEPS)
+        assert result.code == 0, result.err
+    weights = [load_weights(tmp_path / str(number)).tensors for number in range(2)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_an_address_stands_for_a_checkpoint_in_every_command(hub, samestep, finished_run, tmp_path):
+    text = "the value of [MASK]"
+    assert samestep("fill", "hf://owner/tiny", text).out == samestep("fill", finished_run, text).out
+    assert samestep("export", "hf://owner/tiny@main", tmp_path / "again").code == 0
+    theirs = hub.folder / "models" / "owner" / "tiny" / "model.safetensors"
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == theirs.read_bytes()
+
+
+def test_an_unknown_model_is_one_paragraph(hub, samestep, experiment_file, tmp_path, monkeypatch):
+    arguments = ("train", experiment_file, f"output={tmp_path / 'run'}", "init_from=hf://owner/unknown")
+    assert "hf://owner/unknown is unknown to the Hub" in samestep(*arguments).message
+    unplug(hub, monkeypatch)
+    assert "`samestep fetch hf://owner/unknown --to DIR`" in samestep(*arguments).message
+
+
+@pytest.fixture
+def data_file(hub: Hub, tmp_path: Path) -> Path:
+    """A dataset of 2 files of 200 documents, and a tokenizer, all on the Hub."""
+    for number in range(2):
+        file = io.BytesIO()
+        pq.write_table(pa.table({"text": TEXTS[200 * number : 200 * (number + 1)]}), file)
+        hub.write(f"datasets/owner/corpus/rows/{number}.parquet", file.getvalue())
+    path = tmp_path / "data.yaml"
+    path.write_text(
+        f"""
+source: {{kind: parquet, paths: ["hf://datasets/owner/corpus/rows/*.parquet"]}}
+tokenizer: {{path: "hf://owner/tiny"}}
+output: {tmp_path / "dataset"}
+workers: 1
+"""
+    )
+    return path
+
+
+def test_data_and_tokenizer_are_fetched_once_and_built_from_without_a_network(
+    hub, samestep, data_file, tmp_path, monkeypatch
+):
+    found = settings(samestep("fetch", data_file, "--to", tmp_path / "raw"))
+    assert [setting.partition("=")[0] for setting in found] == ["tokenizer.path", "source.paths"]
+    downloads = {path: count for path, count in hub.requests.items() if path.startswith("GET") and "/rows/" in path}
+    assert settings(samestep("fetch", data_file, "--to", tmp_path / "raw")) == found
+    assert downloads == {path: hub.requests[path] for path in downloads}
+    unplug(hub, monkeypatch)
+    assert samestep("data", "build", data_file, *found).code == 0
+
+
+def test_a_dataset_of_the_hub_is_fetched_by_its_name(hub, samestep, data_file, tmp_path, monkeypatch):
+    source = "source={kind: huggingface, path: owner/corpus}"
+    found = settings(samestep("fetch", data_file, source, "--to", tmp_path / "raw"))
+    unplug(hub, monkeypatch)
+    assert samestep("data", "build", data_file, source, *found).code == 0
+    assert sum(shard.documents for shard in Manifest.load(tmp_path / "dataset").shards) == len(TEXTS)
+
+
+def test_a_limit_is_fetched_as_far_as_it_reaches(hub, samestep, data_file, tmp_path, monkeypatch):
+    found = settings(samestep("fetch", data_file, "limit=5kB", "--to", tmp_path / "raw"))
+    assert [path.name for path in (tmp_path / "raw").rglob("*.parquet")] == ["0.parquet"]
+    unplug(hub, monkeypatch)
+    assert samestep("data", "build", data_file, *found, "limit=5kB").code == 0
+
+
+def test_a_built_dataset_is_fetched_from_a_store(s3_folder, samestep, experiment_file, dataset_folder, tmp_path):
+    for path in dataset_folder.rglob("*"):
+        if path.is_file():
+            storage.upload(path, f"{s3_folder}/{path.relative_to(dataset_folder)}")
+    found = settings(samestep("fetch", experiment_file, f"data.path={s3_folder}", "--to", tmp_path / "data"))
+    folder = found[0].removeprefix("data.path=")
+    assert samestep("data", "verify", folder).code == 0
+    result = samestep("train", experiment_file, f"output={tmp_path / 'run'}", *TWO_STEPS, *found)
+    assert result.code == 0, result.err
+
+
+def test_nothing_remote_is_said_to_be_nothing(samestep, experiment_file):
+    result = samestep("fetch", experiment_file)
+    assert result.code == 2
+    assert "names nothing that is not on this machine already" in result.message

@@ -1,0 +1,155 @@
+"""BERT with its next-sentence head against `BertForPreTraining` of transformers."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, BertConfig, BertForPreTraining
+
+from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.errors import ConfigError
+from trainer.examples import Examples, Vocabulary
+from trainer.hashing import mix
+from trainer.models import bert, roberta
+from trainer.models.transformer import Transformer
+from trainer.objectives import mlm_nsp
+from trainer.weights import load_weights
+
+PAD, CLS, SEP, MASK = 0, 1, 2, 3
+SHAPE = {"vocab_size": 500, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "intermediate_size": 96, "max_position_embeddings": 40}  # fmt: skip
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> BertForPreTraining:
+    """A random model of transformers, saved in tmp_path/reference."""
+    model = BertForPreTraining(BertConfig(**SHAPE)).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():  # larger than at initialisation, and biases not zero
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(tmp_path / "reference")
+    return model
+
+
+def load(folder: Path) -> tuple[bert.Config, Transformer]:
+    tree, tensors = load_folder(folder)
+    config = bert.Config.from_huggingface(tree, tensors)
+    model = config.build().eval()
+    model.load_state_dict(config.import_tensors(tensors))
+    return config, model
+
+
+@pytest.fixture
+def batch() -> dict[str, torch.Tensor]:
+    """Six pairs of different lengths, as the objective makes them."""
+    draw = np.random.default_rng(0)
+    lengths = [(9, 12), (1, 1), (18, 3), (5, 16), (10, 4), (7, 7)]
+    pieces = [draw.integers(4, 500, length) for pair in lengths for length in pair]
+    examples = Examples(
+        tokens=np.concatenate(pieces).astype(np.int32),
+        row=np.repeat(np.arange(6), 2),
+        column=np.array([at for a, _ in lengths for at in (1, a + 2)]),
+        length=np.array([len(piece) for piece in pieces]),
+        key=mix(np.arange(6)),
+        weight=np.ones(6, dtype=np.float32),
+        isolated=False,
+        random=np.array([True, False, False, True, True, False]),
+    )
+    objective = mlm_nsp.Config().build(Vocabulary(500, PAD, CLS, SEP, MASK, (PAD, CLS, SEP, MASK)))
+    return {name: torch.from_numpy(array) for name, array in objective.collate(examples, 24).items()}
+
+
+def their_inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    labels = torch.full(batch["tokens"].shape, -100)
+    used = batch["weights"] > 0
+    labels[used.nonzero()[:, 0], batch["predicted"][used]] = batch["labels"][used]
+    return {
+        "input_ids": batch["tokens"],
+        "attention_mask": batch["segments"],
+        "token_type_ids": batch["token_types"],
+        "labels": labels,
+        "next_sentence_label": batch["next_labels"],
+    }
+
+
+def test_logits_losses_and_gradients_are_equal(reference, batch, tmp_path):
+    config, model = load(tmp_path / "reference")
+    assert config.nsp
+    theirs = reference(**their_inputs(batch))
+    logits, next_logits = model(
+        batch["tokens"], batch["segments"], batch["positions"], token_types=batch["token_types"], next_sentence=True
+    )
+    real = batch["segments"] > 0
+    torch.testing.assert_close(logits[real], theirs.prediction_logits[real], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(next_logits, theirs.seq_relationship_logits, rtol=1e-5, atol=1e-5)
+
+    objective = mlm_nsp.Config().build(Vocabulary(500, PAD, CLS, SEP, MASK, (PAD, CLS, SEP, MASK)))
+    totals = {name: torch.tensor(value) for name, value in objective.weights(batch).items()}
+    loss = objective.loss(model, batch, totals)
+    torch.testing.assert_close(loss.total, theirs.loss, rtol=1e-5, atol=1e-5)
+    next_loss = torch.nn.functional.cross_entropy(theirs.seq_relationship_logits, batch["next_labels"])
+    torch.testing.assert_close(loss.metrics["nsp_loss"][0] / 6, next_loss.detach(), rtol=1e-5, atol=1e-5)
+
+    loss.total.backward()
+    theirs.loss.backward()
+    expected = config.import_tensors({name: p.grad for name, p in reference.named_parameters()})
+    actual = {name: p.grad for name, p in model.named_parameters()}
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_loads_what_we_export(batch, tmp_path, tied):
+    config = bert.Config(vocab_size=500, layers=2, width=48, heads=4, ffn_width=96, max_positions=40, tied=tied)
+    config = replace(config, nsp=True)
+    model = config.build().eval()
+    save_folder(tmp_path / "ours", config.to_huggingface(), config.export_tensors(model.state_dict()))
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["architectures"] == ["BertForPreTraining"]
+    theirs, report = AutoModelForPreTraining.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values()), report
+    assert type(theirs) is BertForPreTraining
+    outputs = theirs.eval()(**their_inputs(batch))
+    _, next_logits = model(
+        batch["tokens"], batch["segments"], batch["positions"], token_types=batch["token_types"], next_sentence=True
+    )
+    torch.testing.assert_close(next_logits, outputs.seq_relationship_logits, rtol=1e-5, atol=1e-5)
+    again, same = load(tmp_path / "ours")
+    assert again == config
+    assert all(torch.equal(same.state_dict()[name], value) for name, value in model.state_dict().items())
+    assert AutoModelForMaskedLM.from_pretrained(tmp_path / "ours").config.hidden_size == 48  # it is a masked LM, too
+
+
+def test_the_head_goes_by_the_tensors_not_by_the_architecture(reference, tmp_path, caplog):
+    """As in bert-base-uncased, whose config.json says BertForMaskedLM."""
+    tree, tensors = load_folder(tmp_path / "reference")
+    tree = {**tree, "architectures": ["BertForMaskedLM"]}
+    old = {name.removeprefix("bert."): value for name, value in tensors.items()}
+    assert bert.Config.from_huggingface(tree, old).nsp
+    without = {name: value for name, value in old.items() if "seq_relationship" not in name}
+    config = bert.Config.from_huggingface(tree, without)
+    assert not config.nsp
+    with caplog.at_level(logging.INFO):
+        assert not [name for name in config.import_tensors(without) if name.startswith("nsp_head")]
+    assert "left out: pooler.dense" in caplog.text
+    assert load_weights(tmp_path / "reference").config.nsp
+
+
+def test_a_model_with_the_head_is_a_masked_lm_unless_asked_for_more(batch):
+    config = bert.Config(vocab_size=500, layers=1, width=48, heads=4, ffn_width=96, max_positions=40, nsp=True)
+    for each in (config, replace(config, norm="pre")):
+        model = each.build().eval()
+        inputs = (batch["tokens"], batch["segments"], batch["positions"], batch["predicted"])
+        logits = model(*inputs)
+        assert logits.shape == (6, batch["predicted"].shape[1], 500)
+        with_next = model(*inputs, next_sentence=True)
+        assert torch.equal(with_next[0], logits)
+        assert with_next[1].shape == (6, 2)
+
+
+def test_roberta_has_no_such_head():
+    with pytest.raises(ConfigError, match="RoBERTa has no next-sentence head"):
+        roberta.Config(nsp=True)

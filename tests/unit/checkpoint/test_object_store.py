@@ -1,0 +1,178 @@
+"""Checkpoints in an object store: all that holds for folders, and a server that fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import boto3
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.faulty_proxy import FaultyProxy
+from tests.processes import run_ranks
+from trainer import storage
+from trainer.checkpoint import Checkpointer, Config, files
+from trainer.errors import CheckpointError, ConfigError
+
+WHOLE = torch.arange(7 * 3.0).view(7, 3)
+
+
+def tensors(value: float = 0.0) -> dict[str, Tensor]:
+    return {"model/weight": WHOLE + value, "optimizer/step": torch.tensor(float(value))}
+
+
+def open_at(url: str, **config: Any) -> Checkpointer:
+    return Checkpointer(files.location(url), Config(**config), rank=0, world_size=1)
+
+
+def save(url: str, *steps: int, **config: Any) -> Checkpointer:
+    checkpointer = open_at(url, **config)
+    for step in steps:
+        checkpointer.save(step, tensors(step), {"state": step})
+    checkpointer.wait()
+    return checkpointer
+
+
+def check_restores(url: str, step: int) -> None:
+    found = tensors(float("nan"))
+    assert open_at(url).restore(found)["state"] == step
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors(step).items())
+
+
+def test_what_is_saved_is_restored_and_old_steps_go(s3_folder: str) -> None:
+    checkpointer = open_at(s3_folder)
+    assert checkpointer.latest() is None
+    checkpointer.check_shared()
+    assert storage.names(s3_folder) == []
+    assert save(s3_folder, *range(1, 7), keep_every=4).steps() == [4, 5, 6]
+    assert storage.names(s3_folder) == [f"step-{step:08d}" for step in (4, 5, 6)]
+    assert storage.names(f"{s3_folder}/step-00000006") == [
+        "COMMITTED", "checksums.json", "meta.json", "rank-00000.safetensors"
+    ]  # fmt: skip
+    check_restores(s3_folder, 6)
+
+
+def test_leftovers_and_abandoned_steps_are_removed(s3_folder: str) -> None:
+    save(s3_folder, 1, 2, 3, keep_last=9)
+    storage.write(f"{s3_folder}/step-00000007/rank-00000.json", b"{}")
+    checkpointer = open_at(s3_folder, keep_last=9)
+    checkpointer.restore(tensors(), step=1)
+    checkpointer.save(2, tensors(2), {"state": 2})
+    checkpointer.wait()
+    assert checkpointer.steps() == [1, 2]
+    assert storage.names(s3_folder) == ["step-00000001", "step-00000002"]
+
+
+def truncate(url: str) -> None:
+    storage.write(url, storage.read(url)[:-1])
+
+
+def flip_a_bit(url: str) -> None:
+    content = bytearray(storage.read(url))
+    content[len(content) // 2] ^= 4
+    storage.write(url, bytes(content))
+
+
+@pytest.mark.parametrize(
+    ("harm", "name"),
+    [
+        (truncate, "rank-00000.safetensors"),
+        (flip_a_bit, "rank-00000.safetensors"),
+        (storage.remove, "rank-00000.safetensors"),
+        (flip_a_bit, "checksums.json"),
+        (storage.remove, "COMMITTED"),
+    ],
+)
+def test_damage_is_walked_back_over(
+    s3_folder: str, harm: Callable[[str], None], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(s3_folder, 1, 2)
+    harm(f"{s3_folder}/step-00000002/{name}")
+    check_restores(s3_folder, 1)
+    assert "step-00000002" in caplog.text
+
+
+def test_only_the_rows_that_are_wanted_are_read(s3_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(s3_folder, 1)
+    _, stored = open_at(s3_folder).open(files.location(f"{s3_folder}/step-00000001"))
+    ranges, read_range = [], storage.read_range
+    monkeypatch.setattr(storage, "read_range", lambda *call: (ranges.append(call[2] - call[1]), read_range(*call))[1])
+    assert torch.equal(stored.elements("model/weight", 4, 9), WHOLE.flatten()[4:9] + 1)
+    assert torch.equal(stored["optimizer/step"], torch.tensor(1.0))
+    assert ranges == [5 * 4, 4]
+
+
+def test_a_store_that_fails_for_a_while_does_no_harm(faulty_s3: FaultyProxy, s3_folder: str) -> None:
+    checkpointer = save(s3_folder, 1)
+    for faults in ([503, "drop"] * 2, [None, 503, None, "drop"] * 5):
+        faulty_s3.faults = list(faults)
+        save(s3_folder, 2)
+        faulty_s3.faults = list(faults)
+        check_restores(s3_folder, 2)
+    assert checkpointer.steps() == [1, 2]
+
+
+def test_silence_is_not_taken_for_damage(
+    faulty_s3: FaultyProxy, s3_folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Going on from an older step would then remove the newer ones."""
+    save(s3_folder, 1, 2)
+    for fault, words in ((503, "check the network"), (403, "AWS_PROFILE")):
+        checkpointer, caplog.handler.records[:] = open_at(s3_folder), []
+        checkpointer.steps = lambda: [1, 2]
+        faulty_s3.faults, faulty_s3.always = [None] * 4, fault
+        with pytest.raises(CheckpointError, match=words):
+            checkpointer.latest()
+        assert "passing over" not in caplog.text
+        faulty_s3.faults, faulty_s3.always = [], None
+    check_restores(s3_folder, 2)
+
+
+def test_a_bucket_that_vanishes_is_named(s3_server: str) -> None:
+    s3 = boto3.client("s3")
+    s3.create_bucket(Bucket="short-lived")
+    checkpointer = save("s3://short-lived/run", 1)
+    storage.remove_folder("s3://short-lived/run")
+    s3.delete_bucket(Bucket="short-lived")
+    checkpointer.save(2, tensors(), {})
+    with pytest.raises(CheckpointError, match=r"step-00000002 failed: .*s3://short-lived/run.* bucket does not exist"):
+        checkpointer.wait()
+    with pytest.raises(CheckpointError, match=r"cannot write s3://short-lived/.*bucket does not exist; check the buck"):
+        open_at("s3://short-lived/run").check_shared()
+
+
+def test_the_folder_of_the_config_must_be_writable() -> None:
+    assert Config(folder="gs://bucket/run").folder == "gs://bucket/run"
+    with pytest.raises(ConfigError, match=r"folder 'https://host/run' can only be read; use s3"):
+        Config(folder="https://host/run")
+
+
+def save_on_all(url: str) -> list[str]:
+    """Saves a tensor that is split over the ranks, and one that is not; returns what this rank has written."""
+    logging.disable()
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    written, write = [], storage.write
+    storage.write = lambda url, *parts: (written.append(url.rpartition("/")[2]), write(url, *parts))[1]
+    split = distribute_tensor(WHOLE + 5, init_device_mesh("cpu", (ranks,)), [Shard(0)])
+    checkpointer = Checkpointer(files.location(url), Config(), rank=rank, world_size=ranks, peer_timeout=30)
+    checkpointer.check_shared()
+    checkpointer.save(5, {"model/weight": split, "optimizer/step": torch.tensor(5.0)}, {"state": 5})
+    checkpointer.wait()
+    found = distribute_tensor(torch.zeros(7, 3), split.device_mesh, [Shard(0)])
+    checkpointer.restore({"model/weight": found, "optimizer/step": torch.tensor(0.0)})
+    assert torch.equal(found.to_local(), split.to_local())
+    return written
+
+
+def test_two_ranks_write_what_one_reads(s3_folder: str) -> None:
+    written = run_ranks(2, save_on_all, s3_folder)
+    assert "rank-00001.safetensors" in written[1]
+    assert "COMMITTED" in written[0]
+    check_restores(s3_folder, 5)

@@ -1,0 +1,107 @@
+"""Rows of Parquet files are documents, in order, with their row numbers; what cannot be read is named."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet as pq
+
+from data_pipeline.sources import BadRecord, parquet
+
+
+def write(path, columns, **options):
+    pq.write_table(pa.table(columns), path, **options)
+
+
+def parsed(source):
+    """(file, line, text or reason) of each record."""
+    result = []
+    for record in source.records():
+        try:
+            result.append((source.files[record.file].rpartition("/")[2], record.line, source.parse(record)))
+        except BadRecord as error:
+            result.append((source.files[record.file].rpartition("/")[2], record.line, f"! {error}"))
+    return result
+
+
+def source_of(*paths, field="text"):
+    return parquet.Config(tuple(map(str, paths)), field).build()
+
+
+def test_rows_are_documents_over_files_and_row_groups(tmp_path):
+    texts = [f"document {i} ü" for i in range(3000)]
+    write(tmp_path / "b.parquet", {"text": ["last"]})
+    write(tmp_path / "a.parquet", {"id": range(3000), "text": texts}, row_group_size=700)
+    source = source_of(tmp_path / "*.parquet")
+    assert parsed(source) == [
+        *(("a.parquet", row, text) for row, text in enumerate(texts, start=1)),
+        ("b.parquet", 1, "last"),
+    ]
+    shares = [record.read for record in source.records()]
+    assert shares == sorted(shares)
+    assert 0 < shares[0] <= shares[-1] <= 1
+
+
+def test_a_row_group_is_not_read_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet, "_BUFFER", 2**16)
+    write(tmp_path / "a.parquet", {"text": [f"{i} " * 100 for i in range(20_000)]}, compression="none")
+    shares = [record.read for record in source_of(tmp_path / "a.parquet").records()]
+    assert shares[0] < 0.2  # of the bytes of the file
+    assert shares[-1] > 0.9
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
+def test_a_row_without_text_is_one_bad_record(tmp_path, kind):
+    write(tmp_path / "a.parquet", {"text": pa.array(["one", None, "", "two"], kind)})
+    assert parsed(source_of(tmp_path / "a.parquet")) == [
+        ("a.parquet", 1, "one"),
+        ("a.parquet", 2, "! empty document"),
+        ("a.parquet", 3, "! empty document"),
+        ("a.parquet", 4, "two"),
+    ]
+
+
+def test_the_text_may_be_inside_a_struct(tmp_path):
+    write(
+        tmp_path / "a.parquet", {"meta": [{"text": {"body": "one"}, "n": 1}, None, {"text": {"body": "two"}, "n": 2}]}
+    )
+    found = parsed(source_of(tmp_path / "a.parquet", field="meta.text.body"))
+    assert [text for _, _, text in found] == ["one", "! empty document", "two"]
+
+
+@pytest.mark.parametrize("field", ["body", "id", "meta", "meta.absent", "text.deeper"])
+def test_a_column_that_is_no_text_is_named_with_those_there_are(tmp_path, field):
+    write(tmp_path / "a.parquet", {"id": [1], "meta": [{"b": "x"}], "text": ["one"]})
+    reason = f"! no text column {field!r} among id, meta, text"
+    assert parsed(source_of(tmp_path / "a.parquet", field=field)) == [("a.parquet", 1, reason)]
+
+
+def test_an_empty_or_damaged_file_is_one_bad_record_and_the_next_is_read(tmp_path):
+    write(tmp_path / "z.parquet", {"text": ["after"]})
+    write(tmp_path / "a.parquet", {"text": pa.array([], pa.string())})
+    write(tmp_path / "whole.parquet", {"text": [f"{i} words" for i in range(5000)]}, row_group_size=1000)
+    whole = (tmp_path / "whole.parquet").read_bytes()
+    (tmp_path / "b.parquet").write_bytes(b"")
+    (tmp_path / "c.parquet").write_bytes(whole[:-100])
+    (tmp_path / "d.parquet").write_bytes(b"this is no Parquet at all")
+    *found, last = parsed(source_of(*(tmp_path / f"{name}.parquet" for name in "abcdz")))
+    assert found == [
+        ("a.parquet", 1, "! empty file"),
+        ("b.parquet", 1, "! corrupt file"),
+        ("c.parquet", 1, "! corrupt file"),
+        ("d.parquet", 1, "! corrupt file"),
+    ]
+    assert last == ("z.parquet", 1, "after")
+
+
+def test_a_damaged_row_group_loses_what_is_behind_it(tmp_path):
+    write(
+        tmp_path / "a.parquet", {"text": [f"{i} words" for i in range(5000)]}, row_group_size=1000, compression="none"
+    )
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 2000] = b"\xff" * 2000
+    (tmp_path / "a.parquet").write_bytes(data)
+    *found, last = parsed(source_of(tmp_path / "a.parquet"))
+    assert 1000 <= len(found) < 4000
+    assert last == ("a.parquet", len(found) + 1, "! corrupt file")

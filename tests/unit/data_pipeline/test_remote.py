@@ -1,0 +1,212 @@
+"""A dataset on an object store trains as its local copy does, within a small cache, and says what is wrong with it."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3
+import numpy as np
+import pytest
+
+from data_pipeline import loader as loader_module
+from data_pipeline.cache import locked
+from data_pipeline.loader import Config, StreamingLoader
+from data_pipeline.manifest import Manifest
+from data_pipeline.order import Order, share
+from data_pipeline.push import push
+from data_pipeline.remote import TOKENIZER_FILES
+from trainer import storage
+from trainer.errors import ConfigError, DataError
+from trainer.examples import Batch, Examples, PackSpec
+
+SHARDS, BATCH = 12, 12
+WORKING_SET = 4  # shards: two lanes with windows of one shard, each of which may overlap two
+
+
+@dataclass(frozen=True)
+class Replica:
+    index: int
+    count: int
+
+
+def lay_out(examples: Examples, sequence_length: int) -> Batch:
+    tokens = np.zeros((len(examples.key), sequence_length), dtype=np.int64)
+    np.add.at(tokens[:, 0], np.repeat(examples.row, examples.length), examples.tokens)
+    return {"tokens": tokens}
+
+
+def make_loader(path: object, cache: Path | None, replica: Replica = Replica(0, 1), **changes: Any) -> StreamingLoader:
+    settings: dict[str, Any] = {"lanes": 2, "window": 1, "threads": 0, **changes}
+    config = Config(path=str(path), sequence_length=32, cache=None if cache is None else str(cache), **settings)
+    return StreamingLoader(
+        config.open(),
+        config,
+        pack_spec=PackSpec(32, 1, 1),
+        collate=lay_out,
+        seed=3,
+        global_batch_size=BATCH,
+        micro_batch_size=4,
+        replica=replica,
+    )
+
+
+def digests(loader: StreamingLoader, steps: int) -> list[int]:
+    with loader:
+        return [sum(int(batch["digest"].sum()) for batch in next(loader)) for _ in range(steps)]
+
+
+def shards_in(cache: Path) -> set[str]:
+    return {path.stem for path in (cache / "shards").glob("*.tar")}
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def dataset(write_dataset: Any) -> Path:
+    folder: Path = write_dataset(shards=SHARDS, documents=20)
+    (folder / "tokenizer").mkdir()
+    for name in TOKENIZER_FILES:
+        (folder / "tokenizer" / name).write_text("{}")
+    return folder
+
+
+def largest(dataset: Path, count: int) -> int:
+    """Bytes of the largest training shards."""
+    return sum(sorted(shard.bytes for shard in Manifest.load(dataset).splits["train"])[-count:])
+
+
+@pytest.fixture
+def remote(dataset: Path, s3_folder: str) -> str:
+    push(dataset, s3_folder)
+    return s3_folder
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_batches_are_those_of_the_local_folder_with_a_cold_and_a_warm_cache(
+    dataset: Path, remote: str, tmp_path: Path, threads: int
+) -> None:
+    for replica in (Replica(0, 1), Replica(0, 2), Replica(1, 2)):
+        expected = digests(make_loader(dataset, None, replica), 20)
+        assert digests(make_loader(remote, tmp_path / "cache", replica, threads=threads), 20) == expected
+    for shard in Manifest.load(dataset).shards:
+        storage.remove(f"{remote}/{shard.name}")
+    assert digests(make_loader(remote, tmp_path / "cache"), 20) == digests(make_loader(dataset, None), 20)
+
+
+def test_examples_are_counted_without_a_download_of_any_shard(remote: str, tmp_path: Path) -> None:
+    with make_loader(remote, tmp_path / "cache") as loader:
+        assert not shards_in(tmp_path / "cache")
+        assert loader.examples > 0
+
+
+def test_counts_that_were_made_locally_are_pushed(dataset: Path, s3_folder: str, tmp_path: Path) -> None:
+    make_loader(dataset, None).close()
+    push(dataset, s3_folder)
+    for shard in Manifest.load(dataset).shards:
+        storage.remove(f"{s3_folder}/{shard.name}")
+    make_loader(s3_folder, tmp_path / "cache").close()
+
+
+def test_a_small_cache_is_never_exceeded_and_changes_nothing(
+    dataset: Path, remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader_module, "_BLOCK_CELLS", 1)  # what is read together is a small part of a window, as usual
+    local = make_loader(dataset, None)
+    steps = 2 * local.examples // BATCH
+    expected = digests(local, steps)
+    limit = largest(dataset, WORKING_SET + 2)
+    cache = tmp_path / "cache"
+    with make_loader(remote, cache, cache_size=f"{limit}B", threads=1) as loader:
+        for digest in expected:
+            assert sum(int(batch["digest"].sum()) for batch in next(loader)) == digest
+            with locked(cache / "shards" / "room.lock"):
+                found = [path.stat() for path in (cache / "shards").iterdir() if path.exists()]
+            assert sum({stat.st_ino: stat.st_size for stat in found}.values()) <= limit
+
+
+def test_a_cache_that_is_smaller_than_the_working_set_is_refused(
+    dataset: Path, remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enough = largest(dataset, WORKING_SET)
+    refused = (
+        rf"takes {enough - 1:,} bytes \(data.cache_size is .* \(1\) read from up to {WORKING_SET} .* {enough:,} byt"
+    )
+    with pytest.raises(ConfigError, match=refused):
+        make_loader(remote, tmp_path / "cache", cache_size=f"{enough - 1}B")
+    make_loader(remote, tmp_path / "cache", cache_size=f"{enough}B").close()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # the processes of a node share the cache
+    with pytest.raises(ConfigError, match=r"this node \(2\) .* set data.cache_size to .*lower data.lanes"):
+        make_loader(remote, tmp_path / "cache", cache_size=f"{enough}B")
+
+
+def test_shards_are_fetched_before_they_are_needed(dataset: Path, remote: str, tmp_path: Path) -> None:
+    with make_loader(remote, tmp_path / "cache") as loader:
+        next(loader)
+        order = Order(loader._packed.counts, seed=3, lanes=2, window=1)
+        ahead = order.shards_ahead(0, BATCH, 0, 1)
+        shards = Manifest.load(dataset).splits["train"]
+        wait_for(lambda: shards_in(tmp_path / "cache") == {shards[number].sha256 for number in ahead.tolist()})
+    assert len(set(ahead.tolist())) > WORKING_SET
+
+
+@pytest.mark.parametrize("epochs", [0.01, 0.99, 700.5])
+def test_going_on_fetches_only_what_comes_next(remote: str, tmp_path: Path, epochs: float) -> None:
+    with make_loader(remote, tmp_path / "cache", lanes=1) as loader:
+        loader.load_state_dict({**loader.state_dict(), "example": int(epochs * loader.examples)})
+        next(loader)
+    assert len(shards_in(tmp_path / "cache")) <= WORKING_SET  # of the window and of the next one
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_store_that_vanishes_is_an_error_of_the_data(
+    dataset: Path, remote: str, tmp_path: Path, threads: int
+) -> None:
+    size = f"{largest(dataset, WORKING_SET)}B"
+    with make_loader(remote, tmp_path / "cache", threads=threads, cache_size=size) as loader:
+        next(loader)
+        boto3.resource("s3").Bucket("bucket").objects.filter(Prefix=remote.removeprefix("s3://bucket/")).delete()
+        with pytest.raises(DataError, match=rf"{remote}/train-0000\d\d.tar: .*check the bucket and the name"):
+            _ = [next(loader) for _ in range(loader.examples // BATCH)]
+
+
+def test_a_missing_and_a_replaced_shard_are_named_at_the_start(dataset: Path, remote: str, tmp_path: Path) -> None:
+    address = f"{remote}/train-000003.tar"
+    storage.upload(dataset / "train-000004.tar", address)
+    with pytest.raises(DataError, match=rf"{address} is (not the shard that the manifest|cut short)"):
+        make_loader(remote, tmp_path / "cache")
+    storage.remove(address)
+    with pytest.raises(DataError, match=rf"cannot read {address}"):
+        make_loader(remote, tmp_path / "cache")
+
+
+def test_a_wrong_address_is_named(remote: str, tmp_path: Path) -> None:
+    for address in (f"{remote}/wrong", "s3://no-such-bucket/dataset"):
+        with pytest.raises(DataError, match=rf"cannot read {address}/manifest.json.*samestep data push"):
+            make_loader(address, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 16])
+@pytest.mark.parametrize("window", [1, 4])
+def test_the_shards_ahead_are_those_that_batches_come_from(lanes: int, window: int) -> None:
+    order = Order([7, 0, 30, 12, 5, 41, 3, 9, 22, 16, 1, 28], seed=1, lanes=lanes, window=window)
+    for start in range(0, 3 * order.examples, 5 * lanes):
+        for index in range(2):
+            ahead = order.shards_ahead(start, 2 * lanes, index, 2)
+            for step in range(2):
+                batch = order.batch(start + 2 * step * lanes, 2 * lanes)[share(2 * lanes, index, 2)]
+                assert set(order.locate(batch).shard.tolist()) <= set(ahead.tolist())
+
+
+def test_nodes_that_start_together_do_no_harm_to_each_other(dataset: Path, remote: str, tmp_path: Path) -> None:
+    expected = digests(make_loader(dataset, None), 8)
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda _: digests(make_loader(remote, tmp_path / "cache"), 8), range(4))
+        assert list(found) == [expected] * 4

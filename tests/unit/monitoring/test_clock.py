@@ -1,0 +1,69 @@
+"""Laps by name, on the device's clock."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from trainer.accelerators import Accelerator
+from trainer.accelerators.cpu import CpuAccelerator
+from trainer.monitoring.clock import Clock
+
+
+def test_all_time_between_two_readings_has_a_name():
+    clock, began = Clock(CpuAccelerator()), time.perf_counter()
+    for pause in (0.05, 0.01):
+        time.sleep(pause)
+        clock.lap("a")
+        time.sleep(0.02)
+        clock.lap("b")
+    whole, seconds = time.perf_counter() - began, clock.read()
+    assert seconds.keys() == {"a", "b"}
+    assert seconds["a"] >= 0.06
+    assert sum(seconds.values()) == pytest.approx(whole, abs=0.01)
+    assert clock.read() == {}
+
+
+def test_a_clock_of_events_waits_for_the_device_when_it_is_read_only():
+    class Queue(CpuAccelerator):
+        """A device whose marks get their times when it reaches them."""
+
+        reached = 0.0
+
+        def mark(self) -> list[float]:
+            return []
+
+        def seconds(self, begin: list[float], end: list[float]) -> float:
+            for mark in (begin, end):
+                if not mark:
+                    Queue.reached += 1.0
+                    mark.append(Queue.reached)
+            return end[0] - begin[0]
+
+    clock = Clock(Queue())
+    clock.lap("a")
+    clock.lap("b")
+    assert Queue.reached == 0
+    assert clock.read() == {"a": 1.0, "b": 1.0}
+    clock.lap("a")
+    assert clock.read() == {"a": 1.0}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_work_is_charged_to_the_lap_that_asked_for_it():
+    from trainer.accelerators.cuda import CudaAccelerator
+
+    accelerator: Accelerator = CudaAccelerator(0)
+    matrix = torch.ones(8192, 8192, device="cuda")
+    matrix @ matrix
+    clock = Clock(accelerator)
+    for _ in range(20):
+        matrix @ matrix
+    clock.lap("work")
+    time.sleep(0.005)  # while the device is busy: costs nothing
+    clock.lap("wait")
+    seconds = clock.read()
+    assert seconds["work"] > 0.01
+    assert seconds["wait"] < 0.1 * seconds["work"]

@@ -1,0 +1,109 @@
+"""The report says what is in the run folders, loses no peak, and lets no name become HTML."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainer.errors import ConfigError, DataError
+from trainer.monitoring.report import write_report
+
+
+def write_run(folder: Path, rows: list[dict[str, Any]], starts: list[float] = (), lr: str = "0.001") -> str:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"output: x\ntraining: {{steps: 1000}}\noptimizer: {{kind: adamw, lr: {lr}}}\n")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    noted = [{"step": 0, "time": time, "devices": "1 x CPU"} for time in starts]
+    (folder / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in noted))
+    return str(folder)
+
+
+def training(steps: range, begin: float = 0.0, **metrics: float) -> list[dict[str, Any]]:
+    return [
+        {"step": step, "time": begin + step, "train/loss": 5 - step / 1000, "train/tokens": 32 * step, **metrics}
+        for step in steps
+    ]
+
+
+def page_of(runs: list[str], folder: Path) -> tuple[str, dict[str, Any]]:
+    write_report(runs, folder / "report.html")
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found
+    return page, json.loads(found[1])
+
+
+def test_a_page_needs_nothing_else_and_says_what_was_measured(tmp_path: Path):
+    rows = training(range(10, 310, 10), **{"perf/tokens_per_second": 320.0, "perf/mfu": 0.4, "time/data_wait": 0.25})
+    run = write_run(tmp_path / "run", [*rows, {"step": 300, "time": 301.0, "heldout/loss": 4.5}], [0.0, 200.5])
+    page, data = page_of([run], tmp_path)
+    assert not re.search(r"(src|href)=|url\((?!#)|@import|https?://(?!www\.w3\.org)", page)
+    (described,) = data["runs"]
+    wanted = {"step": 300, "steps": 1000, "train_loss": 4.7, "heldout_loss": 4.5, "tokens": 9600, "restarts": 1}
+    assert described["summary"].items() >= wanted.items()
+    assert described["summary"]["mfu"] == 0.4
+    assert described["summary"]["energy_kwh"] is None
+    assert described["shares"] == {"data_wait": 0.25}
+    assert {"key": "optimizer.lr", "values": ["0.001"], "differs": False} in data["settings"]
+    assert described["series"]["heldout/loss"]["y"] == [4.5]
+
+
+def test_no_name_value_or_setting_can_become_html(tmp_path: Path):
+    evil = "</script><script>alert(1)</script><!--"
+    rows = [{**row, f"train/{evil}": 1.0} for row in training(range(1, 5))]
+    run = write_run(tmp_path / evil.replace("/", "") / "__DATA__ & 'run'", rows, lr=f'"{evil}"')
+    page, data = page_of([run], tmp_path)
+    assert page.count("<script") == 2
+    assert page.count("</script>") == 2
+    assert "<!--" not in page
+    assert data["runs"][0]["name"] == "__DATA__ & 'run'"
+    assert data["settings"][-1]["values"] == [evil]
+
+
+def test_thinning_keeps_the_peaks_the_ends_and_the_order(tmp_path: Path):
+    rows = training(range(1, 100_001))
+    rows[77_777]["train/loss"], rows[33_333]["train/loss"] = 99.0, -99.0
+    _, data = page_of([write_run(tmp_path / "run", rows)], tmp_path)
+    assert (tmp_path / "report.html").stat().st_size < 300_000
+    run = data["runs"][0]
+    series, steps = run["series"]["train/loss"], run["axes"]["step"]
+    points = dict(zip((steps[row] for row in series["at"]), series["y"], strict=True))
+    assert (points[77_778], points[33_334]) == (99.0, -99.0)
+    assert {1, 100_000} <= points.keys()
+    assert sorted(points) == list(points)
+    assert len(series["mean"]) == 400
+
+
+def test_hours_leave_out_the_pauses_between_starts(tmp_path: Path):
+    rows = [*training(range(1, 3601)), *training(range(3601, 7201), begin=1e6)]
+    run = write_run(tmp_path / "run", rows, starts=[0.0, 1e6 + 3600])
+    _, data = page_of([run], tmp_path)
+    hours = data["runs"][0]["axes"]["hours"]
+    assert hours[-1] == pytest.approx(2.0)
+    assert np.all(np.diff(hours) >= 0)
+
+
+def test_runs_of_the_same_name_with_other_settings_and_metrics_stand_side_by_side(tmp_path: Path):
+    first = write_run(tmp_path / "a" / "run", training(range(1, 100)))
+    second = write_run(tmp_path / "b" / "run", training(range(1, 5), **{"train/nsp_loss": 0.7}), lr="0.002")
+    waiting = write_run(tmp_path / "c" / "run", [])
+    (tmp_path / "c" / "run" / "metrics.jsonl").unlink()
+    _, data = page_of([first, second, waiting], tmp_path)
+    assert [run["name"] for run in data["runs"]] == ["a/run", "b/run", "c/run"]
+    assert {"key": "optimizer.lr", "values": ["0.001", "0.002", "0.001"], "differs": True} in data["settings"]
+    assert data["runs"][1]["series"].keys() - data["runs"][0]["series"].keys() == {"train/nsp_loss"}
+    assert data["runs"][2]["series"] == {}
+
+
+def test_what_cannot_be_reported_is_explained(tmp_path: Path):
+    with pytest.raises(ConfigError, match="is no run"):
+        write_report([str(tmp_path)], tmp_path / "report.html")
+    with pytest.raises(ConfigError, match="at most 10 runs, and 11"):
+        write_report([str(tmp_path)] * 11, tmp_path / "report.html")
+    with pytest.raises(DataError, match="no metrics to draw"):
+        write_report([write_run(tmp_path / "run", [])], tmp_path / "report.html")

@@ -1,0 +1,80 @@
+"""TensorBoard's own reader finds each step of metrics.jsonl once, whatever was killed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import MissingExtra
+from trainer.monitoring import tensorboard as tracking
+from trainer.monitoring.jsonl import JsonlTracker, read_rows
+
+pytest.importorskip("tensorboard")
+
+CHILD = """
+import os, sys
+from pathlib import Path
+from trainer.monitoring.jsonl import JsonlTracker
+from trainer.monitoring.tensorboard import Config
+
+folder, first, last, end = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+trackers = [JsonlTracker(folder / "metrics.jsonl", resume_step=first - 1), Config().build(folder, {"seed": 7})]
+for step in range(first, last + 1):
+    for tracker in trackers:
+        tracker.log(step, {"train/loss": 1 / step, "train/lr": 0.5})
+        if step % 5 == 0:
+            tracker.log(step, {"heldout/loss": 2 / step})
+if end == "kill":
+    os.kill(os.getpid(), 9)
+for tracker in trackers:
+    tracker.close()
+"""
+
+
+def run_steps(folder: Path, first: int, last: int, end: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    arguments = [sys.executable, "-c", CHILD, str(folder), str(first), str(last), end]
+    assert subprocess.run(arguments, env=environment).returncode == (-signal.SIGKILL if end == "kill" else 0)
+
+
+def test_no_step_is_doubled_or_missing_after_kills_and_resumes(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    run_steps(tmp_path, 1, 10, "kill")
+    run_steps(tmp_path, 7, 14, "close")  # from a checkpoint before the kill
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    loss = events.Scalars("train/loss")
+    assert [event.step for event in loss] == list(range(1, 15))
+    assert [event.value for event in loss] == pytest.approx([1 / step for step in range(1, 15)])
+    assert [event.step for event in events.Scalars("heldout/loss")] == [5, 10]
+    assert len(events.Scalars("train/lr")) == 14
+    times = {row["step"]: row["time"] for row in read_rows(tmp_path / "metrics.jsonl") if "train/loss" in row}
+    assert [event.wall_time for event in loss[:6]] == pytest.approx([times[step] for step in range(1, 7)], abs=0.01)
+    assert "seed: 7" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    (file,) = (tmp_path / "tensorboard").iterdir()  # readers that purge nothing see nothing twice either
+    steps = [event.step for event in EventFileLoader(str(file)).Load() if event.summary.value]
+    assert len(steps) == 1 + 14 + 2
+
+
+def test_a_disk_that_fails_is_reported_once_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.WARNING)
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    JsonlTracker(tmp_path / "metrics.jsonl").close()
+    tracker = tracking.Config().build(tmp_path, {})
+    for step in range(3):
+        tracker.log(step, {"train/loss": 1.0})
+    tracker.close()
+    assert ["Training goes on" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_without_the_package_the_extra_to_install_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    with pytest.raises(MissingExtra, match=r"samestep\[tensorboard\]"):
+        tracking.Config().build(tmp_path, {})

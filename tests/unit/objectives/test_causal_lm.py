@@ -1,0 +1,73 @@
+"""Left-to-right language modelling: every token but the first of a sequence is predicted, from those before it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.examples import Examples, Vocabulary
+from trainer.models import bert
+from trainer.objectives.causal_lm import Config
+
+VOCABULARY = Vocabulary(size=50, pad=0, cls=1, sep=2, mask=3, special=(0, 1, 2, 3))
+PAD, CLS, SEP = 0, 1, 2
+
+
+def _examples(isolated: bool) -> Examples:
+    """A row of two pieces, 10 11 12 and 13 14, and a row of one, 15, of weight 0."""
+    return Examples(
+        tokens=np.arange(10, 16, dtype=np.int32),
+        row=np.array([0, 0, 1]),
+        column=np.array([1, 6 if isolated else 5, 1]),
+        length=np.array([3, 2, 1]),
+        key=np.arange(2, dtype=np.uint64),
+        weight=np.array([1, 0], dtype=np.float32),
+        isolated=isolated,
+    )
+
+
+@pytest.mark.parametrize(
+    ("isolated", "pairs"),
+    [
+        (True, [(CLS, 10), (10, 11), (11, 12), (12, SEP), (CLS, 13), (13, 14), (14, SEP)]),
+        (False, [(CLS, 10), (10, 11), (11, 12), (12, SEP), (SEP, 13), (13, 14), (14, SEP)]),
+    ],
+)
+def test_each_token_predicts_the_next_one_of_its_sequence(isolated: bool, pairs: list[tuple[int, int]]) -> None:
+    batch = Config().build(VOCABULARY).collate(_examples(isolated), 12)
+    used = batch["weights"] > 0
+    inputs = np.take_along_axis(batch["tokens"], batch["predicted"], axis=1)
+    assert list(zip(inputs[used].tolist(), batch["labels"][used].tolist(), strict=True)) == pairs
+
+
+def test_no_prediction_sees_what_it_predicts() -> None:
+    """Changing a token changes no logits before it, and some at and after it; so the loss cannot leak."""
+    config = bert.Config(vocab_size=50, layers=2, width=16, heads=2, ffn_width=32, max_positions=12, causal=True)
+    model = config.build().eval()
+    batch = {
+        name: torch.from_numpy(array) for name, array in Config().build(VOCABULARY).collate(_examples(True), 12).items()
+    }
+    before = model(batch["tokens"], batch["segments"], batch["positions"])
+    changed = batch["tokens"].clone()
+    changed[0, 2] = 20
+    after = model(changed, batch["segments"], batch["positions"])
+    differs = (before != after).any(-1)[0]
+    assert differs.tolist() == [False, False, True, True, True] + [False] * 7
+
+
+def test_loss_is_the_mean_over_predictions_that_count() -> None:
+    objective = Config().build(VOCABULARY)
+    batch = objective.collate(_examples(True), 12)
+    assert objective.weights(batch) == {"lm": 7.0}
+    tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
+    logits = torch.randn(2, 11, 50, generator=torch.Generator().manual_seed(0))
+
+    class Fixed(torch.nn.Module):
+        def forward(self, **_: object) -> torch.Tensor:
+            return logits.clone()
+
+    loss = objective.loss(Fixed(), tensors, {"lm": torch.tensor(7.0)})
+    used = tensors["weights"] > 0
+    expected = torch.nn.functional.cross_entropy(logits[used], tensors["labels"][used])
+    torch.testing.assert_close(loss.total, expected)

@@ -1,0 +1,113 @@
+"""`samestep fetch`: gets models, tokenizers and data ahead, for machines without internet."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from data_pipeline import build
+from data_pipeline.manifest import MANIFEST, Manifest
+from data_pipeline.remote import TOKENIZER_FILES
+from data_pipeline.sources import Source, huggingface
+from trainer import storage
+from trainer.config import decode, read_tree
+from trainer.errors import ConfigError
+from trainer.experiment import Experiment
+from trainer.hub import is_hub_path, model_folder, tokenizer_folder
+
+logger = logging.getLogger(__name__)
+
+
+def fetch(target: str, overrides: list[str], to: str | None) -> list[str]:
+    """Gets what `target` names; what is there already, whole, is not got again.
+
+    Args:
+        target: hf://NAME, or the file of an experiment or of a dataset.
+        overrides: settings that replace those of the file.
+        to: the folder that gets it all. Without it, models and tokenizers go to the cache of the Hub, where they are
+            found under their own names, and data to the folder "fetched".
+
+    Returns:
+        The settings that make a run use what was fetched, such as "init_from=DIR".
+
+    Raises:
+        StorageError: something cannot be downloaded.
+        ConfigError: there is nothing remote in the file.
+    """
+    if is_hub_path(target):
+        return [f"init_from={model_folder(target, to)}"]
+    tree = read_tree(target, overrides)
+    if "source" in tree:
+        settings = list(_dataset_inputs(decode(build.Config, tree), to))
+    else:
+        settings = list(_experiment_inputs(decode(Experiment, tree), to))
+    if not settings:
+        raise ConfigError(f"{target} names nothing that is not on this machine already; there is nothing to fetch")
+    return settings
+
+
+def _experiment_inputs(experiment: Experiment, to: str | None) -> Iterator[str]:
+    if experiment.init_from and is_hub_path(experiment.init_from):
+        yield f"init_from={model_folder(experiment.init_from, to and f'{to}/model')}"
+    if storage.is_url(experiment.data.path):
+        yield f"data.path={_built_dataset(experiment.data.path.rstrip('/'), Path(to or 'fetched'))}"
+
+
+def _dataset_inputs(config: build.Config, to: str | None) -> Iterator[str]:
+    if is_hub_path(config.tokenizer.path):
+        yield f"tokenizer.path={tokenizer_folder(config.tokenizer.path, to and f'{to}/tokenizer')}"
+    folder = Path(to or "fetched")
+    if isinstance(config.source, huggingface.Config):
+        if not Path(config.source.path).exists():
+            part = (config.source.name, config.source.split, config.source.revision)
+            saved = folder / config.source.path / "-".join(filter(None, part))
+            if not (saved / "state.json").exists():  # written last
+                config.source.open(streaming=False).save_to_disk(saved)
+            yield f"source.path={saved}"
+        return
+    paths: tuple[str, ...] = getattr(config.source, "paths", ())
+    if any(storage.is_url(path) for path in paths):
+        _source_files(config.source.build(), config.limit_bytes, folder)
+        yield f"source.paths={json.dumps([_local(path, folder) for path in paths])}"
+
+
+def _source_files(source: Source, limit: int | None, folder: Path) -> None:
+    """Downloads the files of a source, as far as the limit on their text reaches."""
+    left = limit
+    for number, file in enumerate(source.files, start=1):
+        path = _local(file, folder)
+        if storage.is_url(file):
+            logger.info("%d of %d: %s", number, len(source.files), storage.shown(file))
+            _download(file, Path(path))
+        if left is not None:
+            left -= sum(len(record.data) for record in dataclasses.replace(source, files=(path,)).records())
+            if left <= 0:
+                return
+
+
+def _built_dataset(url: str, folder: Path) -> Path:
+    """Downloads what `samestep data build` made, the manifest last."""
+    manifest = Manifest.parse(storage.read(f"{url}/{MANIFEST}"), url)
+    folder = Path(_local(url, folder))
+    for number, shard in enumerate(manifest.shards, start=1):
+        logger.info("%d of %d: %s", number, len(manifest.shards), shard.name)
+        _download(f"{url}/{shard.name}", folder / shard.name, shard.sha256)
+    for name in TOKENIZER_FILES:
+        _download(f"{url}/tokenizer/{name}", folder / "tokenizer" / name)
+    manifest.save(folder)
+    return folder
+
+
+def _local(path: str, folder: Path) -> str:
+    """Where a file, or a pattern of files, is on this machine when it has been downloaded into `folder`."""
+    return str(folder / storage.shown(path).partition("://")[2]) if storage.is_url(path) else path
+
+
+def _download(url: str, path: Path, sha256: str | None = None) -> None:
+    if path.exists() and path.stat().st_size == storage.size(url):
+        return
+    with storage.atomic_write(path) as file:
+        storage.download(url, file, sha256=sha256)

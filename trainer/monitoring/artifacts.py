@@ -1,0 +1,57 @@
+"""Committed checkpoints as W&B artifacts, logged beside training."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointArtifacts:
+    """Logs each checkpoint as a version of the artifact `checkpoint-RUN_ID`, with the alias `step-N`.
+
+    Files of a folder are uploaded; what lies behind a URL is referred to. After a restart all checkpoints that still
+    exist are logged again: W&B knows equal content and uploads nothing twice.
+    """
+
+    def __init__(self, wandb: ModuleType, run: Any, committed: Callable[[], Sequence[str]]) -> None:
+        self._wandb, self._run, self._committed = wandb, run, committed
+        self._thread = ThreadPoolExecutor(1, "wandb-artifacts")
+        self._work: Future[None] | None = None
+        self._seen: set[str] = set()
+
+    def look(self) -> None:
+        """Has new checkpoints logged, unless that is going on; returns at once."""
+        if self._work is None or self._work.done():
+            self._work = self._thread.submit(self._log_new)
+
+    def close(self, timeout: float) -> None:
+        """Has the last ones logged, for so many seconds at most."""
+        wait_for([self._thread.submit(self._log_new)], timeout)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _log_new(self) -> None:
+        for place in self._committed():
+            if place not in self._seen:
+                self._seen.add(place)
+                try:
+                    self._log(place)
+                except Exception as error:  # as when retention has just removed it
+                    logger.warning("W&B: the checkpoint %s is not logged as an artifact: %s", place, error)
+
+    def _log(self, place: str) -> None:
+        step = int(re.findall(r"\d+", place)[-1])
+        artifact = self._wandb.Artifact(f"checkpoint-{self._run.id}", type="model", metadata={"step": step})
+        if "://" in place:
+            artifact.add_reference(place, checksum=False)
+        else:
+            for file in sorted(Path(place).iterdir()):
+                artifact.add_file(str(file), skip_cache=True)
+        self._run.log_artifact(artifact, aliases=[f"step-{step}", "latest"])

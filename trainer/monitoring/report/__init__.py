@@ -1,0 +1,248 @@
+"""`samestep report`: one self-contained HTML page about one or several runs.
+
+This module reads what is in the run folders and thins it out; page.js draws it. Nothing of a run reaches the page but
+as JSON that the script puts there as text, so that no name can be taken for HTML.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.config import Tree, read_tree
+from trainer.errors import ConfigError, DataError, SamestepError
+from trainer.monitoring.jsonl import read_rows
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+_SMOOTHING = 50  # a moving average is over this part of a curve
+_BUCKETS = 400  # of a curve, about one for each pixel of a chart
+_MOST_RUNS = 10  # colours that the eye tells apart
+_NOT_SMOOTHED = ("train/lr", "heldout/")
+_TOTALS = ("train/tokens", "train/examples", "perf/eta_seconds", "perf/energy_joules")  # no curves of interest
+
+
+def write_report(runs: Sequence[str], output: Path) -> None:
+    """Writes the page; a run may be under way.
+
+    Args:
+        runs: folders of runs, 10 at most.
+        output: the HTML file.
+
+    Raises:
+        ConfigError: too many runs, or a folder that is none.
+        DataError: none of the runs has a row of metrics.
+        SamestepError: the file cannot be written.
+    """
+    if len(runs) > _MOST_RUNS:
+        raise ConfigError(f"a report takes at most {_MOST_RUNS} runs, and {len(runs)} were given; leave some out")
+    described = [_describe(Path(run), name) for run, name in zip(runs, _names(runs), strict=True)]
+    if not any(run["series"] for run in described):
+        raise DataError(f"{', '.join(runs)} has no metrics to draw yet; train first, for training.log_every steps")
+    configs = [run.pop("config") for run in described]
+    data = {"runs": described, "settings": _settings(configs)}
+    page, style, script = (_resource(f"page.{kind}") for kind in ("html", "css", "js"))
+    parts = {
+        "TITLE": html.escape(" · ".join(run["name"] for run in described)),
+        "STYLE": style,
+        "SCRIPT": script,
+        # Inside <script> only "<" could end or open something.
+        "DATA": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+    }
+    page = re.sub("__(TITLE|STYLE|SCRIPT|DATA)__", lambda found: parts[found[1]], page)
+    temporary = output.with_name(f".{output.name}.tmp")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(page, encoding="utf-8")
+        temporary.replace(output)
+    except OSError as error:
+        raise SamestepError(f"cannot write the report {output}: {error.strerror}; choose another file") from error
+
+
+def _resource(name: str) -> str:
+    return files(__name__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _names(runs: Sequence[str]) -> list[str]:
+    """What the runs are called: the last part of their paths, or more of them where those are equal."""
+    paths = [Path(run).resolve().parts for run in runs]
+    for parts in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(path[-parts:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _describe(folder: Path, name: str) -> dict[str, Any]:
+    """A run as the page wants it."""
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"{folder} is no run (no config.yaml in it); name the output folder of a run")
+    config = read_tree(folder / "config.yaml")
+    rows = list(read_rows(folder / "metrics.jsonl"))
+    starts = list(read_rows(folder / "starts.jsonl"))
+    steps = np.array([row["step"] for row in rows], dtype=np.float64)
+    hours = _hours(np.array([row.get("time", np.nan) for row in rows]), [start["time"] for start in starts])
+    tokens = np.array([row.get("train/tokens", np.nan) for row in rows])
+    known = np.isfinite(tokens)
+    if known.any():
+        tokens = np.interp(steps, np.append(0, steps[known]), np.append(0, tokens[known]))
+    columns = _columns(rows)
+    series = {
+        metric: _series(*column, smooth=not metric.startswith(_NOT_SMOOTHED))
+        for metric, column in columns.items()
+        if metric not in _TOTALS and not metric.startswith("time/")
+    }
+    drawn = _renumber(series)
+    return {
+        "name": name,
+        "path": str(folder.resolve()),
+        "config": config,
+        "summary": _summary(config, columns, steps, hours, tokens, starts),
+        "axes": {"step": _rounded(steps[drawn]), "tokens": _rounded(tokens[drawn]), "hours": _rounded(hours[drawn])},
+        "series": series,
+        "shares": _shares(columns),
+        "starts": starts,
+    }
+
+
+def _renumber(series: Mapping[str, dict[str, Any]]) -> npt.NDArray[np.int64]:
+    """Makes the curves count only the rows that one of them has a point in, and returns those rows."""
+    places = [(curve, key) for curve in series.values() for key in ("at", "mean_at") if key in curve]
+    drawn = np.unique(np.concatenate([np.array([], dtype=np.int64), *(curve[key] for curve, key in places)]))
+    for curve, key in places:
+        curve[key] = np.searchsorted(drawn, curve[key]).tolist()
+    return drawn
+
+
+def _columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, tuple[npt.NDArray[np.int64], Floats]]:
+    """The metrics by name: which rows have one, and its finite values there."""
+    places, values = defaultdict(list), defaultdict(list)
+    for place, row in enumerate(rows):
+        for metric, value in row.items():
+            if metric not in ("step", "time") and isinstance(value, int | float) and abs(value) < np.inf:
+                places[metric].append(place)
+                values[metric].append(value)
+    return {metric: (np.array(places[metric]), np.array(values[metric], dtype=np.float64)) for metric in places}
+
+
+def _hours(times: Floats, starts: Sequence[float]) -> Floats:
+    """Hours of training up to each row: clock time, without the pauses between a kill and the next start.
+
+    The rows that a restart makes again count once, since those of the first time are no longer there.
+    """
+    if not len(times):
+        return times
+    begins = np.array([start for start in starts if start <= times[0]][-1:] or times[:1])
+    begins = np.append(begins, [start for start in starts if start > times[0]])
+    session = np.maximum(np.searchsorted(begins, times, side="right") - 1, 0)  # clocks may be set back
+    elapsed = np.maximum(times - begins[session], 0)
+    length = np.zeros(len(begins))
+    np.fmax.at(length, session, elapsed)
+    before: Floats = np.cumsum(length) - length
+    hours: Floats = (before[session] + elapsed) / 3600
+    return hours
+
+
+def _series(places: npt.NDArray[np.int64], values: Floats, smooth: bool) -> dict[str, Any]:
+    """A curve of at most 2 x `_BUCKETS` points, the lowest and highest of each bucket, so that no peak is lost.
+
+    Returns:
+        `at`, `y`: the rows of the run and the values there; `mean_at`, `mean`: the same for a moving average, where
+        there is enough for one.
+    """
+    kept = np.arange(len(values))
+    if len(values) > 2 * _BUCKETS:
+        edges = np.linspace(0, len(values), _BUCKETS + 1).astype(int)
+        cuts = [(begin, values[begin:end]) for begin, end in itertools.pairwise(edges)]
+        extremes = [begin + place for begin, cut in cuts for place in (cut.argmin(), cut.argmax())]
+        kept = np.unique([0, *extremes, len(values) - 1])
+    curve = {"at": places[kept].tolist(), "y": _rounded(values[kept])}
+    if smooth and len(values) >= 2 * _SMOOTHING:
+        window = np.ones(len(values) // _SMOOTHING)
+        mean = np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
+        kept = np.unique(np.linspace(0, len(values) - 1, _BUCKETS).astype(int))
+        curve |= {"mean_at": places[kept].tolist(), "mean": _rounded(mean[kept])}
+    return curve
+
+
+def _shares(columns: Mapping[str, tuple[Any, Floats]]) -> dict[str, float]:
+    """Where the time of the run went; rows count by the seconds that they are about."""
+    shares = {name.removeprefix("time/"): column for name, column in columns.items() if name.startswith("time/")}
+    seconds = dict(zip(*map(np.ndarray.tolist, columns.get("perf/seconds_per_step", (np.array([]),) * 2)), strict=True))
+    return {
+        name: round(float(np.average(values, weights=[seconds.get(place, 1.0) or 1.0 for place in places.tolist()])), 5)
+        for name, (places, values) in shares.items()
+        if not name.startswith("communication")
+    }
+
+
+def _summary(
+    config: Tree,
+    columns: Mapping[str, tuple[Any, Floats]],
+    steps: Floats,
+    hours: Floats,
+    tokens: Floats,
+    starts: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """The row of the run in the table; None where there is no such figure."""
+
+    def figure(metric: str, reduce: Any) -> float | None:
+        return float(reduce(columns[metric][1])) if metric in columns else None
+
+    return {
+        "step": int(steps[-1]) if len(steps) else 0,
+        "steps": config.get("training", {}).get("steps"),
+        "train_loss": figure("train/loss", lambda values: values[-max(1, len(values) // _SMOOTHING) :].mean()),
+        "heldout_loss": figure("heldout/loss", lambda values: values[-1]),
+        "best_heldout_loss": figure("heldout/loss", np.min),
+        "tokens": float(tokens[-1]) if len(tokens) and np.isfinite(tokens[-1]) else None,
+        "hours": float(hours[-1]) if len(hours) and np.isfinite(hours[-1]) else None,
+        "tokens_per_second": figure("perf/tokens_per_second", np.median),
+        "mfu": figure("perf/mfu", np.median),
+        "mfu_useful": figure("perf/mfu_useful", np.median),
+        "padding": figure("data/padding_fraction", np.mean),
+        "peak_memory_gib": figure("perf/peak_memory_gib", np.max),
+        "energy_kwh": figure("perf/energy_joules", lambda values: values.sum() / 3.6e6),
+        "communication": figure("time/communication_exposed", np.mean),
+        "restarts": len(starts) - 1 if starts else None,
+    }
+
+
+def _settings(configs: Sequence[Tree]) -> list[dict[str, Any]]:
+    """Every setting of the runs side by side: its dotted key, its value in each run, and whether those differ."""
+    flat = [_leaves(config) for config in configs]
+    keys = list(dict.fromkeys(key for settings in flat for key in settings))
+    table = [(key, [_value(settings[key]) if key in settings else "" for settings in flat]) for key in keys]
+    return [{"key": key, "values": values, "differs": len(set(values)) > 1} for key, values in table]
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _leaves(tree: Tree, path: str = "") -> Tree:
+    flat: Tree = {}
+    for key, value in tree.items():
+        flat |= _leaves(value, f"{path}{key}.") if isinstance(value, dict) and value else {f"{path}{key}": value}
+    return flat
+
+
+def _rounded(values: Floats) -> list[float | None]:
+    """Six significant digits: more than a pixel can show, in half the bytes."""
+    return [float(f"{value:.6g}") if abs(value) < np.inf else None for value in values.tolist()]
+
+
+def default_output(runs: Sequence[str]) -> Path:
+    """Where the page goes unless told otherwise: into the run, or here if it is about several."""
+    return Path(runs[0], "report.html") if len(runs) == 1 else Path(os.curdir, "report.html")

@@ -1,0 +1,327 @@
+"use strict";
+// Draws the page from the data that the trainer put into it. All text goes in by textContent, never as HTML.
+const data = JSON.parse(document.getElementById("data").textContent);
+const COLOURS = ["#2f6fed", "#e8710a", "#12966a", "#c2378f", "#7a52d6", "#c99700", "#0f95b5", "#d4412f", "#6b8e23", "#8a6a52"];
+const PARTS = ["#3a7bd5", "#7a52d6", "#e8710a", "#12966a", "#c99700", "#94a0b0"];
+const AXES = { step: "Steps", tokens: "Tokens", hours: "Hours" };
+const CHARTS = [
+  ["Loss", "nats per prediction", ["train/loss", "heldout/loss"]],
+  ["Accuracy", "of masked predictions", ["train/accuracy", "heldout/accuracy"]],
+  ["Throughput", "tokens per second, all devices", ["perf/tokens_per_second"]],
+  ["Model FLOPs utilisation", "share of the devices' peak", ["perf/mfu"]],
+  ["Learning rate", "", ["train/lr"]],
+  ["Gradient norm", "before clipping", ["train/grad_norm"]],
+];
+const state = { axis: "step", zoom: null, hidden: new Set(), log: new Set() };
+const charts = [];
+const tip = document.getElementById("tip");
+data.runs.forEach((run, i) => { run.colour = COLOURS[i % COLOURS.length]; });
+
+function element(parent, name, attributes = {}, text = null) {
+  const svg = parent instanceof SVGElement || name === "svg";
+  const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  if (text !== null) node.textContent = text;
+  parent.append(node);
+  return node;
+}
+
+function number(value, digits = 4) {
+  if (value === null || value === undefined) return "–";
+  const size = Math.abs(value);
+  if (size >= 1e4) {
+    const unit = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]].find(([limit]) => size >= limit);
+    return +(value / unit[0]).toPrecision(Math.min(digits, 4)) + unit[1];
+  }
+  return size && size < 1e-3 ? value.toExponential(2).replace(/\.?0+e/, "e") : String(+value.toPrecision(digits));
+}
+
+const percent = value => (value === null ? "–" : `${+(100 * value).toPrecision(3)} %`);
+const duration = hours => hours === null ? "–"
+  : hours < 1 / 60 ? `${Math.round(hours * 3600)} s` : hours < 1 ? `${Math.round(hours * 60)} min` : `${+hours.toPrecision(3)} h`;
+
+// ---- Curves -------------------------------------------------------------------------------------------------------
+
+function curvesOf(chart) {
+  return data.runs.filter(run => !state.hidden.has(run)).flatMap(run => chart.metrics.filter(name => run.series[name]).map(name => {
+    const series = run.series[name], axis = run.axes[state.axis];
+    const points = (at, y) => at.map((row, i) => [axis[row], y[i]]).filter(([x, v]) => x !== null && v !== null);
+    return { run, name, heldout: name.startsWith("heldout/"), raw: points(series.at, series.y), mean: series.mean && points(series.mean_at, series.mean) };
+  }));
+}
+
+function ticks(low, high, count) {
+  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].find(factor => factor * power >= rough) * power;
+  const found = [];
+  for (let value = Math.ceil(low / step); value * step <= high + step * 1e-9; value++) found.push(+(value * step).toPrecision(12));
+  return found;
+}
+
+function logTicks(low, high) {
+  const found = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) {
+    for (const factor of [1, 2, 5]) if (factor * 10 ** power >= low && factor * 10 ** power <= high) found.push(+(factor * 10 ** power).toPrecision(2));
+  }
+  return found.length > 1 ? found : ticks(low, high, 4);
+}
+
+function scales(chart, curves, width, height) {
+  const xs = curves.flatMap(curve => curve.raw.map(point => point[0]));
+  const [left, right] = state.zoom || [xs.reduce((a, b) => Math.min(a, b), Infinity), xs.reduce((a, b) => Math.max(a, b), -Infinity)];
+  const log = state.log.has(chart.title);
+  const ys = curves.flatMap(curve => curve.raw.filter(([x]) => x >= left && x <= right).map(point => point[1])).filter(y => !log || y > 0);
+  if (!ys.length) return null;
+  let low = ys.reduce((a, b) => Math.min(a, b)), high = ys.reduce((a, b) => Math.max(a, b));
+  if (!log && low > 0 && low < 0.35 * high) low = 0;
+  if (low === high) [low, high] = log ? [low / 2, high * 2] : [low - Math.abs(low || 1) / 10, high + Math.abs(high || 1) / 10];
+  const span = high - low;
+  if (!log) [low, high] = [low === 0 ? 0 : low - 0.04 * span, high + 0.06 * span];
+  const bend = log ? Math.log : value => value;
+  const box = { left: 52, right: width - 10, top: 12, bottom: height - 24 };
+  return {
+    box, from: left, to: right,
+    x: value => box.left + ((value - left) / (right - left || 1)) * (box.right - box.left),
+    y: value => box.bottom - ((bend(value) - bend(low)) / (bend(high) - bend(low))) * (box.bottom - box.top),
+    value: pixel => left + ((pixel - box.left) / (box.right - box.left)) * (right - left),
+    xTicks: right > left ? ticks(left, right, Math.max(3, Math.floor(width / 75))) : [left],
+    yTicks: log ? logTicks(low, high) : ticks(low, high, 5),
+    shown: point => !log || point[1] > 0,
+  };
+}
+
+function path(points, scale) {
+  return "M" + points.filter(scale.shown).map(([x, y]) => `${scale.x(x).toFixed(1)},${scale.y(y).toFixed(1)}`).join("L");
+}
+
+function draw(chart) {
+  const svg = chart.svg, width = svg.clientWidth || 560, height = svg.clientHeight || 250;
+  svg.replaceChildren();
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  chart.curves = curvesOf(chart);
+  const scale = (chart.scale = chart.curves.length ? scales(chart, chart.curves, width, height) : null);
+  if (!scale) return;
+  const { box } = scale;
+  for (const tick of scale.yTicks) {
+    element(svg, "line", { class: "rule", x1: box.left, x2: box.right, y1: scale.y(tick), y2: scale.y(tick) });
+    element(svg, "text", { x: box.left - 7, y: scale.y(tick) + 4, "text-anchor": "end" }, number(tick));
+  }
+  for (const tick of scale.xTicks) element(svg, "text", { x: scale.x(tick), y: height - 6, "text-anchor": "middle" }, number(tick));
+  const clip = element(element(svg, "clipPath", { id: `clip-${chart.index}` }), "rect", {
+    x: box.left, y: box.top - 6, width: Math.max(0, box.right - box.left + 4), height: box.bottom - box.top + 8,
+  });
+  const plot = element(svg, "g", { "clip-path": `url(#${clip.parentNode.id})`, fill: "none", "stroke-linejoin": "round" });
+  for (const curve of chart.curves) {
+    const colour = curve.run.colour;
+    element(plot, "path", { d: path(curve.raw, scale), stroke: colour, "stroke-width": curve.mean ? 1 : 1.8, opacity: curve.mean ? 0.28 : 1, "stroke-dasharray": curve.heldout ? "1 5" : "none", "stroke-linecap": "round" });
+    if (curve.mean) element(plot, "path", { d: path(curve.mean, scale), stroke: colour, "stroke-width": 2 });
+    if ((curve.heldout && curve.raw.length < 40) || curve.raw.length < 3) {
+      for (const [x, y] of curve.raw.filter(scale.shown)) element(plot, "circle", { cx: scale.x(x), cy: scale.y(y), r: 3, fill: colour, stroke: "var(--card)" });
+    }
+  }
+  chart.cross = element(svg, "line", { class: "cross", y1: box.top, y2: box.bottom, visibility: "hidden" });
+  chart.select = element(svg, "rect", { class: "select", y: box.top, height: box.bottom - box.top, width: 0 });
+}
+
+function nearest(points, x) {
+  let low = 0, high = points.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (points[middle][0] < x) low = middle + 1; else high = middle;
+  }
+  return low > 0 && x - points[low - 1][0] < points[low][0] - x ? points[low - 1] : points[low];
+}
+
+function hover(chart, event) {
+  const x = chart.scale.value(event.clientX - chart.svg.getBoundingClientRect().left);
+  for (const other of charts) {
+    if (!other.scale || !other.cross) continue;
+    const inside = x >= other.scale.from && x <= other.scale.to;
+    other.cross.setAttribute("visibility", inside ? "visible" : "hidden");
+    other.cross.setAttribute("x1", other.scale.x(x));
+    other.cross.setAttribute("x2", other.scale.x(x));
+  }
+  tip.replaceChildren();
+  element(tip, "div", { class: "head" }, `${AXES[state.axis].toLowerCase()} ${number(x)}`);
+  for (const curve of chart.curves) {
+    if (!curve.raw.length) continue;
+    const line = element(tip, "div");
+    element(line, "span", { class: "dot", style: `background:${curve.run.colour}` });
+    element(line, "span", {}, chart.metrics.length > 1 ? `${curve.run.name} · ${curve.name.split("/")[0]}` : curve.run.name);
+    element(line, "b", {}, number(nearest(curve.mean || curve.raw, x)[1]));
+  }
+  tip.hidden = false;
+  const left = event.clientX + 16, right = event.clientX - 16 - tip.offsetWidth;
+  tip.style.left = `${left + tip.offsetWidth > window.innerWidth ? Math.max(4, right) : left}px`;
+  tip.style.top = `${Math.max(4, Math.min(event.clientY + 14, window.innerHeight - tip.offsetHeight - 8))}px`;
+}
+
+function leave() {
+  tip.hidden = true;
+  for (const chart of charts) if (chart.cross) chart.cross.setAttribute("visibility", "hidden");
+}
+
+function zoom(range) {
+  state.zoom = range;
+  document.getElementById("reset").hidden = !range;
+  charts.forEach(draw);
+}
+
+function addChart(parent, title, unit, metrics) {
+  if (!data.runs.some(run => metrics.some(name => run.series[name]))) return;
+  const figure = element(parent, "figure"), caption = element(figure, "figcaption", {}, title);
+  element(caption, "span", {}, metrics.length > 1 ? `${unit} · dotted: held-out` : unit);
+  const chart = { index: charts.length, title, metrics, curves: [] };
+  const toggle = element(caption, "button", { "aria-pressed": false }, "log");
+  chart.svg = element(figure, "svg", { role: "img", "aria-label": `${title}: ${data.runs.map(run => run.name).join(", ")}` });
+  toggle.onclick = () => {
+    state.log.has(title) ? state.log.delete(title) : state.log.add(title);
+    toggle.setAttribute("aria-pressed", state.log.has(title));
+    draw(chart);
+  };
+  let start = null;
+  const place = event => Math.min(chart.scale.box.right, Math.max(chart.scale.box.left, event.clientX - chart.svg.getBoundingClientRect().left));
+  chart.svg.onpointermove = event => {
+    if (!chart.scale) return;
+    hover(chart, event);
+    if (start === null) return;
+    chart.select.setAttribute("x", Math.min(start, place(event)));
+    chart.select.setAttribute("width", Math.abs(place(event) - start));
+  };
+  chart.svg.onpointerdown = event => { if (chart.scale && event.button === 0) start = place(event); };
+  chart.svg.onpointerup = event => {
+    const range = chart.scale && start !== null && Math.abs(place(event) - start) > 6 && [start, place(event)].map(chart.scale.value).sort((a, b) => a - b);
+    start = null;
+    if (range) zoom(range);
+  };
+  chart.svg.onpointerleave = () => { start = null; if (chart.select) chart.select.setAttribute("width", 0); leave(); };
+  chart.svg.ondblclick = () => zoom(null);
+  charts.push(chart);
+  new ResizeObserver(() => draw(chart)).observe(chart.svg);
+}
+
+// ---- Tables -------------------------------------------------------------------------------------------------------
+
+function table(section, title, columns, rows) {
+  element(section, "h2", {}, title);
+  const body = element(section, "table");
+  const head = element(element(body, "thead"), "tr");
+  for (const [name, numeric] of columns) element(head, "th", numeric ? { class: "number" } : {}, name);
+  const lines = element(body, "tbody");
+  for (const { cells, colour, ...attributes } of rows) {
+    const line = element(lines, "tr", attributes);
+    cells.forEach((cell, i) => {
+      const td = element(line, "td", columns[i][1] ? { class: "number" } : {});
+      if (i === 0 && colour) element(td, "span", { class: "dot", style: `background:${colour}` });
+      td.append(cell);
+    });
+  }
+  return body;
+}
+
+function summary() {
+  const figures = [
+    ["Steps", s => (s.steps && s.step < s.steps ? `${number(s.step)} of ${number(s.steps)}` : number(s.step)), s => s.step],
+    ["Tokens", s => number(s.tokens), s => s.tokens], ["Time", s => duration(s.hours), s => s.hours],
+    ["Training loss", s => number(s.train_loss), s => s.train_loss], ["Held-out loss", s => number(s.heldout_loss), s => s.heldout_loss],
+    ["best", s => number(s.best_heldout_loss), s => s.best_heldout_loss],
+    ["Tokens/s", s => number(s.tokens_per_second), s => s.tokens_per_second], ["MFU", s => percent(s.mfu), s => s.mfu],
+    ["of real tokens", s => percent(s.mfu_useful), s => s.mfu_useful], ["Padding", s => percent(s.padding), s => s.padding],
+    ["Peak memory", s => `${number(s.peak_memory_gib, 3)} GiB`, s => s.peak_memory_gib],
+    ["Energy", s => `${number(s.energy_kwh, 3)} kWh`, s => s.energy_kwh],
+    ["Exposed communication", s => percent(s.communication), s => s.communication], ["Restarts", s => String(s.restarts), s => s.restarts],
+  ].filter(([, , value]) => data.runs.some(run => value(run.summary) !== null));
+  const rows = data.runs.map(run => ({
+    colour: run.colour, title: run.path,
+    cells: [run.name, ...figures.map(([, show, value]) => (value(run.summary) === null ? "–" : show(run.summary)))],
+  }));
+  table(document.getElementById("summary"), "Summary", [["Run"], ...figures.map(([name]) => [name, true])], rows);
+}
+
+function shares() {
+  const section = document.getElementById("shares"), runs = data.runs.filter(run => Object.keys(run.shares).length);
+  if (!runs.length) return;
+  const known = ["forward_backward", "optimizer", "data_wait", "evaluation", "checkpoint", "logging"];
+  const names = [...new Set([...known, ...runs.flatMap(run => Object.keys(run.shares))])].filter(name => runs.some(run => run.shares[name]));
+  const words = name => name.replaceAll("_", " ");
+  element(section, "h2", {}, "Where the time goes");
+  const grid = element(section, "div", { class: "share" });
+  for (const run of runs) {
+    element(grid, "div", {}, run.name);
+    const bar = element(grid, "div", { class: "bar" });
+    names.forEach((name, i) => {
+      const share = run.shares[name] || 0;
+      element(bar, "i", { style: `width:${100 * share}%;background:${PARTS[i % PARTS.length]}`, title: `${words(name)}: ${percent(share)}` }, share > 0.05 ? percent(share) : "");
+    });
+  }
+  const legend = element(section, "div", { class: "legend" });
+  names.forEach((name, i) => {
+    const entry = element(legend, "span");
+    element(entry, "span", { class: "dot", style: `background:${PARTS[i % PARTS.length]}` });
+    entry.append(words(name));
+  });
+}
+
+function settings() {
+  const section = document.getElementById("settings"), several = data.runs.length > 1;
+  let all = !data.settings.some(setting => setting.differs);
+  const show = () => {
+    section.replaceChildren();
+    const rows = data.settings.filter(setting => all || setting.differs);
+    table(section, several && !all ? "Settings that differ" : "Settings", [["setting"], ...data.runs.map(run => [run.name])],
+      rows.map(({ key, values, differs }) => ({ cells: [key, ...values], class: differs ? "differs" : "" })));
+    const toggle = element(section, "button", {}, all ? "Fewer" : "All settings");
+    toggle.hidden = !several || !data.settings.some(setting => setting.differs);
+    toggle.onclick = () => { all = !all; show(); };
+  };
+  show();
+}
+
+function starts() {
+  const rows = data.runs.flatMap(run => run.starts.map(({ step, time, ...facts }) => ({ run, step, time, facts })));
+  if (!rows.length) return;
+  const names = [...new Set(rows.flatMap(row => Object.keys(row.facts)))];
+  table(document.getElementById("starts"), "Starts", [["Run"], ["From step", true], ["When"], ...names.map(name => [name])],
+    rows.map(({ run, step, time, facts }) => ({
+      colour: run.colour,
+      cells: [run.name, number(step), new Date(1000 * time).toLocaleString(), ...names.map(name => String(facts[name] ?? "–"))],
+    })));
+}
+
+// ---- The page -----------------------------------------------------------------------------------------------------
+
+function controls() {
+  for (const run of data.runs) {
+    const button = element(document.getElementById("runs"), "button", { "aria-pressed": true, title: run.path });
+    element(button, "span", { class: "dot", style: `background:${run.colour}` });
+    button.append(run.name);
+    button.onclick = () => {
+      state.hidden.has(run) ? state.hidden.delete(run) : state.hidden.add(run);
+      button.setAttribute("aria-pressed", !state.hidden.has(run));
+      charts.forEach(draw);
+    };
+  }
+  for (const [axis, title] of Object.entries(AXES)) {
+    const button = element(document.getElementById("axis"), "button", { "aria-pressed": axis === state.axis }, title);
+    button.onclick = () => {
+      state.axis = axis;
+      for (const other of button.parentNode.children) other.setAttribute("aria-pressed", other === button);
+      zoom(null);
+    };
+  }
+  document.getElementById("reset").onclick = () => zoom(null);
+  const root = document.documentElement;
+  root.dataset.theme = window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  document.getElementById("theme").onclick = () => { root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark"; };
+}
+
+controls();
+summary();
+for (const [title, unit, metrics] of CHARTS) addChart(document.getElementById("charts"), title, unit, metrics);
+const drawn = new Set(CHARTS.flatMap(([, , metrics]) => metrics));
+const others = [...new Set(data.runs.flatMap(run => Object.keys(run.series)))].filter(name => !drawn.has(name)).sort();
+for (const name of others) addChart(document.querySelector("#more > div"), name, "", [name]);
+document.getElementById("more").ontoggle = () => charts.forEach(draw);
+shares();
+settings();
+starts();

@@ -1,0 +1,101 @@
+"""TensorBoard as a projection of metrics.jsonl: RUN/tensorboard holds each of its steps once, whatever the restarts.
+
+A start writes the whole history into a new event file and then removes the older ones. So what a killed process had
+not yet written is not missing, and readers need not know TensorBoard's rules for steps that come twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.errors import MissingExtra
+from trainer.monitoring.jsonl import read_rows
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class Config:
+    """TensorBoard event files in RUN/tensorboard."""
+
+    def build(self, folder: Path, description: Mapping[str, Any]) -> TensorBoardTracker:
+        """Makes the tracker of a run folder; `description` is the experiment's configuration.
+
+        metrics.jsonl must have been cut back to the step that training continues from.
+
+        Raises:
+            MissingExtra: the package tensorboard is not installed.
+        """
+        return TensorBoardTracker(folder, description)
+
+
+class TensorBoardTracker:
+    """Writes metrics as scalars. Nothing that goes wrong here stops training: it is reported once."""
+
+    def __init__(self, folder: Path, description: Mapping[str, Any]) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.compat.proto.tensor_pb2 import TensorProto
+            from tensorboard.plugins.text.metadata import create_summary_metadata
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise MissingExtra("tensorboard", "tensorboard", "tracking.tensorboard") from error
+        self._event, self._summary = Event, Summary
+        self._writer: EventFileWriter | None = None
+        events = folder / "tensorboard"
+        replaced = list(events.glob("events.out.tfevents.*"))
+        try:
+            self._writer = EventFileWriter(str(events), flush_secs=_FLUSH_SECONDS)
+            # A TensorBoard that is watching drops the steps it has, before they come again.
+            self._writer.add_event(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
+            text = f"```yaml\n{yaml.safe_dump(dict(description), sort_keys=False)}```".encode()
+            tensor = TensorProto(dtype="DT_STRING", string_val=[text])
+            kind = create_summary_metadata("config", "")
+            settings = Summary(value=[Summary.Value(tag="config/text_summary", metadata=kind, tensor=tensor)])
+            self._writer.add_event(Event(step=0, summary=settings))
+            for row in read_rows(folder / "metrics.jsonl"):
+                self._add(row.pop("step"), row.pop("time"), row)
+            self._writer.flush()
+            for old in replaced:
+                old.unlink()
+            logger.info("TensorBoard  tensorboard --logdir %s", events)
+        except Exception as error:
+            self._give_up(error)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes metrics, ten seconds later at the latest."""
+        try:
+            self._add(step, time.time(), metrics)
+        except Exception as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Writes what is still held back."""
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except Exception as error:
+            self._give_up(error)
+
+    def _add(self, step: int, wall_time: float, metrics: Mapping[str, float]) -> None:
+        if self._writer is not None:
+            values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+            self._writer.add_event(self._event(step=step, wall_time=wall_time, summary=self._summary(value=values)))
+
+    def _give_up(self, error: Exception) -> None:
+        self._writer = None
+        logger.warning(
+            "TensorBoard files are not written until the run is continued, because it failed: %s. Training goes on; "
+            "metrics.jsonl has every metric, and a restart writes all of them.",
+            error,
+        )

@@ -1,0 +1,48 @@
+"""Files wherever they lie: atomic writes to the local disk, and objects behind URLs through fsspec.
+
+Every operation on a URL is tried again after failures that pass (lost connections, time-outs, throttling, server
+errors), then explained in one paragraph as a `StorageError`, which is a `DataError` and a `CheckpointError`: nobody
+needs to translate it. Credentials, endpoints and proxies come from where the stores' own tools look for them.
+"""
+
+from trainer.storage.attempts import is_url, is_writable, shown
+from trainer.storage.local import CHUNK_BYTES, Digest, atomic_write, chunks, copy, sync_folder, write_text
+from trainer.storage.objects import (
+    download,
+    exists,
+    glob,
+    names,
+    open,
+    read,
+    read_range,
+    remove,
+    remove_folder,
+    size,
+    upload,
+    write,
+)
+
+__all__ = [
+    "CHUNK_BYTES",
+    "Digest",
+    "atomic_write",
+    "chunks",
+    "copy",
+    "download",
+    "exists",
+    "glob",
+    "is_url",
+    "is_writable",
+    "names",
+    "open",
+    "read",
+    "read_range",
+    "remove",
+    "remove_folder",
+    "shown",
+    "size",
+    "sync_folder",
+    "upload",
+    "write",
+    "write_text",
+]

@@ -1,0 +1,184 @@
+"""Talking to stores: which packages know them, how long to wait, what to try again, and what to say in the end."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import fsspec
+
+from trainer.errors import ConfigError, MissingExtra, ObjectNotFoundError, SamestepError, StorageError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CONNECT_SECONDS = 10
+_READ_SECONDS = 60  # without a byte
+_CONNECTIONS = 32
+_DELAYS = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each further try
+_TRANSIENT_STATUS = {408, 425, 429}
+_PREAMBLE = re.compile(r"An error occurred \(\w+\) when calling the \w+ operation(?: \([^)]*\))?: ")
+_FORBIDDEN = re.compile(r"^\w*Credential|^OSError Forbidden")  # the latter is gcsfs's own
+_PERMANENT_NAMES = re.compile(r"Validation|InvalidURL|Profile|Region|Certificate")
+
+
+@dataclass(frozen=True)
+class _Scheme:
+    package: str
+    extra: str
+    writable: bool
+    access: str  # what gives access
+
+
+_S3 = _Scheme("s3fs", "s3", True, "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+_GCS = _Scheme(
+    "gcsfs", "gcs", True, "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`"
+)
+_HTTP = _Scheme("aiohttp", "http", False, "use an address that needs no log-in, or a signed one that has not expired")
+_HUB = _Scheme("huggingface_hub", "hf", False, "set HF_TOKEN, or run `hf auth login`")
+_SCHEMES = {"s3": _S3, "gs": _GCS, "http": _HTTP, "https": _HTTP, "hf": _HUB}
+
+
+def is_url(path: str) -> bool:
+    """Whether `path` is the address of an object or of a folder of objects, rather than of a local file.
+
+    Raises:
+        ConfigError: it is an address of an unknown kind.
+    """
+    scheme, separator, _ = path.partition("://")
+    if separator and scheme not in _SCHEMES:
+        raise ConfigError(f"{shown(path)!r} is of an unknown kind; use {', '.join(_SCHEMES)}, or a path")
+    return bool(separator)
+
+
+def is_writable(url: str) -> bool:
+    """Whether objects of this kind of address can be written at all."""
+    return _scheme(url).writable
+
+
+def shown(text: str) -> str:
+    """An address, or a text with addresses, without passwords and the signatures in queries."""
+    return re.sub(r"\?[^\s'\")]*", "", re.sub(r"://[^/@\s]*@", "://", text))
+
+
+def attempt(action: str, url: str, operation: Callable[[Any, str], T]) -> T:
+    """Calls `operation(file system, path in it)`, and again after failures that pass.
+
+    Raises:
+        ObjectNotFoundError: there is no such object, or no such bucket.
+        StorageError: another failure.
+        MissingExtra: the package for this kind of address is not installed.
+    """
+    delays = _DELAYS[:1] if url.startswith("hf:") else _DELAYS  # the Hub's client tries six times by itself
+    for delay in (*delays, None):
+        try:
+            return operation(*_open(url))
+        except SamestepError:
+            raise
+        except Exception as error:  # each store's package has exceptions of its own
+            failure = _Failure.of(error)
+            if delay is None or not failure.transient:
+                raise failure.explained(f"cannot {action} {shown(url)}", _scheme(url)) from error
+            logger.warning("cannot %s %s: %s; trying again in %g s", action, shown(url), failure.reason, delay)
+            time.sleep(delay)
+    raise AssertionError("the last try returns or raises")
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a store's package raised."""
+
+    reason: str
+    transient: bool
+    status: int | None  # of HTTP, or what amounts to it
+
+    @classmethod
+    def of(cls, error: BaseException) -> _Failure:
+        timed_out = isinstance(error, TimeoutError)  # to which S3 may give the status 400
+        while type(error).__module__ == "builtins" and error.__cause__ is not None:
+            error = error.__cause__  # of which fsspec has made, for example, a FileNotFoundError
+        status = _http_status(error)
+        if status is None and isinstance(error, FileNotFoundError):
+            status = 404
+        if status is None and (
+            isinstance(error, PermissionError) or _FORBIDDEN.search(f"{type(error).__name__} {error}")
+        ):
+            status = 403
+        reason = getattr(error, "strerror", None) or getattr(error, "message", None)
+        reason = shown(reason or _PREAMBLE.sub("", str(error).strip().partition("\n")[0])) or type(error).__name__
+        if status == 404 and " " not in reason:  # only the path
+            reason = "it does not exist"
+        return cls(reason, timed_out or _is_transient(error, status), status)
+
+    def explained(self, failed: str, scheme: _Scheme) -> StorageError:
+        if self.status == 404:
+            return ObjectNotFoundError(f"{failed}: {self.reason}; check the bucket and the name, or the address")
+        fix = "check the network and the endpoint, then run the same command again"
+        if self.status in (401, 403):
+            fix = f"check the name and who may read and write there; {scheme.access}"
+        elif not self.transient:
+            fix = "check the address and the endpoint"
+        return StorageError(f"{failed}: {self.reason}; {fix}")
+
+
+def _is_transient(error: BaseException, status: int | None) -> bool:
+    if status is not None:
+        return status >= 500 or status in _TRANSIENT_STATUS
+    if isinstance(error, OSError | EOFError):
+        return not isinstance(error, FileExistsError | IsADirectoryError | NotADirectoryError)
+    return type(error).__module__ != "builtins" and not _PERMANENT_NAMES.search(type(error).__name__)
+
+
+def _http_status(error: BaseException) -> int | None:
+    """The status of the response that an exception is about, where its package keeps it."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")  # botocore
+    elif response is not None:
+        status = getattr(response, "status_code", None)  # httpx, requests
+    else:
+        status = getattr(error, "status", None) or getattr(error, "code", None)  # aiohttp; gcsfs
+    return status if isinstance(status, int) and status >= 400 else None
+
+
+def _open(url: str) -> tuple[Any, str]:
+    """The file system of an address, and the path in it. fsspec keeps one per process, and knows about forks."""
+    scheme = url.partition("://")[0]
+    try:
+        system = fsspec.filesystem(scheme, **_options(scheme))
+    except ImportError:
+        raise MissingExtra(_SCHEMES[scheme].package, _SCHEMES[scheme].extra, shown(url)) from None
+    if scheme == "s3":
+        system.retries = 1  # botocore retries requests, we retry operations; in between only multiplies the waiting
+    return system, system._strip_protocol(url)
+
+
+def _options(scheme: str) -> dict[str, Any]:
+    """Time-outs, and what the user's own fsspec configuration says."""
+    options: dict[str, Any] = {}
+    if scheme == "s3":
+        limits = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
+        options = {"config_kwargs": {**limits, "max_pool_connections": _CONNECTIONS}, "use_listings_cache": False}
+    elif scheme in ("gs", "http", "https"):
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
+        if scheme == "gs":
+            options = {"requests_timeout": timeout, "use_listings_cache": False}
+        else:
+            headers = {"Accept-Encoding": "identity"}  # ranges and sizes are of the content as it is stored
+            options = {"client_kwargs": {"timeout": timeout, "trust_env": True, "headers": headers}}
+    chosen = fsspec.config.conf.get(scheme, {})
+    return {
+        name: {**value, **chosen[name]} if isinstance(value, dict) and name in chosen else chosen.get(name, value)
+        for name, value in options.items()
+    }
+
+
+def _scheme(url: str) -> _Scheme:
+    return _SCHEMES[url.partition("://")[0]]
