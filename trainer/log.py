@@ -29,6 +29,7 @@ def set_up(rank: int = 0, verbose: bool = False) -> None:
         logging.getLogger(package).setLevel(level)
     for noisy in ("torch.distributed", "torch.distributed.elastic"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it shows the stack of every failure
     if not verbose:
         warnings.filterwarnings("ignore", module=r"torch\..*")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # C++ stack traces when another process has died

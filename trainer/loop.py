@@ -155,9 +155,8 @@ class Trainer:
             micro_batches = next(batches)
             self._clock.lap("data_wait")
             self.train_step(micro_batches)
-            if self._profiler is not None:
-                if shares := self._profiler.end_step(self.state.step):
-                    self._log(shares)
+            if self._profiler is not None and (shares := self._profiler.end_step(self.state.step)):
+                self._log(shares)
             if self._due(self.config.log_every) or self.state.step == phase.end:
                 self._log_training()
                 self._clock.lap("logging")

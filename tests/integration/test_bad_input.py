@@ -48,7 +48,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
             2,
             ["data.sequence_length 33", "position table of 32", "model.max_positions to 33"],
         ),
-        ("data.sequence_length=2", 2, ["sequence_length is 2", "mlm needs 3"]),
+        ("data.sequence_length=2", 2, ["sequence_length is 2", "use 3 ("]),
         ("data.lanes=100000", 2, ["data.lanes is 100000", "set data.lanes to at most"]),
         ("data.path=nowhere", 1, ["nowhere holds no finished dataset", "samestep data build"]),
         ("init_from=nowhere", 1, ["nowhere is no run", "no Hugging Face folder"]),

@@ -158,11 +158,12 @@ class Checkpointer:
             if self._rank == 0:
                 files.make_folder(self.folder)
                 files.write(token, b"")
-        try:
-            self._await_everywhere(token)
-        finally:
-            if self._rank == 0:
-                files.remove(token)
+        with self._together():  # so that the file is gone when ranks go on
+            try:
+                self._await_everywhere(token)
+            finally:
+                if self._rank == 0:
+                    files.remove(token)
 
     def steps(self) -> list[int]:
         """The committed steps, oldest first. Not collective."""

@@ -20,6 +20,11 @@ def segment_mask(segments: Tensor, causal: bool = False) -> Tensor:
     return same.tril() if causal else same
 
 
+def take(x: Tensor, cells: Tensor | None) -> Tensor:
+    """The hidden states of some cells, int [B, P]: [B, S, D] -> [B, P, D]; of all when `cells` is None."""
+    return x if cells is None else x.take_along_dim(cells.long()[..., None], dim=1)
+
+
 class SelfAttention(nn.Module):
     """Bidirectional self-attention with one projection for queries, keys and values."""
 
@@ -30,8 +35,11 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.out = nn.Linear(config.width, config.width)
 
-    def forward(self, hidden: Tensor, mask: Tensor, dropout_key: Tensor | None) -> Tensor:
-        """[B, S, D] -> [B, S, D]; mask: bool [B, 1, S, S], True where attention is allowed."""
+    def forward(self, hidden: Tensor, mask: Tensor, dropout_key: Tensor | None, cells: Tensor | None = None) -> Tensor:
+        """[B, S, D] -> [B, S, D], or [B, P, D] for cells [B, P] alone.
+
+        mask: bool [B, 1, S, S], True where attention is allowed.
+        """
         query, key, value = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(hidden).chunk(3, dim=-1)
         )  # each [B, H, S, K]
@@ -39,7 +47,7 @@ class SelfAttention(nn.Module):
             mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         else:
             mixed = self._eager(query, key, value, mask, dropout_key)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(take(mixed.transpose(1, 2).flatten(2), cells))
         return out
 
     def _eager(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout_key: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def split_key(key: Tensor, count: int) -> Tensor:
     return _mix(_mix(key) ^ (places[:, None] * _GOLDEN))
 
 
-def dropout(x: Tensor, p: float, key: Tensor | None) -> Tensor:
+def dropout(x: Tensor, p: float, key: Tensor | None, cells: Tensor | None = None) -> Tensor:
     """Zeroes each element with probability p and scales the others by 1 / (1 - p) (Srivastava et al. 2014).
 
     Args:
@@ -45,14 +45,20 @@ def dropout(x: Tensor, p: float, key: Tensor | None) -> Tensor:
         p: in [0, 1), rounded to a multiple of 2**-32.
         key: int32 [B], from `split_key`; row b's mask depends on key[b] and the position in the row only. None: no
             dropout.
+        cells: int [B, P], where x is [B, P, D], taken from these cells of a larger [B, S, D]: each element is treated
+            as it would have been there. None: x is whole.
     """
     threshold = round(p * 2**32) - 2**31
     if key is None or threshold == -(2**31):
         return x
-    # Positions are hashed once for all rows; with both inputs well mixed, half the mixer does for each element:
-    # the comparison looks at the high bits first, which the last product leaves best mixed.
-    cells = _mix(torch.arange(x.shape[1:].numel(), dtype=torch.int32, device=x.device))
-    bits = cells ^ key[:, None]
+    if cells is None:
+        place = torch.arange(x.shape[1:].numel(), dtype=torch.int32, device=x.device)
+    else:
+        width = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
+        place = (cells.int()[..., None] * x.shape[-1] + width).flatten(1)
+    # Places are hashed once for all rows; with both inputs well mixed, half the mixer does for each element: the
+    # comparison looks at the high bits first, which the last product leaves best mixed.
+    bits = _mix(place) ^ key[:, None]
     bits *= _MIX_1
     bits ^= (bits >> 15).bitwise_and_(0x1FFFF)
     bits *= _MIX_2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models.attention import SelfAttention
+from trainer.models.attention import SelfAttention, take
 from trainer.models.config import Activation, TransformerConfig
 from trainer.models.dropout import dropout
 
@@ -62,14 +62,17 @@ class Layer(nn.Module):
         self.ffn = FeedForward(config)
         self.ffn_norm = LayerNorm(config.width, eps=config.norm_eps)
 
-    def forward(self, hidden: Tensor, mask: Tensor, dropout_keys: Tensor | None) -> Tensor:
-        """[B, S, D] -> [B, S, D]; mask: bool [B, 1, S, S]; dropout_keys: int32 [DROPOUT_PLACES, B]."""
+    def forward(self, hidden: Tensor, mask: Tensor, dropout_keys: Tensor | None, cells: Tensor | None = None) -> Tensor:
+        """[B, S, D] -> [B, S, D], or [B, P, D] for cells [B, P] alone, without computing the others.
+
+        mask: bool [B, 1, S, S]; dropout_keys: int32 [DROPOUT_PLACES, B].
+        """
         in_attention, after_attention, after_ffn = (None,) * DROPOUT_PLACES if dropout_keys is None else dropout_keys
-        if self.norm == "pre":
-            branch = self.attention(self.attention_norm(hidden), mask, in_attention)
-            hidden = hidden + dropout(branch, self.dropout, after_attention)
-            return hidden + dropout(self.ffn(self.ffn_norm(hidden)), self.dropout, after_ffn)
-        branch = self.attention(hidden, mask, in_attention)
-        hidden = self.attention_norm(hidden + dropout(branch, self.dropout, after_attention))
-        out: Tensor = self.ffn_norm(hidden + dropout(self.ffn(hidden), self.dropout, after_ffn))
+        pre = self.norm == "pre"
+        branch = self.attention(self.attention_norm(hidden) if pre else hidden, mask, in_attention, cells)
+        hidden = take(hidden, cells) + dropout(branch, self.dropout, after_attention, cells)
+        if pre:
+            return hidden + dropout(self.ffn(self.ffn_norm(hidden)), self.dropout, after_ffn, cells)
+        hidden = self.attention_norm(hidden)
+        out: Tensor = self.ffn_norm(hidden + dropout(self.ffn(hidden), self.dropout, after_ffn, cells))
         return out

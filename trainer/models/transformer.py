@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -63,22 +64,28 @@ class Transformer(nn.Module):
             embedding_key, layer_keys = keys[0], keys[1:].view(len(self.layers), DROPOUT_PLACES, -1)
         mask = segment_mask(segments, self.config.causal)
         hidden, matrix = self.embeddings(tokens, positions, token_types, embedding_key)
+        scored = predicted  # with the first cells, which the next-sentence head reads
+        if predicted is not None and next_sentence:
+            scored = F.pad(predicted, (1, 0))
         for layer, layer_key in zip(self.layers, layer_keys, strict=True):
+            # Of the last layer's outputs, nobody reads those of other cells.
+            cells = scored if layer is self.layers[-1] else None
             if self.activation_checkpointing and self.training:
                 # Dropout masks come from keys, so there is no generator state to bring back for the second time.
-                hidden = checkpoint(layer, hidden, mask, layer_key, use_reentrant=False, preserve_rng_state=False)
+                hidden = checkpoint(
+                    layer, hidden, mask, layer_key, cells, use_reentrant=False, preserve_rng_state=False
+                )
             else:
-                hidden = layer(hidden, mask, layer_key)
-        first = hidden[:, 0]
-        if predicted is not None:
-            hidden = hidden.take_along_dim(predicted.long()[..., None], dim=1)
+                hidden = layer(hidden, mask, layer_key, cells)
         if self.final_norm is not None:
             hidden = self.final_norm(hidden)
-        logits: Tensor = self.head(hidden, matrix)
+        logits: Tensor
         if not next_sentence:
+            logits = self.head(hidden, matrix)
             return logits
         assert self.nsp_head is not None, "the model was built without a next-sentence head"
-        return logits, self.nsp_head(first if self.final_norm is None else self.final_norm(first))
+        logits = self.head(hidden if predicted is None else hidden[:, 1:], matrix)
+        return logits, self.nsp_head(hidden[:, 0])
 
     @property
     def max_sequence_length(self) -> int:

@@ -143,9 +143,11 @@ class MaskedLM:
         """What stands in the predicted cells [B, P]: [MASK], a random ordinary token, or the label itself."""
         hashed = combine(key[:, None], _REPLACE, predicted)
         draw = uniform(hashed)
-        random = self._ordinary[mix(hashed) % np.uint64(self._ordinary.size)]
-        masked = np.where(draw < self.config.replace_mask, self._mask, random)
-        return np.where(draw < self.config.replace_mask + self.config.replace_random, masked, labels)
+        is_masked = draw < self.config.replace_mask
+        tokens = np.where(is_masked, self._mask, labels)
+        is_random = ~is_masked & (draw < self.config.replace_mask + self.config.replace_random)
+        tokens[is_random] = self._ordinary[mix(hashed[is_random]) % np.uint64(self._ordinary.size)]
+        return tokens
 
     def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
         """The number of predictions that count."""

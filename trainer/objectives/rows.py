@@ -69,13 +69,17 @@ class Rows:
         else:  # every row is one
             last = np.flatnonzero(np.diff(row, append=-1))
             begin, column = row[last] * width, np.arange(width, dtype=np.int32)
-            segments = (column <= (after[last] - begin)[:, None]).astype(np.int32)
+            filled = np.zeros((examples.key.size, 1), dtype=np.int64)
+            filled[row[last], 0] = after[last] + 1 - begin
+            segments = (column < filled).astype(np.int32)
             positions = column * segments
 
         tokens = np.full(cells, self._pad, dtype=np.int32)
-        tokens[_paint(first, after, True, cells)] = examples.tokens
-        tokens[begin] = self._cls
-        tokens[after] = self._sep
+        is_text = segments.reshape(-1) > 0
+        for cell, token in ((begin, self._cls), (after, self._sep)):
+            tokens[cell] = token
+            is_text[cell] = False
+        tokens[is_text] = examples.tokens
         rows = {"tokens": tokens, "segments": segments, "positions": positions}
         if examples.random is not None:
             rows["token_types"] = _paint(first[1::2], after[1::2] + 1, np.int32(1), cells)

@@ -33,14 +33,14 @@ class _Scheme:
     extra: str
     writable: bool
     access: str  # what gives access
+    tries: int = 6  # of an operation
 
 
 _S3 = _Scheme("s3fs", "s3", True, "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
-_GCS = _Scheme(
-    "gcsfs", "gcs", True, "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`"
-)
+_GOOGLE_ACCESS = "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`"
+_GCS = _Scheme("gcsfs", "gcs", True, _GOOGLE_ACCESS, tries=2)  # its package itself tries for a minute
 _HTTP = _Scheme("aiohttp", "http", False, "use an address that needs no log-in, or a signed one that has not expired")
-_HUB = _Scheme("huggingface_hub", "hf", False, "set HF_TOKEN, or run `hf auth login`")
+_HUB = _Scheme("huggingface_hub", "hf", False, "set HF_TOKEN, or run `hf auth login`", tries=2)  # six times by itself
 _SCHEMES = {"s3": _S3, "gs": _GCS, "http": _HTTP, "https": _HTTP, "hf": _HUB}
 
 
@@ -74,8 +74,7 @@ def attempt(action: str, url: str, operation: Callable[[Any, str], T]) -> T:
         StorageError: another failure.
         MissingExtra: the package for this kind of address is not installed.
     """
-    delays = _DELAYS[:1] if url.startswith("hf:") else _DELAYS  # the Hub's client tries six times by itself
-    for delay in (*delays, None):
+    for delay in (*_DELAYS[: _scheme(url).tries - 1], None):
         try:
             return operation(*_open(url))
         except SamestepError:

@@ -108,7 +108,7 @@ def test_a_tar_of_something_else_is_refused(tmp_path):
             member = tarfile.TarInfo(name)
             member.size = 4
             tar.addfile(member, io.BytesIO(b"abcd"))
-        with pytest.raises(DataError, match="no member"):
+        with pytest.raises(DataError, match="no member|no readable header"):
             Shard.open(tmp_path / "a.tar", UINT16)
     with tarfile.open(tmp_path / "a.tar", "w"):
         pass

@@ -144,11 +144,12 @@ function hover(chart, event) {
   tip.replaceChildren();
   element(tip, "div", { class: "head" }, `${AXES[state.axis].toLowerCase()} ${number(x)}`);
   for (const curve of chart.curves) {
-    if (!curve.raw.length) continue;
+    const points = curve.mean || curve.raw;
+    if (!points.length || x > points[points.length - 1][0] + 0.01 * (chart.scale.to - chart.scale.from)) continue;
     const line = element(tip, "div");
     element(line, "span", { class: "dot", style: `background:${curve.run.colour}` });
     element(line, "span", {}, chart.metrics.length > 1 ? `${curve.run.name} · ${curve.name.split("/")[0]}` : curve.run.name);
-    element(line, "b", {}, number(nearest(curve.mean || curve.raw, x)[1]));
+    element(line, "b", {}, number(nearest(points, x)[1]));
   }
   tip.hidden = false;
   const left = event.clientX + 16, right = event.clientX - 16 - tip.offsetWidth;
