@@ -33,7 +33,7 @@ Rows: TypeAlias = npt.NDArray[np.uint16]
 Collate: TypeAlias = Callable[[Sequence[Rows]], object]
 
 SHAPES = ((128, 64), (512, 32))  # sequence length, batch size
-_SHARD_BYTES = 2**20
+_SHARD_BYTES = 2**17
 _ROWS_AN_ITEM = 500
 
 

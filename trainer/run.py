@@ -16,13 +16,13 @@ import torch
 
 from data_pipeline.dataset import Dataset
 from data_pipeline.loader import StreamingLoader
-from data_pipeline.tokenization import Tokenizer
 from trainer import accelerators, forecast, records
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import dump, to_tree
-from trainer.errors import CheckpointError, ConfigError, SamestepError
+from trainer.errors import ConfigError, SamestepError
 from trainer.experiment import Experiment
+from trainer.fit import check_fit, stored_values
 from trainer.loop import Trainer
 from trainer.micro_batch import probe, without_probe
 from trainer.monitoring import Tracker
@@ -32,7 +32,7 @@ from trainer.passes import Loader, score
 from trainer.phases import Phase, phase_of
 from trainer.strategies import InitialValues, Replica, Strategy
 from trainer.strategies.world import World
-from trainer.weights import Weights, load_weights
+from trainer.weights import load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def evaluate(experiment: Experiment, step: int | None) -> dict[str, float]:
         weights = load_weights(source, strategy.world.rank, strategy.world.size)
         model = _build_model(experiment, dataset, objective)
         # The optimizer that comes with it has no state yet, and so takes no memory.
-        model, _ = strategy.prepare(model, experiment.optimizer.build, _stored_values(weights, model, dataset))
+        model, _ = strategy.prepare(model, experiment.optimizer.build, stored_values(weights, model, dataset))
         assert weights.step is not None
         phase = phase_of(experiment.resolved_phases(), weights.step - 1)
         heldout = open_loader(experiment, dataset, objective, strategy.replica, phase, split="heldout")
@@ -158,7 +158,7 @@ def build_trainer(
     model = _build_model(experiment, dataset, objective)
     initial: InitialValues = partial(model.initial_values, seed=experiment.seed)
     if weights is not None:
-        initial = _stored_values(load_weights(weights, strategy.world.rank, strategy.world.size), model, dataset)
+        initial = stored_values(load_weights(weights, strategy.world.rank, strategy.world.size), model, dataset)
     wrapped, optimizer = strategy.prepare(model, experiment.optimizer.build, initial)
     open_split = partial(open_loader, experiment, dataset, objective, strategy.replica)
     phases = tuple(
@@ -205,8 +205,7 @@ def _build_model(experiment: Experiment, dataset: Dataset, objective: Objective)
     """The model on the meta device: it fits the dataset, and its parameters have no values yet."""
     with torch.device("meta"):
         model: Any = experiment.model.build()
-    _check_fit(experiment, dataset, model)
-    _check_pairs(experiment, objective)
+    check_fit(experiment, dataset, objective, model)
     model.activation_checkpointing = experiment.training.activation_checkpointing
     if experiment.training.compile:
         for unit in model.sharding_units():
@@ -259,65 +258,6 @@ def open_loader(
         replica=replica,
         finite=split == "heldout",
     )
-
-
-def _check_fit(experiment: Experiment, dataset: Dataset, model: Any) -> None:
-    vocabulary = dataset.tokenizer.vocabulary.size
-    if vocabulary > experiment.model.vocab_size:
-        raise ConfigError(
-            f"the dataset {experiment.data.path} has a vocabulary of {vocabulary} and model.vocab_size is "
-            f"{experiment.model.vocab_size}; set model.vocab_size to {vocabulary} or more"
-        )
-    for phase in experiment.resolved_phases():
-        if phase.sequence_length > model.max_sequence_length:
-            own = experiment.phases and experiment.phases[phase.index].sequence_length is not None
-            name = f"phases.{phase.index}.sequence_length" if own else "data.sequence_length"
-            raise ConfigError(
-                f"{name} {phase.sequence_length} is over the model's position table of {model.max_sequence_length}; "
-                f"use a shorter sequence, or set model.max_positions to {phase.sequence_length} or more"
-            )
-
-
-def _check_pairs(experiment: Experiment, objective: Objective) -> None:
-    scored = objective.pack_spec(experiment.data.sequence_length).pairs
-    has_head = getattr(experiment.model, "nsp", False)
-    if scored and not has_head:
-        raise ConfigError("the objective predicts next sentences and the model has no head for it; set model.nsp=true")
-    if has_head and not scored:
-        raise ConfigError(
-            "model.nsp is true, and the objective does not train the next-sentence head; set model.nsp=false, or "
-            "objective.kind=mlm_nsp with data.packing=pairs"
-        )
-    if experiment.data.packing == "pairs" and experiment.model.type_vocab < 2:
-        raise ConfigError(
-            f"data.packing pairs marks two segments by token types, and model.type_vocab is "
-            f"{experiment.model.type_vocab}; set it to 2"
-        )
-
-
-def _stored_values(weights: Weights, model: Any, dataset: Dataset) -> InitialValues:
-    """The parameters of a trained model, refused unless they fit this model and the dataset's tokens."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    stored = {name: weights.tensors.shape(name) for name in weights.tensors}
-    wrong = [name for name, shape in shapes.items() if stored.get(name) != shape]
-    extra = [name for name in stored if name not in shapes]
-    heads = [name for name in extra if name.startswith("nsp_head.")]
-    if heads and len(heads) == len(extra):
-        logger.info("left out, because model.nsp is false: %s", ", ".join(heads))
-        extra = []
-    if wrong or extra:
-        raise CheckpointError(
-            f"{weights.folder} holds another model than the experiment's: {len(wrong)} parameters are missing or of "
-            f"another shape and {len(extra)} are unknown, first {(wrong + extra)[0]}; make the model section match it"
-        )
-    with weights.tokenizer_files() as folder:
-        tokenizer = Tokenizer.load(folder)
-    if tokenizer.fingerprint != dataset.tokenizer.fingerprint:
-        raise ConfigError(
-            f"{weights.folder} was trained with another tokenizer than {dataset.name} was built with, so its tokens "
-            f"mean other words; build a dataset with tokenizer.path={weights.tokenizer} and set data.path to it"
-        )
-    return lambda name, start, stop: weights.tensors.elements(name, start, stop).float()
 
 
 def _open_records(

@@ -11,11 +11,13 @@ import pytest
 
 from data_pipeline.manifest import Manifest
 from data_pipeline.shards import Shard, write_shard
+from tests.conformance import worker
 from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
 from trainer.config import load
 from trainer.experiment import Experiment
 from trainer.run import evaluate
+from trainer.strategies.world import World
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,35 @@ def test_compile(samestep: Samestep, experiment_file: str, tmp_path: Path, monke
         assert samestep("train", experiment_file, *overrides, *more).code == 0
     compiled, plain = losses(tmp_path / "compiled"), losses(tmp_path / "plain")
     np.testing.assert_allclose(list(compiled.values()), list(plain.values()), rtol=1e-5)
+
+
+VARIANTS = {
+    "left to right": ["objective=causal_lm", "model.causal=true"],
+    "whole words": ["objective={kind: mlm, whole_words: true}"],
+    "next sentences": ["objective=mlm_nsp", "data.packing=pairs", "model.nsp=true"],
+    "LAMB of the paper": ["optimizer={kind: lamb, lr: 1e-1}"],
+    "LAMB of NVIDIA": ["optimizer={kind: lamb, lr: 1e-1, variant: nvidia, max_trust_ratio: 10}"],
+    "fp16": ["training.precision=fp16"],
+    "warm-up, stable, decay": ["schedule={decay: 1-sqrt, warmup_steps: 2, decay_start: 8}"],
+    "pre-LN, gated": ["model.norm=pre", "model.activation=geglu"],
+}
+
+
+def test_every_variant_learns(experiment_file: str, tmp_path: Path) -> None:
+    """All in one process, as each takes a second."""
+    runs = [[f"output={tmp_path / name}", "optimizer.lr=1e-2", *settings] for name, settings in VARIANTS.items()]
+    (traces,) = run_ranks(1, train_all, experiment_file, runs)
+    for name, trace in zip(VARIANTS, traces, strict=True):
+        assert np.mean(trace[-3:]) < np.mean(trace[:3]) - 0.05, f"{name}: {trace}"
+
+
+def train_all(file: str, runs: list[list[str]]) -> list[list[float]]:
+    """The loss traces of several runs, one after the other in this process."""
+    world = World.start(60)
+    world.connect("gloo")
+    traces = [worker.losses(file, ["strategy=single", *overrides], world) for overrides in runs]
+    world.close()
+    return traces
 
 
 def test_fewer_heldout_examples_than_replicas(

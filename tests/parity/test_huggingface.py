@@ -8,7 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, PretrainedConfig, PreTrainedModel, RobertaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    RobertaConfig,
+)
 
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.errors import CheckpointError, ConfigError
@@ -37,9 +44,7 @@ class Pair:
 def make(family: str, folder: Path, **changes: object) -> Pair:
     reference_config, _, pad = FAMILIES[family]
     theirs = AutoModelForCausalLM if changes.get("is_decoder") else AutoModelForMaskedLM
-    reference = theirs.from_config(
-        reference_config(**{**SHAPE, **changes}), attn_implementation="eager"
-    ).eval()
+    reference = theirs.from_config(reference_config(**{**SHAPE, **changes}), attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in reference.parameters():  # larger than at initialisation, and biases not zero

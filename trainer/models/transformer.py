@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -35,7 +36,7 @@ class Transformer(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        segments: Tensor,
+        segments: Tensor | None,
         positions: Tensor,
         predicted: Tensor | None = None,
         dropout_key: Tensor | None = None,
@@ -47,6 +48,8 @@ class Transformer(nn.Module):
         Args:
             tokens: int [B, S].
             segments: int [B, S]; 0 is padding, 1, 2, ... the sequences packed in a row. A cell attends to its segment.
+                None: each row is one sequence that fills it, and PyTorch may take its quickest attention, which
+                knows no masks.
             positions: int [B, S], in [0, max_sequence_length); from 0 in each sequence.
             predicted: int [B, P], the cells to predict; None predicts all.
             dropout_key: int32 [B], a random key for each row; None, or a model in eval mode, means no dropout.
@@ -62,14 +65,15 @@ class Transformer(nn.Module):
         if self.training and dropout_key is not None:
             keys = split_key(dropout_key, 1 + DROPOUT_PLACES * len(self.layers))
             embedding_key, layer_keys = keys[0], keys[1:].view(len(self.layers), DROPOUT_PLACES, -1)
-        mask = segment_mask(segments, self.config.causal)
+        if segments is None and self.config.causal:
+            segments = torch.ones_like(tokens)
+        mask = None if segments is None else segment_mask(segments, self.config.causal)
         hidden, matrix = self.embeddings(tokens, positions, token_types, embedding_key)
-        scored = predicted  # with the first cells, which the next-sentence head reads
+        read = predicted  # the cells of the last layer that the heads read
         if predicted is not None and next_sentence:
-            scored = F.pad(predicted, (1, 0))
+            read = F.pad(predicted, (1, 0))
         for layer, layer_key in zip(self.layers, layer_keys, strict=True):
-            # Of the last layer's outputs, nobody reads those of other cells.
-            cells = scored if layer is self.layers[-1] else None
+            cells = read if layer is self.layers[-1] else None
             if self.activation_checkpointing and self.training:
                 # Dropout masks come from keys, so there is no generator state to bring back for the second time.
                 hidden = checkpoint(
@@ -79,13 +83,11 @@ class Transformer(nn.Module):
                 hidden = layer(hidden, mask, layer_key, cells)
         if self.final_norm is not None:
             hidden = self.final_norm(hidden)
-        logits: Tensor
         if not next_sentence:
-            logits = self.head(hidden, matrix)
+            logits: Tensor = self.head(hidden, matrix)
             return logits
         assert self.nsp_head is not None, "the model was built without a next-sentence head"
-        logits = self.head(hidden if predicted is None else hidden[:, 1:], matrix)
-        return logits, self.nsp_head(hidden[:, 0])
+        return self.head(hidden if predicted is None else hidden[:, 1:], matrix), self.nsp_head(hidden[:, 0])
 
     @property
     def max_sequence_length(self) -> int:
@@ -104,10 +106,15 @@ class Transformer(nn.Module):
         """FLOPs of the matrix products in one forward and backward pass, per cell of the batch.
 
         6 per weight of a layer (2 in the forward pass, twice that in the backward pass) and 12 S D per layer for
-        attention (scores and mixing, masked cells included); 6 (D D + V D) per predicted token for the head.
+        attention (scores and mixing, masked cells included); 6 (D D + V D) per predicted token for the head. What
+        follows attention in the last layer is computed for predicted tokens alone.
         Recomputation under activation checkpointing does not count (Chowdhery et al. 2022, appendix B).
         """
         width = self.config.width
         weights = sum(weight.numel() for weight in self.layers.parameters() if weight.ndim == 2)
+        last = self.layers[-1]
+        for_predicted = sum(weight.numel() for weight in last.parameters() if weight.ndim == 2)
+        for_predicted -= last.attention.qkv.weight.numel()
         attention = 12 * len(self.layers) * sequence_length * width
-        return 6 * weights + attention + predicted_per_token * 6 * width * (width + self.config.vocab_size)
+        head = width * (width + self.config.vocab_size)
+        return 6 * (weights - for_predicted) + attention + predicted_per_token * 6 * (for_predicted + head)

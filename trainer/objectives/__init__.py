@@ -30,7 +30,12 @@ class Objective(Protocol):
     Means are taken over the whole step, never over a micro-batch, because micro-batches hold different numbers of
     predictions: `weights` gives the denominator of each loss term before the forward pass, the caller sums it over
     micro-batches and replicas, and `loss` divides by those totals.
+
+    Attributes:
+        model_settings: settings of the model that must be on, as {"nsp": True}.
     """
+
+    model_settings: Mapping[str, bool]
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
         """The cells of an example that must be left to the objective's special tokens."""

@@ -37,6 +37,8 @@ class CausalLM:
         ConfigError: the vocabulary has no [CLS], [SEP] or [PAD].
     """
 
+    model_settings: Mapping[str, bool] = {"causal": True}
+
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._rows = Rows(vocabulary)
 

@@ -71,6 +71,8 @@ class MaskedLM:
             words begin and whole ones are to be masked.
     """
 
+    model_settings: Mapping[str, bool] = {}
+
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
         if vocabulary.mask is None:
             raise ConfigError(

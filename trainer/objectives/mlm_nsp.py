@@ -37,6 +37,8 @@ class MaskedLMWithNextSentence:
         ConfigError: as for `mlm.MaskedLM`.
     """
 
+    model_settings: Mapping[str, bool] = {"nsp": True}
+
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
         self._mlm = mlm.MaskedLM(config, vocabulary)
 

@@ -184,7 +184,7 @@ def test_only_what_is_needed_may_exceed_the_limit(shards: Shards, tmp_path: Path
 def test_threads_and_evictions_at_once(shards: Shards, tmp_path: Path) -> None:
     cache = make_cache(tmp_path, limit=2 * SIZE)
     with ThreadPoolExecutor(6) as pool:
-        list(pool.map(lambda i: shards.get(cache, i * 5 % 8), range(120)))
+        list(pool.map(lambda i: shards.get(cache, i * 5 % 8), range(60)))
     shards.get(cache, 0)
     assert len(shards.kept(cache)) <= 2
     assert not partial_files(cache)

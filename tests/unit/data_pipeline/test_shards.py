@@ -10,8 +10,8 @@ import webdataset
 
 from data_pipeline import shards
 from data_pipeline.shards import Shard, write_shard
-from trainer.storage import atomic_write
 from trainer.errors import DataError
+from trainer.storage import atomic_write
 
 UINT16 = np.dtype(np.uint16)
 
@@ -108,7 +108,7 @@ def test_a_tar_of_something_else_is_refused(tmp_path):
             member = tarfile.TarInfo(name)
             member.size = 4
             tar.addfile(member, io.BytesIO(b"abcd"))
-        with pytest.raises(DataError, match="no member|no readable header"):
+        with pytest.raises(DataError, match=r"no member|no readable header"):
             Shard.open(tmp_path / "a.tar", UINT16)
     with tarfile.open(tmp_path / "a.tar", "w"):
         pass
