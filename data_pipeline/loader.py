@@ -19,7 +19,7 @@ import torch
 
 from data_pipeline.cache import DEFAULT_SIZE, ShardCache
 from data_pipeline.dataset import Dataset, PackedSplit, max_open_shards, packing_digest
-from data_pipeline.order import ORDER_VERSION, ExampleOrder, Order, SinglePass, share
+from data_pipeline.order import ORDER_VERSION, ExampleOrder, Location, Order, SinglePass, share
 from data_pipeline.prefetch import Prefetcher
 from trainer.config.sizes import parse_size
 from trainer.errors import ConfigError, DataError
@@ -30,6 +30,7 @@ MicroBatch: TypeAlias = dict[str, torch.Tensor]
 
 _DROPOUT = name_key("dropout")
 _BLOCK_CELLS = 2**16  # arrays of this many 64-bit numbers stay in a core's cache
+_BLOCKS_TOGETHER = 4
 
 
 @dataclass(frozen=True)
@@ -164,10 +165,11 @@ class StreamingLoader:
         self.micro_batches = -(-most_rows // micro_batch_size)
         self._rows = -(-most_rows // self.micro_batches)
         self._replica = replica
-        # Small arrays cost numpy's overhead, large ones miss the cache: rows are made in blocks of whole micro-batches.
+        # Small arrays cost numpy's overhead, large ones miss the cache: rows are made in blocks of whole micro-batches,
+        # and what takes a few numbers a row is done for several blocks at once.
         together = max(1, _BLOCK_CELLS // (self._rows * self._sequence_length))
         self._block_rows = together * self._rows
-        self._most_steps = max(1, together // self.micro_batches)
+        self._most_steps = max(1, _BLOCKS_TOGETHER * together // self.micro_batches)
         self._prefetch = config.prefetch
         self._prefetcher: Prefetcher | None = None
         if dataset.remote is not None:
@@ -226,8 +228,13 @@ class StreamingLoader:
         """
         shares = [self._share(start + step * self._batch_size) for step in range(steps)]
         number, valid = (np.concatenate(parts) for parts in zip(*shares, strict=True))
+        at = self._order.locate(number)
+        if self._prefetcher is not None and len(number):
+            replica = self._replica
+            ahead = self._order.shards_ahead(int(number.min()), self._batch_size, replica.index, replica.count)
+            self._prefetcher.expect(np.concatenate((at.shard, ahead)))
         cuts = [slice(first, first + self._block_rows) for first in range(0, len(number), self._block_rows)]
-        made = [batch for cut in cuts for batch in self._micro_batches(number[cut], valid[cut])]
+        made = [batch for cut in cuts for batch in self._micro_batches(number[cut], at[cut], valid[cut])]
         return [made[first : first + self.micro_batches] for first in range(0, len(made), self.micro_batches)]
 
     def _share(self, start: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
@@ -239,13 +246,10 @@ class StreamingLoader:
         padding = np.resize(mine[:1] if len(mine) else batch[:1], rows - len(mine))
         return np.concatenate((mine, padding)), np.arange(rows) < len(mine)
 
-    def _micro_batches(self, number: npt.NDArray[np.int64], valid: npt.NDArray[np.bool_]) -> list[MicroBatch]:
+    def _micro_batches(
+        self, number: npt.NDArray[np.int64], at: Location, valid: npt.NDArray[np.bool_]
+    ) -> list[MicroBatch]:
         """Makes rows together and cuts them into micro-batches; no row depends on those that it is made with."""
-        at = self._order.locate(number)
-        if self._prefetcher is not None:
-            replica = self._replica
-            ahead = self._order.shards_ahead(int(number.min()), self._batch_size, replica.index, replica.count)
-            self._prefetcher.expect(np.concatenate((at.shard, ahead)))
         examples = self._packed.read(at, valid.astype(np.float32))
         arrays = dict(self._collate(examples, self._sequence_length))
         arrays["dropout_key"] = combine(self._seed, _DROPOUT, number).astype(np.uint32).view(np.int32)

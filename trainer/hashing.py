@@ -7,7 +7,9 @@ Nothing here keeps state, so a choice never depends on rank, worker, process or 
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 from typing import TypeAlias
 
 import numpy as np
@@ -39,10 +41,23 @@ def _scramble(x: U64) -> U64:
 
 def combine(*parts: npt.ArrayLike) -> U64:
     """Hashes a tuple of integers (arrays broadcast) into one 64-bit key each; order matters."""
-    key = mix(parts[0])
-    for part in parts[1:]:
-        key = _scramble(key ^ np.asarray(part).astype(np.uint64, copy=False))
+    constants = tuple(itertools.takewhile(lambda part: isinstance(part, int), parts))
+    key = _combine_constants(constants) if len(constants) > 1 else mix(parts[0])
+    for part in parts[len(constants) or 1 :]:
+        key = _mix_in(key, part)
     return key
+
+
+@functools.lru_cache
+def _combine_constants(parts: tuple[int, ...]) -> U64:
+    """A seed and a purpose, say: the same in every batch, and an array of one takes as long as one of hundreds."""
+    key = functools.reduce(_mix_in, parts[1:], mix(parts[0]))
+    key.flags.writeable = False
+    return key
+
+
+def _mix_in(key: U64, part: npt.ArrayLike) -> U64:
+    return _scramble(key ^ np.asarray(part).astype(np.uint64, copy=False))
 
 
 def name_key(name: str) -> int:

@@ -35,10 +35,12 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.out = nn.Linear(config.width, config.width)
 
-    def forward(self, hidden: Tensor, mask: Tensor, dropout_key: Tensor | None, cells: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, mask: Tensor | None, dropout_key: Tensor | None, cells: Tensor | None = None
+    ) -> Tensor:
         """[B, S, D] -> [B, S, D], or [B, P, D] for cells [B, P] alone.
 
-        mask: bool [B, 1, S, S], True where attention is allowed.
+        mask: bool [B, 1, S, S], True where attention is allowed; None allows all.
         """
         query, key, value = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(hidden).chunk(3, dim=-1)
@@ -50,8 +52,10 @@ class SelfAttention(nn.Module):
         out: Tensor = self.out(take(mixed.transpose(1, 2).flatten(2), cells))
         return out
 
-    def _eager(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout_key: Tensor) -> Tensor:
+    def _eager(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_key: Tensor) -> Tensor:
         """Writes the probabilities out, because the fused kernels cannot take our dropout mask."""
         scores = query * query.shape[-1] ** -0.5 @ key.transpose(-1, -2)
-        probabilities = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        probabilities = scores.softmax(-1, dtype=torch.float32)
         return dropout(probabilities, self.dropout, dropout_key).to(value.dtype) @ value

@@ -62,10 +62,12 @@ class Layer(nn.Module):
         self.ffn = FeedForward(config)
         self.ffn_norm = LayerNorm(config.width, eps=config.norm_eps)
 
-    def forward(self, hidden: Tensor, mask: Tensor, dropout_keys: Tensor | None, cells: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, mask: Tensor | None, dropout_keys: Tensor | None, cells: Tensor | None = None
+    ) -> Tensor:
         """[B, S, D] -> [B, S, D], or [B, P, D] for cells [B, P] alone, without computing the others.
 
-        mask: bool [B, 1, S, S]; dropout_keys: int32 [DROPOUT_PLACES, B].
+        mask: bool [B, 1, S, S], None allows all; dropout_keys: int32 [DROPOUT_PLACES, B].
         """
         in_attention, after_attention, after_ffn = (None,) * DROPOUT_PLACES if dropout_keys is None else dropout_keys
         pre = self.norm == "pre"

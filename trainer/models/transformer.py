@@ -112,9 +112,8 @@ class Transformer(nn.Module):
         """
         width = self.config.width
         weights = sum(weight.numel() for weight in self.layers.parameters() if weight.ndim == 2)
-        last = self.layers[-1]
-        for_predicted = sum(weight.numel() for weight in last.parameters() if weight.ndim == 2)
-        for_predicted -= last.attention.qkv.weight.numel()
+        last = self.layers[-1].named_parameters()
+        for_predicted = sum(weight.numel() for name, weight in last if weight.ndim == 2 and "qkv" not in name)
         attention = 12 * len(self.layers) * sequence_length * width
         head = width * (width + self.config.vocab_size)
         return 6 * (weights - for_predicted) + attention + predicted_per_token * 6 * (for_predicted + head)

@@ -126,7 +126,7 @@ class MaskedLM:
         width = tokens.shape[1]
         slots = self.predictions(width)
         maskable = self._is_ordinary.take(tokens)
-        available = maskable.sum(axis=1)
+        available = maskable.sum(axis=1, dtype=np.int32)
         count = np.minimum(available, np.maximum(1, np.rint(self.config.mask_fraction * available)))
         if self._is_continuing is not None:
             return columns_of(choose_words(key, maskable, self._is_continuing.take(tokens), count), slots)

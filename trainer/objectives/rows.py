@@ -69,7 +69,7 @@ class Rows:
         else:  # every row is one
             last = np.flatnonzero(np.diff(row, append=-1))
             begin, column = row[last] * width, np.arange(width, dtype=np.int32)
-            filled = np.zeros((examples.key.size, 1), dtype=np.int64)
+            filled = np.zeros((examples.key.size, 1), dtype=np.int32)
             filled[row[last], 0] = after[last] + 1 - begin
             segments = (column < filled).astype(np.int32)
             positions = column * segments
