@@ -13,13 +13,12 @@ all sides the FLOPs that ours needs.
 from __future__ import annotations
 
 import resource
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,11 +43,8 @@ VOCAB_SIZE = 30_522
 SHAPES = {"tiny": (2, 128), "mini": (4, 256), "base": (12, 768), "large": (24, 1024)}
 """Layers and width; heads are 64 wide."""
 
-CASES = {
-    "cpu": [("mini", 128, 32), ("base", 128, 8)],
-    "cuda": [("base", 128, 256), ("base", 512, 64), ("large", 128, 256), ("large", 512, 64)],
-}
-"""Model, length, and examples of a step, which are one micro-batch."""
+CASES = {"cpu": (("mini", "base"), (128,)), "cuda": (("base", "large"), (128, 512))}
+"""Models and lengths."""
 
 
 @dataclass(frozen=True)
@@ -290,22 +286,25 @@ def measure(job: Job, repeats: int) -> Comparison:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--device", choices=CASES, default="cpu")
-    parser.add_argument("--model", choices=SHAPES, help="this model only")
-    parser.add_argument("--length", type=int, help="this length only")
-    parser.add_argument("--batch", type=int, help="examples of a step, instead of what the case has")
+    parser.add_argument("--model", choices=SHAPES, nargs="+", help="instead of both")
+    parser.add_argument("--length", type=int, nargs="+", help="cells of an example (default: 128, on a GPU 512, too)")
+    parser.add_argument("--batch", type=int, help="examples of a step (default: so many that a step takes a while)")
     parser.add_argument("--turn", type=int, help="steps that a side takes in its turn (default: 2, on a GPU 50)")
     parser.add_argument("--threads", type=int, default=2, help="of the CPU, for each side (default: 2)")
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("nothing measured: torch finds no CUDA device here")
+    on_gpu = options.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        print("nothing measured: torch finds no CUDA device here")
+        return
+    models, lengths = CASES[options.device]
     comparisons = []
-    for model, length, batch in CASES[options.device]:
-        if options.model in (None, model) and options.length in (None, length):
-            with tempfile.TemporaryDirectory() as folder:
-                write_dataset(Path(folder))
-                turn = options.turn or (50 if options.device == "cuda" else 2)
-                job = Job(options.device, model, length, options.batch or batch, turn, options.threads, folder)
-                comparisons.append(measure(job, options.repeats))
+    for model, length in product(options.model or models, options.length or lengths):
+        cells = 32_768 if on_gpu else 4_096 if model in ("tiny", "mini") else 1_024
+        batch, turn = options.batch or cells // length, options.turn or (50 if on_gpu else 2)
+        with tempfile.TemporaryDirectory() as folder:
+            write_dataset(Path(folder))
+            job = Job(options.device, model, length, batch, turn, options.threads, folder)
+            comparisons.append(measure(job, options.repeats))
     publish(comparisons, options.json)
 
 

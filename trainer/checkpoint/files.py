@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from io import BufferedReader
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import TypeAlias
 
 import torch
@@ -29,6 +31,8 @@ from trainer.storage import Digest
 THREADS = 8  # an object store answers each of many requests as fast as one
 _LOCAL_POLL_SECONDS = 0.05
 _REMOTE_POLL_SECONDS = 0.5
+_BLOCK_BYTES = 2**18  # takes an object store about as long as a byte
+_BLOCKS_KEPT = 8  # of a file
 
 
 @dataclass(frozen=True)
@@ -121,18 +125,36 @@ def size(path: Location) -> int:
 
 
 def open_bytes(path: Location) -> Callable[[int, int], Tensor]:
-    """A file as a function from (start, stop) to its bytes, uint8: no others are read. A file is mapped, once."""
+    """A file as a function from (start, stop) to its bytes, uint8, which reads little more than is asked for."""
     if isinstance(path, Url):
-        return lambda start, stop: _read_range(path.url, start, stop)
+        return _Ranges(path.url)
     with _explained("read", path):
         content = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     return lambda start, stop: content[start:stop]
 
 
-def _read_range(url: str, start: int, stop: int) -> Tensor:
-    if start == stop:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(storage.read_range(url, start, stop)), dtype=torch.uint8)
+class _Ranges:
+    """Ranges of an object. Small ones, such as biases that lie side by side, come out of blocks that are kept."""
+
+    def __init__(self, url: str) -> None:
+        size = storage.size(url)
+        self._url = url
+        self._lock = Lock()
+        self._block = lru_cache(_BLOCKS_KEPT)(
+            lambda start: storage.read_range(url, start, min(start + _BLOCK_BYTES, size))
+        )
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        if start == stop:
+            return torch.empty(0, dtype=torch.uint8)
+        if stop - start >= _BLOCK_BYTES:
+            content = storage.read_range(self._url, start, stop)
+        else:
+            first = start - start % _BLOCK_BYTES
+            with self._lock:  # threads that want the same block wait for it, rather than all read it
+                blocks = b"".join(self._block(begin) for begin in range(first, stop, _BLOCK_BYTES))
+            content = blocks[start - first : stop - first]
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def names(folder: Location) -> list[str]:

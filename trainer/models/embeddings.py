@@ -27,7 +27,7 @@ class _Lookup(torch.autograd.Function):
         return F.embedding(ids, matrix), matrix.view_as(matrix)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, rows: Tensor, matrix: Tensor) -> tuple[Tensor, None]:
         (ids,) = ctx.saved_tensors
         return matrix.index_add_(0, ids.flatten(), rows.flatten(0, -2)), None

@@ -98,14 +98,21 @@ def test_damage_is_walked_back_over(
     assert "step-00000002" in caplog.text
 
 
-def test_only_the_rows_that_are_wanted_are_read(s3_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(s3_folder, 1)
-    _, stored = open_at(s3_folder).open(files.location(f"{s3_folder}/step-00000001"))
+def test_little_more_than_what_is_wanted_is_read(s3_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of large tensors, one by one; small tensors, many at once."""
+    large = torch.arange(4 * 2**18).view(2**10, 2**10)
+    small = {f"model/bias{number}": torch.full((3,), float(number)) for number in range(100)}
+    checkpointer = open_at(s3_folder)
+    checkpointer.save(1, {"model/weight": large, **small}, {})
+    checkpointer.wait()
+    _, stored = checkpointer.open(files.location(f"{s3_folder}/step-00000001"))
     ranges, read_range = [], storage.read_range
     monkeypatch.setattr(storage, "read_range", lambda *call: (ranges.append(call[2] - call[1]), read_range(*call))[1])
-    assert torch.equal(stored.elements("model/weight", 4, 9), WHOLE.flatten()[4:9] + 1)
-    assert torch.equal(stored["optimizer/step"], torch.tensor(1.0))
-    assert ranges == [5 * 4, 4]
+    assert torch.equal(stored.elements("model/weight", 7 * 2**10 + 5, 77 * 2**10), large[7:77].flatten()[5:])
+    assert ranges == [70 * 2**13 - 5 * 8]
+    assert all(torch.equal(stored[name], tensor) for name, tensor in small.items())
+    assert torch.equal(stored.elements("model/weight", 999, 1001), large.flatten()[999:1001])
+    assert sum(ranges[1:]) <= 3 * 2**18
 
 
 def test_a_store_that_fails_for_a_while_does_no_harm(faulty_s3: FaultyProxy, s3_folder: str) -> None:
