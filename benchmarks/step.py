@@ -33,6 +33,7 @@ from benchmarks.pairing import Comparison, Contender, arguments, compare, publis
 from data_pipeline.manifest import FORMAT, Manifest
 from data_pipeline.shards import write_shard
 from data_pipeline.tokenization import Tokenizer
+from trainer.accelerators import Accelerator, cpu, cuda
 from trainer.config import load
 from trainer.experiment import Experiment
 from trainer.run import build_trainer, open_checkpointer, open_loader
@@ -76,7 +77,6 @@ class Job:
         file = Path(self.folder) / f"{self.model}_{self.length}.yaml"
         file.write_text(f"""
 output: {self.folder}/run
-accelerator: {"cuda" if on_gpu else f"{{kind: cpu, threads: {self.threads}}}"}
 data: {{path: {self.folder}, sequence_length: {self.length}, packing: concat}}
 model: {{kind: bert, vocab_size: {VOCAB_SIZE}, layers: {layers}, width: {width}, heads: {width // 64},
   ffn_width: {4 * width}, attention_dropout: 0.0}}
@@ -88,6 +88,10 @@ strategy: single
 """)
         return load(Experiment, str(file))
 
+    def accelerator(self) -> Accelerator:
+        """The device."""
+        return cuda.Config().build() if self.device == "cuda" else cpu.Config(self.threads).build()
+
 
 class Turns:
     """Holds a training loop between the turns of its side, and measures it.
@@ -95,17 +99,18 @@ class Turns:
     Attributes:
         steps: taken in all turns but the first, which warms up.
         seconds: that they took.
+        cpu_seconds: that they took of all threads, which other programs on the machine disturb less.
     """
 
     def __init__(self, job: Job, commands: Connection) -> None:
         self._job, self._commands = job, commands
-        self._began = 0.0
-        self.steps, self.seconds = -job.turn, 0.0
+        self._began = self._cpu_began = 0.0
+        self.steps, self.seconds, self.cpu_seconds = -job.turn, 0.0, 0.0
 
     def wait(self) -> bool:
         """Waits for a turn; returns whether there is one, or all is over."""
         another: bool = self._commands.recv()
-        self._began = time.perf_counter()
+        self._began, self._cpu_began = time.perf_counter(), time.process_time()
         return another
 
     def step(self) -> bool:
@@ -116,7 +121,9 @@ class Turns:
         if self._job.device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # the other side needs the memory
-        self.seconds += time.perf_counter() - self._began if self.steps else 0.0
+        if self.steps > 0:
+            self.seconds += time.perf_counter() - self._began
+            self.cpu_seconds += time.process_time() - self._cpu_began
         self._commands.send(None)
         return self.wait()
 
@@ -125,10 +132,11 @@ class Turns:
         if self._job.device == "cuda":
             notes = (f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", *notes)
         else:
-            notes = (f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB", *notes)
-        experiment = self._job.experiment()
-        accelerator, length = experiment.accelerator.build(), self._job.length
-        if peak := accelerator.peak_flops(experiment.training.precision):
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            rate = self.steps * self._job.batch / self.cpu_seconds
+            notes = (f"{rate:.2f} a CPU-second, peak memory {memory:.1f} GiB", *notes)
+        experiment, length = self._job.experiment(), self._job.length
+        if peak := self._job.accelerator().peak_flops(experiment.training.precision):
             with torch.device("meta"):
                 model = experiment.model.build()
             predictions = round(experiment.objective.mask_fraction * (length - 2))
@@ -140,7 +148,7 @@ class Turns:
 def ours(job: Job, commands: Connection) -> None:
     """Our side: the trainer's steps, and the loader's batches."""
     experiment = job.experiment()
-    world, accelerator = World.start(60), experiment.accelerator.build()
+    world, accelerator = World.start(60), job.accelerator()
     world.connect(accelerator.collective_backend)
     strategy = experiment.strategy.build(accelerator, world, experiment.training.precision)
     trainer = build_trainer(experiment, experiment.data.open(), strategy, open_checkpointer(experiment, world))
@@ -164,14 +172,14 @@ def theirs(job: Job, commands: Connection, compiled: bool = False) -> None:
     torch.set_num_threads(job.threads)
     turns = Turns(job, commands)
 
-    class InTurns(transformers.TrainerCallback):  # type: ignore[misc]
+    class InTurns(transformers.TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             turns.wait()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop = not turns.step()
 
-    class InOrder(transformers.Trainer):  # type: ignore[misc]
+    class InOrder(transformers.Trainer):
         def _get_train_sampler(self, *_: Any) -> None:
             return None
 
@@ -214,7 +222,7 @@ def ready_examples(job: Job) -> list[dict[str, Tensor]]:
         for batch in (batch for micro_batches in islice(loader, 64) for batch in micro_batches):
             labels = torch.full_like(batch["tokens"], -100, dtype=torch.int64)
             labels.scatter_(1, batch["predicted"], batch["labels"])
-            attended = torch.ones_like(labels)
+            attended = (batch["segments"] > 0).long()
             columns = {"input_ids": batch["tokens"].long(), "attention_mask": attended, "labels": labels}
             examples += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     return examples

@@ -35,7 +35,7 @@ from trainer.config import Kinds, Tree, to_tree
 from trainer.config.sizes import parse_size
 from trainer.errors import ConfigError, DataError
 from trainer.hub import is_hub_path
-from trainer.storage import atomic_write
+from trainer.storage import atomic_write, shown
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,11 @@ class _Build:
             self.settings["limit"] = config.limit_bytes
         if config.sentences is not None:
             self.settings["sentences"] = splitter_version(config.sentences)
+        # Not the signatures of addresses: datasets are passed on, and the next signature names the same text.
+        self.files = tuple(map(shown, self.source.files))
         self.source_tree: Tree = to_tree(config)["source"]
+        if "paths" in self.source_tree:
+            self.source_tree["paths"] = [shown(path) for path in self.source_tree["paths"]]
         recipe = [FORMAT, self.tokenizer.fingerprint, self.source_tree, self.settings]
         self.digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
         self.units = 0
@@ -144,7 +148,7 @@ class _Build:
     def _finished_already(self) -> Manifest:
         found = Manifest.load(self.folder)
         same = (found.tokenizer_fingerprint, found.source, found.settings, found.files)
-        if same != (self.tokenizer.fingerprint, self.source_tree, self.settings, self.source.files):
+        if same != (self.tokenizer.fingerprint, self.source_tree, self.settings, self.files):
             raise DataError(
                 f"{self.folder} holds a finished dataset that was built from another source, tokenizer or settings; "
                 f"choose another folder with output=DIR, or replace it with --force"
@@ -201,7 +205,7 @@ class _Build:
                     splits[split].append(shard)
                 for name, line, reason in outcome.rejected:
                     reasons[reason] += 1
-                    entry = {"file": self.source.files[name], "line": line, "reason": reason}
+                    entry = {"file": self.files[name], "line": line, "reason": reason}
                     file.write(json.dumps(entry).encode() + b"\n")
         if not reasons:
             (self.folder / "rejected.jsonl").unlink()
@@ -217,7 +221,7 @@ class _Build:
             vocab_size=vocab_size,
             dtype=token_dtype(vocab_size).name,
             source=self.source_tree,
-            files=self.source.files,
+            files=self.files,
             documents_in=documents_in,
             documents_rejected=dict(reasons),
             splits={split: tuple(shards) for split, shards in splits.items()},
@@ -242,7 +246,7 @@ class _Build:
 
 def _rejection(source: Source, file: int, line: int, reason: str) -> DataError:
     return DataError(
-        f"{source.files[file]}:{line}: {reason}; correct it, or leave such documents out with on_error=skip, which "
+        f"{shown(source.files[file])}:{line}: {reason}; correct it, or leave such documents out with on_error=skip, which "
         f"counts and lists them"
     )
 
@@ -299,7 +303,7 @@ def train_tokenizer(config: Config, force: bool = False) -> Tokenizer:
     """
     folder = Path(config.tokenizer.path)
     if is_hub_path(config.tokenizer.path):
-        raise DataError(f"tokenizer.path {config.tokenizer.path} is trained already; build the dataset with it at once")
+        raise DataError(f"tokenizer.path {config.tokenizer.path} is trained already; go on with: samestep data build")
     if not force and folder.exists() and any(folder.iterdir()):
         raise DataError(
             f"{folder} is there already, and datasets may have been built with it; choose another tokenizer.path, or "

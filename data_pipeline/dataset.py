@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain, repeat
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -220,9 +222,10 @@ class _PackedShard:
         return self.start.nbytes + self.pieces.nbytes
 
 
-def _gather(places: Iterable[tuple[memoryview, int, int]], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Puts slices [begin:end] of buffers end to end."""
-    return np.frombuffer(b"".join([buffer[begin:end] for buffer, begin, end in places]), dtype)
+def _gather(buffers: Iterable[memoryview], begin: Int64, end: Int64, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Puts the slice [begin:end] of each buffer end to end."""
+    places = zip(buffers, begin.tolist(), end.tolist(), strict=True)
+    return np.frombuffer(b"".join([buffer[first:last] for buffer, first, last in places]), dtype)
 
 
 class PackedSplit:
@@ -291,28 +294,25 @@ class PackedSplit:
         """
         is_pairs = self._policy == "pairs"
         numbers = at.shard + len(self._shards) * at.epoch if is_pairs else at.shard
-        opened = {number: self._packed(number) for number in np.unique(numbers).tolist()}
-        shards, index = [opened[number] for number in numbers.tolist()], at.index.tolist()
-        bounds = [(shard.start[i], shard.start[i + 1]) for shard, i in zip(shards, index, strict=True)]
-        pieces = _gather(
-            ((shard.pieces, 3 * a, 3 * b) for shard, (a, b) in zip(shards, bounds, strict=True)), self._narrow
-        )
+        opened = self._packed(np.unique(numbers).tolist())
+        shards = [opened[number] for number in numbers.tolist()]
+        starts = [shard.start for shard in shards]
+        first, end = (np.array(list(map(getitem, starts, i.tolist()))) for i in (at.index, at.index + 1))
+        pieces = _gather((shard.pieces for shard in shards), 3 * first, 3 * end, self._narrow)
         address, length, column = pieces.reshape(-1, 3).T.astype(np.int64)
-        count = [b - a for a, b in bounds]
-        sources = [shard.tokens for shard, n in zip(shards, count, strict=True) for _ in range(n)]
-        places = zip(sources, address.tolist(), (address + length).tolist(), strict=True)
-        tokens = _gather(places, self._dataset.manifest.token_dtype)
+        sources = chain.from_iterable(map(repeat, (shard.tokens for shard in shards), (end - first).tolist()))
+        tokens = _gather(sources, address, address + length, self._dataset.manifest.token_dtype)
         if tokens.max() >= self._dataset.manifest.vocab_size:
             self._refuse_damage(np.unique(at.shard))
         return Examples(
             tokens=tokens.astype(np.int32),
-            row=np.repeat(np.arange(len(count)), count),
+            row=np.repeat(np.arange(len(shards)), end - first),
             column=column,
             length=length,
             key=combine(self._seed, _EXAMPLE, at.epoch, self.ids(at)),
             weight=weight,
             isolated=self._policy not in ("concat", "pairs"),
-            random=np.array([shard.random[i] for shard, i in zip(shards, index, strict=True)]) if is_pairs else None,
+            random=np.array([shard.random[i] for shard, i in zip(shards, at.index, strict=True)]) if is_pairs else None,
         )
 
     def origin(self, shard: int, index: int, epoch: int) -> npt.NDArray[np.uint32]:
@@ -327,12 +327,16 @@ class PackedSplit:
             f"of these shards is damaged: {names}; find it with: samestep data verify {self._dataset.name}"
         )
 
-    def _packed(self, number: int) -> _PackedShard:
+    def _packed(self, numbers: list[int]) -> dict[int, _PackedShard]:
+        """The shards of these numbers, opened and planned."""
         with self._lock:
-            if number in self._open:
+            found = {number: self._open[number] for number in numbers if number in self._open}
+            for number in found:
                 self._open.move_to_end(number)
-                return self._open[number]
-        packed = self._pack(number)  # outside the lock; two threads may make the same one, which does no harm
+        # Outside the lock; two threads may make the same one, which does no harm.
+        return found | {number: self._keep(number, self._pack(number)) for number in numbers if number not in found}
+
+    def _keep(self, number: int, packed: _PackedShard) -> _PackedShard:
         with self._lock:
             self._open[number] = packed
             while len(self._open) > 1 and (

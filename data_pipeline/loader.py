@@ -29,8 +29,7 @@ from trainer.hashing import combine, mix, name_key
 MicroBatch: TypeAlias = dict[str, torch.Tensor]
 
 _DROPOUT = name_key("dropout")
-_BLOCK_CELLS = 2**16  # arrays of this many 64-bit numbers stay in a core's cache
-_BLOCKS_TOGETHER = 4
+_BLOCK_CELLS = 2**18  # what numpy takes to begin no longer shows, and the largest arrays are of 2 MB
 
 
 @dataclass(frozen=True)
@@ -165,11 +164,10 @@ class StreamingLoader:
         self.micro_batches = -(-most_rows // micro_batch_size)
         self._rows = -(-most_rows // self.micro_batches)
         self._replica = replica
-        # Small arrays cost numpy's overhead, large ones miss the cache: rows are made in blocks of whole micro-batches,
-        # and what takes a few numbers a row is done for several blocks at once.
+        # Numpy is slow with small arrays and wants memory for large ones: rows are made in blocks of micro-batches.
         together = max(1, _BLOCK_CELLS // (self._rows * self._sequence_length))
         self._block_rows = together * self._rows
-        self._most_steps = max(1, _BLOCKS_TOGETHER * together // self.micro_batches)
+        self._most_steps = max(1, together // self.micro_batches)
         self._prefetch = config.prefetch
         self._prefetcher: Prefetcher | None = None
         if dataset.remote is not None:
@@ -243,7 +241,7 @@ class StreamingLoader:
         mine = batch[share(len(batch), self._replica.index, self._replica.count)]
         rows = self.micro_batches * self._rows if len(batch) else 0
         # A padding row is a valid example: softmax over a row without any token would be NaN.
-        padding = np.resize(mine[:1] if len(mine) else batch[:1], rows - len(mine))
+        padding = np.repeat(mine[:1] if len(mine) else batch[:1], rows - len(mine))
         return np.concatenate((mine, padding)), np.arange(rows) < len(mine)
 
     def _micro_batches(

@@ -100,12 +100,15 @@ class Order:
         self._windows = min(max(1, round(self._span / together)), self._span)
         self._window_key = combine(seed, _WINDOW)
         self._line = functools.lru_cache(maxsize=8)(self._lay_line)  # one or two epochs are in use at any time
+        self._by_lane = functools.lru_cache(maxsize=8)(self._sort_by_lane)
         self._lanes_of = functools.lru_cache(maxsize=8)(self._find_lanes)
 
     def batch(self, start: int, size: int) -> Int64:
         """Rows of a global batch are sorted by lane, so that a replica's share stays with few lanes, hence shards."""
-        number = np.arange(start, start + size)
-        return number[np.argsort(number % self._lanes, kind="stable")]
+        return start + self._by_lane(start % self._lanes, size)
+
+    def _sort_by_lane(self, first: int, size: int) -> Int64:
+        return np.argsort((first + np.arange(size)) % self._lanes, kind="stable")
 
     def working_set(self, size: int, index: int, count: int) -> int:
         """As in `ExampleOrder`."""

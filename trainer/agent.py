@@ -36,6 +36,7 @@ def run_workers(arguments: Sequence[str], processes: int) -> int:
         KeyboardInterrupt: the user pressed Ctrl-C; the processes have ended.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: a tenth of a small model's step on a CPU
     for noisy in ("agent.server.api", "multiprocessing.api"):  # they log what is said here in a user's words
         logging.getLogger(f"torch.distributed.elastic.{noisy}").setLevel(logging.CRITICAL)
     config = LaunchConfig(

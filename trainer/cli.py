@@ -113,7 +113,9 @@ def build_parser() -> argparse.ArgumentParser:
         "samestep export runs/bert-mini exported/bert-mini",
     )
     export.add_argument(
-        "checkpoint", metavar="CKPT", help="a run's folder (its newest checkpoint), a step folder or hf://NAME"
+        "checkpoint",
+        metavar="CKPT",
+        help="a run (its newest checkpoint) or a step, its folder or address; or hf://NAME",
     )
     export.add_argument("folder", metavar="DIR", help="the folder to write")
 
@@ -125,7 +127,7 @@ def build_parser() -> argparse.ArgumentParser:
         'samestep fill runs/bert-mini "the man went to the [MASK]"',
     )
     fill.add_argument(
-        "checkpoint", metavar="CKPT", help="a run's folder, a step folder, a Hugging Face folder or hf://NAME"
+        "checkpoint", metavar="CKPT", help="a run or a step, its folder or address; a Hugging Face folder or hf://NAME"
     )
     fill.add_argument("text", nargs="+", help="texts with [MASK] (or <mask>) in them")
     fill.add_argument("--top", type=int, default=5, metavar="K", help="candidates a mask (default: 5)")
@@ -163,7 +165,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("file", nargs="?", help="the experiment that is to run here (default: the machine alone)")
     doctor.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
-    doctor.add_argument("--processes", type=int, metavar="N", help="processes of the all-reduce (default: one a GPU)")
+    doctor.add_argument(
+        "--processes", type=int, metavar="N", help="processes of the all-reduce (default: one a GPU, else two)"
+    )
 
     for entry_point in entry_points(group="samestep.commands"):
         entry_point.load()(commands)
@@ -279,6 +283,8 @@ def _doctor(args: argparse.Namespace) -> int:
     from trainer.config import load
     from trainer.experiment import Experiment
 
+    if args.processes is not None and args.processes < 1:
+        raise ConfigError(f"--processes must be at least 1, not {args.processes}")
     experiment = load(Experiment, args.file, args.overrides) if args.file else None
     sound = doctor.report(doctor.examine(experiment, args.processes), Console())
     return EXIT_DONE if sound else EXIT_FAILED

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -81,14 +81,15 @@ def examine(experiment: Experiment | None, processes: int | None) -> Iterator[Fi
         experiment: what is to be run here; None looks at the machine alone.
         processes: how many are to meet for the all-reduce; None takes one a GPU, or two on the CPU.
     """
-    on_cpu = experiment is not None and isinstance(experiment.accelerator, cpu.Config)
+    wanted = None if experiment is None else experiment.accelerator
+    on_cpu = isinstance(wanted, cpu.Config)
     gpus = 0 if on_cpu else torch.cuda.device_count()
     precision: Precision = "bf16" if gpus else "fp32"
     if experiment is not None:
         precision = experiment.training.precision
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("software", _software),
-        ("devices", lambda: _devices(on_cpu)),
+        ("devices", lambda: _devices(wanted)),
         *((f"device {i}", lambda i=i: _matmul(cuda.CudaAccelerator(i), f"device {i}", precision)) for i in range(gpus)),
     ]
     if not gpus:
@@ -109,15 +110,16 @@ def examine(experiment: Experiment | None, processes: int | None) -> Iterator[Fi
 
 
 def _checks_of(experiment: Experiment) -> list[tuple[str, Callable[[], Iterator[Finding]]]]:
-    checkpoints = experiment.checkpoint.folder or experiment.output
+    checkpoints = experiment.checkpoint.folder
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in experiment.model.build().parameters())
     needed = parameters * _BYTES_PER_PARAMETER * (experiment.checkpoint.keep_last + 1)
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [("dataset", lambda: _dataset(experiment))]
-    if storage.is_url(checkpoints):
+    checks.append(("output", lambda: _disk("output", Path(experiment.output), 0 if checkpoints else needed)))
+    if checkpoints and storage.is_url(checkpoints):
         checks.append(("checkpoints", lambda: _object_store(checkpoints)))
-        needed = 0
-    checks.append(("output", lambda: _disk("output", Path(experiment.output), needed)))
+    elif checkpoints:
+        checks.append(("checkpoints", lambda: _disk("checkpoints", Path(checkpoints), needed)))
     if storage.is_url(experiment.data.path):
         cache = experiment.data.cache or os.environ.get("SAMESTEP_CACHE") or Path.home() / ".cache" / "samestep"
         checks.append(("cache", lambda: _disk("cache", Path(cache), 0)))
@@ -149,15 +151,18 @@ def _installed(distribution: str) -> bool:
     return True
 
 
-def _devices(on_cpu: bool) -> Iterator[Finding]:
-    if torch.cuda.is_available() and not on_cpu:
+def _devices(wanted: Any) -> Iterator[Finding]:
+    """What training would run on, given the experiment's accelerator; None leaves it to the machine."""
+    if isinstance(wanted, cpu.Config):
+        yield Finding("devices", "ok", "the CPU, as the experiment asks for it")
+    elif torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             accelerator = cuda.CudaAccelerator(index)
             major, minor = torch.cuda.get_device_capability(index)
             free = accelerator.memory() / 2**30
             yield Finding(f"device {index}", "ok", f"{accelerator.description}, {free:.0f} free, sm_{major}{minor}")
-    elif on_cpu:
-        yield Finding("devices", "ok", "the CPU, as the experiment asks for it")
+    elif wanted is not None:
+        wanted.build()  # says why it cannot be had
     elif reason := cuda.unusable():
         yield Finding("devices", "failed", f"training would run on the CPU: {reason}")
     else:
@@ -193,8 +198,12 @@ def _matmul(accelerator: Accelerator, subject: str, precision: Precision) -> Ite
 
 
 def _all_reduce(gpus: int, processes: int) -> Iterator[Finding]:
-    if processes < 2 or (gpus and processes > gpus):
-        yield Finding("all-reduce", "ok", f"nothing to try with {processes} processes on {gpus} GPUs")
+    if processes == 1:
+        yield Finding("all-reduce", "ok", "one process has nobody to reduce with")
+        return
+    if gpus and processes > gpus:
+        fix = f"ask for at most {gpus} processes"
+        yield Finding("all-reduce", "failed", f"{processes} processes want a GPU each, and there are {gpus}", fix)
         return
     backend = "nccl" if gpus else "gloo"
     with socket.socket() as free:
@@ -317,7 +326,7 @@ def _wandb(experiment: Experiment | None) -> Iterator[Finding]:
         fix = "let this machine reach it, or set WANDB_MODE=offline and upload with wandb sync"
         yield Finding("W&B", "warning", f"{key}, and {host} does not answer ({error})", fix)
         return
-    state: State = "ok" if wandb.has_key() else "failed"
+    state: State = "ok" if wandb.has_key() else "failed" if config else "warning"
     yield Finding("W&B", state, f"online; {key}, {host} answers", "" if state == "ok" else "wandb login")
 
 

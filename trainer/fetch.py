@@ -13,10 +13,12 @@ from data_pipeline.manifest import MANIFEST, Manifest
 from data_pipeline.remote import TOKENIZER_FILES
 from data_pipeline.sources import Source, huggingface
 from trainer import storage
+from trainer.checkpoint import files
 from trainer.config import decode, read_tree
 from trainer.errors import ConfigError
 from trainer.experiment import Experiment
 from trainer.hub import is_hub_path, model_folder, tokenizer_folder
+from trainer.weights import load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +52,11 @@ def fetch(target: str, overrides: list[str], to: str | None) -> list[str]:
 
 
 def _experiment_inputs(experiment: Experiment, to: str | None) -> Iterator[str]:
-    if experiment.init_from and is_hub_path(experiment.init_from):
-        yield f"init_from={model_folder(experiment.init_from, to and f'{to}/model')}"
+    start = experiment.init_from
+    if start and is_hub_path(start):
+        yield f"init_from={model_folder(start, to and f'{to}/model')}"
+    elif start and storage.is_url(start):
+        yield f"init_from={_checkpoint(start, Path(to or 'fetched'))}"
     if storage.is_url(experiment.data.path):
         yield f"data.path={_built_dataset(experiment.data.path.rstrip('/'), Path(to or 'fetched'))}"
 
@@ -70,7 +75,10 @@ def _dataset_inputs(config: build.Config, to: str | None) -> Iterator[str]:
         return
     paths: tuple[str, ...] = getattr(config.source, "paths", ())
     if any(storage.is_url(path) for path in paths):
-        _source_files(config.source.build(), config.limit_bytes, folder)
+        source: Source = config.source.build()
+        if len({_local(file, folder) for file in source.files}) < len(source.files):
+            raise ConfigError("files of source.paths that differ in the query of their address only cannot be fetched")
+        _source_files(source, config.limit_bytes, folder)
         yield f"source.paths={json.dumps([_local(path, folder) for path in paths])}"
 
 
@@ -99,6 +107,17 @@ def _built_dataset(url: str, folder: Path) -> Path:
         _download(f"{url}/tokenizer/{name}", folder / "tokenizer" / name)
     manifest.save(folder)
     return folder
+
+
+def _checkpoint(url: str, folder: Path) -> Path:
+    """Downloads a checkpoint, the newest one where `url` is a run's, and its tokenizer."""
+    weights = load_weights(url)
+    step = Path(_local(str(weights.folder), folder))
+    for source, target in ((weights.tokenizer, step.parent / "tokenizer"), (weights.folder, step)):
+        for name in files.names(source):
+            logger.info("%s", storage.shown(f"{source}/{name}"))
+            _download(f"{source}/{name}", target / name)
+    return step
 
 
 def _local(path: str, folder: Path) -> str:

@@ -60,14 +60,18 @@ def _folder(path: str, files: tuple[str, ...], needed: tuple[tuple[str, ...], ..
         MissingExtra: huggingface-hub is not installed.
         StorageError: the repository is unknown, not ours to read, out of reach, or holds no such files.
     """
-    address = _ADDRESS.fullmatch(path)
-    if address is None:
-        raise ConfigError(f"{path!r} is not the address of a model: write hf://NAME or hf://NAME@REVISION")
     try:
         from huggingface_hub import constants, errors, snapshot_download
-        from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+        from huggingface_hub.utils import WeakFileLock, validate_repo_id  # type: ignore[attr-defined]
     except ImportError:
         raise MissingExtra("huggingface-hub", "hf", path) from None
+    address = _ADDRESS.fullmatch(path)
+    try:
+        validate_repo_id(address["name"] if address else "")
+    except errors.HFValidationError:
+        address = None
+    if address is None:
+        raise ConfigError(f"{path!r} is not the address of a model: write hf://NAME or hf://NAME@REVISION")
 
     def get(local_files_only: bool) -> Path | None:
         folder = Path(

@@ -1,4 +1,4 @@
-"""Trained weights wherever they lie: a run, one of its checkpoints (here or in an object store), a Hugging Face folder."""
+"""Trained weights wherever they lie: a run or one of its checkpoints, here or in a store, or a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def read_records(files: tuple[str, ...], split: Callable[[BinaryIO], Iterator[tu
             with _open(path) as disk:
                 weight = weights[index] / max(1, disk.seek(0, io.SEEK_END))
                 disk.seek(0)
-                with decompressed(disk, path) as file:
+                with decompressed(disk, storage.shown(path)) as file:
                     for line, data in split(file):
                         yield Record(index, line, data, (before + weight * disk.tell()) / total)
             problem = "empty file" if line == 0 else None
@@ -72,7 +72,7 @@ def read_records(files: tuple[str, ...], split: Callable[[BinaryIO], Iterator[tu
         except BadRecord as error:
             problem = str(error)
         except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror or error}; check that it is readable") from error
+            raise DataError(f"cannot read {storage.shown(path)}: {error.strerror or error}; check that it is readable") from error
         before += weights[index]
         if problem:
             yield Record(index, line + 1, b"", before / total, problem)

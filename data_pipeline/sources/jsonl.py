@@ -16,7 +16,7 @@ class Config:
     """Where the documents are.
 
     Attributes:
-        paths: files or glob patterns; `.gz` and `.zst` are decompressed.
+        paths: files, glob patterns or URLs; `.gz` and `.zst` are decompressed.
         field: the key of the text; dots reach into nested objects.
     """
 

@@ -15,7 +15,7 @@ class Config:
     """Where the documents are.
 
     Attributes:
-        paths: files or glob patterns; `.gz` and `.zst` are decompressed.
+        paths: files, glob patterns or URLs; `.gz` and `.zst` are decompressed.
         document: what one document is: a whole "file", or a "paragraph", which ends at a blank line.
     """
 

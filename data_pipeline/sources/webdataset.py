@@ -16,7 +16,7 @@ class Config:
     """Where the documents are.
 
     Attributes:
-        paths: tar files or glob patterns; `.tar.gz` and `.tar.zst` are decompressed.
+        paths: tar files, glob patterns or URLs; `.tar.gz` and `.tar.zst` are decompressed.
         member: the suffix of the members that are documents, as WebDataset counts it: of `a/0001.text.json` it is
             `text.json`. All other members are passed over.
         field: the key of the text where members end in `json`; dots reach into nested objects.

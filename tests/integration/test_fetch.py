@@ -78,7 +78,7 @@ def data_file(hub: Hub, tmp_path: Path) -> Path:
     path = tmp_path / "data.yaml"
     path.write_text(
         f"""
-source: {{kind: parquet, paths: ["hf://datasets/owner/corpus/rows/*.parquet"]}}
+source: {{kind: parquet, paths: ["hf://datasets/owner/corpus/rows/?.parquet"]}}
 tokenizer: {{path: "hf://owner/tiny"}}
 output: {tmp_path / "dataset"}
 workers: 1
@@ -114,13 +114,18 @@ def test_a_limit_is_fetched_as_far_as_it_reaches(hub, samestep, data_file, tmp_p
     assert samestep("data", "build", data_file, *found, "limit=5kB").code == 0
 
 
-def test_a_built_dataset_is_fetched_from_a_store(s3_folder, samestep, experiment_file, dataset_folder, tmp_path):
-    for path in dataset_folder.rglob("*"):
-        if path.is_file():
-            storage.upload(path, f"{s3_folder}/{path.relative_to(dataset_folder)}")
-    found = settings(samestep("fetch", experiment_file, f"data.path={s3_folder}", "--to", tmp_path / "data"))
-    folder = found[0].removeprefix("data.path=")
-    assert samestep("data", "verify", folder).code == 0
+def test_a_dataset_and_a_checkpoint_are_fetched_from_a_store(
+    s3_folder, samestep, experiment_file, dataset_folder, finished_run, tmp_path
+):
+    for folder, name in ((dataset_folder, "data"), (finished_run / "checkpoints", "run"), (finished_run, "")):
+        for path in folder.glob("tokenizer/*") if not name else folder.rglob("*"):
+            if path.is_file():
+                storage.upload(path, f"{s3_folder}/{name or 'run'}/{path.relative_to(folder)}")
+    remote = (f"data.path={s3_folder}/data", f"init_from={s3_folder}/run")
+    found = settings(samestep("fetch", experiment_file, *remote, "--to", tmp_path / "data"))
+    start, data = (setting.partition("=")[2] for setting in found)
+    assert samestep("data", "verify", data).code == 0
+    assert load_weights(start).step == load_weights(finished_run).step
     result = samestep("train", experiment_file, f"output={tmp_path / 'run'}", *TWO_STEPS, *found)
     assert result.code == 0, result.err
 

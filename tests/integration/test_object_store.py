@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from tests.integration.commands import Samestep, Start, losses
 from trainer import storage
@@ -33,12 +32,11 @@ def test_a_run_lives_on_in_the_store(
     scores = samestep("evaluate", run, "--step", "8")
     assert scores.code == 0, scores.err
     assert scores.out.split()[1] == "8"
-    assert samestep("export", s3_folder, tmp_path / "exported").code == 0
+    assert samestep("export", run, tmp_path / "exported").code == 0
+    assert {"model.safetensors", "tokenizer.json"} <= {file.name for file in (tmp_path / "exported").iterdir()}
     shutil.rmtree(run)
-    assert samestep("fill", f"{s3_folder}/step-00000012", "a [MASK]").code == 0
-    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "exported")
-    assert model.config.vocab_size >= len(AutoTokenizer.from_pretrained(tmp_path / "exported"))
-    tuned = samestep("train", experiment_file, f"output={tmp_path / 'tuned'}", f"init_from={s3_folder}")
+    assert samestep("fill", s3_folder, "a [MASK]").code == 0
+    tuned = samestep("train", experiment_file, f"output={tmp_path / 'tuned'}", f"init_from={s3_folder}/step-00000008")
     assert tuned.code == 0, tuned.err
     assert losses(tmp_path / "tuned")[1] < losses(finished_run)[1], "it knows something already"
 

@@ -80,8 +80,18 @@ def test_processes_that_do_not_meet_in_time_are_explained_and_ended(monkeypatch:
 def test_gpus_that_cannot_be_used_are_a_failure(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(cuda, "unusable", lambda: "the driver is too old")
-    (finding,) = doctor._devices(on_cpu=False)
+    (finding,) = doctor._devices(None)
     assert (finding.state, finding.found) == ("failed", "training would run on the CPU: the driver is too old")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines where torch finds no GPU")
+def test_an_experiment_gets_the_devices_and_disks_that_it_names(experiment_file: str, tmp_path: Path):
+    named = ["accelerator=cuda", f"output={tmp_path}", "checkpoint.folder=/proc/checkpoints"]
+    found = {finding.subject: finding for finding in doctor.examine(load(Experiment, experiment_file, named), 1)}
+    assert found["devices"].state == "failed"
+    assert "cuda was asked for" in found["devices"].found
+    assert found["output"].state != "failed"
+    assert "cannot write in /proc" in found["checkpoints"].found
 
 
 def test_a_disk_that_is_full_or_read_only_is_found(tmp_path: Path):

@@ -18,6 +18,7 @@ from trainer.errors import ConfigError
 # Dense TFLOP/s in bf16 and fp16 from NVIDIA's data sheets, by a part of the device's name; the first match counts.
 _TFLOPS = {
     "B200": 2250,
+    "H200 NVL": 835,
     "H200": 989,
     "H100 PCIe": 756,
     "H100 NVL": 835,
@@ -45,10 +46,8 @@ class Config:
 
     def build(self) -> CudaAccelerator:
         if not torch.cuda.is_available():
-            raise ConfigError(
-                "accelerator: cuda was asked for and torch finds no GPU; use accelerator=cpu, or install "
-                "a driver and a CUDA build of torch (python -m torch.utils.collect_env tells more)"
-            )
+            reason = unusable() or "nvidia-smi lists none; install a driver, or use accelerator=cpu"
+            raise ConfigError(f"accelerator: cuda was asked for and torch finds no GPU: {reason}")
         if local_rank() >= torch.cuda.device_count():
             raise ConfigError(
                 f"process {local_rank()} of this machine has no GPU: there are "

@@ -27,7 +27,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, start=1):
             try:
                 row = json.loads(line)
-                row["step"] = int(row["step"])
+                row |= {"step": int(row["step"]), "time": float(row["time"])}
             except (ValueError, TypeError, KeyError):
                 logger.warning("%s, line %d is no row of metrics (torn by a kill?); it is passed over", path, number)
                 continue

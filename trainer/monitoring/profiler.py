@@ -94,7 +94,7 @@ class Profiler:
             profile.export_chrome_trace(str(path))
             logger.info("profiled     %s; open it at https://ui.perfetto.dev", path)
             return communication(path)
-        except (OSError, RuntimeError) as error:  # a profile is no reason to end a run
+        except Exception as error:  # a profile is no reason to end a run
             logger.warning("the profile %s could not be written: %s", path, error)
             return {}
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
 
+from data_pipeline import build, tokenization
 from data_pipeline.sources import huggingface, jsonl, parquet, text
 from tests.hub import COMMIT, running_hub
 from tests.unit.data_pipeline.test_parquet import parsed
@@ -48,6 +49,24 @@ def test_patterns_on_the_hub_are_listed_and_read_in_order(hub):
     assert source.files == (f"{root}/a.jsonl", f"{root}/b.jsonl.gz")
     assert texts_of(source) == TEXTS * 2
     assert list(source.records())[-1].read == 1
+
+
+def test_the_signature_of_an_address_does_not_get_into_the_dataset(hub, tmp_path):
+    def signed(signature):
+        address = f"{hub.endpoint}/datasets/owner/corpus/resolve/main/data/b.jsonl.gz?X-Amz-Signature={signature}"
+        return build.Config(
+            source=jsonl.Config((address,)),
+            tokenizer=tokenization.Config(path=str(tmp_path / "tokenizer"), vocab_size=100),
+            output=str(tmp_path / "dataset"),
+            limit="20kB",
+            workers=1,
+        )
+
+    build.train_tokenizer(signed("5ec7e7"))
+    built = build.build(signed("5ec7e7"))
+    assert [file.rpartition("/")[2] for file in built.files] == ["b.jsonl.gz"]
+    assert "5ec7e7" not in (tmp_path / "dataset" / "manifest.json").read_text()
+    assert build.build(signed("another")) == built
 
 
 def test_a_pattern_matches_files_not_folders(hub):
@@ -93,7 +112,13 @@ def test_a_transfer_that_never_ends_whole_is_an_error_not_a_short_corpus(hub):
 
 
 @pytest.mark.parametrize(
-    "path", ["hf://datasets/owner/corpus/data/*.txt", "hf://datasets/owner/absent/data/a.txt", "ftp://server/a.txt"]
+    "path",
+    [
+        "hf://datasets/owner/corpus/data/?.txt",
+        "hf://datasets/owner/corpus/data/*.txt",
+        "hf://datasets/owner/absent/data/a.txt",
+        "ftp://server/a.txt",
+    ],
 )
 def test_what_is_not_there_is_named(hub, path):
     with pytest.raises((ConfigError, DataError)) as caught:

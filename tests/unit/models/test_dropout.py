@@ -58,6 +58,13 @@ def test_a_rows_mask_depends_on_its_key_only():
     assert torch.equal(whole.view(64, 3, 100), dropout(torch.ones(64, 3, 100), P, KEYS) != 0)
 
 
+def test_cells_taken_from_a_row_are_dropped_out_as_in_it():
+    x, cells = torch.randn(64, 50, 8), torch.randint(0, 50, (64, 7))
+    taken = x.take_along_dim(cells[..., None], dim=1)
+    whole = dropout(x, P, KEYS).take_along_dim(cells[..., None], dim=1)
+    assert torch.equal(dropout(taken, P, KEYS, cells), whole)
+
+
 def test_precision_of_the_input_does_not_change_the_mask():
     assert torch.equal(dropout(torch.ones(64, 100, dtype=torch.bfloat16), P, KEYS) != 0, kept(KEYS, 100))
 

@@ -50,7 +50,7 @@ def test_parameter_counts(config: bert.Config, millions: float):
         assert sum(parameter.numel() for parameter in config.build().parameters()) == round(millions * 1e6)
 
 
-@pytest.mark.parametrize(("length", "predicted", "teraflops"), [(128, 20, 0.241), (512, 80, 1.021)])
+@pytest.mark.parametrize(("length", "predicted", "teraflops"), [(128, 20, 0.234), (512, 80, 0.996)])
 def test_flops_of_bert_large(length: int, predicted: int, teraflops: float):
     with torch.device("meta"):
         model = bert.Config(layers=24, width=1024, heads=16, ffn_width=4096).build()
@@ -58,13 +58,35 @@ def test_flops_of_bert_large(length: int, predicted: int, teraflops: float):
     assert flops == pytest.approx(teraflops * 1e12, rel=0.005)
 
 
-def test_logits_at_predicted_cells_are_those_of_all_cells(config: bert.Config, build: Build, batch: Batch):
-    model = build(config)
-    some = model(**batch)
-    every = model(**{**batch, "predicted": None})
-    assert some.shape == (4, 5, 97)
-    assert every.shape == (4, 20, 97)
-    torch.testing.assert_close(some, every.gather(1, batch["predicted"][..., None].expand(-1, -1, 97)))
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("next_sentence", [False, True])
+def test_predicted_cells_alone_give_what_all_cells_give(
+    config: bert.Config, build: Build, batch: Batch, norm: str, next_sentence: bool
+):
+    model = build(dataclasses.replace(config, norm=norm, nsp=next_sentence))
+
+    def run(predicted: Tensor | None) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        model.zero_grad()
+        out = model(**{**batch, "predicted": predicted}, next_sentence=next_sentence)
+        logits, *rest = out if next_sentence else (out,)
+        if predicted is None:
+            assert logits.shape == (4, 20, 97)
+            logits = logits.take_along_dim(batch["predicted"][..., None], dim=1)
+        assert logits.shape == (4, 5, 97)
+        sum(values.square().sum() for values in (logits, *rest)).backward()
+        return (logits, *rest), gradients(model)
+
+    torch.testing.assert_close(run(batch["predicted"]), run(None), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("attention_dropout", [0.0, 0.1])
+def test_rows_of_one_sequence_need_no_segments(
+    config: bert.Config, build: Build, batch: Batch, causal: bool, attention_dropout: float
+):
+    model = build(dataclasses.replace(config, causal=causal, attention_dropout=attention_dropout))
+    ones = torch.ones_like(batch["segments"])
+    torch.testing.assert_close(model(**{**batch, "segments": None}), model(**{**batch, "segments": ones}))
 
 
 @pytest.mark.parametrize("attention_dropout", [0.0, 0.1])

@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from tests.faulty_proxy import Fault, FaultyProxy
@@ -203,6 +204,14 @@ def test_unknown_addresses_are_refused() -> None:
         storage.is_url("sftp://user:password@host/x")
     assert storage.is_writable("gs://bucket/x")
     assert not storage.is_writable("https://host/x")
+
+
+def test_the_user_s_own_configuration_counts(s3_server: str, s3_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    chosen = {"endpoint_url": s3_server, "config_kwargs": {"read_timeout": 5}}
+    monkeypatch.setitem(fsspec.config.conf, "s3", chosen)
+    storage.write(f"{s3_folder}/x", CONTENT)
+    assert storage.read(f"{s3_folder}/x") == CONTENT
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

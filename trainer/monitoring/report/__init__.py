@@ -92,7 +92,7 @@ def _describe(folder: Path, name: str) -> dict[str, Any]:
     rows = list(read_rows(folder / "metrics.jsonl"))
     starts = list(read_rows(folder / "starts.jsonl"))
     steps = np.array([row["step"] for row in rows], dtype=np.float64)
-    hours = _hours(np.array([row.get("time", np.nan) for row in rows]), [start["time"] for start in starts])
+    hours = _hours(np.array([row["time"] for row in rows]), [start["time"] for start in starts])
     tokens = np.array([row.get("train/tokens", np.nan) for row in rows])
     known = np.isfinite(tokens)
     if known.any():
@@ -111,7 +111,7 @@ def _describe(folder: Path, name: str) -> dict[str, Any]:
         "summary": _summary(config, columns, steps, hours, tokens, starts),
         "axes": {"step": _rounded(steps[drawn]), "tokens": _rounded(tokens[drawn]), "hours": _rounded(hours[drawn])},
         "series": series,
-        "shares": _shares(columns),
+        "shares": _shares(columns, steps),
         "starts": starts,
     }
 
@@ -176,14 +176,20 @@ def _series(places: npt.NDArray[np.int64], values: Floats, smooth: bool) -> dict
     return curve
 
 
-def _shares(columns: Mapping[str, tuple[Any, Floats]]) -> dict[str, float]:
-    """Where the time of the run went; rows count by the seconds that they are about."""
-    shares = {name.removeprefix("time/"): column for name, column in columns.items() if name.startswith("time/")}
-    seconds = dict(zip(*map(np.ndarray.tolist, columns.get("perf/seconds_per_step", (np.array([]),) * 2)), strict=True))
+def _shares(columns: Mapping[str, tuple[npt.NDArray[np.int64], Floats]], steps: Floats) -> dict[str, float]:
+    """Where the time of the run went: a row counts by the seconds it is about, and has no share of what it lacks."""
+    if "perf/seconds_per_step" not in columns:
+        return {}
+    places, per_step = columns["perf/seconds_per_step"]
+    seconds, evaluation = np.zeros(len(steps)), np.zeros(len(steps))
+    if "time/evaluation" in columns:
+        evaluation[columns["time/evaluation"][0]] = columns["time/evaluation"][1]
+    seconds[places] = per_step * np.diff(steps[places], prepend=0)  # without evaluations
+    seconds /= np.maximum(1 - evaluation, 1e-9)
     return {
-        name: round(float(np.average(values, weights=[seconds.get(place, 1.0) or 1.0 for place in places.tolist()])), 5)
-        for name, (places, values) in shares.items()
-        if not name.startswith("communication")
+        name.removeprefix("time/"): round(float(shares @ seconds[rows] / max(seconds.sum(), 1e-9)), 5)
+        for name, (rows, shares) in columns.items()
+        if name.startswith("time/") and not name.startswith("time/communication")
     }
 
 
@@ -220,11 +226,16 @@ def _summary(
 
 
 def _settings(configs: Sequence[Tree]) -> list[dict[str, Any]]:
-    """Every setting of the runs side by side: its dotted key, its value in each run, and whether those differ."""
+    """Every setting of the runs side by side: its dotted key, its value in each run, and whether those differ.
+
+    The output folder, which always does, is not said to.
+    """
     flat = [_leaves(config) for config in configs]
     keys = list(dict.fromkeys(key for settings in flat for key in settings))
     table = [(key, [_value(settings[key]) if key in settings else "" for settings in flat]) for key in keys]
-    return [{"key": key, "values": values, "differs": len(set(values)) > 1} for key, values in table]
+    return [
+        {"key": key, "values": values, "differs": key != "output" and len(set(values)) > 1} for key, values in table
+    ]
 
 
 def _value(value: Any) -> str:

@@ -36,6 +36,7 @@ function number(value, digits = 4) {
   return size && size < 1e-3 ? value.toExponential(2).replace(/\.?0+e/, "e") : String(+value.toPrecision(digits));
 }
 
+const words = name => name.replace("forward_backward", "forward and backward").replaceAll("_", " ");
 const percent = value => (value === null ? "–" : `${+(100 * value).toPrecision(3)} %`);
 const duration = hours => hours === null ? "–"
   : hours < 1 / 60 ? `${Math.round(hours * 3600)} s` : hours < 1 ? `${Math.round(hours * 60)} min` : `${+hours.toPrecision(3)} h`;
@@ -225,9 +226,9 @@ function summary() {
     ["Steps", s => (s.steps && s.step < s.steps ? `${number(s.step)} of ${number(s.steps)}` : number(s.step)), s => s.step],
     ["Tokens", s => number(s.tokens), s => s.tokens], ["Time", s => duration(s.hours), s => s.hours],
     ["Training loss", s => number(s.train_loss), s => s.train_loss], ["Held-out loss", s => number(s.heldout_loss), s => s.heldout_loss],
-    ["best", s => number(s.best_heldout_loss), s => s.best_heldout_loss],
+    ["Best held-out", s => number(s.best_heldout_loss), s => s.best_heldout_loss],
     ["Tokens/s", s => number(s.tokens_per_second), s => s.tokens_per_second], ["MFU", s => percent(s.mfu), s => s.mfu],
-    ["of real tokens", s => percent(s.mfu_useful), s => s.mfu_useful], ["Padding", s => percent(s.padding), s => s.padding],
+    ["MFU of real tokens", s => percent(s.mfu_useful), s => s.mfu_useful], ["Padding", s => percent(s.padding), s => s.padding],
     ["Peak memory", s => `${number(s.peak_memory_gib, 3)} GiB`, s => s.peak_memory_gib],
     ["Energy", s => `${number(s.energy_kwh, 3)} kWh`, s => s.energy_kwh],
     ["Exposed communication", s => percent(s.communication), s => s.communication], ["Restarts", s => String(s.restarts), s => s.restarts],
@@ -244,7 +245,6 @@ function shares() {
   if (!runs.length) return;
   const known = ["forward_backward", "optimizer", "data_wait", "evaluation", "checkpoint", "logging"];
   const names = [...new Set([...known, ...runs.flatMap(run => Object.keys(run.shares))])].filter(name => runs.some(run => run.shares[name]));
-  const words = name => name.replaceAll("_", " ");
   element(section, "h2", {}, "Where the time goes");
   const grid = element(section, "div", { class: "share" });
   for (const run of runs) {
@@ -282,7 +282,7 @@ function starts() {
   const rows = data.runs.flatMap(run => run.starts.map(({ step, time, ...facts }) => ({ run, step, time, facts })));
   if (!rows.length) return;
   const names = [...new Set(rows.flatMap(row => Object.keys(row.facts)))];
-  table(document.getElementById("starts"), "Starts", [["Run"], ["From step", true], ["When"], ...names.map(name => [name])],
+  table(document.getElementById("starts"), "Starts", [["Run"], ["From step", true], ["When"], ...names.map(name => [words(name)])],
     rows.map(({ run, step, time, facts }) => ({
       colour: run.colour,
       cells: [run.name, number(step), new Date(1000 * time).toLocaleString(), ...names.map(name => String(facts[name] ?? "–"))],

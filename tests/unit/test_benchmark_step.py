@@ -1,0 +1,44 @@
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import step
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> step.Job:
+    step.write_dataset(tmp_path, tokens=2**16, documents=2)
+    return step.Job("cpu", "tiny", length=128, batch=4, turn=1, threads=1, folder=str(tmp_path))
+
+
+def test_their_examples_are_ours(job: step.Job):
+    examples = step.ready_examples(job)
+    full = [example for example in examples if example["attention_mask"].all()]
+    assert len(examples) == 64 * 4
+    assert len(full) > 240
+    for example in full:
+        predicted = example["labels"] != -100
+        assert predicted.sum() == 20
+        assert example["input_ids"][0] == 2  # [CLS]
+        assert (example["input_ids"] == 4)[predicted].sum() > 8  # [MASK] for about 16 of 20
+        assert not (example["input_ids"] == 4)[~predicted].any()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, and something to measure")
+def test_says_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "argv", ["step", "--device", "cuda"])
+    step.main()
+    assert capsys.readouterr().out == "nothing measured: torch finds no CUDA device here\n"
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="Hugging Face Trainer needs accelerate")
+def test_smallest_run(tmp_path: Path):
+    command = [sys.executable, "-m", "benchmarks.step", "--model", "tiny", "--length", "32", "--batch", "2"]
+    subprocess.run([*command, "--turn", "1", "--repeats", "1", "--json", tmp_path / "figures"], check=True, timeout=200)
+    (measured,) = json.loads((tmp_path / "figures").read_text())["measured"]
+    assert {name: len(rates) for name, rates in measured["rates"].items()} == {"samestep": 1, "Hugging Face Trainer": 1}
