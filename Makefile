@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BENCH := .venv-bench
+DATA_BENCHMARKS := build loader resume stream
 
-.PHONY: help install demo test check conformance clean
+.PHONY: help install demo test check conformance bench clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,5 +39,19 @@ test: check  ## format, lint, types, import contracts and tests, as CI runs them
 conformance: install  ## the full same-step matrix (an hour), written to docs/conformance.md
 	$(BIN)/python -m tests.conformance.matrix
 
+bench: $(BENCH)/.installed  ## speed beside other systems (half an hour); CORPUS=FILES names JSON Lines to work on
+	@for name in $(DATA_BENCHMARKS); do \
+	  $(BENCH)/bin/python -m benchmarks.$$name $(if $(CORPUS),--corpus $(CORPUS)) || exit 1; done
+	@$(BENCH)/bin/python -m benchmarks.step
+
+# The other systems have an environment of their own, so that they cannot change what is tested.
+$(BENCH)/.installed: pyproject.toml constraints.txt benchmarks/constraints.txt
+	@echo "installing samestep and the systems that it is compared with into $(BENCH)"
+	@test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
+	@$(BENCH)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	@$(BENCH)/bin/python -m pip install --quiet --constraint constraints.txt --constraint benchmarks/constraints.txt \
+	  --editable '.[hf,s3]' accelerate litdata 'moto[s3,server]' transformers
+	@touch $@
+
 clean:  ## remove the environment and everything generated
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+	rm -rf $(VENV) $(BENCH) .mypy_cache .ruff_cache .pytest_cache build *.egg-info

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,8 @@ def peak_memory(corpus: Path, tokenizer: Path, folder: Path) -> float:
     return int(done.stdout) / 1e3
 
 
-def main() -> None:
-    args = data_arguments(__doc__).parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = data_arguments(__doc__).parse_args(arguments)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -33,7 +33,9 @@ def write_corpus(paths: list[str], megabytes: float, file: Path) -> float:
     Without paths it is Python's documentation, its sentences shuffled anew for each time that they are needed. That has
     few different words for its size.
     """
-    texts = _texts(jsonl.Config(tuple(paths)).build()) if paths else _shuffled_documentation()
+    texts = _texts(jsonl.Config(tuple(paths)).build() if paths else python_docs.Config().build())
+    if not paths:
+        texts = shuffled("\n".join(texts))
     size = 0
     with file.open("w", encoding="utf-8") as out:
         for text in texts:
@@ -48,8 +50,8 @@ def _texts(source: Source) -> Iterator[str]:
     return (source.parse(record) for record in source.records())
 
 
-def _shuffled_documentation() -> Iterator[str]:
-    text = "\n".join(_texts(python_docs.Config().build()))
+def shuffled(text: str) -> Iterator[str]:
+    """Documents without end, of the sentences of a text in an order that changes each time that all have been used."""
     sentences = [sentence for sentence in re.split(r"(?<=[.:])\s+", text) if sentence]
     turn = 0
     while True:
@@ -72,6 +74,14 @@ def make_tokenizer(corpus: Path, algorithm: str, folder: Path) -> Path:
     )
     config.train(read_texts(corpus)).save(folder)
     return folder
+
+
+def prepare_dataset(args: argparse.Namespace, folder: Path, shard_bytes: int) -> Path:
+    """Makes a WordPiece dataset as the arguments say; returns its folder."""
+    corpus = folder / "corpus.jsonl"
+    write_corpus(args.corpus, args.megabytes, corpus)
+    tokenizer = make_tokenizer(corpus, "wordpiece", folder / "tokenizer")
+    return make_dataset(corpus, tokenizer, folder / "dataset", shard_bytes)
 
 
 def make_dataset(corpus: Path, tokenizer: Path, folder: Path, shard_bytes: int = 2**25) -> Path:

@@ -70,10 +70,12 @@ class Comparison:
 
     def table(self) -> Table:
         """For the terminal."""
-        columns = ("", f"{self.unit} a {self.clock}-second", "from", "to", "ours is", "")
+        columns = ("", f"{self.unit} a {self.clock}-second", "from", "to", "the first is", "")
         table = Table(*columns, title=self.title, title_justify="left")
         for name, rates in self.rates.items():
-            figures = [f"{rate:,.4g}" for rate in (self.rate(name), min(rates), max(rates))]
+            figures = [
+                f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}" for rate in (self.rate(name), min(rates), max(rates))
+            ]
             table.add_row(name, *figures, f"{self.ratio(name):.2f} x", self.notes.get(name, ""))
         return table
 

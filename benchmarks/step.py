@@ -13,6 +13,7 @@ all sides the FLOPs that ours needs.
 from __future__ import annotations
 
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -167,6 +168,7 @@ def ours(job: Job, commands: Connection) -> None:
 
 def theirs(job: Job, commands: Connection, compiled: bool = False) -> None:
     """Hugging Face's side."""
+    sys.modules["torchvision"] = None  # type: ignore[assignment]  # unused; litdata's need not fit this torch
     import transformers
 
     torch.set_num_threads(job.threads)
@@ -279,7 +281,7 @@ class Side:
 def measure(job: Job, repeats: int) -> Comparison:
     """One model at one length."""
     sides = {"samestep": ours, "Hugging Face Trainer": theirs}
-    where = f"the CPU, {job.threads} threads, fp32"
+    where = f"the CPU, threads: {job.threads}, fp32"
     if job.device == "cuda":
         sides["Hugging Face Trainer, compiled"] = partial(theirs, compiled=True)
         where = f"{torch.cuda.get_device_name()}, bf16"

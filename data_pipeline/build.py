@@ -246,8 +246,8 @@ class _Build:
 
 def _rejection(source: Source, file: int, line: int, reason: str) -> DataError:
     return DataError(
-        f"{shown(source.files[file])}:{line}: {reason}; correct it, or leave such documents out with on_error=skip, which "
-        f"counts and lists them"
+        f"{shown(source.files[file])}:{line}: {reason}; correct it, or leave such documents out with on_error=skip, "
+        f"which counts and lists them"
     )
 
 

@@ -8,7 +8,7 @@ process that holds them, however it ends, so a killed one leaves nothing that ot
                   that it was made of); who removes it needs an exclusive one.
     HASH.partial  a shard being downloaded, under an exclusive lock. It has its final size from the start, which
                   reserves the space. Without a lock it was left by a process that died, and is removed.
-    room.lock     held while room is made.
+    room.lock     held while room is made, and while a file gets its final name.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ShardCache:
         Raises:
             DataError: the folder cannot be read.
         """
-        with self._failure_explained():
+        with self.failure_explained():
             return min(self.limit, sum(file.bytes for file in self._files()) + shutil.disk_usage(self.folder).free)
 
     def prepare(self) -> None:
@@ -84,7 +84,7 @@ class ShardCache:
         Raises:
             DataError: that, or writing or locking files in it, is impossible.
         """
-        with self._failure_explained():
+        with self.failure_explained():
             self.folder.mkdir(parents=True, exist_ok=True)
             with locked(self.folder / _ROOM):
                 pass
@@ -101,7 +101,7 @@ class ShardCache:
             DataError: it cannot be downloaded, or not kept.
         """
         path = self.folder / f"{sha256}.tar"
-        with self._failure_explained():
+        with self.failure_explained():
             while True:
                 try:
                     file = path.open("rb")
@@ -121,7 +121,7 @@ class ShardCache:
             DataError: it cannot be downloaded, or only by exceeding the limit.
         """
         path = self.folder / f"{sha256}.tar"
-        with self._failure_explained():
+        with self.failure_explained():
             try:
                 os.utime(path)
             except FileNotFoundError:
@@ -131,14 +131,17 @@ class ShardCache:
         """Puts a shard in its place, unless another thread or process has done so in the meantime."""
         partial = path.with_suffix(".partial")
         with locked(partial) as file:
-            if path.exists():
-                partial.unlink()
-                return
             try:
+                if path.exists():
+                    partial.unlink()
+                    return
+                file.truncate(0)  # what a process that died has left
                 self._reserve(file, size, needed)
                 storage.download(url, file, size, sha256)
+                file.flush()
                 os.fsync(file.fileno())  # a power cut must not leave a hole under the name of a verified shard
-                partial.rename(path)
+                with locked(self.folder / _ROOM):  # who counts the files must find it under one name or the other
+                    partial.rename(path)
             except BaseException:
                 partial.unlink(missing_ok=True)
                 raise
@@ -172,7 +175,8 @@ class ShardCache:
             yield _File(stat.st_mtime_ns, stat.st_size, path)
 
     @contextmanager
-    def _failure_explained(self) -> Iterator[None]:
+    def failure_explained(self) -> Iterator[None]:
+        """Turns an error of the local disk into a DataError that names the folder and the fix."""
         try:
             yield
         except OSError as error:
@@ -197,7 +201,10 @@ def locked(path: Path) -> Iterator[BinaryIO]:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b")
         with file:
             if _try_lock(file) and _is_at(file, path):  # not renamed or removed by who held the lock before
-                yield file
+                try:
+                    yield file
+                finally:
+                    fcntl.flock(file, fcntl.LOCK_UN)  # closing would leave it to a process forked in the meantime
                 return
         time.sleep(_ASK_AGAIN)
 
@@ -221,7 +228,7 @@ def _remove(path: Path) -> bool:
     """Removes a file unless it is in use; whether it is gone."""
     try:
         with path.open("rb") as file:
-            if not _try_lock(file):
+            if not _try_lock(file) or not _is_at(file, path):  # a download that has ended has another name
                 return False
             path.unlink()
     except FileNotFoundError:

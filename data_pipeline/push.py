@@ -39,7 +39,9 @@ def push(folder: Path, url: str, force: bool = False) -> None:
         DataError: the dataset is unfinished or damaged, something else is at the address, or a transfer fails.
     """
     if not storage.is_url(url) or not storage.is_writable(url):
-        raise ConfigError(f"nothing can be pushed to {url}; name a folder of an object store, such as s3://BUCKET/NAME")
+        raise ConfigError(
+            f"nothing can be pushed to {storage.shown(url)}; name a folder of an object store, such as s3://BUCKET/NAME"
+        )
     url = url.rstrip("/")
     dataset = Dataset.open(folder)
     manifest = dataset.manifest

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -44,7 +44,7 @@ class RemoteDataset:
         """
         self.cache.prepare()
         folder = self.cache.folder.parent / "datasets" / manifest.digest
-        with _claimed(folder / "tokenizer"):
+        with self._claimed(folder / "tokenizer"):
             fetch_tokenizer(self.url, folder)
         return folder
 
@@ -52,11 +52,20 @@ class RemoteDataset:
     def small_file(self, folder: Path, name: str) -> Iterator[Path]:
         """The copy in `folder` of a small file of the dataset, if it has it; meanwhile others here wait for it."""
         file = folder / name
-        with _claimed(file.parent):
+        with self._claimed(file.parent):
             if not file.exists():
                 with suppress(StorageError):
                     _fetch(f"{self.url}/{name}", file)
             yield file
+
+    @contextmanager
+    def _claimed(self, folder: Path) -> Iterator[None]:
+        """Keeps other processes that ask for the same folder waiting."""
+        with ExitStack() as claim:
+            with self.cache.failure_explained():
+                folder.mkdir(parents=True, exist_ok=True)
+                claim.enter_context(locked(folder / ".lock"))
+            yield
 
     def address(self, shard: ShardInfo) -> str:
         """Where a shard is."""
@@ -115,14 +124,6 @@ def _fetch(url: str, file: Path) -> None:
     content = storage.read(url)
     with storage.atomic_write(file) as out:
         out.write(content)
-
-
-@contextmanager
-def _claimed(folder: Path) -> Iterator[None]:
-    """Keeps other processes that ask for the same folder waiting."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / ".lock"):
-        yield
 
 
 class _Ranges(io.RawIOBase):

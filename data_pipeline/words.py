@@ -19,23 +19,22 @@ import tokenizers
 from data_pipeline.shards import Tokens
 
 _WORD = re.compile(r"\s*\S+|\s+")
-_UNCLEAR = re.compile(
-    "[\x0b\x0c\x1c-\x1f\x85]"
-)  # white space for Python; BERT deletes them, and so joins what they part
+# White space to Python; BERT deletes them, and so joins what they part.
+_UNCLEAR = re.compile("[\x0b\x0c\x1c-\x1f\x85]")
 _MOST_CHARACTERS = 2**21  # of known words; about 50 MB in all
 
 
 def ends_tokens_with_words(backend: tokenizers.Tokenizer) -> bool:
     """Whether a tokenizer is of a kind of which this module knows that no token goes on from one word to the next."""
     settings: dict[str, Any] = json.loads(backend.to_str())
-    normalizer, splitter = (settings[part] or {"type": None} for part in ("normalizer", "pre_tokenizer"))
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-    return (
-        (settings["model"]["type"] == "WordPiece" or settings["model"].get("dropout", 0) is None)
-        and normalizer["type"] in (None, "BertNormalizer", "Lowercase")
-        and (splitter["type"] == "BertPreTokenizer" or splitter.items() >= byte_level.items())
-        and all(token["special"] for token in settings["added_tokens"])  # others are looked for in the whole text
-    )
+    model, normalizer, splitter = (settings[part] or {} for part in ("model", "normalizer", "pre_tokenizer"))
+    if splitter.get("type") == "BertPreTokenizer":
+        fits = model["type"] == "WordPiece" and normalizer.get("type") in (None, "Lowercase", "BertNormalizer")
+    else:
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+        fits = model["type"] == "BPE" and normalizer.get("type") in (None, "Lowercase") and model["dropout"] is None
+        fits = fits and splitter.items() >= byte_level.items()
+    return fits and all(token["special"] for token in settings["added_tokens"])  # others are found in the whole text
 
 
 class WordEncoder:

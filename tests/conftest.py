@@ -116,15 +116,19 @@ def s3_folder(s3_server: str, request: pytest.FixtureRequest) -> str:
     return f"s3://bucket/{request.node.name.translate(str.maketrans('[]', '--'))}-{os.getpid()}"
 
 
-@pytest.fixture
-def faulty_s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    """The S3 server behind a proxy that fails as it is told; clients do not wait long before they try again."""
-    from s3fs import S3FileSystem
-
+@pytest.fixture(scope="session")
+def s3_proxy(s3_server: str) -> Iterator[FaultyProxy]:
     with faulty_proxy(s3_server) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-        monkeypatch.setattr("trainer.storage.attempts._DELAYS", (0.01,) * 5)
-        S3FileSystem.clear_instance_cache()
         yield proxy
-    S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def faulty_s3(s3_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> FaultyProxy:
+    """The S3 server behind a proxy that fails as it is told; clients do not wait long before they try again."""
+    import fsspec
+
+    s3_proxy.behave()
+    settings = {"endpoint_url": s3_proxy.url, "config_kwargs": {"retries": {"total_max_attempts": 1}}}
+    monkeypatch.setitem(fsspec.config.conf, "s3", settings)
+    monkeypatch.setattr("trainer.storage.attempts._DELAYS", (0.01,) * 5)
+    return s3_proxy

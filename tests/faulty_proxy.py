@@ -31,6 +31,10 @@ class FaultyProxy(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.upstream = urlsplit(upstream).netloc
         self.url = f"http://127.0.0.1:{self.server_port}"
+        self.behave()
+
+    def behave(self) -> None:
+        """Does nothing wrong from now on, and forgets what was."""
         self.faults: list[Fault] = []
         self.always: Fault = None
         self.ranges = True

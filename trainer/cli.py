@@ -30,6 +30,17 @@ _USERS_ERRNO = {
 }
 _OVERRIDES = "settings that replace those of the file, e.g. optimizer.lr=1e-3 training.steps=100"
 
+_WALK_THROUGH = """\
+from raw text to a model for transformers:
+  samestep doctor
+  samestep data tokenizer configs/data/python_docs.yaml
+  samestep data build configs/data/python_docs.yaml
+  samestep train configs/debug/demo.yaml data.path=datasets/python_docs output=runs/first
+  samestep report runs/first
+  samestep export runs/first exported/first
+
+`samestep COMMAND --help` explains a command."""
+
 
 def _command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
@@ -68,6 +79,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samestep",
         description="Pre-trains and fine-tunes Transformer language models: the same run on any number of devices.",
+        epilog=_WALK_THROUGH,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"samestep {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show the Python stack of an error")
@@ -98,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
         "evaluate",
         _evaluate,
         "score a run's newest checkpoint on the held-out documents",
-        "samestep evaluate runs/bert-mini",
+        "samestep evaluate runs/bert_mini",
     )
     evaluate.add_argument("run_folder", metavar="RUN", help="the output folder of a run")
     evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
@@ -110,7 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
         "export",
         _export,
         "write a checkpoint as a Hugging Face folder",
-        "samestep export runs/bert-mini exported/bert-mini",
+        "samestep export runs/bert_mini exported/bert_mini",
     )
     export.add_argument(
         "checkpoint",
@@ -124,7 +137,7 @@ def build_parser() -> argparse.ArgumentParser:
         "fill",
         _fill,
         "fill the masked words of a text",
-        'samestep fill runs/bert-mini "the man went to the [MASK]"',
+        'samestep fill runs/bert_mini "the man went to the [MASK]"',
     )
     fill.add_argument(
         "checkpoint", metavar="CKPT", help="a run or a step, its folder or address; a Hugging Face folder or hf://NAME"
@@ -149,7 +162,7 @@ def build_parser() -> argparse.ArgumentParser:
         "report",
         _report,
         "write an HTML page with the curves and settings of one or several runs",
-        "samestep report runs/bert-mini runs/bert-mini-lr2 -o report.html",
+        "samestep report runs/bert_mini runs/bert_mini_lr2 -o report.html",
     )
     report.add_argument("runs", nargs="+", metavar="RUN", help="the output folder of a run, finished or not")
     report.add_argument(

@@ -41,6 +41,11 @@ def fetch(target: str, overrides: list[str], to: str | None) -> list[str]:
     """
     if is_hub_path(target):
         return [f"init_from={model_folder(target, to)}"]
+    if storage.is_url(target):
+        raise ConfigError(
+            f"{storage.shown(target)} is neither hf://NAME nor a file; to get a dataset or a checkpoint, name the "
+            f"experiment that uses it: samestep fetch EXPERIMENT data.path={storage.shown(target)}"
+        )
     tree = read_tree(target, overrides)
     if "source" in tree:
         settings = list(_dataset_inputs(decode(build.Config, tree), to))
@@ -77,7 +82,10 @@ def _dataset_inputs(config: build.Config, to: str | None) -> Iterator[str]:
     if any(storage.is_url(path) for path in paths):
         source: Source = config.source.build()
         if len({_local(file, folder) for file in source.files}) < len(source.files):
-            raise ConfigError("files of source.paths that differ in the query of their address only cannot be fetched")
+            raise ConfigError(
+                "source.paths names files that differ in the query (?...) of their addresses only, and so would get "
+                "the same name; download them by hand under names of their own"
+            )
         _source_files(source, config.limit_bytes, folder)
         yield f"source.paths={json.dumps([_local(path, folder) for path in paths])}"
 

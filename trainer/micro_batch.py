@@ -71,7 +71,7 @@ def probe(
         model, optimizer: as `strategy.prepare` returns them.
         objective: what is computed.
         strategy: that of the model.
-        open_loader: opens a loader with micro-batches of so many examples, one in a step.
+        open_loader: opens a loader whose steps are micro-batches of so many examples.
         most: examples that a device has to do in a step.
 
     Returns:

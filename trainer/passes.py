@@ -81,7 +81,8 @@ def _totals(objective: Objective, strategy: Strategy, micro_batches: MicroBatche
             sums[name] = sums.get(name, 0.0) + weight
     totals = torch.tensor(list(sums.values()), dtype=torch.float64)  # float32 cannot count beyond 2**24
     totals = totals.to(strategy.accelerator.device, non_blocking=True)
-    return dict(zip(sums, strategy.all_reduce(totals).float(), strict=True))
+    # Where nothing is predicted, as in a tiny batch of words too long to mask, the loss is 0 and not 0 / 0.
+    return dict(zip(sums, strategy.all_reduce(totals).clamp_(min=1).float(), strict=True))
 
 
 def _to_device(strategy: Strategy, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -132,6 +132,9 @@ def resolve(
                 schedule_steps=phase.steps if own else steps,
             )
         )
-    for each in resolved:
-        each.lr_fraction(each.first_step)  # refuses a warm-up that does not fit
+    for each, given in zip(resolved, phases, strict=True):
+        try:
+            each.lr_fraction(each.first_step)
+        except ConfigError as error:
+            raise ConfigError(f"phases.{each.index}: {error}" if given.schedule else str(error)) from None
     return tuple(resolved)

@@ -49,8 +49,9 @@ def train(experiment: Experiment) -> None:
             logger.info("nothing to do: %s is at step %d; raise training.steps to train on", experiment.output, step)
             return
         weights = experiment.init_from if step is None else None
-        trainer = build_trainer(experiment, dataset, strategy, checkpointer, weights)
+        trainer: Trainer | None = None
         try:
+            trainer = build_trainer(experiment, dataset, strategy, checkpointer, weights)
             if experiment.training.evaluate_every is not None:
                 trainer.heldout(trainer.phase).close()  # refuses a split without examples now rather than after hours
             if step is not None:
@@ -61,9 +62,11 @@ def train(experiment: Experiment) -> None:
             for tracker in trackers:
                 tracker.close()
         except torch.OutOfMemoryError as error:
-            raise _out_of_memory(trainer, error) from error
+            phase = None if trainer is None else trainer.phase
+            raise _out_of_memory(experiment, strategy, phase, error) from error
         finally:
-            trainer.close()
+            if trainer is not None:
+                trainer.close()
 
 
 def evaluate(experiment: Experiment, step: int | None) -> dict[str, float]:
@@ -192,9 +195,14 @@ def _sized(
     replicas, wanted = strategy.replica.count, phase.micro_batch_size
     most = -(-phase.global_batch_size // replicas)
     most = most if wanted == "auto" else min(wanted, most)
-    fits = measure(
-        lambda rows: open_split(replace(phase, micro_batch_size=rows, global_batch_size=rows * replicas)), most
-    )
+
+    def open_sized(rows: int) -> Loader:
+        # A second micro-batch, where a step has several, meets the gradients of the first, which FSDP2 keeps whole.
+        each = rows * replicas
+        examples = each if each >= phase.global_batch_size else 2 * each
+        return open_split(replace(phase, micro_batch_size=rows, global_batch_size=examples))
+
+    fits = measure(open_sized, most)
     if wanted != "auto":
         return replace(phase, fits=fits)
     size = without_probe(most, phase.sequence_length) if fits is None else fits
@@ -275,13 +283,14 @@ def _open_records(
     return records.open_records(experiment, trainer)
 
 
-def _out_of_memory(trainer: Trainer, error: Exception) -> SamestepError:
-    """What to do when a device's memory runs out in training."""
-    size, fits = trainer.phase.micro_batch_size, trainer.phase.fits
-    assert isinstance(size, int)
-    smaller = fits if fits is not None and fits < size else max(1, size // 2)
-    lower = f"set training.micro_batch_size={smaller} (it is {size}; it changes memory and speed only), " * (size > 1)
+def _out_of_memory(experiment: Experiment, strategy: Strategy, phase: Phase | None, error: Exception) -> SamestepError:
+    """What to do when a device's memory runs out, in a phase or (None) even before the first step."""
+    lower = ""
+    if phase is not None and isinstance(size := phase.micro_batch_size, int) and size > 1:
+        smaller = phase.fits if phase.fits is not None and phase.fits < size else size // 2
+        section = f"phases.{phase.index}" if experiment.phases else "training"
+        lower = f"set {section}.micro_batch_size={smaller} (it is {size}; it changes memory and speed only), "
     return SamestepError(
-        f"the memory of {trainer.strategy.accelerator.description} is used up: {error}; {lower}set "
+        f"the memory of {strategy.accelerator.description} is used up: {error}; {lower}set "
         "training.activation_checkpointing=true, or use more devices"
     )

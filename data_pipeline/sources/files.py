@@ -72,7 +72,9 @@ def read_records(files: tuple[str, ...], split: Callable[[BinaryIO], Iterator[tu
         except BadRecord as error:
             problem = str(error)
         except OSError as error:
-            raise DataError(f"cannot read {storage.shown(path)}: {error.strerror or error}; check that it is readable") from error
+            raise DataError(
+                f"cannot read {storage.shown(path)}: {error.strerror or error}; check that it is readable"
+            ) from error
         before += weights[index]
         if problem:
             yield Record(index, line + 1, b"", before / total, problem)

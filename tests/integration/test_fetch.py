@@ -99,6 +99,15 @@ def test_data_and_tokenizer_are_fetched_once_and_built_from_without_a_network(
     assert samestep("data", "build", data_file, *found).code == 0
 
 
+def test_files_that_would_overwrite_each_other_are_refused(hub, samestep, data_file, tmp_path):
+    address = f"{hub.endpoint}/datasets/owner/corpus/resolve/main/rows/0.parquet"
+    result = samestep(
+        "fetch", data_file, f'source.paths=["{address}?part=0", "{address}?part=1"]', "--to", tmp_path / "raw"
+    )
+    assert "would get the same name" in result.message
+    assert not list((tmp_path / "raw").rglob("*.parquet"))
+
+
 def test_a_dataset_of_the_hub_is_fetched_by_its_name(hub, samestep, data_file, tmp_path, monkeypatch):
     source = "source={kind: huggingface, path: owner/corpus}"
     found = settings(samestep("fetch", data_file, source, "--to", tmp_path / "raw"))
@@ -134,3 +143,4 @@ def test_nothing_remote_is_said_to_be_nothing(samestep, experiment_file):
     result = samestep("fetch", experiment_file)
     assert result.code == 2
     assert "names nothing that is not on this machine already" in result.message
+    assert "samestep fetch EXPERIMENT data.path=s3://a/b" in samestep("fetch", "s3://a/b").message

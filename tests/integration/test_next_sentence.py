@@ -42,7 +42,7 @@ def test_a_run_with_next_sentence_prediction(samestep: Samestep, experiment_file
     [
         (["objective.kind=mlm_nsp", "model.nsp=true"], "use data.packing=pairs"),
         (["objective.kind=mlm_nsp", "data.packing=pairs"], "set model.nsp=true"),
-        (["model.nsp=true"], "set model.nsp=false, or objective.kind=mlm_nsp"),
+        (["model.nsp=true"], "set model.nsp=false, or choose another objective"),
         ([*PAIRS, "model.type_vocab=1"], "model.type_vocab is 1; set it to 2"),
         ([*PAIRS, "data.sequence_length=4"], "use at least 5"),
     ],

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -48,6 +48,11 @@ def in_turn(border: int, before: Rate, after: Rate) -> Rate:
     return lambda step: before(step) if step < border else after(step)
 
 
+BERT_ADAM = {"kind": "adamw", "betas": (0.9, 0.999), "eps": 1e-6, "bias_correction": False}
+ADAM = {"kind": "adamw", "betas": (0.9, 0.98), "eps": 1e-6, "bias_correction": True}
+LAMB = {"kind": "lamb", "betas": (0.9, 0.999), "eps": 1e-6, "bias_correction": True, "max_trust_ratio": None}
+
+
 @dataclass(frozen=True)
 class Promise:
     """What a recipe says of itself.
@@ -59,6 +64,7 @@ class Promise:
         masked: share of the tokens that are predicted.
         decay: of the weights.
         clip: the norm that gradients are clipped to.
+        optimizer: its kind and settings.
     """
 
     parameters: int
@@ -67,6 +73,7 @@ class Promise:
     masked: float = 0.15
     decay: float = 0.01
     clip: float | None = 1.0
+    optimizer: Mapping[str, object] = field(default_factory=lambda: BERT_ADAM)
 
 
 SEQUENCES = ((900_000, 256, 128), (100_000, 256, 512))
@@ -76,7 +83,7 @@ LARGE = 336_226_108
 
 def ladder(batch: int, steps: int, peak: float, warmup: int) -> Promise:
     phases = ((steps * 9 // 10, batch, 128), (steps - steps * 9 // 10, batch, 512))
-    return Promise(LARGE, phases, decay(peak, warmup, steps, begin=0))
+    return Promise(LARGE, phases, decay(peak, warmup, steps, begin=0), optimizer={**LAMB, "variant": "paper"})
 
 
 PROMISES = {
@@ -92,6 +99,7 @@ PROMISES = {
         LARGE,
         ((7038, 65_536, 128), (1563, 32_768, 512)),
         in_turn(7038, decay(6e-3, 2001, 7038, 0.5, begin=0), decay(4e-3, 200, 1563, 0.5, first=7038, begin=0)),
+        optimizer={**LAMB, "variant": "nvidia"},
     ),
     "bert_large_lamb_512": ladder(512, 1_000_000, 5e-3 / 2**3.0, 3125),
     "bert_large_lamb_1k": ladder(1024, 500_000, 5e-3 / 2**2.5, 3125),
@@ -106,7 +114,13 @@ PROMISES = {
     "bert_l6_a12": Promise(67_579_196, SEQUENCES, bert()),
     "bert_l6_a3": Promise(67_579_196, SEQUENCES, bert()),
     "bert_base_fast": Promise(
-        109_532_736, ((70_000, 4096, 128),), decay(5e-4, 4200, 70_000, last=0.02), masked=0.3, decay=0.02, clip=None
+        109_532_736,
+        ((70_000, 4096, 128),),
+        decay(5e-4, 4200, 70_000, last=0.02),
+        masked=0.3,
+        decay=0.02,
+        clip=None,
+        optimizer=ADAM,
     ),
     "bert_base_24h_24gb": Promise(
         111_255_296,
@@ -114,10 +128,17 @@ PROMISES = {
         decay(1e-3, 5000, 10_000),
         masked=0.25,
         clip=0.5,
+        optimizer={**ADAM, "eps": 1e-12},
     ),
-    "roberta_base": Promise(124_697_433, ((500_000, 8192, 512),), decay(6e-4, 24_000, 500_000), clip=None),
-    "roberta_base_2k": Promise(124_697_433, ((125_000, 2048, 512),), decay(5e-4, 10_000, 125_000), clip=None),
-    "roberta_large": Promise(355_412_057, ((500_000, 8192, 512),), decay(4e-4, 30_000, 500_000), clip=None),
+    "roberta_base": Promise(
+        124_697_433, ((500_000, 8192, 512),), decay(6e-4, 24_000, 500_000), clip=None, optimizer=ADAM
+    ),
+    "roberta_base_2k": Promise(
+        124_697_433, ((125_000, 2048, 512),), decay(5e-4, 10_000, 125_000), clip=None, optimizer=ADAM
+    ),
+    "roberta_large": Promise(
+        355_412_057, ((500_000, 8192, 512),), decay(4e-4, 30_000, 500_000), clip=None, optimizer=ADAM
+    ),
 }
 
 recipes = pytest.mark.parametrize("name", sorted(PROMISES))
@@ -151,11 +172,14 @@ def test_parameters_and_what_decays(name: str) -> None:
 
 
 @recipes
-def test_batches_and_clipping(name: str) -> None:
+def test_batches_optimizer_and_clipping(name: str) -> None:
     experiment, promise = recipe(name), PROMISES[name]
     found = [(p.end - p.first_step, p.global_batch_size, p.sequence_length) for p in experiment.resolved_phases()]
     assert tuple(found) == promise.batches
     assert experiment.training.max_grad_norm == promise.clip
+    kind = type(experiment.optimizer).__module__.rpartition(".")[2]
+    settings = {"kind": kind, **vars(experiment.optimizer)}
+    assert {name: settings[name] for name in promise.optimizer} == promise.optimizer
 
 
 @recipes

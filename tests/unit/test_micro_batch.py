@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -52,20 +53,24 @@ def test_on_the_host_long_examples_come_in_small_micro_batches() -> None:
 
 
 class LimitedMemory(CpuAccelerator):
-    """A CPU that says what a device with memory would: so much, of which each example of a pass takes a part."""
+    """A CPU that says what a device with memory would: so much, of which each example of a pass takes a part.
+
+    As under FSDP2, a second pass meets whole gradients of the first.
+    """
 
     def memory(self) -> int:  # type: ignore[override]
         return 1000
 
     def reset_peak_memory(self) -> None:
-        self.rows = 0
+        self.rows = self.passes = 0
 
     def to_device(self, batch):  # type: ignore[no-untyped-def]
         self.rows = len(batch["tokens"])
+        self.passes += 1
         return super().to_device(batch)
 
     def peak_memory(self) -> int:  # type: ignore[override]
-        return 200 + 100 * self.rows
+        return 200 + 100 * self.rows + 100 * (self.passes > 1)
 
 
 @pytest.fixture
@@ -85,8 +90,9 @@ def _run(file: str, output: Path, *overrides: str) -> None:
 
 @pytest.mark.usefixtures("limited")
 def test_auto_measures_on_the_device_and_is_recorded(experiment_file: str, tmp_path: Path) -> None:
+    """Of 10 examples 7 would fit in a pass alone, and 6 beside the gradients of another."""
     _run(experiment_file, tmp_path, "training.micro_batch_size=auto")
-    assert '"micro_batch_sizes": [\n  7\n ]' in (tmp_path / "checkpoints/step-00000002/meta.json").read_text()
+    assert '"micro_batch_sizes": [\n  6\n ]' in (tmp_path / "checkpoints/step-00000002/meta.json").read_text()
 
 
 def test_measuring_changes_nothing(experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,13 +104,29 @@ def test_measuring_changes_nothing(experiment_file: str, tmp_path: Path, monkeyp
     assert (tmp_path / "without" / name).read_bytes() == (tmp_path / "with" / name).read_bytes()
 
 
+def _run_out(*_: object) -> None:
+    raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+
 @pytest.mark.usefixtures("limited")
+@pytest.mark.parametrize(
+    ("overrides", "fix"),
+    [
+        (["training.micro_batch_size=9"], "set training.micro_batch_size=6 (it is 9"),
+        (["phases=[{steps: 1, micro_batch_size: 8}, {steps: 1}]"], "set phases.0.micro_batch_size=6 (it is 8"),
+    ],
+)
 def test_when_memory_runs_out_a_size_that_fits_is_named(
+    experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], fix: str
+) -> None:
+    monkeypatch.setattr("trainer.loop.Trainer.train_step", _run_out)
+    with pytest.raises(run.SamestepError, match=re.escape(fix)):
+        _run(experiment_file, tmp_path, *overrides)
+
+
+def test_when_not_even_one_example_fits_the_rest_is_named(
     experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_out(*_: object) -> None:
-        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-
-    monkeypatch.setattr("trainer.loop.Trainer.train_step", run_out)
-    with pytest.raises(run.SamestepError, match=r"set training.micro_batch_size=7 \(it is 9"):
-        _run(experiment_file, tmp_path, "training.micro_batch_size=9")
+    monkeypatch.setattr("trainer.run.probe", _run_out)
+    with pytest.raises(run.SamestepError, match=r"2 GiB; set training\.activation_checkpointing=true, or use more"):
+        _run(experiment_file, tmp_path)

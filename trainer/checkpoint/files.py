@@ -42,7 +42,7 @@ class Url:
     url: str
 
     def __str__(self) -> str:
-        return self.url
+        return storage.shown(self.url)
 
     def __truediv__(self, name: str) -> Url:
         return Url(f"{self.url}/{name}")

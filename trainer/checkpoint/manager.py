@@ -24,7 +24,7 @@ from trainer.checkpoint import files, integrity, layout, writer
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredTensors
 from trainer.errors import CheckpointError, ConfigError, ObjectNotFoundError, StorageError
-from trainer.storage import is_url, is_writable
+from trainer.storage import is_url, is_writable, shown
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,9 @@ class Config:
         if self.keep_every is not None and self.keep_every < 1:
             raise ConfigError(f"keep_every is {self.keep_every}; use 1 or more, or null to keep only the newest")
         if self.folder is not None and is_url(self.folder) and not is_writable(self.folder):
-            raise ConfigError(f"folder {self.folder!r} can only be read; use s3://..., gs://... or a local folder")
+            raise ConfigError(
+                f"folder {shown(self.folder)!r} can only be read; use s3://..., gs://... or a local folder"
+            )
 
 
 class Checkpointer:

@@ -38,6 +38,8 @@ def merge(base: Tree, changes: Tree) -> Tree:
     merged = dict(base)
     for key, value in changes.items():
         below = merged.get(key)
+        if isinstance(below, list) and isinstance(value, dict):  # phases.1.lr=1e-3
+            value = _merge_items(key, below, value)
         if isinstance(below, dict) and "kind" in below and isinstance(value, str):  # optimizer=lamb
             value = {"kind": value}
         if isinstance(below, str) and isinstance(value, dict):  # optimizer.lr=1 where the file says `optimizer: adamw`
@@ -46,6 +48,15 @@ def merge(base: Tree, changes: Tree) -> Tree:
             value = merge(below, value)
         merged[key] = value
     return merged
+
+
+def _merge_items(name: str, items: list[Any], changes: Tree) -> list[Any]:
+    """Lays changes over the items of a list that they name by number, from 0."""
+    numbered = {str(number): item for number, item in enumerate(items)}
+    unknown = [key for key in changes if str(key) not in numbered]
+    if unknown:
+        raise ConfigError(f"{name}.{unknown[0]} does not exist: {name} has {len(items)} items, numbered from 0")
+    return list(merge(numbered, {str(key): value for key, value in changes.items()}).values())
 
 
 def _read_file(path: Path, chain: tuple[Path, ...]) -> Tree:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
 from typing import Any
 
@@ -23,28 +23,36 @@ class CheckpointArtifacts:
 
     def __init__(self, wandb: ModuleType, run: Any, committed: Callable[[], Sequence[str]]) -> None:
         self._wandb, self._run, self._committed = wandb, run, committed
-        self._thread = ThreadPoolExecutor(1, "wandb-artifacts")
-        self._work: Future[None] | None = None
+        self._thread: Thread | None = None
         self._seen: set[str] = set()
 
     def look(self) -> None:
         """Has new checkpoints logged, unless that is going on; returns at once."""
-        if self._work is None or self._work.done():
-            self._work = self._thread.submit(self._log_new)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = Thread(target=self._log_new, name="wandb-artifacts", daemon=True)
+            self._thread.start()
 
     def close(self, timeout: float) -> None:
         """Has the last ones logged, for so many seconds at most."""
-        wait_for([self._thread.submit(self._log_new)], timeout)
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        deadline = time.monotonic() + timeout
+        if self._thread is not None:
+            self._thread.join(timeout)
+        self.look()  # what was going on may have begun before the last checkpoint
+        if self._thread is not None:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _log_new(self) -> None:
-        for place in self._committed():
-            if place not in self._seen:
-                self._seen.add(place)
-                try:
-                    self._log(place)
-                except Exception as error:  # as when retention has just removed it
-                    logger.warning("W&B: the checkpoint %s is not logged as an artifact: %s", place, error)
+        try:
+            new = [place for place in self._committed() if place not in self._seen]
+        except Exception as error:  # as of an object store; the next look tries again
+            logger.warning("W&B: the checkpoints cannot be listed for artifacts: %s", error)
+            return
+        for place in new:
+            self._seen.add(place)
+            try:
+                self._log(place)
+            except Exception as error:  # as when retention has just removed it
+                logger.warning("W&B: the checkpoint %s is not logged as an artifact: %s", place, error)
 
     def _log(self, place: str) -> None:
         step = int(re.findall(r"\d+", place)[-1])

@@ -16,7 +16,8 @@ from trainer.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_MOST_STEPS = 20  # a trace is a few megabytes a step
+_MOST_STEPS = 20  # a trace is a few megabytes a micro-batch
+_MOST_BYTES = 32 * 2**20  # of a compressed trace that is analysed, which takes some fifty times its size in memory
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Profiler:
             path.parent.mkdir(exist_ok=True)
             profile.export_chrome_trace(str(path))
             logger.info("profiled     %s; open it at https://ui.perfetto.dev", path)
-            return communication(path)
+            return communication(path) if path.stat().st_size < _MOST_BYTES else {}
         except Exception as error:  # a profile is no reason to end a run
             logger.warning("the profile %s could not be written: %s", path, error)
             return {}

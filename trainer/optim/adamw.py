@@ -21,7 +21,7 @@ class Config:
     Attributes:
         lr: learning rate at the top of the schedule.
         betas: decay rates of the running means of the gradient and of its square.
-        eps: added to the root of the mean square.
+        eps: added to the root of the mean square, which is 0 for weights that have had no gradient yet.
         weight_decay: decoupled; each update takes lr * weight_decay of a weight away.
         bias_correction: whether the running means are corrected for having started at 0; BERT's are not.
     """
@@ -35,10 +35,12 @@ class Config:
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas is {list(self.betas)}; use two numbers from 0 up to below 1, as [0.9, 0.999]")
-        for name in ("lr", "eps", "weight_decay"):
+        for name in ("lr", "weight_decay"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} is {value}; use a number of 0 or more")
+        if not 0 < self.eps < math.inf:
+            raise ConfigError(f"eps is {self.eps}; use a number above 0, as 1e-6")
 
     def build(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         """Makes the optimizer of these named parameters, on the device they are on."""

@@ -74,13 +74,13 @@ def lr_fraction(config: Schedule, step: int, total_steps: int) -> float:
     start = config._start
     if config.warmup_steps > total_steps:
         raise ConfigError(
-            f"warmup_steps {config.warmup_steps} is more than the {total_steps} steps of the run; the full learning "
-            f"rate would never be used; set schedule.warmup_steps to about {total_steps // 10}"
+            f"warmup_steps {config.warmup_steps} is more than the {total_steps} steps of the schedule; the full "
+            f"learning rate would never be used; set schedule.warmup_steps to about {max(1, total_steps // 10)}"
         )
     if start > total_steps:
         raise ConfigError(
-            f"decay_start {start} is after the {total_steps} steps of the run; set schedule.decay_start to at most "
-            f"that, or schedule.decay to constant"
+            f"decay_start {start} is after the {total_steps} steps of the schedule; set schedule.decay_start to at "
+            f"most that, or schedule.decay to constant"
         )
     if step < config.warmup_steps:
         return step / config.warmup_steps

@@ -51,6 +51,15 @@ def test_override_beats_file_beats_base_beats_default(tmp_path: Path) -> None:
     assert load(Root, path, ["inner.rate=4", "inner.limit=null"]) == Root(2, inner=Inner(4.0))
 
 
+def test_an_override_reaches_an_item_of_a_list_by_its_number(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "phases: [{steps: 1, lr: 2}, {steps: 3, lr: 4, schedule: {power: 1}}]\n")
+    tree = read_tree(path, ["phases.1.lr=5", "phases.1.schedule.power=2"])
+    assert tree == {"phases": [{"steps": 1, "lr": 2}, {"steps": 3, "lr": 5, "schedule": {"power": 2}}]}
+    for unknown in ("phases.2", "phases.lr"):
+        with pytest.raises(ConfigError, match=f"{unknown} does not exist: phases has 2 items"):
+            read_tree(path, [f"{unknown}=1"])
+
+
 def test_section_of_another_kind_replaces_the_base_section(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "steps: 1\noptimizer: {kind: other, momentum: 3}\n")
     path = write(tmp_path, "a.yaml", "base: base.yaml\noptimizer: {kind: adamw, lr: 0.5}\n")

@@ -16,12 +16,11 @@ VOCAB_SIZE = 40_000
 WriteDataset = Callable[..., Path]
 
 
-@pytest.fixture
-def write_dataset(tmp_path: Path) -> WriteDataset:
+@pytest.fixture(scope="session")
+def write_dataset_to() -> WriteDataset:
     """Writes shards of random documents; every token is distinct, so that a token names its place."""
 
-    def write(shards: int = 6, documents: int = 40, heldout: int = 1, longest: int = 59, name: str = "dataset") -> Path:
-        folder = tmp_path / name
+    def write(folder: Path, shards: int = 6, documents: int = 40, heldout: int = 1, longest: int = 59) -> Path:
         splits = {}
         next_token = 0
         for split, number in (("train", shards), ("heldout", heldout)):
@@ -42,3 +41,9 @@ def write_dataset(tmp_path: Path) -> WriteDataset:
         return folder
 
     return write
+
+
+@pytest.fixture
+def write_dataset(write_dataset_to: WriteDataset, tmp_path: Path) -> WriteDataset:
+    """The same, in a folder of the test."""
+    return lambda name="dataset", **options: write_dataset_to(tmp_path / name, **options)

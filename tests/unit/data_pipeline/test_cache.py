@@ -1,5 +1,6 @@
 """The cache of shards: each is fetched once, verified, kept while in use; the size is bounded; kills do no harm."""
 
+import fcntl
 import hashlib
 import os
 import random
@@ -141,9 +142,31 @@ def test_a_process_that_is_killed_while_it_fetches_leaves_no_trouble(shards: Sha
 def test_the_shard_that_a_killed_process_was_fetching_is_fetched_anew(shards: Shards, tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
     name = hashlib.sha256(shards.content[0]).hexdigest()
-    (cache.folder / f"{name}.partial").write_bytes(shards.content[0][: SIZE // 2])
-    shards.get(cache, 0)
-    assert not partial_files(cache)
+    for left in (shards.content[0][: SIZE // 2], bytes(2 * SIZE)):
+        (cache.folder / f"{name}.partial").write_bytes(left)
+        shards.get(cache, 0)
+        assert not partial_files(cache)
+        (cache.folder / f"{name}.tar").unlink()
+
+
+def test_a_process_that_is_forked_during_a_download_does_not_keep_its_lock(shards: Shards, tmp_path: Path) -> None:
+    cache = make_cache(tmp_path)
+    shards.web.held = True
+    with ThreadPoolExecutor(1) as pool:
+        fetched = pool.submit(shards.fetch, cache, 0)
+        wait_for(lambda: shards.web.contents["0"])
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        try:
+            shards.web.release()
+            fetched.result(timeout=20)
+            with (cache.folder / f"{shards.address(0)[1]}.tar").open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                assert file.read() == shards.content[0]
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def test_the_least_recently_used_go_first(shards: Shards, tmp_path: Path) -> None:
@@ -185,7 +208,7 @@ def test_threads_and_evictions_at_once(shards: Shards, tmp_path: Path) -> None:
     cache = make_cache(tmp_path, limit=2 * SIZE)
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(lambda i: shards.get(cache, i * 5 % 8), range(60)))
-    shards.get(cache, 0)
+    shards.get(cache, min(set(range(8)) - set(shards.kept(cache)), default=0))  # nothing else is in use any more
     assert len(shards.kept(cache)) <= 2
     assert not partial_files(cache)
 

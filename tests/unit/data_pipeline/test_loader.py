@@ -95,6 +95,22 @@ def test_global_batches_are_the_same_at_any_world_size(
     assert all(len(batch["tokens"]) == 24 for batch in shared)
 
 
+@pytest.mark.parametrize("cells", [1, 300, 2**10, 2**18])
+@pytest.mark.parametrize("threads", [0, 2])
+def test_how_many_rows_are_made_together_changes_nothing(write_dataset, monkeypatch, cells, threads) -> None:
+    folder = write_dataset()
+    expected = global_batches(folder, 20, micro_batch_size=24)
+    monkeypatch.setattr(loader_module, "_BLOCK_CELLS", cells)
+    loader = make_loader(folder, threads=threads)
+    taken = [valid_rows(next(loader)) for _ in range(13)]
+    assert loader.state_dict()["example"] == 13 * 24  # what was taken, not what was made
+    again = make_loader(folder, threads=threads)
+    again.load_state_dict(loader.state_dict())
+    assert_same(expected, taken + [valid_rows(next(again)) for _ in range(7)])
+    first, second = (list(make_loader(folder, split="heldout", finite=True, threads=t)) for t in (0, threads))
+    assert_same([valid_rows(step) for step in first], [valid_rows(step) for step in second])
+
+
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "padded"])
 def test_every_token_is_fed_once_an_epoch(write_dataset, packing) -> None:
     folder = write_dataset()

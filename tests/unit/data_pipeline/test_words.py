@@ -75,6 +75,7 @@ def test_tokenizers_of_which_nothing_is_known_encode_whole_texts(tokenizer) -> N
         changed(tokenizer, pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
         changed(tokenizer, pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)),
         changed(tokenizer, normalizer=normalizers.NFKC()),
+        changed(tokenizer, normalizer=normalizers.BertNormalizer(), pre_tokenizer=pre_tokenizers.ByteLevel(False)),
         changed(tokenizer),
     ]
     backends[-1].add_tokens(["a b"])

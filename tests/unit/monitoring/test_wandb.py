@@ -22,6 +22,7 @@ import pytest
 from trainer.config import decode
 from trainer.errors import ConfigError, MissingExtra
 from trainer.monitoring import wandb as tracking
+from trainer.monitoring.artifacts import CheckpointArtifacts
 from trainer.monitoring.jsonl import JsonlTracker, read_rows
 
 wandb = pytest.importorskip("wandb")
@@ -287,6 +288,18 @@ def test_committed_checkpoints_become_artifacts_whose_files_are_theirs(tmp_path:
         assert staged == {"rank-00000.safetensors": bytes([step]) * 1000, "meta.json": b"{}"}
     assert [entry.ref for entry in artifacts[3].manifest.contents] == ["s3://bucket/run/step-00000005"]
     assert len(offline_rows(tmp_path)) == 3  # the one that failed has stopped nothing
+
+
+def test_artifacts_that_fail_or_hang_do_not_hold_up_the_end_of_a_run(caplog: pytest.LogCaptureFixture):
+    CheckpointArtifacts(wandb, None, lambda: 1 / 0).close(10)
+    assert "cannot be listed for artifacts: division by zero" in caplog.text
+    release, began = threading.Event(), time.monotonic()
+    artifacts = CheckpointArtifacts(wandb, None, lambda: [str(release.wait(60))])
+    artifacts.look()
+    artifacts.close(0.1)
+    assert time.monotonic() - began < 30
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "wandb-artifacts")
+    release.set()
 
 
 def test_disabled_needs_no_package_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

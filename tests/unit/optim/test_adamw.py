@@ -196,7 +196,7 @@ def test_state_of_an_optimizer_that_was_not_primed_is_a_programmer_error():
         {"betas": [0.9]},
         {"betas": [0.9, 1.0]},
         {"betas": "0.9"},
-        {"eps": -1},
+        {"eps": 0},  # 0 / 0 where a weight has had no gradient
         {"weight_decay": float("nan")},
     ],
 )

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import fsspec
@@ -74,12 +75,12 @@ def test_large_objects_go_in_parts(s3_folder: str, tmp_path: Path, monkeypatch: 
     assert (tmp_path / "back").read_bytes() == (tmp_path / "large").read_bytes()
 
 
-@pytest.mark.parametrize("faults", [[503, "drop", 500, 429], ["truncate", None, "truncate"]])
 @pytest.mark.parametrize("scheme", ["s3", "http"])
 def test_failures_that_pass_do_no_harm(
-    faulty_s3: FaultyProxy, s3_folder: str, web: str, scheme: str, faults: list[Fault], tmp_path: Path
+    faulty_s3: FaultyProxy, s3_folder: str, web: str, scheme: str, tmp_path: Path
 ) -> None:
     """Lost connections, server errors, throttling and truncated answers, in the middle of anything."""
+    faults: list[Fault] = [503, "drop", 429, "truncate", 500]
     written, url = f"{s3_folder}/x", f"{s3_folder if scheme == 's3' else web}/x"
     faulty_s3.faults = faults.copy()
     storage.write(written, CONTENT)
@@ -118,9 +119,8 @@ def test_failures_that_do_not_pass_are_explained(
     assert storage.read(f"{s3_folder}/x") == b"former"
 
 
-@pytest.mark.parametrize("status", [401, 403, 400])
-def test_refusals_are_not_tried_again(faulty_s3: FaultyProxy, s3_folder: str, web: str, status: int) -> None:
-    for url in (s3_folder, web):
+def test_refusals_are_not_tried_again(faulty_s3: FaultyProxy, s3_folder: str, web: str) -> None:
+    for url, status in product((s3_folder, web), (401, 403, 400)):
         faulty_s3.always = status
         faulty_s3.requests.clear()
         with pytest.raises(StorageError) as caught:
@@ -151,7 +151,7 @@ def test_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_messages_tell_no_secrets(faulty_s3: FaultyProxy, web: str, caplog: pytest.LogCaptureFixture) -> None:
-    address = web.replace("://", "://user:password@") + "/x?X-Amz-Signature=5ec7e7"
+    address = web.replace("://", "://user:p@ssword@") + "/x?X-Amz-Signature=5ec7e7"
     for status in (503, 403, 404):
         faulty_s3.always = status
         with pytest.raises(StorageError) as caught:
@@ -159,7 +159,7 @@ def test_messages_tell_no_secrets(faulty_s3: FaultyProxy, web: str, caplog: pyte
         text = f"{caught.value}{caplog.text}"
         assert f"{web}/x: " in text
         assert "5ec7e7" not in text
-        assert "password" not in text
+        assert "ssword" not in text
 
 
 def test_a_server_without_ranges(faulty_s3: FaultyProxy, s3_folder: str, web: str) -> None:

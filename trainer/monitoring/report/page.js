@@ -225,8 +225,8 @@ function summary() {
   const figures = [
     ["Steps", s => (s.steps && s.step < s.steps ? `${number(s.step)} of ${number(s.steps)}` : number(s.step)), s => s.step],
     ["Tokens", s => number(s.tokens), s => s.tokens], ["Time", s => duration(s.hours), s => s.hours],
-    ["Training loss", s => number(s.train_loss), s => s.train_loss], ["Held-out loss", s => number(s.heldout_loss), s => s.heldout_loss],
-    ["Best held-out", s => number(s.best_heldout_loss), s => s.best_heldout_loss],
+    ["Training loss", s => number(s.train_loss), s => s.train_loss], ["Held‑out loss", s => number(s.heldout_loss), s => s.heldout_loss],
+    ["Best held‑out", s => number(s.best_heldout_loss), s => s.best_heldout_loss],
     ["Tokens/s", s => number(s.tokens_per_second), s => s.tokens_per_second], ["MFU", s => percent(s.mfu), s => s.mfu],
     ["MFU of real tokens", s => percent(s.mfu_useful), s => s.mfu_useful], ["Padding", s => percent(s.padding), s => s.padding],
     ["Peak memory", s => `${number(s.peak_memory_gib, 3)} GiB`, s => s.peak_memory_gib],
@@ -270,7 +270,7 @@ function settings() {
     section.replaceChildren();
     const rows = data.settings.filter(setting => all || setting.differs);
     table(section, several && !all ? "Settings that differ" : "Settings", [["setting"], ...data.runs.map(run => [run.name])],
-      rows.map(({ key, values, differs }) => ({ cells: [key, ...values], class: differs ? "differs" : "" })));
+      rows.map(({ key, values, differs }) => ({ cells: [key, ...values], class: all && differs ? "differs" : "" })));
     const toggle = element(section, "button", {}, all ? "Fewer" : "All settings");
     toggle.hidden = !several || !data.settings.some(setting => setting.differs);
     toggle.onclick = () => { all = !all; show(); };

@@ -1,4 +1,4 @@
-"""LAMB on parameters that FSDP2 has split: with identical gradients, the updates of the unsharded optimizer."""
+"""Optimizers on parameters that FSDP2 has split: with identical gradients, the updates of the whole ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.processes import run_ranks
-from trainer.optim import groups
-from trainer.optim.lamb import Config
+from trainer.optim import adamw, groups, lamb
 
 STEPS = 200
+CONFIGS = [lamb.Config(lr=1e-2, max_trust_ratio=5.0), adamw.Config(), adamw.Config(bias_correction=False)]
 Array: TypeAlias = np.ndarray[Any, Any]
 
 
@@ -37,7 +37,7 @@ class Model(nn.Module):
             parameter.data = torch.randn(parameter.shape, generator=generator)
 
 
-def train(model: nn.Module, config: Config) -> dict[str, Array]:
+def train(model: nn.Module, config: adamw.Config) -> dict[str, Array]:
     """Returns weights and moments, whole, after gradients that depend on step and name alone."""
     optimizer = config.build(model.named_parameters())
     groups.prime(optimizer)
@@ -55,11 +55,11 @@ def train(model: nn.Module, config: Config) -> dict[str, Array]:
     return {name: tensor.detach().numpy() for name, tensor in whole.items()}
 
 
-def train_split(shapes: list[tuple[int, ...]], config: Config) -> list[dict[str, Array]]:
-    """Trains on a mesh of each shape; two dimensions are copies and shards (HSDP)."""
+def train_split(cases: list[tuple[tuple[int, ...], adamw.Config]]) -> list[dict[str, Array]]:
+    """Trains on a mesh of the shape of each case; two dimensions are copies and shards (HSDP)."""
     dist.init_process_group("gloo")
     results = []
-    for shape in shapes:
+    for shape, config in cases:
         model = Model()
         names = ("replicate", "shard")[-len(shape) :]
         fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
@@ -71,14 +71,18 @@ def train_split(shapes: list[tuple[int, ...]], config: Config) -> list[dict[str,
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_split_parameters_are_updated_like_whole_ones(world_size: int) -> None:
-    config = Config(lr=1e-2, max_trust_ratio=5.0)
-    shapes: list[tuple[int, ...]] = [(world_size,), *([(2, 2)] if world_size == 4 else [])]
-    ranks = run_ranks(world_size, train_split, shapes, config)
-    whole = train(Model(), config)
-    for result in (result for results in ranks for result in results):
-        assert list(result) == list(whole)
-        for name, array in whole.items():
-            np.testing.assert_allclose(result[name], array, rtol=1e-6, atol=1e-6)
+    cases: list[tuple[tuple[int, ...], adamw.Config]] = [((world_size,), CONFIGS[0])]
+    if world_size == 2:
+        cases = [((2,), config) for config in CONFIGS]
+    if world_size == 4:
+        cases.append(((2, 2), CONFIGS[0]))
+    ranks = run_ranks(world_size, train_split, cases)
     start = dict(Model().named_parameters())
     assert len(start) == 7  # the shared table counts once
-    assert all(np.abs(whole[name] - start[name].detach().numpy()).max() > 0.1 for name in start)
+    for (_, config), *results in zip(cases, *ranks, strict=True):
+        whole = train(Model(), config)
+        assert all(np.abs(whole[name] - start[name].detach().numpy()).max() > 0.1 for name in start)
+        for result in results:
+            assert list(result) == list(whole)
+            for name, array in whole.items():
+                np.testing.assert_allclose(result[name], array, rtol=1e-6, atol=1e-6)
