@@ -120,12 +120,22 @@ class ShardCache:
         Raises:
             DataError: it cannot be downloaded, or only by exceeding the limit.
         """
-        path = self.folder / f"{sha256}.tar"
+        if not self.touch(sha256):
+            with self.failure_explained():
+                self._download(url, self.folder / f"{sha256}.tar", sha256, size, needed=False)
+
+    def touch(self, sha256: str) -> bool:
+        """Marks a shard as used, so that it is kept for longer; whether it is here.
+
+        Raises:
+            DataError: the disk refuses.
+        """
         with self.failure_explained():
             try:
-                os.utime(path)
+                os.utime(self.folder / f"{sha256}.tar")
             except FileNotFoundError:
-                self._download(url, path, sha256, size, needed=False)
+                return False
+        return True
 
     def _download(self, url: str, path: Path, sha256: str, size: int, needed: bool) -> None:
         """Puts a shard in its place, unless another thread or process has done so in the meantime."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,10 @@ from trainer.storage import write_text
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+
+_PLAIN_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
+_SHA256 = re.compile("[0-9a-f]{64}")
+_SPLITS = {"train", "heldout"}
 
 
 @dataclass(frozen=True)
@@ -117,9 +123,40 @@ class Manifest:
             raise DataError(f"{path} is of format {version!r}, this program reads {FORMAT}; build the dataset again")
         try:
             splits = {name: tuple(ShardInfo(**shard) for shard in shards) for name, shards in tree["splits"].items()}
-            return cls(**{**tree, "splits": splits, "files": tuple(tree["files"])})
-        except (KeyError, TypeError, AttributeError) as error:
+            manifest = cls(**{**tree, "splits": splits, "files": tuple(tree["files"])})
+            _check(manifest)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(f"{path} is damaged ({error}); build the dataset again") from error
+        return manifest
+
+
+def _check(manifest: Manifest) -> None:
+    """Checks what names files, reserves space or is trusted: an address may be anybody's.
+
+    Raises:
+        ValueError: naming the entry that no build writes.
+    """
+    if manifest.dtype not in ("uint16", "uint32"):
+        raise ValueError(f"dtype is {manifest.dtype!r}")
+    if unknown := manifest.splits.keys() - _SPLITS:
+        raise ValueError(f"the split {min(unknown)!r} is unknown")
+    rejected = {f"documents_rejected.{reason}": number for reason, number in manifest.documents_rejected.items()}
+    _check_numbers({"vocab_size": manifest.vocab_size, "documents_in": manifest.documents_in, **rejected})
+    for split, shards in manifest.splits.items():
+        for index, shard in enumerate(shards):
+            entry = f"splits.{split}.{index}"
+            if not (isinstance(shard.name, str) and _PLAIN_NAME.fullmatch(shard.name)):
+                raise ValueError(f"{entry}.name is {shard.name!r}, not the plain name of a file")
+            if not (isinstance(shard.sha256, str) and _SHA256.fullmatch(shard.sha256)):
+                raise ValueError(f"{entry}.sha256 is {shard.sha256!r}, not 64 hexadecimal digits")
+            numbers = {"documents": shard.documents, "tokens": shard.tokens, "bytes": shard.bytes}
+            _check_numbers({f"{entry}.{name}": number for name, number in numbers.items()})
+
+
+def _check_numbers(entries: Mapping[str, object]) -> None:
+    for entry, value in entries.items():
+        if type(value) is not int or not 0 <= value < 2**63:
+            raise ValueError(f"{entry} is {value!r}, not a whole number from 0")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +18,7 @@ from trainer.errors import ConfigError, DataError
 logger = logging.getLogger(__name__)
 
 _THREADS = 8
+_TOUCH_SECONDS = 1.0
 
 
 class Prefetcher:
@@ -52,6 +54,7 @@ class Prefetcher:
             )
         self._capacity = capacity // processes
         self._begun: set[int] = set()
+        self._touched = time.monotonic()
         self._waiting: list[int] = []  # the most urgent last
         self._closed = False
         self._changed = threading.Condition()
@@ -66,7 +69,12 @@ class Prefetcher:
         with self._changed:
             self._begun.intersection_update(numbers)
             self._waiting = [number for number in reversed(numbers) if number not in self._begun]
+            here = sorted(self._begun)
             self._changed.notify_all()
+        if time.monotonic() - self._touched >= _TOUCH_SECONDS:
+            self._touched = time.monotonic()
+            for number in here:  # or shards that came early would make room before those that nobody needs any more
+                self._remote.touch(self._shards[number])
 
     def close(self) -> None:
         """Ends the threads; a download that has begun is finished in the background."""

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, cast
 from data_pipeline.cache import ShardCache, locked
 from data_pipeline.manifest import MANIFEST, Manifest, ShardInfo
 from trainer import storage
-from trainer.errors import DataError, ObjectNotFoundError, StorageError
+from trainer.errors import ConfigError, DataError, ObjectNotFoundError, StorageError
 
 INDEX_READERS = 32  # shards whose index is read at a time: most of that is waiting
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -87,6 +87,10 @@ class RemoteDataset:
         """
         self.cache.fetch(self.address(shard), shard.sha256, shard.bytes)
 
+    def touch(self, shard: ShardInfo) -> None:
+        """Marks a shard as used, if the cache has it."""
+        self.cache.touch(shard.sha256)
+
     def open_parts(self, shard: ShardInfo) -> BinaryIO:
         """Opens a shard where it is, to read parts of it, which come unverified."""
         return cast(BinaryIO, io.BufferedReader(_Ranges(self.address(shard), shard.bytes), _READ_BYTES))
@@ -96,10 +100,16 @@ def load_manifest(location: str) -> Manifest:
     """Reads the manifest of a dataset, given its folder or its address without a slash at the end.
 
     Raises:
+        ConfigError: the address has a query.
         DataError: there is none, or it cannot be read.
     """
     if not storage.is_url(location):
         return Manifest.load(Path(location))
+    if "?" in location:
+        raise ConfigError(
+            f"the address {storage.shown(location)} of a dataset has a query (?...), and the names of its files cannot "
+            "be appended to that; leave it out, and give access by the store's own credentials"
+        )
     path = f"{location}/{MANIFEST}"
     try:
         return Manifest.parse(storage.read(path), storage.shown(path))

@@ -6,15 +6,17 @@ import http.client
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Literal, TypeAlias
 from urllib.parse import urlsplit
+
+from tests.server import QuietServer
 
 Fault: TypeAlias = int | Literal["drop", "truncate"] | None
 """A status to answer with, a connection closed without an answer, an answer cut in the middle, or nothing wrong."""
 
 
-class FaultyProxy(ThreadingHTTPServer):
+class FaultyProxy(QuietServer):
     """Serves what `upstream` serves.
 
     Attributes:
@@ -24,8 +26,6 @@ class FaultyProxy(ThreadingHTTPServer):
         ranges: whether requests for a part of an object get that part; else they get all of it.
         requests: the method and path of each request so far.
     """
-
-    daemon_threads = True
 
     def __init__(self, upstream: str) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -9,11 +9,13 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+
+from tests.server import QuietServer
 
 COMMIT = hashlib.sha1(b"what main points to").hexdigest()
 _API = re.compile(r"/api/(models|datasets)/([\w.-]+(?:/[\w.-]+)?)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?")
@@ -32,7 +34,7 @@ class Hub:
         self.folder = folder
         self.requests: Counter[str] = Counter()
         self.cut = 0
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self._server = QuietServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
         self._thread.start()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+
+from tests.server import QuietServer
 
 
 class WebServer:
@@ -27,8 +29,7 @@ class WebServer:
         self.flipped: set[str] = set()
         self.held = False
         self.released = threading.Condition()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"web": self}))
-        self._server.daemon_threads = True
+        self._server = QuietServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"web": self}))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
         self._thread.start()
@@ -93,7 +94,4 @@ class _Handler(BaseHTTPRequestHandler):
             return
         with self.web.released:
             self.web.released.wait_for(lambda: not self.web.held)
-        try:
-            self.wfile.write(content[half:])
-        except OSError:  # whoever asked is gone
-            self.close_connection = True
+        self.wfile.write(content[half:])

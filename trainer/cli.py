@@ -319,6 +319,16 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def _nobody_reads() -> bool:
+    """Whether the output goes to a command that has ended, as `head`; what is left of it is dropped then."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own end would fail to flush, too
+        return True
+    return False
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs a sub-command; users' mistakes become one paragraph on stderr and an exit code, not a stack trace."""
     sys.path.append(os.getcwd())  # a dotted kind may be a module of the user's own; last, so that it shadows nothing
@@ -327,11 +337,14 @@ def main(arguments: list[str] | None = None) -> int:
     log.set_up(rank=int(os.environ.get("RANK", "0")), verbose=args.verbose)
     try:
         code: int = args.run(args)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         if not under_launcher:  # which says so once for all
             logger.error("interrupted")
         code = 128 + signal.SIGINT
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return 128 + signal.SIGPIPE
         explained = isinstance(error, SamestepError) or (isinstance(error, OSError) and error.errno in _USERS_ERRNO)
         logger.error("error: %s", error, exc_info=args.traceback or not explained)
         code = error.exit_code if isinstance(error, SamestepError) else EXIT_FAILED

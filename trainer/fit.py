@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from data_pipeline.dataset import Dataset
@@ -67,11 +68,13 @@ def stored_values(weights: Weights, model: Any, dataset: Dataset) -> InitialValu
             f"{weights.folder} holds another model than the experiment's: {len(wrong)} parameters are missing or of "
             f"another shape and {len(extra)} are unknown, first {(wrong + extra)[0]}; make the model section match it"
         )
-    with weights.tokenizer_files() as folder:
-        tokenizer = Tokenizer.load(folder)
+    with weights.tokenizer_files() as files:
+        tokenizer = Tokenizer.load(files)
     if tokenizer.fingerprint != dataset.tokenizer.fingerprint:
+        here = isinstance(weights.tokenizer, Path)
+        copied, folder = ("", weights.tokenizer) if here else (f"copy {weights.tokenizer} to a folder DIR, ", "DIR")
         raise ConfigError(
             f"{weights.folder} was trained with another tokenizer than {dataset.name} was built with, so its tokens "
-            f"mean other words; build a dataset with tokenizer.path={weights.tokenizer} and set data.path to it"
+            f"mean other words; {copied}build a dataset with tokenizer.path={folder} and set data.path to it"
         )
     return lambda name, start, stop: weights.tensors.elements(name, start, stop).float()

@@ -16,16 +16,14 @@ from trainer.checkpoint.manager import Checkpointer
 from trainer.config import Tree, differences
 from trainer.errors import CheckpointError, ConfigError, SamestepError
 from trainer.monitoring import Tracker
-from trainer.monitoring.clock import Clock
 from trainer.monitoring.jsonl import JsonlTracker
-from trainer.monitoring.meter import Meter
 from trainer.monitoring.profiler import Profiler
-from trainer.monitoring.resources import Resources
 from trainer.monitoring.throughput import Throughput
 from trainer.objectives import Objective
 from trainer.optim import groups
 from trainer.passes import Loader, MicroBatches, accumulate_gradients, score
 from trainer.phases import MicroBatchSize, Phase, phase_of
+from trainer.recorder import Recorder
 from trainer.state import TrainState
 from trainer.strategies import Strategy
 
@@ -107,17 +105,9 @@ class Trainer:
         self.checkpointer = checkpointer
         self.description = description
         self.state = TrainState()
-        self._trackers: Sequence[Tracker] = ()
-        self._ledger: JsonlTracker | None = None
-        self._throughput: Throughput | None = None
+        self.recorder = Recorder(strategy)
         self._profiler: Profiler | None = None
-        self._meter = Meter()
-        self._clock = Clock(strategy.accelerator)
-        self._resources = Resources(strategy.accelerator)
         self._grad_norm = torch.zeros(())
-        self._logged_tokens = 0
-        self._digest = 0
-        self._filled = 0
 
     def fit(
         self,
@@ -137,36 +127,44 @@ class Trainer:
         Raises:
             SamestepError: the loss or the gradient is not finite.
         """
-        self._trackers, self._ledger, self._throughput, self._profiler = trackers, ledger, throughput, profiler
+        self._profiler = profiler
+        self.recorder.open(trackers, ledger, throughput)
         self.model.train()
-        self.strategy.accelerator.reset_peak_memory()
-        self._clock = Clock(self.strategy.accelerator)
         while self.state.step < self.config.steps:
             self._run_phase(self.phase)
         self.checkpointer.wait()
 
     def _run_phase(self, phase: Phase) -> None:
         """Trains to the end of a phase; its last step ends a row of metrics, so that no row is about two phases."""
-        batches = iter(self.loader)
+        batches, lap = iter(self.loader), self.recorder.lap
         while self.state.step < phase.end:
             if self._profiler is not None:
                 self._profiler.begin_step(self.state.step + 1, look=self._due(self.config.log_every))
-            self._clock.lap("logging")
+            lap("logging")
             micro_batches = next(batches)
-            self._clock.lap("data_wait")
+            lap("data_wait")
             self.train_step(micro_batches)
+            if self.state.step == phase.end:
+                self._hand_over(phase)
             if self._profiler is not None and (shares := self._profiler.end_step(self.state.step)):
-                self._log(shares)
+                self.recorder.log(self.state.step, shares)
             if self._due(self.config.log_every) or self.state.step == phase.end:
                 self._log_training()
-                self._clock.lap("logging")
+                lap("logging")
             if self._due(self.config.evaluate_every):
-                self._log({f"heldout/{name}": value for name, value in self.evaluate(phase).items()})
-                self._clock.lap("evaluation")
+                scores = self.evaluate(phase)
+                self.recorder.log(self.state.step, {f"heldout/{name}": value for name, value in scores.items()})
+                lap("evaluation")
             if self._due(self.checkpointer.config.every):
                 self.save()
-                self._clock.lap("checkpoint")
-        self.loaders[phase.index].close()
+                lap("checkpoint")
+
+    def _hand_over(self, ended: Phase) -> None:
+        """Ends a phase; one of the same data order goes on from there."""
+        loader = self.loaders[ended.index]
+        loader.close()
+        if ended.index < self.phase.index and ended.order == self.phase.order:
+            self.loader.load_state_dict(loader.state_dict())
 
     @property
     def phase(self) -> Phase:
@@ -195,15 +193,14 @@ class Trainer:
         lr = self.optimizer.defaults["lr"] if phase.lr is None else phase.lr
         groups.set_lr(self.optimizer, lr * phase.lr_fraction(self.state.step))
         for metrics in accumulate_gradients(self.model, self.objective, self.strategy, micro_batches):
-            self._meter.add(metrics)
-        self._digest += sum(int(batch["digest"].sum()) for batch in micro_batches)
-        self._filled += sum(int(batch["filled"].sum()) for batch in micro_batches)
-        self._clock.lap("forward_backward")
+            self.recorder.add(metrics)
+        self.recorder.add_fed(micro_batches)
+        self.recorder.lap("forward_backward")
         self._grad_norm = self.strategy.clip_grad_norm(self.config.max_grad_norm)
         self.strategy.step(self.optimizer, self._grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
         self.strategy.accelerator.step_boundary()
-        self._clock.lap("optimizer")
+        self.recorder.lap("optimizer")
         self.state.step += 1
         self.state.examples += phase.global_batch_size
         self.state.tokens += phase.global_batch_size * phase.sequence_length
@@ -216,15 +213,14 @@ class Trainer:
 
     def save(self) -> None:
         """Starts a checkpoint of everything that the next step depends on."""
-        window = self._meter.totals(self.strategy.all_reduce)
-        self._require_finite({name: total for name, (total, _) in window.items()})
+        window = self.recorder.state_dict()
+        self._require_finite({name: total for name, (total, _) in window["window"].items()})
         meta = {
             **self.description,
             "state": self.state.state_dict(),
-            "phase": self.phase.index,
+            "order": self.phase.order,
             "data": self.loader.state_dict(),
-            "window": window,
-            "digest": _hexadecimal(self._over_replicas(self._digest)[0]),
+            **window,
         }
         if self.strategy.loss_scale is not None:
             meta["loss_scale"] = self.strategy.loss_scale.state_dict()
@@ -239,27 +235,23 @@ class Trainer:
         groups.set_step(self.optimizer, self.state.step)
         if self.strategy.loss_scale is not None and "loss_scale" in meta:
             self.strategy.loss_scale.load_state_dict(meta["loss_scale"])
-        self._enter_phase(meta)
-        self._logged_tokens = self.state.tokens
-        if self.strategy.replica.index == 0:  # these are sums over all replicas
-            self._digest = int(meta["digest"], 16)
-            window = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in meta["window"].items()}
-            self._meter.add({name: (pair[0], pair[1]) for name, pair in window.items()})
+        self._enter_order(meta)
+        self.recorder.load_state_dict(meta, self.state.tokens)
 
-    def _enter_phase(self, meta: Mapping[str, Any]) -> None:
-        """Goes on in the data order of the checkpoint's phase, or begins that of the next one.
+    def _enter_order(self, meta: Mapping[str, Any]) -> None:
+        """Goes on in the data order of the checkpoint, or begins that of the next phase.
 
         Raises:
-            CheckpointError: the phases' lengths have been changed so that the step belongs to another phase.
+            CheckpointError: the phases have been changed so that the step belongs to another order.
         """
-        phase, before = self.phase, meta.get("phase", 0)
-        if before == phase.index:
+        phase, before = self.phase, meta.get("order", 0)
+        if before == phase.order:
             self.loader.load_state_dict(meta["data"])
-        elif before > phase.index or self.state.step != phase.first_step:
+        elif before > phase.order or self.state.step != phase.first_step:
             raise CheckpointError(
-                f"the checkpoint of step {self.state.step} was saved in phase {before}, and by this run's phases the "
-                f"step belongs to phase {phase.index}; keep the steps of the phases that have begun, or start a new "
-                "run from the checkpoint's weights with init_from"
+                f"the checkpoint of step {self.state.step} was saved in the data order number {before}, and by this "
+                f"run's phases the step belongs to number {phase.order} (each change of the sequence length begins "
+                "one); keep the phases that have begun, or start a new run from the checkpoint's weights with init_from"
             )
 
     def _compare_settings(self, before: Tree, step: int) -> None:
@@ -293,49 +285,15 @@ class Trainer:
                     f"checkpoints before it are sound: {fix} and run the same command again"
                 )
 
-    def _over_replicas(self, *mine: int) -> list[int]:
-        """Sums of integers over all replicas, modulo 2**64 and signed."""
-        signed = [(value + 2**63) % 2**64 - 2**63 for value in mine]
-        sums = self.strategy.all_reduce(torch.tensor(signed, device=self.strategy.accelerator.device))
-        return [int(value) for value in sums]
-
     def _due(self, every: int | None) -> bool:
         return every is not None and (self.state.step % every == 0 or self.state.step == self.config.steps)
 
     def _log_training(self) -> None:
         """One row of metrics: means since the last row, and the state they led to. Waits for the device."""
-        means = self._meter.compute(self.strategy.all_reduce)
+        means = self.recorder.means()
         self._require_finite(means)
-        rates = {}
+        row = {f"train/{name}": value for name, value in means.items()}
+        row["train/lr"] = self.optimizer.param_groups[0]["lr"]
         if math.isfinite(grad_norm := float(self._grad_norm)):  # fp16 skips steps where it is not
-            rates["train/grad_norm"] = grad_norm
-        digest, filled, joules = self._over_replicas(self._digest, self._filled, self._resources.joules())
-        seconds = self._clock.read()
-        rates |= self._resources.memory()
-        if self._throughput is not None:
-            cells = self.state.tokens - self._logged_tokens
-            rates |= self._throughput.measure(self.state.step, cells, filled, seconds)
-        if joules:
-            rates["perf/energy_joules"] = joules
-        if self.strategy.loss_scale is not None:
-            rates |= {f"train/{name}": value for name, value in self.strategy.loss_scale.metrics().items()}
-        self._logged_tokens, self._digest, self._filled = self.state.tokens, 0, 0
-        if self._ledger is not None:
-            self._ledger.log(self.state.step, {"examples": self.state.examples, "digest": _hexadecimal(digest)})
-        self._log(
-            {f"train/{name}": value for name, value in means.items()}
-            | {
-                "train/lr": self.optimizer.param_groups[0]["lr"],
-                "train/examples": self.state.examples,
-                "train/tokens": self.state.tokens,
-            }
-            | rates
-        )
-
-    def _log(self, metrics: Mapping[str, float]) -> None:
-        for tracker in self._trackers:
-            tracker.log(self.state.step, metrics)
-
-
-def _hexadecimal(digest: int) -> str:
-    return f"{digest % 2**64:016x}"
+            row["train/grad_norm"] = grad_norm
+        self.recorder.log(self.state.step, row | self.recorder.rates(self.state))

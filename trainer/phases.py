@@ -58,6 +58,7 @@ class Phase:
 
     Attributes:
         index: its number, from 0.
+        order: the number of its data order, from 0: phases of one sequence length that follow each other share one.
         first_step, end: its steps are first_step up to, without, end.
         sequence_length, global_batch_size, micro_batch_size: as in `Config`.
         lr: as in `Config`; None is the optimizer's own.
@@ -68,6 +69,7 @@ class Phase:
     """
 
     index: int
+    order: int
     first_step: int
     end: int
     sequence_length: int
@@ -80,8 +82,8 @@ class Phase:
     fits: int | None = None
 
     def seed(self, seed: int) -> int:
-        """The seed of the phase's data order, masks and dropout; that of the run in its first phase."""
-        return seed if self.index == 0 else int(combine(seed, _PHASE, self.index)[0] >> np.uint64(32))
+        """The seed of the phase's data order, masks and dropout; that of the run in its first order."""
+        return seed if self.order == 0 else int(combine(seed, _PHASE, self.order)[0] >> np.uint64(32))
 
     def lr_fraction(self, step: int) -> float:
         """The fraction of the learning rate with which the update number `step` of the run, from 0, is made."""
@@ -117,13 +119,14 @@ def resolve(
     resolved: list[Phase] = []
     for index, phase in enumerate(phases):
         first = resolved[-1].end if resolved else 0
-        own = phase.schedule
+        own, length = phase.schedule, phase.sequence_length or sequence_length
         resolved.append(
             Phase(
                 index=index,
+                order=resolved[-1].order + (length != resolved[-1].sequence_length) if resolved else 0,
                 first_step=first,
                 end=first + phase.steps,
-                sequence_length=phase.sequence_length or sequence_length,
+                sequence_length=length,
                 global_batch_size=phase.global_batch_size or global_batch_size,
                 micro_batch_size=phase.micro_batch_size or micro_batch_size,
                 lr=phase.lr,

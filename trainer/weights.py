@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from trainer.checkpoint import files, huggingface, integrity, manager
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredTensors, local_piece, stored_piece
+from trainer.checkpoint.together import together
 from trainer.config import Kinds, decode, read_tree
 from trainer.errors import CheckpointError
 from trainer.hub import is_hub_path, model_folder
@@ -46,22 +47,17 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
 
     A run is named by its output folder, or by the folder or address that its checkpoints are in.
 
-    With several ranks this is collective: they share the work of verifying a checkpoint.
+    With several ranks this is collective: they share the work of verifying a checkpoint, and all raise if one does.
 
     Raises:
-        CheckpointError: there is none of these, or it is damaged.
-        StorageError: it cannot be downloaded.
+        CheckpointError: there is none of these, it is damaged, or it cannot be downloaded.
     """
-    folder = model_folder(str(path)) if is_hub_path(str(path)) else files.location(path)
-    if isinstance(folder, Path) and (folder / "config.json").is_file():
-        content, tensors = huggingface.load_folder(folder)
-        config = _MODELS.schema(content.get("model_type"), f"{folder / 'config.json'}: model_type")
-        config = config.from_huggingface(content, tensors)
-        parameters = config.import_tensors(tensors)
-        stored = StoredTensors({name: [stored_piece(local_piece(name, tensor))] for name, tensor in parameters.items()})
-        return Weights(config, stored, folder, tokenizer=folder)
-    is_step = (folder / integrity.META).exists()
-    root = folder.parent if is_step else _checkpoints(folder)
+    with together(world_size):
+        folder = model_folder(str(path)) if is_hub_path(str(path)) else files.location(path)
+        if isinstance(folder, Path) and (folder / "config.json").is_file():
+            return _from_huggingface(folder)
+        is_step = (folder / integrity.META).exists()
+        root = folder.parent if is_step else _checkpoints(folder)
     checkpoints = manager.Checkpointer(root, manager.Config(), rank=rank, world_size=world_size)
     if not is_step:
         newest = checkpoints.latest()
@@ -71,9 +67,19 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
     meta, stored = checkpoints.open(folder)
     config = decode(Annotated[Any, _MODELS], meta["config"]["model"], f"{folder}: model")
     pieces = {name.removeprefix(_PREFIX): found for name, found in stored.pieces.items() if name.startswith(_PREFIX)}
-    beside = root / "tokenizer"
-    tokenizer = beside if (beside / "tokenizer.json").exists() else root.parent / "tokenizer"
+    with together(world_size):
+        beside = root / "tokenizer"
+        tokenizer = beside if (beside / "tokenizer.json").exists() else root.parent / "tokenizer"
     return Weights(config, StoredTensors(pieces), folder, tokenizer, meta["step"])
+
+
+def _from_huggingface(folder: Path) -> Weights:
+    content, tensors = huggingface.load_folder(folder)
+    config = _MODELS.schema(content.get("model_type"), f"{folder / 'config.json'}: model_type")
+    config = config.from_huggingface(content, tensors)
+    parameters = config.import_tensors(tensors)
+    stored = StoredTensors({name: [stored_piece(local_piece(name, tensor))] for name, tensor in parameters.items()})
+    return Weights(config, stored, folder, tokenizer=folder)
 
 
 def _checkpoints(folder: Location) -> Location:

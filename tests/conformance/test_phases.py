@@ -47,7 +47,7 @@ def test_a_run_that_was_cut_goes_on_in_its_phase(
 
 def test_a_step_that_would_change_its_phase_is_refused(experiment_file: str, whole: tuple[Path, list[float]]) -> None:
     other = "phases=[{steps: 13, sequence_length: 16}, {steps: 1, sequence_length: 32}]"
-    with pytest.raises(AssertionError, match=f"{CheckpointError.__name__}: the checkpoint of step 12 .*phase 1"):
+    with pytest.raises(AssertionError, match=f"{CheckpointError.__name__}: the checkpoint of step 12 .* number 1"):
         run_ranks(1, run_once, experiment_file, [f"output={whole[0]}", *SETTINGS, other], 12)
 
 
@@ -57,9 +57,18 @@ def test_a_finished_run_goes_on_with_one_more_phase(experiment_file: str, whole:
     assert len(run_ranks(2, run_once, experiment_file, overrides, 14)[0]) == 3
 
 
-def test_the_checkpoint_says_which_phase_it_is_in(whole: tuple[Path, list[float]]) -> None:
-    phases = {
-        step: json.loads((whole[0] / f"checkpoints/step-{step:08d}/meta.json").read_text())["phase"]
+def test_the_checkpoint_says_which_order_it_is_in(whole: tuple[Path, list[float]]) -> None:
+    orders = {
+        step: json.loads((whole[0] / f"checkpoints/step-{step:08d}/meta.json").read_text())["order"]
         for step in (4, 8, 12)
     }
-    assert phases == {4: 0, 8: 1, 12: 1}
+    assert orders == {4: 0, 8: 1, 12: 1}
+
+
+def test_phases_of_one_length_are_one_pass_over_the_data(experiment_file: str, tmp_path: Path) -> None:
+    """Two phases that differ in nothing are no phases; so the second goes on with the examples after the first."""
+    common = ["strategy=single", "training.steps=8", "checkpoint.every=4", LAMB]
+    one = run_ranks(1, run_once, experiment_file, [f"output={tmp_path / 'one'}", *common])[0]
+    cut = [f"output={tmp_path / 'two'}", *common, "phases=[{steps: 4}, {steps: 4}]"]
+    assert run_ranks(1, run_once, experiment_file, cut)[0] == one
+    assert run_ranks(1, run_once, experiment_file, cut, 4)[0] == one[4:]  # from the border

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
+import contextlib
+import io
 from pathlib import Path
 
 import pytest
 import torch
 
 from data_pipeline.dataset import PackedSplit
-from tests.integration.commands import SAMESTEP, Samestep
+from tests.integration.commands import Samestep
 from tests.processes import run_ranks
+from trainer import agent, storage
 from trainer.checkpoint import files
+from trainer.cli import main
 from trainer.config import load
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, StorageError
 from trainer.experiment import Experiment
 from trainer.run import open_checkpointer
 from trainer.strategies.world import World
@@ -40,12 +43,25 @@ def test_one_process_scores_what_two_trained(
     assert set(opened) == {"heldout"}
 
 
-def test_two_processes_score_as_one_and_print_once(samestep: Samestep, finished_run: Path) -> None:
+def test_two_processes_score_as_one_and_print_once(
+    samestep: Samestep, finished_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone = samestep("evaluate", finished_run).out.split()
-    command = [*SAMESTEP, "evaluate", finished_run, "--processes", "2", HYBRID, "--step", "12"]
-    together = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout.split()
+    asked: list[tuple[list[str], int]] = []
+    monkeypatch.setattr(agent, "run_workers", lambda *arguments: asked.append(arguments) or 0)
+    assert samestep("evaluate", finished_run, "--processes", "2", HYBRID, "--step", "12").code == 0
+    ((arguments, processes),) = asked
+    together, silence = (output.split() for output in run_ranks(processes, output_of, arguments))
+    assert not silence
     assert together[::2] == alone[::2] == ["step", "loss", "accuracy", "perplexity"]
     assert [float(x) for x in together[1::2]] == pytest.approx([float(x) for x in alone[1::2]], rel=1e-5)
+
+
+def output_of(arguments: list[str]) -> str:
+    """What a command prints in one rank."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        assert main(arguments) == 0
+    return output.getvalue()
 
 
 def test_ranks_share_the_verification(finished_run: Path) -> None:
@@ -65,6 +81,26 @@ def open_weights(run: str) -> tuple[list[str], float]:
     weights = load_weights(run, world.rank, world.size)
     world.close()
     return verified, total(weights)
+
+
+def test_a_rank_that_cannot_look_for_weights_is_everybody_s_failure() -> None:
+    assert run_ranks(2, open_out_of_reach) == ["rank 1 has no network"] * 2
+
+
+def open_out_of_reach() -> str:
+    """What one rank hears when rank 1 does not reach the store of the weights."""
+    world = World.start(60)
+    world.connect("gloo")
+
+    def exists(url: str) -> bool:
+        if world.rank == 1:
+            raise StorageError("rank 1 has no network")
+        return True
+
+    storage.exists = exists
+    with pytest.raises(CheckpointError) as caught:
+        load_weights("s3://bucket/run/step-00000001", world.rank, world.size)
+    return str(caught.value)
 
 
 def total(weights: Weights) -> float:

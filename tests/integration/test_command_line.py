@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +49,18 @@ def test_from_training_to_a_filled_mask(
     filled = [samestep("fill", source, "the [MASK] is", "--top", 3).out for source in (run, exported)]
     assert filled[0] == filled[1]
     assert filled[0].count("the ") >= 3
+
+
+def test_a_reader_that_leaves_early_is_no_error(
+    samestep: Samestep, experiment_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `samestep config FILE | head -1` may do."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        result = samestep("config", experiment_file)
+    assert (result.code, result.err) == (128 + signal.SIGPIPE, "")
 
 
 def test_finished_run(samestep: Samestep, experiment_file: str, finished_run: Path) -> None:

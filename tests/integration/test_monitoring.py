@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from data_pipeline.dataset import Dataset
-from tests.integration.commands import Samestep, Start
+from tests.integration.commands import Samestep
+from tests.processes import run_ranks
 from trainer.config import load
 from trainer.experiment import Experiment
-from trainer.run import open_loader
+from trainer.run import open_loader, train
 from trainer.strategies import Replica
 
 
@@ -32,12 +33,16 @@ def test_filled_cells_are_those_that_the_objective_gives_a_segment(experiment_fi
             assert batch["filled"].tolist() == cells.tolist()
 
 
+def train_here(file: str, overrides: list[str]) -> None:
+    train(load(Experiment, file, overrides))
+
+
 def test_rows_add_up_and_are_the_same_for_any_number_of_processes(
-    start: Start, experiment_file: str, finished_run: Path, tmp_path: Path
+    experiment_file: str, finished_run: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     overrides = [f"output={run}", "training.evaluate_every=6", "checkpoint.every=5", "tracking.profile.start=2"]
-    assert start("train", experiment_file, "--processes", "2", *overrides).wait(180).code == 0
+    run_ranks(2, train_here, experiment_file, overrides)
     rows, alone = rows_of(run, "train/loss"), rows_of(finished_run, "train/loss")
     assert len(rows) == 12
     for row in rows:

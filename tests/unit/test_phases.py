@@ -46,8 +46,13 @@ def test_a_schedule_of_a_phase_is_over_its_own_steps() -> None:
     assert [second.lr_fraction(step) for step in (80, 85, 90, 95)] == pytest.approx([0, 0.5, 1, 0.5])
 
 
-def test_phases_have_orders_of_their_own() -> None:
-    seeds = [phase.seed(7) for phase in _resolve(Config(1), Config(98), Config(1))]
+def test_a_change_of_the_length_begins_an_order_and_no_other_change_does() -> None:
+    lengths = (None, 128, 512, 512, 128)
+    phases = _resolve(*(Config(20, sequence_length=length, lr=lr) for lr, length in enumerate(lengths)))
+    assert [phase.order for phase in phases] == [0, 0, 1, 1, 2]
+    seeds = [phase.seed(7) for phase in phases]
+    assert seeds[0] == seeds[1] == 7
+    assert seeds[2] == seeds[3]
     assert len(set(seeds)) == 3
     assert all(0 <= seed < 2**32 for seed in seeds)
 

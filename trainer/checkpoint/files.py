@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,6 +34,7 @@ _LOCAL_POLL_SECONDS = 0.05
 _REMOTE_POLL_SECONDS = 0.5
 _BLOCK_BYTES = 2**18  # takes an object store about as long as a byte
 _BLOCKS_KEPT = 8  # of a file
+_PART_BYTES = 2**25  # of a large range; several parts at a time are faster than one, and cheaper to ask for again
 
 
 @dataclass(frozen=True)
@@ -148,13 +150,24 @@ class _Ranges:
         if start == stop:
             return torch.empty(0, dtype=torch.uint8)
         if stop - start >= _BLOCK_BYTES:
-            content = storage.read_range(self._url, start, stop)
+            content = self._read_parts(start, stop)
         else:
             first = start - start % _BLOCK_BYTES
             with self._lock:  # threads that want the same block wait for it, rather than all read it
                 blocks = b"".join(self._block(begin) for begin in range(first, stop, _BLOCK_BYTES))
-            content = blocks[start - first : stop - first]
-        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            content = bytearray(blocks[start - first : stop - first])
+        return torch.frombuffer(content, dtype=torch.uint8)
+
+    def _read_parts(self, start: int, stop: int) -> bytearray:
+        content = bytearray(stop - start)
+
+        def read_part(begin: int) -> None:
+            end = min(begin + _PART_BYTES, stop)
+            content[begin - start : end - start] = storage.read_range(self._url, begin, end)
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(read_part, range(start, stop, _PART_BYTES)))
+        return content
 
 
 def names(folder: Location) -> list[str]:

@@ -7,29 +7,25 @@ import logging
 import platform
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import trainer
 from trainer.checkpoint import files, integrity, layout, writer
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredTensors
+from trainer.checkpoint.together import gather, raise_together, together
 from trainer.errors import CheckpointError, ConfigError, ObjectNotFoundError, StorageError
 from trainer.storage import is_url, is_writable, shown
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
 
 _APPEAR_SECONDS = 60.0  # network file systems may remember for so long that a name does not exist
 
@@ -125,7 +121,7 @@ class Checkpointer:
 
         folder = integrity.step_folder(self.folder, step)
         self.wait()
-        with self._together():
+        with together(self._world_size):
             if self._rank == 0:
                 self._clear_the_way(step)
         self._await_everywhere(folder, files.folder_appears)
@@ -145,7 +141,7 @@ class Checkpointer:
         Raises:
             CheckpointError: it failed, on this rank or another.
         """
-        self._raise_together(self._join())
+        raise_together(self._join(), self._world_size)
 
     def check_shared(self) -> None:
         """Makes sure that checkpoints can be written where all ranks see them, before a run has something to lose.
@@ -155,12 +151,12 @@ class Checkpointer:
         """
         if self._world_size == 1 and isinstance(self.folder, Path):
             return
-        token = self.folder / self._gather(f".shared-{uuid.uuid4().hex}")[0]
-        with self._together():
+        token = self.folder / gather(f".shared-{uuid.uuid4().hex}", self._world_size)[0]
+        with together(self._world_size):
             if self._rank == 0:
                 files.make_folder(self.folder)
                 files.write(token, b"")
-        with self._together():  # so that the file is gone when ranks go on
+        with together(self._world_size):  # so that the file is gone when ranks go on
             try:
                 self._await_everywhere(token)
             finally:
@@ -180,12 +176,12 @@ class Checkpointer:
             CheckpointError: there are checkpoints, and all are damaged.
         """
         found: list[int] = []
-        with self._together():
+        with together(self._world_size):
             if self._rank == 0:
                 for leftover in integrity.uncommitted_folders(self.folder):
                     logger.warning("passing over %s: saving it was cut short", leftover)
                 found = self.steps()
-        steps = self._gather(found)[0]
+        steps = gather(found, self._world_size)[0]
         for step in reversed(steps):
             damage = self._damage(integrity.step_folder(self.folder, step))
             if damage is None:
@@ -216,7 +212,7 @@ class Checkpointer:
             raise CheckpointError(f"there is no checkpoint in {self.folder}; check the output folder")
         folder = integrity.step_folder(self.folder, step)
         meta, stored = self.open(folder)
-        with self._together():
+        with together(self._world_size):
             wanted = [layout.local_piece(name, tensor) for name, tensor in tensors.items()]
             layout.check_same_tensors(wanted, stored.pieces, folder)
             layout.fill(wanted, stored.pieces)
@@ -236,7 +232,7 @@ class Checkpointer:
         """
         if damage := self._damage(step_folder):
             raise CheckpointError(damage)
-        with self._together():
+        with together(self._world_size):
             meta, stored = integrity.read_meta(step_folder), _stored_tensors(step_folder)
         return meta, stored
 
@@ -249,14 +245,14 @@ class Checkpointer:
         if folder in self._sound:
             return None
         found = None
-        with self._together():
+        with together(self._world_size):
             try:
                 integrity.check_content(folder, self._rank, self._world_size)
             except CheckpointError as error:
                 if isinstance(error, StorageError) and not isinstance(error, ObjectNotFoundError):
                     raise
                 found = str(error)
-        damage = next((text for text in self._gather(found) if text is not None), None)
+        damage = next((text for text in gather(found, self._world_size) if text is not None), None)
         if damage is None:
             self._sound.add(folder)
         return damage
@@ -318,37 +314,13 @@ class Checkpointer:
             CheckpointError: naming the nodes that do not see it.
         """
         there = appears(path, min(self._peer_timeout, _APPEAR_SECONDS))
-        nodes = {node for node in self._gather(None if there else platform.node()) if node is not None}
+        blind = gather(None if there else platform.node(), self._world_size)
+        nodes = {node for node in blind if node is not None}
         if nodes:
             raise CheckpointError(
                 f"{', '.join(sorted(nodes))} cannot see {path}, which rank 0 has made; use an output folder on a file "
                 "system that all nodes share, under the same path"
             )
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """A block after which all ranks raise if it has failed on any."""
-        error = None
-        try:
-            yield
-        except CheckpointError as failure:
-            error = failure
-        self._raise_together(error)
-
-    def _raise_together(self, error: Exception | None) -> None:
-        """Raises on all ranks if any has an error, with the words of the first that has one."""
-        problem = next((text for text in self._gather(error and str(error)) if text is not None), None)
-        if problem is not None:
-            self._at = None
-            raise CheckpointError(problem) from error
-
-    def _gather(self, item: T) -> list[T]:
-        """Every rank's item, on every rank."""
-        if self._world_size == 1:
-            return [item]
-        items: list[Any] = [None] * self._world_size
-        dist.all_gather_object(items, item)
-        return items
 
 
 def _stored_tensors(folder: Location) -> StoredTensors:

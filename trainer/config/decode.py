@@ -71,8 +71,12 @@ def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _mismatch(path: str, value: object, expected: str) -> ConfigError:
-    return ConfigError(f"{path} must be {expected}, not {value!r}")
+class _Mismatch(ConfigError):
+    """A value is not of the type that its key takes."""
+
+    def __init__(self, path: str, value: object, expected: str) -> None:
+        super().__init__(f"{path} must be {expected}, not {value!r}")
+        self.path, self.expected = path, expected
 
 
 def decode(schema: Any, value: Any, path: str = "") -> Any:
@@ -91,15 +95,15 @@ def decode(schema: Any, value: Any, path: str = "") -> Any:
         return _decode_union(arguments, value, path)
     if origin is Literal:
         if value not in arguments or type(value) not in {type(a) for a in arguments}:
-            raise _mismatch(path, value, "one of " + ", ".join(str(a) for a in arguments))
+            raise _Mismatch(path, value, "one of " * (len(arguments) > 1) + ", ".join(str(a) for a in arguments))
         return value
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
-            raise _mismatch(path, value, "a list")
+            raise _Mismatch(path, value, "a list")
         return tuple(decode(arguments[0], item, _join(path, i)) for i, item in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict):
-            raise _mismatch(path, value, "a section of key: value lines")
+            raise _Mismatch(path, value, "a section of key: value lines")
         return {decode(arguments[0], k, path): decode(arguments[1], v, _join(path, k)) for k, v in value.items()}
     return _decode_scalar(schema, value, path)
 
@@ -123,7 +127,7 @@ def _decode_scalar(schema: Any, value: Any, path: str) -> Any:
         if number is not None and number.is_integer():
             return int(number)
     expected = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
-    raise _mismatch(path, value, expected.get(schema, str(schema)))
+    raise _Mismatch(path, value, expected.get(schema, str(schema)))
 
 
 def _decode_union(choices: tuple[Any, ...], value: Any, path: str) -> Any:
@@ -136,14 +140,15 @@ def _decode_union(choices: tuple[Any, ...], value: Any, path: str) -> Any:
                 return decode(choice, value, path)
             except ConfigError as error:
                 errors.append(error)
-    raise errors[0]
+    expected = [error.expected for error in errors if isinstance(error, _Mismatch) and error.path == path]
+    raise _Mismatch(path, value, " or ".join(expected)) if len(expected) == len(errors) else errors[0]
 
 
 def _decode_kind(kinds: Kinds, value: Any, path: str) -> Any:
     if isinstance(value, str):  # `strategy: ddp` is short for `strategy: {kind: ddp}`
         value = {"kind": value}
     if not isinstance(value, dict):
-        raise _mismatch(path, value, "a section with a `kind`")
+        raise _Mismatch(path, value, "a section with a `kind`")
     rest = {key: item for key, item in value.items() if key != "kind"}
     return decode(kinds.schema(value.get("kind"), path), rest, path)
 
@@ -152,7 +157,7 @@ def _decode_dataclass(schema: type[Any], value: Any, path: str) -> Any:
     if value is None:
         value = {}
     if not isinstance(value, dict):
-        raise _mismatch(path or "the configuration", value, "a section of key: value lines")
+        raise _Mismatch(path or "the configuration", value, "a section of key: value lines")
     hints = typing.get_type_hints(schema, include_extras=True)
     fields = {field.name: field for field in dataclasses.fields(schema)}
     for key in value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,8 @@ from types import ModuleType
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 10.0  # listing is some requests to an object store, and rows may come many a second
 
 
 class CheckpointArtifacts:
@@ -25,10 +28,12 @@ class CheckpointArtifacts:
         self._wandb, self._run, self._committed = wandb, run, committed
         self._thread: Thread | None = None
         self._seen: set[str] = set()
+        self._looked = -math.inf
 
     def look(self) -> None:
-        """Has new checkpoints logged, unless that is going on; returns at once."""
-        if self._thread is None or not self._thread.is_alive():
+        """Has new checkpoints logged, unless that is going on or was done just before; returns at once."""
+        if time.monotonic() - self._looked >= _LOOK_SECONDS and (self._thread is None or not self._thread.is_alive()):
+            self._looked = time.monotonic()
             self._thread = Thread(target=self._log_new, name="wandb-artifacts", daemon=True)
             self._thread.start()
 
@@ -37,6 +42,7 @@ class CheckpointArtifacts:
         deadline = time.monotonic() + timeout
         if self._thread is not None:
             self._thread.join(timeout)
+        self._looked = -math.inf
         self.look()  # what was going on may have begun before the last checkpoint
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))

@@ -26,7 +26,7 @@ class Config:
 
     Attributes:
         start: the first step to profile, from 1; null profiles on demand only.
-        steps: how many steps, 20 at most.
+        steps: how many steps, 20 at most; memory holds the trace of all their micro-batches, megabytes for each.
         ranks: the processes that profile from `start`; on demand it is rank 0 alone.
     """
 

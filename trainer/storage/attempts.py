@@ -63,7 +63,8 @@ def is_writable(url: str) -> bool:
 
 def shown(text: str) -> str:
     """An address, or a text with addresses, without passwords and the signatures in queries."""
-    return re.sub(r"\?[^\s'\")=]*=[^\s'\")]*", "", re.sub(r"://[^/\s]*@", "://", text))  # but a pattern keeps its "?"
+    text = re.sub(r"(?<!\bhf)://[^/\s]*@", "://", text)  # hf://NAME@REVISION has none
+    return re.sub(r"\?[^\s'\")=]*=[^\s'\")]*", "", text)  # but a pattern keeps its "?"
 
 
 def attempt(action: str, url: str, operation: Callable[[Any, str], T]) -> T:

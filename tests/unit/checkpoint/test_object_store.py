@@ -96,6 +96,10 @@ def test_little_more_than_what_is_wanted_is_read(s3_folder: str, monkeypatch: py
     assert all(torch.equal(stored[name], tensor) for name, tensor in small.items())
     assert torch.equal(stored.elements("model/weight", 999, 1001), large.flatten()[999:1001])
     assert sum(ranges[1:]) <= 3 * 2**18
+    ranges.clear()
+    monkeypatch.setattr(files, "_PART_BYTES", 3 * 2**20)
+    assert torch.equal(stored["model/weight"], large)
+    assert sorted(ranges) == [2 * 2**20, 3 * 2**20, 3 * 2**20]
 
 
 def test_a_store_that_fails_for_a_while_does_no_harm(faulty_s3: FaultyProxy, s3_folder: str) -> None:

@@ -17,6 +17,7 @@ class Inner:
     rate: float = 1.0
     names: tuple[str, ...] = ()
     limit: int | None = None
+    size: int | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
         if self.rate < 0:
@@ -88,6 +89,7 @@ def test_round_trip_through_yaml(tmp_path: Path) -> None:
         ("steps: 1\ninner: {rate: -1}", "inner: rate must not be negative, it is -1.0"),
         ("steps: 1\ninner: {names: x}", "inner.names must be a list"),
         ("steps: 1\ninner: 3", "inner must be a section"),
+        ("steps: 1\ninner: {size: big}", "inner.size must be a whole number or auto, not 'big'"),
         ("steps: 1\ntable: {a: b}", "table.a must be a whole number"),
         ("steps: 1\noptimizer: adamv", "did you mean 'adamw'"),
         ("steps: 1\noptimizer: {lr: 1}", "optimizer.kind must name one of: adamw"),

@@ -63,6 +63,43 @@ def test_a_manifest_of_another_version_or_with_unknown_keys_is_refused(tmp_path)
             Manifest.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"name": "../../.ssh/authorized_keys"}, r"splits\.train\.0\.name is '\.\./\.\./"),
+        ({"name": "/etc/passwd"}, "not the plain name of a file"),
+        ({"name": ".."}, "not the plain name of a file"),
+        ({"name": "train?.tar"}, "not the plain name of a file"),
+        ({"name": 7}, "not the plain name of a file"),
+        ({"sha256": "../evil"}, r"splits\.train\.0\.sha256 is '\.\./evil', not 64 hexadecimal digits"),
+        ({"sha256": "AB" * 32}, "not 64 hexadecimal digits"),
+        ({"bytes": -1}, r"splits\.train\.0\.bytes is -1, not a whole number from 0"),
+        ({"tokens": 1.5}, r"splits\.train\.0\.tokens is 1\.5"),
+        ({"documents": True}, r"splits\.train\.0\.documents is True"),
+        ({"bytes": 2**63}, "not a whole number from 0"),
+    ],
+)
+def test_a_shard_that_no_build_writes_is_refused_by_name(change, words):
+    tree = dataclasses.asdict(MANIFEST)
+    tree["splits"]["train"] = [{**tree["splits"]["train"][0], **change}]
+    with pytest.raises(DataError, match=f"there is damaged .*{words}"):
+        Manifest.parse(json.dumps(tree).encode(), "there")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"splits": {"../train": []}}, "the split '../train' is unknown"),
+        ({"dtype": "object"}, "dtype is 'object'"),
+        ({"vocab_size": "100"}, "vocab_size is '100', not a whole number"),
+        ({"documents_rejected": {"empty": -3}}, r"documents_rejected\.empty is -3"),
+    ],
+)
+def test_other_entries_that_no_build_writes_are_refused(change, words):
+    with pytest.raises(DataError, match=words):
+        Manifest.parse(json.dumps({**dataclasses.asdict(MANIFEST), **change}).encode(), "there")
+
+
 @pytest.mark.parametrize(("size", "dtype"), [(1, np.uint16), (2**16, np.uint16), (2**16 + 1, np.uint32)])
 def test_tokens_take_the_narrowest_type(size, dtype):
     assert token_dtype(size) == dtype

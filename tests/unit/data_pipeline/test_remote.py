@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 
 from data_pipeline import loader as loader_module
-from data_pipeline.cache import locked
+from data_pipeline import prefetch
+from data_pipeline.cache import ShardCache, locked
 from data_pipeline.loader import Config, StreamingLoader
 from data_pipeline.manifest import Manifest
 from data_pipeline.order import Order, share
+from data_pipeline.prefetch import Prefetcher
 from data_pipeline.push import push
-from data_pipeline.remote import TOKENIZER_FILES
+from data_pipeline.remote import TOKENIZER_FILES, RemoteDataset
 from trainer import storage
 from trainer.errors import ConfigError, DataError
 from trainer.examples import Batch, Examples, PackSpec
@@ -209,6 +211,29 @@ def test_a_wrong_address_is_named(remote: str, tmp_path: Path) -> None:
     for address in (f"{remote}/wrong", "s3://no-such-bucket/dataset"):
         with pytest.raises(DataError, match=rf"cannot read {address}/manifest.json.*samestep data push"):
             make_loader(address, tmp_path / "cache")
+
+
+def test_an_address_with_a_query_is_refused_without_its_secrets() -> None:
+    with pytest.raises(ConfigError, match=r"https://host/dataset of a dataset has a query \(\?\.\.\.\)") as caught:
+        Config(path="https://host/dataset?signature=secret").open()
+    assert "secret" not in str(caught.value)
+
+
+def test_what_is_expected_is_kept_longer_than_what_is_not_any_more(
+    dataset: Path, remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "_TOUCH_SECONDS", 0.0)
+    shards = Manifest.load(dataset).splits["train"]
+    there = RemoteDataset(remote, ShardCache(tmp_path / "cache" / "shards", 3 * max(shard.bytes for shard in shards)))
+    there.cache.prepare()
+    names = [shard.sha256 for shard in shards]
+    with closing(Prefetcher(there, shards, 1)) as prefetcher:
+        prefetcher.expect(np.array([0, 1]))
+        wait_for(lambda: shards_in(tmp_path / "cache") == set(names[:2]))
+        there.open(shards[2]).close()
+        prefetcher.expect(np.array([0, 1]))
+        there.open(shards[3]).close()
+    assert shards_in(tmp_path / "cache") == {names[0], names[1], names[3]}
 
 
 @pytest.mark.parametrize("lanes", [1, 3, 16])

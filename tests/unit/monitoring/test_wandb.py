@@ -13,12 +13,13 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.server import QuietServer
 from trainer.config import decode
 from trainer.errors import ConfigError, MissingExtra
 from trainer.monitoring import wandb as tracking
@@ -77,6 +78,13 @@ def offline_rows(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 CHILD = """
 import sys, time
 from pathlib import Path
@@ -108,10 +116,7 @@ def run_steps(folder: Path, mode: str, first: int, last: int, kill_when: Callabl
     with child.stdout:
         assert child.stdout.readline() == b"logged\n"
     if kill_when:
-        deadline = time.monotonic() + 60
-        while not kill_when():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_for(kill_when)
         child.kill()  # W&B's own process ends with its parent, and what it has not written is lost
     assert child.wait(60) == (-signal.SIGKILL if kill_when else 0)
 
@@ -134,7 +139,7 @@ def test_offline_no_step_is_doubled_or_missing_after_kills_and_resumes(tmp_path:
     assert [path.name.rsplit("-", 1)[1] for path in tmp_path.glob("wandb/offline-run-*")] == [run_id]
 
 
-class FakeServer(ThreadingHTTPServer):
+class FakeServer(QuietServer):
     """As much of the W&B server as a run needs: it keeps the history of one run by line number."""
 
     def __init__(self) -> None:
@@ -279,6 +284,7 @@ def test_committed_checkpoints_become_artifacts_whose_files_are_theirs(tmp_path:
     committed.append(str(tmp_path / "checkpoints" / "step-00000004"))  # retention was quicker
     committed.append("s3://bucket/run/step-00000005")
     tracker.close()
+    wait_for(lambda: any(offline_records(tmp_path, "exit")))  # W&B's own process writes the file's end after `close`
     run_id = json.loads((tmp_path / "wandb_run.json").read_text())["id"]
     artifacts = list(offline_records(tmp_path, "artifact"))
     assert {artifact.name for artifact in artifacts} == {f"checkpoint-{run_id}"}
@@ -288,6 +294,15 @@ def test_committed_checkpoints_become_artifacts_whose_files_are_theirs(tmp_path:
         assert staged == {"rank-00000.safetensors": bytes([step]) * 1000, "meta.json": b"{}"}
     assert [entry.ref for entry in artifacts[3].manifest.contents] == ["s3://bucket/run/step-00000005"]
     assert len(offline_rows(tmp_path)) == 3  # the one that failed has stopped nothing
+
+
+def test_rows_that_follow_each_other_closely_do_not_list_the_checkpoints_each_time():
+    listed: list[int] = []
+    artifacts = CheckpointArtifacts(wandb, None, lambda: listed.append(1) or [])
+    for _ in range(50):
+        artifacts.look()
+    artifacts.close(10)
+    assert len(listed) == 2  # with the first row, and at the end
 
 
 def test_artifacts_that_fail_or_hang_do_not_hold_up_the_end_of_a_run(caplog: pytest.LogCaptureFixture):

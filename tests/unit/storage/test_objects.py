@@ -197,6 +197,13 @@ def test_a_write_that_fails_leaves_nothing(s3_folder: str, monkeypatch: pytest.M
     assert storage.names(s3_folder) == []
 
 
+def test_what_is_shown_of_an_address() -> None:
+    assert storage.shown("at s3://user:password@host/x?signature=secret") == "at s3://host/x"
+    assert storage.shown("hf://tiny@main and hf://datasets/a/b@main/*.json?") == (
+        "hf://tiny@main and hf://datasets/a/b@main/*.json?"
+    )
+
+
 def test_unknown_addresses_are_refused() -> None:
     assert storage.is_url("s3://bucket/x")
     assert not storage.is_url("/a/b:c")

@@ -1,0 +1,114 @@
+"""What a run tells of its steps: the rows of metrics and of the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.monitoring import Tracker
+from trainer.monitoring.clock import Clock
+from trainer.monitoring.jsonl import JsonlTracker
+from trainer.monitoring.meter import Meter
+from trainer.monitoring.resources import Resources
+from trainer.monitoring.throughput import Throughput
+from trainer.passes import MicroBatches
+from trainer.state import TrainState
+from trainer.strategies import Strategy
+
+
+class Recorder:
+    """Adds up what happens between two rows, without waiting for the device, and writes the rows.
+
+    What it adds up since the last row is part of a checkpoint, so that the rows of a run that was cut are those of one
+    that was not. Each replica adds its part; sums over replicas are made when a row or a checkpoint needs them.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._trackers: Sequence[Tracker] = ()
+        self._ledger: JsonlTracker | None = None
+        self._throughput: Throughput | None = None
+        self._meter = Meter()
+        self._clock = Clock(strategy.accelerator)
+        self._resources = Resources(strategy.accelerator)
+        self._logged_tokens = self._digest = self._filled = 0
+
+    def open(
+        self, trackers: Sequence[Tracker], ledger: JsonlTracker | None, throughput: Throughput | None = None
+    ) -> None:
+        """Starts the clock, and says where rows go: both are empty on all ranks but the first."""
+        self._trackers, self._ledger, self._throughput = trackers, ledger, throughput
+        self._strategy.accelerator.reset_peak_memory()
+        self._clock = Clock(self._strategy.accelerator)
+
+    def lap(self, name: str) -> None:
+        """Says that the time since the last lap went into `name`."""
+        self._clock.lap(name)
+
+    def add(self, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Adds a micro-batch's metrics."""
+        self._meter.add(metrics)
+
+    def add_fed(self, micro_batches: MicroBatches) -> None:
+        """Adds what the model was fed in a step."""
+        self._digest += sum(int(batch["digest"].sum()) for batch in micro_batches)
+        self._filled += sum(int(batch["filled"].sum()) for batch in micro_batches)
+
+    def means(self) -> dict[str, float]:
+        """The metrics' means since the last row, over all replicas; the next row starts anew."""
+        return self._meter.compute(self._strategy.all_reduce)
+
+    def rates(self, state: TrainState) -> dict[str, float]:
+        """Writes the ledger's row; returns counts, speed, memory and energy since the last one, which starts anew."""
+        digest, filled, joules = self._over_replicas(self._digest, self._filled, self._resources.joules())
+        rates = {"train/examples": float(state.examples), "train/tokens": float(state.tokens)}
+        seconds = self._clock.read()
+        rates |= self._resources.memory()
+        if self._throughput is not None:
+            rates |= self._throughput.measure(state.step, state.tokens - self._logged_tokens, filled, seconds)
+        if joules:
+            rates["perf/energy_joules"] = joules
+        if self._strategy.loss_scale is not None:
+            rates |= {f"train/{name}": value for name, value in self._strategy.loss_scale.metrics().items()}
+        self._logged_tokens, self._digest, self._filled = state.tokens, 0, 0
+        if self._ledger is not None:
+            self._ledger.log(state.step, {"examples": state.examples, "digest": _hexadecimal(digest)})
+        return rates
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes a row of metrics."""
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been added up since the last row, over all replicas; a collective."""
+        return {
+            "window": self._meter.totals(self._strategy.all_reduce),
+            "digest": _hexadecimal(self._over_replicas(self._digest)[0]),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], tokens: int) -> None:
+        """Goes on from there.
+
+        Args:
+            state: as `state_dict` gives it.
+            tokens: the run's count at that moment.
+        """
+        self._logged_tokens = tokens
+        if self._strategy.replica.index == 0:  # these are sums over all replicas
+            self._digest = int(state["digest"], 16)
+            window = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in state["window"].items()}
+            self._meter.add({name: (pair[0], pair[1]) for name, pair in window.items()})
+
+    def _over_replicas(self, *mine: int) -> list[int]:
+        """Sums of integers over all replicas, modulo 2**64 and signed."""
+        signed = [(value + 2**63) % 2**64 - 2**63 for value in mine]
+        sums = self._strategy.all_reduce(torch.tensor(signed, device=self._strategy.accelerator.device))
+        return [int(value) for value in sums]
+
+
+def _hexadecimal(digest: int) -> str:
+    return f"{digest % 2**64:016x}"
