@@ -38,8 +38,19 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
+def row_bounds(tensor: Tensor, blocks: int) -> list[int]:
+    """Where, in the part that this process holds, each of `blocks` equal stacks of a tensor's rows begins, and its end.
+
+    Block b is rows [bounds[b], bounds[b + 1]) of the local part: none where it lies with other processes.
+    """
+    local, offset = local_part(tensor)
+    rows = tensor.shape[0] // blocks
+    assert rows * blocks == tensor.shape[0], f"{tensor.shape[0]} rows are not {blocks} equal blocks"
+    return [min(max(block * rows - offset[0], 0), len(local)) for block in range(blocks + 1)]
+
+
 @torch.no_grad()
-def whole_norms(tensors: Sequence[Tensor]) -> Tensor:
+def whole_norms(tensors: Sequence[Tensor], like: Tensor | None = None) -> Tensor:
     """The L2 norms of whole tensors, with one collective for all of them.
 
     The norms must not depend on how the tensors are split, so squares are summed in fp64. On the CPU those of a row are
@@ -47,7 +58,8 @@ def whole_norms(tensors: Sequence[Tensor]) -> Tensor:
     millions of squares one after another.
 
     Args:
-        tensors: all of them split alike; only the first need say so, the others may be local parts.
+        tensors: DTensors or local parts, all of them split alike.
+        like: a tensor that says how; None asks the first of them.
 
     Returns:
         [number of tensors], fp64.
@@ -59,7 +71,7 @@ def whole_norms(tensors: Sequence[Tensor]) -> Tensor:
     else:
         norms = list(torch._foreach_norm(parts, 2, dtype=torch.float64))
     squares = torch.stack(norms).square()
-    if isinstance(first := tensors[0], DTensor):
-        pending = [Partial() if isinstance(placement, Shard) else placement for placement in first.placements]
-        squares = DTensor.from_local(squares, first.device_mesh, pending, run_check=False).full_tensor()
+    if isinstance(like := tensors[0] if like is None else like, DTensor):
+        pending = [Partial() if isinstance(placement, Shard) else placement for placement in like.placements]
+        squares = DTensor.from_local(squares, like.device_mesh, pending, run_check=False).full_tensor()
     return squares.sqrt()

@@ -74,21 +74,33 @@ def evaluate(experiment: Experiment, step: int | None) -> dict[str, float]:
 
     Raises:
         CheckpointError: the run has no checkpoint.
+        SamestepError: a device's memory ran out.
     """
     with _meeting(experiment) as strategy:
-        dataset = experiment.data.open()
-        objective = experiment.objective.build(dataset.tokenizer.vocabulary)
-        checkpoints = checkpoint_folder(experiment)
-        source = checkpoints if step is None else integrity.step_folder(checkpoints, step)
-        weights = load_weights(source, strategy.world.rank, strategy.world.size)
-        model = _build_model(experiment, dataset, objective)
-        # The optimizer that comes with it has no state yet, and so takes no memory.
-        model, _ = strategy.prepare(model, experiment.optimizer.build, stored_values(weights, model, dataset))
-        assert weights.step is not None
-        phase = phase_of(experiment.resolved_phases(), weights.step - 1)
-        heldout = open_loader(experiment, dataset, objective, strategy.replica, phase, split="heldout")
-        scores = score(model, objective, strategy, heldout, experiment.training.evaluate_batches)
-        return {"step": weights.step, **scores}
+        try:
+            return _evaluate(experiment, step, strategy)
+        except torch.OutOfMemoryError as error:
+            raise SamestepError(
+                f"the memory of {strategy.accelerator.description} is used up: {error}; evaluate in smaller "
+                "micro-batches, as with training.micro_batch_size=1 (phases.0.micro_batch_size=1 where there are "
+                "phases), or on more devices"
+            ) from error
+
+
+def _evaluate(experiment: Experiment, step: int | None, strategy: Strategy) -> dict[str, float]:
+    dataset = experiment.data.open()
+    objective = experiment.objective.build(dataset.tokenizer.vocabulary)
+    checkpoints = checkpoint_folder(experiment)
+    source = checkpoints if step is None else integrity.step_folder(checkpoints, step)
+    weights = load_weights(source, strategy.world.rank, strategy.world.size)
+    model = _build_model(experiment, dataset, objective)
+    # The optimizer that comes with it has no state yet, and so takes no memory.
+    model, _ = strategy.prepare(model, experiment.optimizer.build, stored_values(weights, model, dataset))
+    assert weights.step is not None
+    phase = phase_of(experiment.resolved_phases(), weights.step - 1)
+    heldout = open_loader(experiment, dataset, objective, strategy.replica, phase, split="heldout")
+    scores = score(model, objective, strategy, heldout, experiment.training.evaluate_batches)
+    return {"step": weights.step, **scores}
 
 
 @contextmanager
@@ -162,7 +174,8 @@ def build_trainer(
     initial: InitialValues = partial(model.initial_values, seed=experiment.seed)
     if weights is not None:
         initial = stored_values(load_weights(weights, strategy.world.rank, strategy.world.size), model, dataset)
-    wrapped, optimizer = strategy.prepare(model, experiment.optimizer.build, initial)
+    build_optimizer = partial(experiment.optimizer.build, stacked=model.stacked())
+    wrapped, optimizer = strategy.prepare(model, build_optimizer, initial)
     open_split = partial(open_loader, experiment, dataset, objective, strategy.replica)
     phases = tuple(
         _sized(phase, strategy, open_split, partial(probe, wrapped, optimizer, objective, strategy))

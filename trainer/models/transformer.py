@@ -98,6 +98,10 @@ class Transformer(nn.Module):
         """The layers in order; embeddings and head share a matrix and stay in the root unit."""
         return list(self.layers)
 
+    def stacked(self) -> dict[str, int]:
+        """How many tensors of equal size lie in the rows of a parameter, by name: queries', keys' and values'."""
+        return {name: 3 for name, _ in self.named_parameters() if ".qkv." in name}
+
     def initial_values(self, name: str, start: int, stop: int, seed: int) -> Tensor:
         """Elements [start, stop) of the flattened parameter `name`: fp32 [stop - start], the same in any process."""
         return initial_values(name, start, stop, seed=seed, std=self.config.initializer_range)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -42,8 +43,16 @@ class Config:
         if not 0 < self.eps < math.inf:
             raise ConfigError(f"eps is {self.eps}; use a number above 0, as 1e-6")
 
-    def build(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        """Makes the optimizer of these named parameters, on the device they are on."""
+    def build(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], stacked: Mapping[str, int] = MappingProxyType({})
+    ) -> Optimizer:
+        """Makes the optimizer of these named parameters, on the device they are on.
+
+        Args:
+            parameters: by name.
+            stacked: how many tensors of equal size lie in a parameter's rows, by its name, where there are several.
+                Each element has an update of its own here, so that makes no difference.
+        """
         groups = parameter_groups(parameters, self.weight_decay)
         fused = all(parameter.device.type in ("cpu", "cuda") for group in groups for parameter in group["params"])
         optimizer = AdamW if self.bias_correction else UncorrectedAdamW

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -15,7 +17,7 @@ from torch.optim.adam import adam
 from trainer.errors import ConfigError
 from trainer.optim import adamw
 from trainer.optim.groups import parameter_groups
-from trainer.partition import local_parts, whole_norms
+from trainer.partition import local_parts, row_bounds, whole_norms
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,20 @@ class Config(adamw.Config):
         if self.max_trust_ratio is not None and not 0 < self.max_trust_ratio < math.inf:
             raise ConfigError(f"max_trust_ratio is {self.max_trust_ratio}; use a number above 0, or null for no bound")
 
-    def build(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        """Makes the optimizer of these named parameters, on the device they are on."""
+    def build(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], stacked: Mapping[str, int] = MappingProxyType({})
+    ) -> Optimizer:
+        """Makes the optimizer of these named parameters, on the device they are on.
+
+        Args:
+            parameters: by name.
+            stacked: how many tensors of equal size lie in a parameter's rows, by its name, where there are several.
+                Each has a trust ratio of its own.
+        """
+        named = list(parameters)
         return Lamb(
-            parameter_groups(parameters, self.weight_decay),
+            parameter_groups(named, self.weight_decay),
+            blocks={parameter: stacked[name] for name, parameter in named if name in stacked},
             lr=self.lr,
             betas=self.betas,
             eps=self.eps,
@@ -60,27 +72,37 @@ class Lamb(Optimizer):
 
     where m and v are Adam's running means, corrected for bias, and the trust ratio is 1 if one of the norms is 0. (The
     phi of the paper is the identity here, and the ratio may be bounded.) The norms are those of whole tensors, however
-    they are split; the rest is local.
+    they are split; the rest is local. A parameter in which several tensors are stacked counts as several.
 
     As UncorrectedAdamW, it counts updates on the host, so that no step waits for the device.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
+    def __init__(self, groups: list[dict[str, Any]], blocks: Mapping[Tensor, int], **settings: Any) -> None:
         super().__init__([{**group, "updates": 0} for group in groups], settings)
+        self._bounds = {
+            weight: row_bounds(weight, blocks.get(weight, 1)) for group in groups for weight in group["params"]
+        }
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Makes one update; none where `found_inf`, which loss scaling sets as for torch's fused optimizers, is 1."""
         groups = [[each for each in group["params"] if each.grad is not None] for group in self.param_groups]
         weights = [weight for members in groups for weight in members]
-        pairs = zip(self.param_groups, groups, strict=True)
+        pairs = list(zip(self.param_groups, groups, strict=True))
         updates = [update for group, members in pairs for update in self._adam(group, members)]
-        scales = self._scales(weights, updates)
+        blocks = self._blocks(weights, local_parts(weights))
+        changes = self._blocks(weights, updates)
+        scales = self._scales(blocks, changes, weights[0])
         start = 0
-        for group, members in zip(self.param_groups, groups, strict=True):
-            part = slice(start, start + len(members))
-            torch._foreach_addcmul_(local_parts(members), updates[part], scales[part], value=-group["lr"])
+        for group, members in pairs:
+            part = slice(start, start + sum(len(self._bounds[weight]) - 1 for weight in members))
+            torch._foreach_addcmul_(blocks[part], changes[part], scales[part], value=-group["lr"])
             start = part.stop
+
+    def _blocks(self, weights: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
+        """The rows of each tensor that has a trust ratio, out of local parts that lie as those of the weights."""
+        bounds = [self._bounds[weight] for weight in weights]
+        return [part[i:j] for part, ends in zip(parts, bounds, strict=True) for i, j in pairwise(ends)]
 
     def _adam(self, group: dict[str, Any], weights: list[Tensor]) -> list[Tensor]:
         """Brings the running means up to date; returns the u of each weight, as much of it as this process holds.
@@ -116,9 +138,9 @@ class Lamb(Optimizer):
         torch._foreach_add_(updates, parts, alpha=group["weight_decay"])
         return updates
 
-    def _scales(self, weights: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
-        """What the update of each weight is multiplied by, the learning rate left out; scalars on the device."""
-        weight_norms, update_norms = whole_norms([*weights, *updates]).chunk(2)
+    def _scales(self, weights: list[Tensor], updates: list[Tensor], like: Tensor) -> list[Tensor]:
+        """What the update of each tensor is multiplied by, the learning rate left out; scalars on the device."""
+        weight_norms, update_norms = whole_norms([*weights, *updates], like).chunk(2)
         ratios = torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0)
         if self.defaults["max_trust_ratio"] is not None:
             ratios = ratios.clamp(max=self.defaults["max_trust_ratio"])

@@ -106,6 +106,27 @@ def test_an_update_changes_a_matrix_by_the_learning_rate_times_its_norm():
     assert float((up - before).norm() / before.norm()) == pytest.approx(0.25, rel=1e-5)
 
 
+def test_tensors_that_are_stacked_in_a_parameter_are_updated_as_if_each_were_one():
+    stacked = {"table": 2, "bias": 31}  # of 25 rows each; of single numbers
+    whole = make_parameters()
+    apart = {
+        f"{name} {i}": nn.Parameter(block.detach().clone())
+        for name in stacked
+        for i, block in enumerate(whole[name].chunk(stacked[name]))
+    }
+    one, several = Config().build(whole.items(), stacked), Config().build(apart.items())
+    for step in range(20):
+        for name, blocks in stacked.items():
+            whole[name].grad = gradients(step)[name].float()
+            for i, block in enumerate(whole[name].grad.chunk(blocks)):
+                apart[f"{name} {i}"].grad = block
+        one.step()
+        several.step()
+    for name, blocks in stacked.items():
+        joined = torch.cat([apart[f"{name} {i}"] for i in range(blocks)])
+        torch.testing.assert_close(whole[name], joined, rtol=1e-6, atol=1e-8)
+
+
 def test_state_copied_by_name_continues_the_run_exactly():
     config = Config(variant="nvidia")
     whole, resumed = make_parameters(), make_parameters()

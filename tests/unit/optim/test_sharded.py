@@ -29,6 +29,7 @@ class Model(nn.Module):
         self.tokens = nn.Embedding(37, 5)
         self.types = nn.Embedding(2, 5)
         self.dense = nn.Linear(5, 7)
+        self.qkv = nn.Linear(5, 9)
         self.norm = nn.LayerNorm(7)
         self.out = nn.Linear(5, 37)
         self.out.weight = self.tokens.weight
@@ -39,7 +40,7 @@ class Model(nn.Module):
 
 def train(model: nn.Module, config: adamw.Config) -> dict[str, Array]:
     """Returns weights and moments, whole, after gradients that depend on step and name alone."""
-    optimizer = config.build(model.named_parameters())
+    optimizer = config.build(model.named_parameters(), {"qkv.weight": 3, "qkv.bias": 3})
     groups.prime(optimizer)
     for step in range(STEPS):
         groups.set_lr(optimizer, 1e-2 * min(1.0, step / 20))
@@ -78,7 +79,7 @@ def test_split_parameters_are_updated_like_whole_ones(world_size: int) -> None:
         cases.append(((2, 2), CONFIGS[0]))
     ranks = run_ranks(world_size, train_split, cases)
     start = dict(Model().named_parameters())
-    assert len(start) == 7  # the shared table counts once
+    assert len(start) == 9  # the shared table counts once
     for (_, config), *results in zip(cases, *ranks, strict=True):
         whole = train(Model(), config)
         assert all(np.abs(whole[name] - start[name].detach().numpy()).max() > 0.1 for name in start)
