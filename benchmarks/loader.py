@@ -25,8 +25,9 @@ import torch
 
 from benchmarks.corpus import data_arguments, prepare_dataset
 from benchmarks.pairing import Comparison, Contender, compare, publish
+from data_pipeline.config import Config
 from data_pipeline.dataset import Dataset
-from data_pipeline.loader import Config, StreamingLoader
+from data_pipeline.loader import StreamingLoader
 from trainer.hashing import combine
 from trainer.objectives import mlm
 
@@ -46,7 +47,7 @@ def open_loader(
     objective = mlm.MaskedLM(mlm.Config(), dataset.tokenizer.vocabulary)
     return StreamingLoader(
         dataset,
-        Config(str(dataset.path), length, threads=threads),
+        Config(str(dataset.path), sequence_length=length, threads=threads),
         pack_spec=objective.pack_spec(length),
         collate=objective.collate,
         seed=0,

@@ -4,8 +4,9 @@ A file is named by the SHA-256 of its content, so a shard of another dataset, or
 address, is never taken for the right one. Locks are `flock`s on the files themselves: the system drops them with the
 process that holds them, however it ends, so a killed one leaves nothing that others wait for.
 
-    HASH.tar      a whole shard, verified. Who reads or maps it holds a shared lock (a map keeps the lock of the file
-                  that it was made of); who removes it needs an exclusive one.
+    HASH.tar      a whole shard, verified, and again whenever it is opened. Who reads or maps it holds a shared lock
+                  (a map keeps the lock of the file that it was made of); who removes it needs an exclusive one,
+                  unless it is damaged.
     HASH.partial  a shard being downloaded, under an exclusive lock. It has its final size from the start, which
                   reserves the space. Without a lock it was left by a process that died, and is removed.
     room.lock     held while room is made, and while a file gets its final name.
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
+import logging
 import os
 import shutil
 import sys
@@ -29,10 +32,13 @@ from trainer import storage
 from trainer.config.sizes import parse_size
 from trainer.errors import DataError
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_SIZE = "100GB"
 
 _ROOM = "room.lock"
 _ASK_AGAIN = 0.02  # seconds
+_TRIES = 2  # of a shard that the disk damages
 
 
 def default_folder() -> Path:
@@ -90,7 +96,9 @@ class ShardCache:
                 pass
 
     def open(self, url: str, sha256: str, size: int) -> BinaryIO:
-        """Opens a shard, downloaded first if it is not here. It stays here until the file and its maps are closed.
+        """Opens a shard, downloaded first if it is not here, or if the disk has damaged it since.
+
+        It stays here until the file and its maps are closed.
 
         Args:
             url: where it comes from.
@@ -101,18 +109,28 @@ class ShardCache:
             DataError: it cannot be downloaded, or not kept.
         """
         path = self.folder / f"{sha256}.tar"
+        damaged = 0
         with self.failure_explained():
-            while True:
+            while damaged < _TRIES:
                 try:
                     file = path.open("rb")
                 except FileNotFoundError:
                     self._download(url, path, sha256, size, needed=True)
                     continue
                 fcntl.flock(file, fcntl.LOCK_SH)
-                if os.fstat(file.fileno()).st_nlink:
-                    os.utime(path)
-                    return file
-                file.close()  # it was removed before it was locked
+                if os.fstat(file.fileno()).st_nlink:  # or it was removed before it was locked
+                    if hashlib.file_digest(file, "sha256").hexdigest() == sha256:
+                        os.utime(path)
+                        file.seek(0)
+                        return file
+                    damaged += 1
+                    logger.warning("%s was damaged on this disk; it is downloaded again", path)
+                    if _is_at(file, path):
+                        path.unlink(missing_ok=True)  # whoever maps it keeps what was whole when it was opened
+                file.close()
+        raise DataError(
+            f"{path} was damaged on this disk {damaged} times in a row; set data.cache to a folder of another"
+        )
 
     def fetch(self, url: str, sha256: str, size: int) -> None:
         """Downloads a shard before it is needed, or if it is here, marks it as used.

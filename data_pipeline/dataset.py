@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from data_pipeline import pairs
 from data_pipeline.cache import ShardCache
+from data_pipeline.corruption import CorruptShardError
 from data_pipeline.counts import cached_counts
 from data_pipeline.manifest import Manifest, ShardInfo
 from data_pipeline.order import Location
@@ -29,7 +30,7 @@ from data_pipeline.packing import PACKING_VERSION, Int64, PackPlan, count_exampl
 from data_pipeline.remote import INDEX_READERS, RemoteDataset, load_manifest
 from data_pipeline.shards import Shard, ShardIndex
 from data_pipeline.tokenization import Tokenizer
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, CorruptError, DataError
 from trainer.examples import Examples, PackSpec, Policy
 from trainer.hashing import combine, name_key
 from trainer.storage import is_url, shown
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 MAX_OPEN_SHARDS = 2048  # of a split; 64 lanes in windows of 4 shards use about 320
 MAX_PLAN_BYTES = 2**31
+_OPENERS = 16  # threads that open shards; reading and hashing release the interpreter lock
 
 _PACKING = name_key("packing")
 _EXAMPLE = name_key("example")
@@ -74,12 +76,13 @@ class Dataset:
     remote: RemoteDataset | None = None
 
     @classmethod
-    def open(cls, path: str | Path, cache: ShardCache | None = None) -> Dataset:
+    def open(cls, path: str | Path, cache: ShardCache | None = None, *, whole: bool = True) -> Dataset:
         """Opens a dataset.
 
         Args:
             path: its folder, of which every shard is looked at, or its address on an object store or web server.
             cache: where shards of a remote dataset are kept; None is the default one.
+            whole: refuses a local dataset of which a shard is cut short.
 
         Raises:
             DataError: the dataset is unfinished, or a shard is missing or cut short.
@@ -93,7 +96,7 @@ class Dataset:
         for shard in manifest.shards:
             file = folder / shard.name
             size = file.stat().st_size if file.is_file() else None
-            if size != shard.bytes:
+            if size is None or (whole and size != shard.bytes):
                 found = "is missing" if size is None else f"has {size} bytes instead of {shard.bytes}"
                 raise DataError(
                     f"the shard {file} {found}; copy the dataset again, or build it again with samestep data build, "
@@ -139,14 +142,17 @@ class Dataset:
         """Whether the shards say where sentences begin."""
         return "sentences" in self.manifest.settings
 
-    def open_shard(self, info: ShardInfo, sentences: bool = False) -> Shard:
+    def open_shard(self, info: ShardInfo, sentences: bool = False, verify: bool = False) -> Shard:
         """Maps one of the shards, with or without its `sentences`; a remote one is downloaded first.
+
+        To `verify` a local one is to read it through; a remote one is verified in any case.
 
         Raises:
             DataError: it is missing or damaged, or a remote one cannot be downloaded or kept.
         """
         if self.remote is None:
-            return Shard.open(self.path / info.name, self.manifest.token_dtype, sentences)
+            sha256 = info.sha256 if verify else None
+            return Shard.open(self.path / info.name, self.manifest.token_dtype, sentences, sha256)
         with self.remote.open(info) as file:
             return Shard.map(file, shown(self.remote.address(info)), self.manifest.token_dtype, sentences)
 
@@ -290,7 +296,8 @@ class PackedSplit:
             weight: float32 [B], copied into the result.
 
         Raises:
-            DataError: a shard is damaged.
+            CorruptShardError: the bytes of a shard are not those that were built.
+            DataError: a shard cannot be read.
         """
         is_pairs = self._policy == "pairs"
         numbers = at.shard + len(self._shards) * at.epoch if is_pairs else at.shard
@@ -302,8 +309,6 @@ class PackedSplit:
         address, length, column = pieces.reshape(-1, 3).T.astype(np.int64)
         sources = chain.from_iterable(map(repeat, (shard.tokens for shard in shards), (end - first).tolist()))
         tokens = _gather(sources, address, address + length, self._dataset.manifest.token_dtype)
-        if tokens.max() >= self._dataset.manifest.vocab_size:
-            self._refuse_damage(np.unique(at.shard))
         return Examples(
             tokens=tokens.astype(np.int32),
             row=np.repeat(np.arange(len(shards)), end - first),
@@ -315,17 +320,16 @@ class PackedSplit:
             random=np.array([shard.random[i] for shard, i in zip(shards, at.index, strict=True)]) if is_pairs else None,
         )
 
-    def origin(self, shard: int, index: int, epoch: int) -> npt.NDArray[np.uint32]:
-        """The (source file, line) of the document of each piece of one example, in order: uint32 [pieces, 2]."""
-        opened, packed = self._plan(shard, epoch)
-        return opened.origin[packed.document[slice(*packed.example_start[index : index + 2])]]
-
-    def _refuse_damage(self, shards: Int64) -> None:
-        names = ", ".join(self._shards[shard].name for shard in shards)
-        raise DataError(
-            f"a token of {self._dataset.name} is outside the vocabulary of {self._dataset.manifest.vocab_size}, so one "
-            f"of these shards is damaged: {names}; find it with: samestep data verify {self._dataset.name}"
-        )
+    def documents(self, at: Location) -> list[list[tuple[str, int]]]:
+        """The (source file, line) of the document of each piece of B examples, example by example."""
+        files = self._dataset.manifest.files
+        found: list[list[tuple[str, int]]] = [[] for _ in at.index]
+        for shard, epoch in sorted(set(zip(at.shard.tolist(), at.epoch.tolist(), strict=True))):
+            opened, packed = self._plan(shard, epoch)
+            for row in np.flatnonzero((at.shard == shard) & (at.epoch == epoch)).tolist():
+                pieces = slice(*packed.example_start[at.index[row] : at.index[row] + 2])
+                found[row] = [(files[file], line) for file, line in opened.origin[packed.document[pieces]].tolist()]
+        return found
 
     def _packed(self, numbers: list[int]) -> dict[int, _PackedShard]:
         """The shards of these numbers, opened and planned."""
@@ -334,7 +338,11 @@ class PackedSplit:
             for number in found:
                 self._open.move_to_end(number)
         # Outside the lock; two threads may make the same one, which does no harm.
-        return found | {number: self._keep(number, self._pack(number)) for number in numbers if number not in found}
+        if missing := [number for number in numbers if number not in found]:
+            with ThreadPoolExecutor(_OPENERS) as pool:  # verifying the many of the beginning takes a while
+                packed = pool.map(self._pack, missing)
+                found |= {number: self._keep(number, shard) for number, shard in zip(missing, packed, strict=True)}
+        return found
 
     def _keep(self, number: int, packed: _PackedShard) -> _PackedShard:
         with self._lock:
@@ -350,13 +358,21 @@ class PackedSplit:
         return int(combine(self._seed, _PACKING, number)[0])
 
     def _plan(self, number: int, epoch: int) -> tuple[Shard, PackPlan]:
-        shard = self._dataset.open_shard(self._shards[number], self._policy == "pairs")
+        shard = self._dataset.open_shard(self._shards[number], self._policy == "pairs", verify=True)
         return shard, plan_shard(shard, self._spec, self._policy, self._key(number), epoch)
 
     def _pack(self, number: int) -> _PackedShard:
         """Plans shard `number`, or under `pairs` shard and epoch in one number."""
         epoch, number = divmod(number, len(self._shards))
-        shard, packed = self._plan(number, epoch)
+        try:
+            shard, packed = self._plan(number, epoch)
+        except CorruptError as error:
+            raise CorruptShardError(str(error), number) from error
+        if len(packed.example_start) - 1 != self.counts[number]:
+            raise DataError(
+                f"{self._shards[number].name} of {self._dataset.name} was damaged when its examples were counted; "
+                f"remove the counts in {self._dataset.path / '.cache'} and start again"
+            )
         address = shard.start[packed.document] + packed.begin
         pieces = np.stack((address, packed.length, packed.column), axis=1).astype(self._narrow)
         start = packed.example_start.astype(self._narrow)

@@ -42,7 +42,7 @@ class Location:
     shard: Int64
     index: Int64
 
-    def __getitem__(self, rows: slice) -> Location:
+    def __getitem__(self, rows: slice | Int64) -> Location:
         return Location(self.epoch[rows], self.shard[rows], self.index[rows])
 
 
@@ -58,6 +58,9 @@ class ExampleOrder(Protocol):
     def batch(self, start: int, size: int) -> Int64:
         """The global example numbers of rows 0, 1, ... of the global batch [start, start + size)."""
 
+    def rows(self, number: Int64) -> Int64:
+        """The same for a global batch of any other examples."""
+
     def locate(self, number: npt.ArrayLike) -> Location:
         """The places of global examples."""
 
@@ -68,7 +71,41 @@ class ExampleOrder(Protocol):
         """The shards that the replica reads from global example `start` on: those in use, then those that come next."""
 
 
-class Order:
+class Lanes:
+    """Deals examples to lanes in turn: global example n is the (n div lanes)-th of lane n mod lanes.
+
+    Attributes:
+        lanes: how many there are.
+    """
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes = lanes
+        self._by_lane = functools.lru_cache(maxsize=8)(self._sort_by_lane)
+        self.lanes_of = functools.lru_cache(maxsize=8)(self._find_lanes)
+
+    def batch(self, start: int, size: int) -> Int64:
+        """Rows of a global batch are sorted by lane, so that a replica's share stays with few lanes, hence shards."""
+        return start + self._by_lane(start % self.lanes, size)
+
+    def rows(self, number: Int64) -> Int64:
+        """As in `ExampleOrder`."""
+        return number[np.argsort(number % self.lanes, kind="stable")]
+
+    def _sort_by_lane(self, first: int, size: int) -> Int64:
+        return np.argsort((first + np.arange(size)) % self.lanes, kind="stable")
+
+    def turn(self, lane: Int64, start: int) -> Int64:
+        """How many examples of each lane come before global example `start`."""
+        return -((lane - start) // self.lanes)
+
+    def _find_lanes(self, size: int, index: int, count: int) -> Int64:
+        """The lanes whose examples replica `index` of `count` takes from global batches of `size`."""
+        batches = max(1, min(self.lanes // math.gcd(size, self.lanes), 2**20 // size))  # until they repeat, or many
+        number = np.arange(batches * size).reshape(batches, size)
+        return np.unique(np.sort(number % self.lanes)[:, share(size, index, count)])
+
+
+class Order(Lanes):
     """The endless shuffled order of training.
 
     Each epoch permutes the shards, lays their examples end to end and cuts the line into `lanes` equal spans. Global
@@ -86,9 +123,9 @@ class Order:
     """
 
     def __init__(self, counts: npt.ArrayLike, *, seed: int, lanes: int = 64, window: int = 4) -> None:
+        super().__init__(lanes)
         self._counts = np.asarray(counts, dtype=np.int64)
         self._seed = seed
-        self._lanes = lanes
         self.examples = int(self._counts.sum())
         if self.examples < lanes:
             raise ConfigError(
@@ -100,29 +137,30 @@ class Order:
         self._windows = min(max(1, round(self._span / together)), self._span)
         self._window_key = combine(seed, _WINDOW)
         self._line = functools.lru_cache(maxsize=8)(self._lay_line)  # one or two epochs are in use at any time
-        self._by_lane = functools.lru_cache(maxsize=8)(self._sort_by_lane)
-        self._lanes_of = functools.lru_cache(maxsize=8)(self._find_lanes)
 
-    def batch(self, start: int, size: int) -> Int64:
-        """Rows of a global batch are sorted by lane, so that a replica's share stays with few lanes, hence shards."""
-        return start + self._by_lane(start % self._lanes, size)
-
-    def _sort_by_lane(self, first: int, size: int) -> Int64:
-        return np.argsort((first + np.arange(size)) % self._lanes, kind="stable")
+    @property
+    def shards(self) -> int:
+        """How many shards there are."""
+        return len(self._counts)
 
     def working_set(self, size: int, index: int, count: int) -> int:
         """As in `ExampleOrder`."""
         window = self._span / self._windows * len(self._counts) / self.examples  # in shards; it overlaps one more
-        return min(len(self._counts), math.ceil(len(self._lanes_of(size, index, count)) * (window + 1)))
+        return min(len(self._counts), math.ceil(len(self.lanes_of(size, index, count)) * (window + 1)))
 
     def shards_ahead(self, start: int, size: int, index: int, count: int) -> Int64:
-        """As in `ExampleOrder`: the shards of each lane's window, then those of its next one."""
-        lane = self._lanes_of(size, index, count)
+        """As in `ExampleOrder`."""
+        lane = self.lanes_of(size, index, count)
+        return np.concatenate(self.ahead(lane, self.turn(lane, start)))
+
+    def ahead(self, lane: Int64, turn: Int64) -> list[Int64]:
+        """The shards of the windows that lanes are in after so many of their examples, and those of the next ones."""
         span = self._span + (lane < self._longer_spans)
-        epoch, position = np.divmod(-((lane - start) // self._lanes), span)  # of the lane's first example from `start`
+        epoch, position = np.divmod(turn, span)
         window = ((position + 1) * self._windows - 1) // span
-        found = []
+        windows = []
         for _ in range(2):
+            found = []
             first = lane * self._span + np.minimum(lane, self._longer_spans)
             begin, end = first + window * span // self._windows, first + (window + 1) * span // self._windows
             for e in sorted(set(epoch.tolist())):
@@ -130,23 +168,18 @@ class Order:
                 cells = begin[epoch == e], end[epoch == e] - 1
                 place, last = (np.searchsorted(ends, cell, side="right") for cell in cells)
                 found.append(shards[ranges(place, last - place + 1)])
+            windows.append(np.concatenate(found))
             epoch, window = epoch + (window + 1) // self._windows, (window + 1) % self._windows
-        return np.concatenate(found)
-
-    def _find_lanes(self, size: int, index: int, count: int) -> Int64:
-        """The lanes whose examples replica `index` of `count` takes from global batches of `size`."""
-        batches = max(1, min(self._lanes // math.gcd(size, self._lanes), 2**20 // size))  # until they repeat, or many
-        number = np.arange(batches * size).reshape(batches, size)
-        return np.unique(np.sort(number % self._lanes)[:, share(size, index, count)])
+        return windows
 
     def locate(self, number: npt.ArrayLike) -> Location:
-        turn, lane = np.divmod(np.asarray(number, dtype=np.int64), self._lanes)
+        turn, lane = np.divmod(np.asarray(number, dtype=np.int64), self.lanes)
         span = self._span + (lane < self._longer_spans)
         epoch, position = np.divmod(turn, span)
         window = ((position + 1) * self._windows - 1) // span
         begin = window * span // self._windows
         size = (window + 1) * span // self._windows - begin
-        key = combine(self._window_key, (epoch * self._lanes + lane) * self._windows + window)
+        key = combine(self._window_key, (epoch * self.lanes + lane) * self._windows + window)
         shuffled = permute(position - begin, size, key)
         cell = lane * self._span + np.minimum(lane, self._longer_spans) + begin + shuffled
         shard, index = np.empty_like(cell), np.empty_like(cell)
@@ -176,8 +209,11 @@ class SinglePass:
         self.examples = int(self._end[-1]) if len(self._end) else 0
 
     def batch(self, start: int, size: int) -> Int64:
+        """As in `ExampleOrder`."""
+        return self.rows(np.arange(start, min(start + size, self.examples)))
+
+    def rows(self, number: Int64) -> Int64:
         """Rows are sorted by shard, so that a replica's share comes from few shards."""
-        number = np.arange(start, min(start + size, self.examples))
         return number[np.argsort(self._shuffle(number))]
 
     def locate(self, number: npt.ArrayLike) -> Location:
@@ -196,6 +232,16 @@ class SinglePass:
 
     def _shuffle(self, number: Int64) -> Int64:
         return permute(number, np.full_like(number, self.examples), np.full(len(number), _SAMPLE, dtype=np.uint64))
+
+
+class Replica(Protocol):
+    """Which data-parallel replica this process belongs to: `index` of `count`."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def count(self) -> int: ...
 
 
 def share(size: int, index: int, count: int) -> slice:

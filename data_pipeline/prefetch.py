@@ -28,26 +28,26 @@ class Prefetcher:
     tries again, and says so if it fails.
 
     Args:
-        remote: the dataset.
-        shards: those of the split.
+        shards: those of the split, and where they are; None for those that are on this machine anyway.
         working_set: how many of them this process reads from at a time.
 
     Raises:
         ConfigError: the cache is too small for what the processes of this node read from at a time.
     """
 
-    def __init__(self, remote: RemoteDataset, shards: Sequence[ShardInfo], working_set: int) -> None:
-        self._remote, self._shards = remote, shards
-        self._bytes = np.array([shard.bytes for shard in shards])
+    def __init__(self, shards: Sequence[tuple[RemoteDataset | None, ShardInfo]], working_set: int) -> None:
+        self._shards = shards
+        self._bytes = np.array([shard.bytes if remote else 0 for remote, shard in shards])
+        cache = next(remote.cache for remote, _ in shards if remote)
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         # Which shards are read from changes all the time, so the largest stand for all.
         needed = min(int(self._bytes.sum()), processes * int(np.sort(self._bytes)[-working_set:].sum()))
-        capacity = remote.cache.capacity
+        capacity = cache.capacity
         if needed > capacity:
-            limit = remote.cache.limit
+            limit = cache.limit
             reason = f"data.cache_size is {limit:,} bytes" if capacity == limit else "its disk has no more to give"
             raise ConfigError(
-                f"the cache {remote.cache.folder} takes {capacity:,} bytes ({reason}) and is too small: this run's "
+                f"the cache {cache.folder} takes {capacity:,} bytes ({reason}) and is too small: this run's "
                 f"processes on this node ({processes}) read from up to {working_set} shards each at a time, "
                 f"{needed:,} bytes together; set data.cache_size to {_round_up(needed)} or more, or data.cache to a "
                 f"folder of a larger disk, or lower data.lanes or data.window (in a new run)"
@@ -65,6 +65,7 @@ class Prefetcher:
         """Says which shards will be needed, the most urgent first; it replaces what was said before."""
         _, first = np.unique(shards, return_index=True)
         shards = shards[np.sort(first)]
+        shards = shards[self._bytes[shards] > 0]
         numbers = shards[np.cumsum(self._bytes[shards]) <= self._capacity].tolist()
         with self._changed:
             self._begun.intersection_update(numbers)
@@ -74,7 +75,9 @@ class Prefetcher:
         if time.monotonic() - self._touched >= _TOUCH_SECONDS:
             self._touched = time.monotonic()
             for number in here:  # or shards that came early would make room before those that nobody needs any more
-                self._remote.touch(self._shards[number])
+                remote, shard = self._shards[number]
+                if remote:
+                    remote.touch(shard)
 
     def close(self) -> None:
         """Ends the threads; a download that has begun is finished in the background."""
@@ -90,8 +93,10 @@ class Prefetcher:
                     return
                 number = self._waiting.pop()
                 self._begun.add(number)
+            remote, shard = self._shards[number]
             try:
-                self._remote.fetch(self._shards[number])
+                if remote:
+                    remote.fetch(shard)
             except DataError as error:
                 logger.debug("not downloaded ahead: %s", error)
 

@@ -10,8 +10,9 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from data_pipeline.dataset import PackedSplit
-from data_pipeline.loader import Config as DataConfig
+from data_pipeline.cache import ShardCache
+from data_pipeline.config import Config as DataConfig
+from data_pipeline.dataset import Dataset, PackedSplit
 from data_pipeline.order import Order
 from data_pipeline.tokenization import Tokenizer
 from trainer.config import Kinds, decode, read_tree
@@ -43,8 +44,9 @@ def show(folder: str, experiment: str, overrides: Iterable[str], index: int, cou
         raise ConfigError(f"--index counts examples from 0; {index} is none of them")
     tree = read_tree(experiment, overrides)
     sections = {name: tree[name] for name in ("objective", "seed") if name in tree}
-    view: _View = decode(_View, {**sections, "data": {**tree.get("data", {}), "path": folder}})
-    dataset = view.data.open()
+    alone = {"path": folder, "sources": [], "weights": []}
+    view: _View = decode(_View, {**sections, "data": {**tree.get("data", {}), **alone}})
+    dataset = Dataset.open(folder, ShardCache.open_folder(view.data.cache, view.data.cache_size))
     tokenizer, length = dataset.tokenizer, view.data.sequence_length
     objective = view.objective.build(tokenizer.vocabulary)
     packed = PackedSplit(dataset, "train", objective.pack_spec(length), view.data.packing, view.seed)
@@ -70,9 +72,9 @@ def show(folder: str, experiment: str, overrides: Iterable[str], index: int, cou
         # A piece is shown with the special tokens around it: up to where the next piece, or its prefix, begins.
         prefix = objective.pack_spec(length).prefix if examples.isolated else 0
         begin = [0, *(examples.column[1:] - prefix).tolist()]
-        sources = packed.origin(int(at.shard[0]), int(at.index[0]), int(at.epoch[0]))
+        (sources,) = packed.documents(at)
         for name, first, end, (file, line) in zip(names, begin, [*begin[1:], cells], sources, strict=True):
-            source = f"{name}{dataset.manifest.files[file]}:{line}  "
+            source = f"{name}{file}:{line}  "
             console.print(Text.assemble((source, "dim blue"), *_render(row, first, end, tokenizer)), soft_wrap=True)
 
 

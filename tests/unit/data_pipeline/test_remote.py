@@ -13,11 +13,12 @@ import boto3
 import numpy as np
 import pytest
 
-from data_pipeline import loader as loader_module
-from data_pipeline import prefetch
+from data_pipeline import batches, prefetch
 from data_pipeline.cache import ShardCache, locked
-from data_pipeline.loader import Config, StreamingLoader
+from data_pipeline.config import Config
+from data_pipeline.loader import StreamingLoader
 from data_pipeline.manifest import Manifest
+from data_pipeline.mixture import Source
 from data_pipeline.order import Order, share
 from data_pipeline.prefetch import Prefetcher
 from data_pipeline.push import push
@@ -42,9 +43,12 @@ def lay_out(examples: Examples, sequence_length: int) -> Batch:
     return {"tokens": tokens}
 
 
-def make_loader(path: object, cache: Path | None, replica: Replica = Replica(0, 1), **changes: Any) -> StreamingLoader:
+def make_loader(
+    path: object | None, cache: Path | None, replica: Replica = Replica(0, 1), **changes: Any
+) -> StreamingLoader:
     settings: dict[str, Any] = {"lanes": 2, "window": 1, "threads": 0, **changes}
-    config = Config(path=str(path), sequence_length=32, cache=None if cache is None else str(cache), **settings)
+    path = None if path is None else str(path)
+    config = Config(path=path, sequence_length=32, cache=None if cache is None else str(cache), **settings)
     return StreamingLoader(
         config.open(),
         config,
@@ -128,6 +132,22 @@ def test_batches_are_those_of_the_local_folder_with_a_cold_and_a_warm_cache(
     assert digests(make_loader(remote, tmp_path / "cache"), 20) == digests(make_loader(dataset, None), 20)
 
 
+def test_a_mixture_of_a_remote_and_a_local_dataset_is_that_of_two_local_ones(
+    write_dataset_to: Any, dataset: Path, remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "_BLOCK_CELLS", 1)
+    other = Source(str(write_dataset_to(tmp_path / "other", shards=3)), 1)
+    local = make_loader(None, None, sources=(Source(str(dataset), 3, "it"), other))
+    expected = digests(local, steps := 2 * local.examples // BATCH)
+    enough = largest(dataset, 2 * WORKING_SET + 1)
+    mixed = (Source(remote, 3, "it"), other)
+    with make_loader(None, tmp_path / "cache", sources=mixed, cache_size=f"{enough}B", threads=1) as loader:
+        assert digests(loader, steps) == expected
+    assert 0 < sum(sizes(tmp_path / "cache" / "shards").values()) <= enough
+    with pytest.raises(ConfigError, match=r"cache_size is .* read from up to 4 shards"):  # not the local ones
+        make_loader(None, tmp_path / "cache", sources=mixed, cache_size=f"{largest(dataset, WORKING_SET) - 1}B")
+
+
 def test_examples_are_counted_without_a_download_of_any_shard(own_remote: str, remote: str, tmp_path: Path) -> None:
     with make_loader(own_remote, tmp_path / "cache") as loader, make_loader(remote, tmp_path / "other") as counted:
         assert not shards_in(tmp_path / "cache")
@@ -142,7 +162,7 @@ def test_counts_that_were_made_locally_are_pushed(remote: str, tmp_path: Path, m
 def test_a_cache_smaller_than_the_dataset_is_never_exceeded_and_changes_nothing(
     dataset: Path, remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader_module, "_BLOCK_CELLS", 1)  # what is read together is a small part of a window, as usual
+    monkeypatch.setattr(batches, "_BLOCK_CELLS", 1)  # what is read together is a small part of a window, as usual
     local = make_loader(dataset, None)
     steps = 2 * local.examples // BATCH
     expected = digests(local, steps)
@@ -227,7 +247,7 @@ def test_what_is_expected_is_kept_longer_than_what_is_not_any_more(
     there = RemoteDataset(remote, ShardCache(tmp_path / "cache" / "shards", 3 * max(shard.bytes for shard in shards)))
     there.cache.prepare()
     names = [shard.sha256 for shard in shards]
-    with closing(Prefetcher(there, shards, 1)) as prefetcher:
+    with closing(Prefetcher([(there, shard) for shard in shards], 1)) as prefetcher:
         prefetcher.expect(np.array([0, 1]))
         wait_for(lambda: shards_in(tmp_path / "cache") == set(names[:2]))
         there.open(shards[2]).close()

@@ -107,7 +107,7 @@ def test_a_transfer_that_is_cut_is_taken_up_again(hub, root, cuts):
 def test_a_transfer_that_never_ends_whole_is_an_error_not_a_short_corpus(hub):
     source = jsonl.Config((f"{hub.endpoint}/datasets/owner/corpus/resolve/main/data/a.jsonl",)).build()
     hub.cut = 1000
-    with pytest.raises(DataError, match=r"cannot read http.*/data/a.jsonl: .*run the same command again"):
+    with pytest.raises(DataError, match=r"cannot read http.*/data/a.jsonl: .*check the network"):
         texts_of(source)
 
 

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from data_pipeline import tokenization
 from data_pipeline.build import Config, build
+from data_pipeline.config import Config as DataConfig
 from data_pipeline.dataset import Dataset, PackedSplit
 from data_pipeline.inspection import inspect
-from data_pipeline.loader import Config as DataConfig
 from data_pipeline.loader import StreamingLoader
 from data_pipeline.sentences import split
 from data_pipeline.show import show
@@ -140,7 +140,7 @@ class Replica:
 def make_loader(folder: Path, index: int = 0, count: int = 1, nsp: bool = True, **settings) -> StreamingLoader:
     dataset = Dataset.open(folder)
     objective = (mlm_nsp if nsp else mlm).Config().build(dataset.tokenizer.vocabulary)
-    config = DataConfig(str(folder), 64, "pairs", lanes=8, threads=settings.pop("threads", 0))
+    config = DataConfig(str(folder), sequence_length=64, packing="pairs", lanes=8, threads=settings.pop("threads", 0))
     settings = {"seed": 3, "global_batch_size": 24, "micro_batch_size": 5, **settings}
     return StreamingLoader(
         dataset, config, pack_spec=objective.pack_spec(64), collate=objective.collate, replica=Replica(index, count),

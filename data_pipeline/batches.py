@@ -1,0 +1,100 @@
+"""One replica's micro-batches of steps: a pure function of where in the order the steps begin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from data_pipeline.corruption import CorruptShards
+from data_pipeline.exclusions import Exclusions
+from data_pipeline.order import ExampleOrder, Replica, share
+from data_pipeline.packing import Int64
+from data_pipeline.prefetch import Prefetcher
+from data_pipeline.rows import RowMaker
+from trainer.examples import Batch
+
+_BLOCK_CELLS = 2**18  # what numpy takes to begin no longer shows, and the largest arrays are of 2 MB
+
+
+class BatchMaker:
+    """Makes micro-batches.
+
+    Attributes:
+        order: the order of the examples.
+        micro_batches: in every step.
+        most_steps: how many steps are worth making together.
+
+    Args:
+        order: the order of the examples.
+        counts: int64 [shards], examples in each shard.
+        rows: makes the rows.
+        global_batch_size: examples of a step.
+        micro_batch_size: the most rows of a micro-batch.
+        row_cells: cells of a row.
+        replica: whose rows.
+        prefetcher: is told which shards will be needed.
+    """
+
+    def __init__(
+        self,
+        order: ExampleOrder,
+        counts: Int64,
+        rows: RowMaker,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        row_cells: int,
+        replica: Replica,
+        prefetcher: Prefetcher | None,
+    ) -> None:
+        self.order = order
+        self._counts, self._row_maker, self._prefetcher = counts, rows, prefetcher
+        self._batch_size, self._replica = global_batch_size, replica
+        most_rows = -(-global_batch_size // replica.count)
+        self.micro_batches = -(-most_rows // micro_batch_size)
+        self._rows = -(-most_rows // self.micro_batches)
+        # Numpy is slow with small arrays and wants memory for large ones: rows are made in blocks of micro-batches.
+        together = max(1, _BLOCK_CELLS // (self._rows * row_cells))
+        self._block_rows = together * self._rows
+        self.most_steps = max(1, together // self.micro_batches)
+
+    def make(self, starts: Sequence[int], excluded: Exclusions, corrupt: CorruptShards) -> list[list[Batch]]:
+        """The replica's micro-batches of the steps that begin with these examples.
+
+        There are fewer after the end of a finite order.
+
+        Raises:
+            CorruptShardError: a shard turns out to be corrupt.
+            DataError: a shard cannot be read.
+        """
+        shares = [self._share(start, excluded) for start in starts]
+        number, valid = (np.concatenate(parts) for parts in zip(*shares, strict=True))
+        at = self.order.locate(number)
+        if self._prefetcher is not None and len(number):
+            replica = self._replica
+            ahead = self.order.shards_ahead(int(number.min()), self._batch_size, replica.index, replica.count)
+            self._prefetcher.expect(corrupt.without(np.concatenate((at.shard, ahead))))
+        made: list[Batch] = []
+        for first in range(0, len(number), self._block_rows):
+            cut = slice(first, first + self._block_rows)
+            gone = corrupt.has(number[cut], at.shard[cut])
+            read = corrupt.stand_in(at[cut], gone, self._counts)
+            # No row depends on those that it is made with.
+            arrays = self._row_maker.make(number[cut], at[cut], valid[cut], read, valid[cut] & ~gone)
+            begins = range(0, len(gone), self._rows)
+            made += [{name: array[i : i + self._rows] for name, array in arrays.items()} for i in begins]
+        return [made[first : first + self.micro_batches] for first in range(0, len(made), self.micro_batches)]
+
+    def _share(self, start: int, excluded: Exclusions) -> tuple[Int64, npt.NDArray[np.bool_]]:
+        """The numbers of the replica's rows of the global batch from example `start`, and which do not only pad."""
+        if excluded.after(start, self._batch_size) == start + self._batch_size:
+            batch = self.order.batch(start, self._batch_size)
+        else:
+            batch = self.order.rows(excluded.take(start, self._batch_size))
+        mine = batch[share(len(batch), self._replica.index, self._replica.count)]
+        rows = self.micro_batches * self._rows if len(batch) else 0
+        # A padding row is a valid example: softmax over a row without any token would be NaN.
+        padding = np.repeat(mine[:1] if len(mine) else batch[:1], rows - len(mine))
+        return np.concatenate((mine, padding)), np.arange(rows) < len(mine)

@@ -1,0 +1,55 @@
+"""A shard whose bytes have changed, through the command line: the run stops, or passes over it and can prove that."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.integration.commands import Samestep, Start, losses
+
+SHARD = "train-000002.tar"
+
+
+@pytest.fixture
+def corrupt(dataset_folder: Path, experiment_file: str, samestep: Samestep, tmp_path: Path) -> Path:
+    """A dataset of which a shard has changed after a run has counted its examples."""
+    folder = Path(shutil.copytree(dataset_folder, tmp_path / "dataset"))
+    assert samestep("train", experiment_file, f"output={tmp_path}/first", f"data.path={folder}", "training.steps=1")
+    content = bytearray((folder / SHARD).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / SHARD).write_bytes(content)
+    return folder
+
+
+def fed(run: Path) -> list[str]:
+    rows = map(json.loads, (run / "ledger.jsonl").read_text().splitlines())
+    return [row["digest"] for row in rows if row["kind"] == "fed"]
+
+
+def test_a_run_passes_over_it_wherever_it_is_resumed(
+    samestep: Samestep, start: Start, experiment_file: str, dataset_folder: Path, corrupt: Path, tmp_path: Path
+) -> None:
+    train = ("train", experiment_file, f"data.path={corrupt}", "schedule.warmup_steps=0")
+    skip = (*train, "data.on_corrupt=skip")
+    whole, cut, two = (tmp_path / name for name in ("whole", "cut", "two"))
+    both = start(*skip, f"output={two}", "--processes", 2)
+    stopped = samestep(*train, f"output={tmp_path}/stopped")
+    assert stopped.code == 1
+    assert f"{SHARD} is cut short or damaged" in stopped.message
+    assert samestep(*skip, f"output={whole}").code == 0
+    for steps in (6, 12):
+        assert samestep(*skip, f"output={cut}", f"training.steps={steps}", "data.threads=0").code == 0
+    assert both.wait().code == 0
+    assert fed(whole) == fed(cut) == fed(two)
+    assert losses(two) == pytest.approx(losses(whole), rel=1e-5)
+
+    for dataset in (corrupt, dataset_folder):  # even where the shard has been put right since
+        proven = samestep("ledger", "verify", cut, f"data.path={dataset}")
+        assert proven.code == 0, proven.out
+        assert f"examples those from 0 on that are in {SHARD} of data order 0 (its bytes have changed" in proven.out
+    found = json.loads(samestep("ledger", "step", cut, 3, "--json").out)["examples"]
+    assert len(found) == 10
+    unknown = sum(not example["documents"] for example in found)
+    replayed = samestep("replay", cut, 3, "--json")
+    assert len(json.loads(replayed.out)["examples"]) == 10 - unknown
