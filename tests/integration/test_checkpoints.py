@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from data_pipeline.dataset import PackedSplit
-from tests.integration.commands import Samestep
+from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
 from trainer import agent, storage
 from trainer.checkpoint import files
@@ -47,10 +47,10 @@ def test_two_processes_score_as_one_and_print_once(
     samestep: Samestep, finished_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = samestep("evaluate", finished_run).out.split()
-    asked: list[tuple[list[str], int]] = []
+    asked: list[tuple[object, list[str], int]] = []
     monkeypatch.setattr(agent, "run_workers", lambda *arguments: asked.append(arguments) or 0)
     assert samestep("evaluate", finished_run, "--processes", "2", HYBRID, "--step", "12").code == 0
-    ((arguments, processes),) = asked
+    ((_, arguments, processes),) = asked
     together, silence = (output.split() for output in run_ranks(processes, output_of, arguments))
     assert not silence
     assert together[::2] == alone[::2] == ["step", "loss", "accuracy", "perplexity"]
@@ -127,6 +127,20 @@ def save_without_rank_1(file: str, overrides: list[str]) -> str:
     with pytest.raises(CheckpointError) as caught:
         checkpointer.wait()
     return str(caught.value)
+
+
+def test_a_run_goes_on_while_saves_fail_but_does_not_end_well_without_its_last(
+    samestep: Samestep, experiment_file: str, tmp_path: Path, small_disk: Path
+) -> None:
+    run = [f"output={tmp_path / 'run'}", f"checkpoint.folder={small_disk / 'run'}", "checkpoint.every=4"]
+    result = samestep("train", experiment_file, *run)
+    assert result.code == 1
+    assert "saving step-00000004 failed: cannot write" in result.err
+    assert "training goes on, and the next save tries again (3 saves in a row have failed)" in result.err
+    assert "saving step-00000012 failed" in result.message
+    assert "No space left on device" in result.message
+    assert list(losses(tmp_path / "run")) == list(range(1, 13))
+    assert not [name for name in files.names(small_disk / "run") if name.startswith("step-")]
 
 
 def test_padding_that_would_shift_positions_is_refused(

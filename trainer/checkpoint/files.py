@@ -27,7 +27,7 @@ from torch import Tensor
 
 from trainer import storage
 from trainer.errors import CheckpointError
-from trainer.storage import Digest
+from trainer.storage import Digest, kept
 
 THREADS = 8  # an object store answers each of many requests as fast as one
 _LOCAL_POLL_SECONDS = 0.05
@@ -100,6 +100,8 @@ def read(path: Location) -> bytes:
     Raises:
         CheckpointError: it cannot be read.
     """
+    if isinstance(path, Url):
+        return storage.read(path.url)
     with _explained("read", path), path.open("rb") as file:
         return file.read()
 
@@ -195,7 +197,8 @@ def folder_appears(folder: Location, seconds: float) -> bool:
 
 def wait_a_little(path: Location) -> None:
     """Sleeps until it is worth while to look again whether something has appeared."""
-    time.sleep(_REMOTE_POLL_SECONDS if isinstance(path, Url) else _LOCAL_POLL_SECONDS)
+    far = isinstance(path, Url) and not kept.is_kept(path.url)
+    time.sleep(_REMOTE_POLL_SECONDS if far else _LOCAL_POLL_SECONDS)
 
 
 def make_folder(folder: Location) -> None:
@@ -207,10 +210,9 @@ def make_folder(folder: Location) -> None:
     if isinstance(folder, Url):
         return
     with _explained("write in", folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        storage.make_folder(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "permission denied")
-        storage.sync_folder(folder.parent)
 
 
 def remove(path: Location) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -136,25 +136,46 @@ class Staging:
 
     def __init__(self) -> None:
         self._header = b""
-        self._body = torch.empty(0, dtype=torch.uint8)
+        self._body: Future[Tensor] | None = None
+        self._thread = ThreadPoolExecutor(1, "staging")
+
+    def reserve(self, pieces: Iterable[Piece]) -> None:
+        """Takes the memory for a file of such pieces in the background, so that the first copy finds it there."""
+        self._reserve(_ordered(pieces))
+
+    def _reserve(self, ordered: Sequence[Piece]) -> Future[Tensor]:
+        header, size = _header(ordered)
+        if self._body is None or header != self._header:
+            self._header, self._body = header, None  # frees the memory before taking other
+            device = next((piece.tensor.device for piece in ordered if piece.tensor.is_cuda), None)
+            self._body = self._thread.submit(_take_memory, size, device)
+        return self._body
 
     def copy(self, pieces: Iterable[Piece]) -> tuple[bytes, memoryview]:
         """Copies the pieces; returns the file's header and body, good until the next call."""
-        ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # keeps wide elements aligned
-        header, size = _header(ordered)
-        on_gpu = any(piece.tensor.is_cuda for piece in ordered)
-        if header != self._header:
-            self._header, self._body = header, torch.empty(0, dtype=torch.uint8)  # free before taking the new one
-            self._body = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+        ordered = _ordered(pieces)
+        body = self._reserve(ordered).result()
+        on_gpu = body.is_pinned()
         start = 0
         for piece in ordered:
             stop = start + piece.tensor.nbytes
-            view = self._body[start:stop].view(piece.tensor.dtype).view(piece.tensor.shape)
+            view = body[start:stop].view(piece.tensor.dtype).view(piece.tensor.shape)
             view.copy_(piece.tensor, non_blocking=on_gpu)
             start = stop
         if on_gpu:
             torch.cuda.current_stream().synchronize()
-        return header, self._body.numpy().data
+        return self._header, body.numpy().data
+
+
+def _ordered(pieces: Iterable[Piece]) -> list[Piece]:
+    """As they lie in a file: wide elements first, which keeps them aligned."""
+    return sorted(pieces, key=lambda piece: -piece.tensor.element_size())
+
+
+def _take_memory(size: int, device: torch.device | None) -> Tensor:
+    """Memory whose pages are there, not just promised; page-locked by `device`, if that is one."""
+    with torch.cuda.device(-1 if device is None else device):  # -1 changes nothing; threads start on the first GPU
+        return torch.empty(size, dtype=torch.uint8, pin_memory=device is not None).zero_()
 
 
 def _header(pieces: Sequence[Piece]) -> tuple[bytes, int]:

@@ -9,7 +9,9 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,15 +20,16 @@ import torch
 from torch import Tensor
 
 import trainer
-from trainer.checkpoint import files, integrity, layout, writer
+from trainer.checkpoint import files, integrity, layout, retention, writer
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredTensors
 from trainer.checkpoint.together import gather, raise_together, together
-from trainer.errors import CheckpointError, ConfigError, ObjectNotFoundError, StorageError
+from trainer.errors import CheckpointError, ConfigError
 from trainer.storage import is_url, is_writable, shown
 
 logger = logging.getLogger(__name__)
 
+_TOKEN = ".shared-"
 _APPEAR_SECONDS = 60.0  # network file systems may remember for so long that a name does not exist
 
 
@@ -43,6 +46,9 @@ class Config:
             in host memory either way.
         folder: where checkpoints lie: a folder, or an address such as s3://BUCKET/RUN or gs://BUCKET/RUN. No two runs
             may share one. None is the folder `checkpoints` of the run.
+        snapshot_every: steps between snapshots, which are checkpoints in the memory of the machines: an elastic run
+            that loses a worker or a machine goes on from there. Each machine holds up to three of what its processes
+            train, and as many of its neighbour's. None takes none.
     """
 
     every: int = 1000
@@ -50,6 +56,7 @@ class Config:
     keep_every: int | None = None
     asynchronous: bool = True
     folder: str | None = None
+    snapshot_every: int | None = None
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -58,6 +65,8 @@ class Config:
             raise ConfigError(f"keep_last is {self.keep_last}; keep 2 or more: the newest may turn out to be damaged")
         if self.keep_every is not None and self.keep_every < 1:
             raise ConfigError(f"keep_every is {self.keep_every}; use 1 or more, or null to keep only the newest")
+        if self.snapshot_every is not None and self.snapshot_every < 1:
+            raise ConfigError(f"snapshot_every is {self.snapshot_every}; use 1 or more, or null for no snapshots")
         if self.folder is not None and is_url(self.folder) and not is_writable(self.folder):
             raise ConfigError(
                 f"folder {shown(self.folder)!r} can only be read; use s3://..., gs://... or a local folder"
@@ -68,8 +77,10 @@ class Checkpointer:
     """Saves and restores named tensors, sharded or not, together with a JSON-able description.
 
     All methods but `steps` are collective: all ranks call them in the same order, and all return or all raise. The
-    background threads take part in no collective: they meet through files, for `peer_timeout` seconds at most, and an
-    error in one of them surfaces in the next collective call. After an error, make no further calls.
+    background threads take part in no collective: they meet through files, for `peer_timeout` seconds at most.
+
+    A save that fails, for a full disk or a store that is gone, is warned of at once and takes no space; the checkpoints
+    before it stay, and the next save tries again. Who needs the last save to have succeeded calls `wait`.
     """
 
     def __init__(
@@ -92,9 +103,15 @@ class Checkpointer:
         self._peer_timeout = peer_timeout
         self._staging = layout.Staging()
         self._thread: threading.Thread | None = None
+        self._saving = 0
         self._error: Exception | None = None
+        self._failures = 0
         self._sound: set[Location] = set()
         self._at: int | None = None
+
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes the memory that saving such tensors needs, in the background; without it the first save is slow."""
+        self._staging.reserve(layout.pieces_to_write(tensors, self._rank, self._world_size))
 
     def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Writes a checkpoint; returns once the tensors have been copied, if `asynchronous`.
@@ -108,40 +125,58 @@ class Checkpointer:
             tensors: by logical name; plain tensors hold the same values on all ranks, DTensors are split or
                 replicated over all ranks.
             meta: what else is needed to go on; anything JSON can hold.
-
-        Raises:
-            CheckpointError: this save cannot start, or the last one failed.
         """
+        self.settle()
         if step == self._at:
             return
         versions = {"samestep": trainer.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        header = {"format": integrity.FORMAT, "step": step, "world_size": self._world_size, "versions": versions}
+        saved = datetime.now(UTC).isoformat(timespec="seconds")
+        header = {"format": integrity.FORMAT, "step": step, "saved": saved, "world_size": self._world_size}
+        header["versions"] = versions
         assert not header.keys() & meta.keys(), f"reserved: {sorted(header.keys() & meta.keys())}"
         meta_text = json.dumps(header | dict(meta), indent=1).encode()
-
         folder = integrity.step_folder(self.folder, step)
-        self.wait()
-        with together(self._world_size):
-            if self._rank == 0:
-                self._clear_the_way(step)
-        self._await_everywhere(folder, files.folder_appears)
+        self._error = None
+        try:
+            with together(self._world_size):
+                if self._rank == 0:
+                    self._clear_the_way(step)
+            self._await_everywhere(folder, files.folder_appears)
+        except CheckpointError as error:
+            self._fail(step, error)
+            return
         content = self._staging.copy(layout.pieces_to_write(tensors, self._rank, self._world_size))
-        self._at = step
         self._sound.discard(folder)
+        self._saving = step
         self._thread = threading.Thread(
             target=self._write, args=(step, content, meta_text), name="checkpoint", daemon=True
         )
         self._thread.start()
         if not self.config.asynchronous:
-            self.wait()
+            self.settle()
+
+    def settle(self) -> None:
+        """Returns when no save is under way."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        try:
+            raise_together(self._error, self._world_size)
+        except CheckpointError as error:
+            self._error = error
+        else:
+            self._at, self._failures = self._saving, 0
 
     def wait(self) -> None:
-        """Returns when the save under way, if any, is committed.
+        """Returns when the last save is committed.
 
         Raises:
             CheckpointError: it failed, on this rank or another.
         """
-        raise_together(self._join(), self._world_size)
+        self.settle()
+        if self._error is not None:
+            raise self._error
 
     def check_shared(self) -> None:
         """Makes sure that checkpoints can be written where all ranks see them, before a run has something to lose.
@@ -151,10 +186,12 @@ class Checkpointer:
         """
         if self._world_size == 1 and isinstance(self.folder, Path):
             return
-        token = self.folder / gather(f".shared-{uuid.uuid4().hex}", self._world_size)[0]
+        token = self.folder / gather(f"{_TOKEN}{uuid.uuid4().hex}", self._world_size)[0]
         with together(self._world_size):
             if self._rank == 0:
                 files.make_folder(self.folder)
+                for leftover in [name for name in files.names(self.folder) if name.startswith(_TOKEN)]:
+                    files.remove(self.folder / leftover)
                 files.write(token, b"")
         with together(self._world_size):  # so that the file is gone when ranks go on
             try:
@@ -167,20 +204,25 @@ class Checkpointer:
         """The committed steps, oldest first. Not collective."""
         return integrity.committed_steps(self.folder)
 
-    def latest(self) -> int | None:
+    def latest(self, most: int | None = None, least: int | None = None) -> int | None:
         """The newest committed step whose checksums hold, or None if nothing was ever committed.
 
         Each rank reads a share of the files. Damaged steps are passed over with a warning.
 
+        Args:
+            most: looks at steps up to this one only, and finds None if there is no sound one.
+            least: looks at steps from this one on only, and finds None if there is no sound one.
+
         Raises:
             CheckpointError: there are checkpoints, and all are damaged.
         """
+        self.settle()
         found: list[int] = []
         with together(self._world_size):
             if self._rank == 0:
                 for leftover in integrity.uncommitted_folders(self.folder):
                     logger.warning("passing over %s: saving it was cut short", leftover)
-                found = self.steps()
+                found = [step for step in self.steps() if (least or 0) <= step <= (step if most is None else most)]
         steps = gather(found, self._world_size)[0]
         for step in reversed(steps):
             damage = self._damage(integrity.step_folder(self.folder, step))
@@ -188,12 +230,24 @@ class Checkpointer:
                 return step
             if self._rank == 0:
                 logger.warning("passing over the checkpoint of step %d: %s", step, damage)
-        if steps:
+        if steps and most is None and least is None:
             raise CheckpointError(
                 f"all {len(steps)} checkpoints in {self.folder} are damaged (see the warnings); bring one back from "
                 "a copy, or start anew in another output folder"
             )
         return None
+
+    def discard_after(self, step: int) -> None:
+        """Removes the checkpoints of later steps, the newest first, so that a restart goes on from this one, too.
+
+        Raises:
+            CheckpointError: they cannot be removed.
+        """
+        self.settle()
+        with together(self._world_size):
+            if self._rank == 0:
+                for later in reversed([each for each in self.steps() if each > step]):
+                    integrity.remove_step(integrity.step_folder(self.folder, later))
 
     def restore(self, tensors: Mapping[str, Tensor], step: int | None = None) -> dict[str, Any]:
         """Fills the given tensors in place, plain or DTensor, whatever world size and strategy wrote them.
@@ -246,16 +300,14 @@ class Checkpointer:
             return None
         found = None
         with together(self._world_size):
-            try:
-                integrity.check_content(folder, self._rank, self._world_size)
-            except CheckpointError as error:
-                if isinstance(error, StorageError) and not isinstance(error, ObjectNotFoundError):
-                    raise
-                found = str(error)
+            found = retention.damage(folder, self._check_share)
         damage = next((text for text in gather(found, self._world_size) if text is not None), None)
         if damage is None:
             self._sound.add(folder)
         return damage
+
+    def _check_share(self, folder: Location) -> None:
+        integrity.check_content(folder, self._rank, self._world_size)
 
     def _clear_the_way(self, step: int) -> None:
         """Removes what crashed saves and abandoned continuations left behind, and makes the next step's folder.
@@ -273,39 +325,38 @@ class Checkpointer:
 
     def _write(self, step: int, content: tuple[bytes, memoryview], meta: bytes) -> None:
         """Writes, commits and tidies up; an error is kept for the next collective call."""
+        folder = integrity.step_folder(self.folder, step)
+        rank, ranks, patience = self._rank, self._world_size, self._peer_timeout
         try:
-            writer.write_step(
-                integrity.step_folder(self.folder, step),
-                content,
-                meta,
-                rank=self._rank,
-                world_size=self._world_size,
-                peer_timeout=self._peer_timeout,
-            )
+            writer.write_step(folder, content, meta, rank=rank, world_size=ranks, peer_timeout=patience)
+        except Exception as error:
+            self._fail(step, error)
+            if self._rank == 0:
+                with suppress(CheckpointError):  # the next save removes what cannot be removed now
+                    integrity.remove_step(folder)
+        else:
             if self._rank == 0:
                 self._remove_old()
-        except Exception as error:
-            self._error = error
+
+    def _fail(self, step: int, error: Exception) -> None:
+        """Keeps the reason for `wait`; rank 0, which knows those of all ranks, says it."""
+        name = integrity.step_folder(self.folder, step).name
+        self._error = CheckpointError(
+            f"saving {name} failed: {error}. The checkpoints committed before it stay readable"
+        )
+        self._failures += 1
+        if self._rank == 0:
+            again = "" if self._failures == 1 else f" ({self._failures} saves in a row have failed)"
+            logger.warning("%s; training goes on, and the next save tries again%s", self._error, again)
 
     def _remove_old(self) -> None:
-        """Removes the steps that are older than the last few sound ones, and no milestones."""
-        older, sound = self.steps(), 0
-        while older and sound < self.config.keep_last:
-            sound += _looks_sound(integrity.step_folder(self.folder, older.pop()))
-        for step in older:
-            if self.config.keep_every is None or step % self.config.keep_every:
-                try:
-                    integrity.remove_step(integrity.step_folder(self.folder, step))
-                except CheckpointError as error:
-                    logger.warning("an old checkpoint stays: %s", error)
-
-    def _join(self) -> Exception | None:
-        """Waits for this rank's own thread; returns its error, once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        return error
+        """Removes what retention lets go; it stays if that fails, which takes nothing from what was saved."""
+        try:
+            last, every = self.config.keep_last, self.config.keep_every
+            for step in retention.outdated_steps(self.folder, last, every, integrity.check_sizes):
+                integrity.remove_step(integrity.step_folder(self.folder, step))
+        except CheckpointError as error:
+            logger.warning("an old checkpoint stays: %s", error)
 
     def _await_everywhere(self, path: Location, appears: Callable[[Location, float], bool] = files.appears) -> None:
         """Waits until what rank 0 has made is there for all ranks.
@@ -327,11 +378,3 @@ def _stored_tensors(folder: Location) -> StoredTensors:
     with ThreadPoolExecutor(files.THREADS) as pool:
         pieces = chain.from_iterable(pool.map(layout.read_pieces, integrity.rank_files(folder)))
     return StoredTensors(layout.group_by_name(pieces))
-
-
-def _looks_sound(folder: Location) -> bool:
-    try:
-        integrity.check_sizes(folder)
-    except CheckpointError:
-        return False
-    return True

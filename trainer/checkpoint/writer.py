@@ -49,13 +49,12 @@ def write_step(
         digests = {f"{_name(0)}.safetensors": digest, integrity.META: files.write(folder / integrity.META, meta)}
         integrity.commit(folder, digests | _await_peers(folder, world_size, peer_timeout))
     except Exception as error:
-        try:
-            files.write(folder / f"{_name(rank)}.failed", str(error).encode())
-        except CheckpointError:
-            logger.warning("rank %d cannot even tell the others that saving failed: %s", rank, error)
-        raise CheckpointError(
-            f"saving {folder.name} failed: {error}. The checkpoints committed before it stay readable"
-        ) from error
+        if rank > 0:
+            try:
+                files.write(folder / f"{_name(rank)}.failed", str(error).encode())
+            except CheckpointError:
+                logger.warning("the others cannot even be told that saving failed here: %s", error)
+        raise
 
 
 def _await_peers(folder: Location, world_size: int, timeout: float) -> dict[str, Digest]:

@@ -5,8 +5,8 @@ errors), then explained in one paragraph as a `StorageError`, which is a `DataEr
 needs to translate it. Credentials, endpoints and proxies come from where the stores' own tools look for them.
 """
 
-from trainer.storage.attempts import is_url, is_writable, shown
-from trainer.storage.local import CHUNK_BYTES, Digest, atomic_write, chunks, copy, sync_folder, write_text
+from trainer.storage.attempts import is_url, is_writable, shown, under_way
+from trainer.storage.local import CHUNK_BYTES, Digest, atomic_write, chunks, copy, make_folder, sync_folder, write_text
 from trainer.storage.objects import (
     download,
     exists,
@@ -33,6 +33,7 @@ __all__ = [
     "glob",
     "is_url",
     "is_writable",
+    "make_folder",
     "names",
     "open",
     "read",
@@ -42,6 +43,7 @@ __all__ = [
     "shown",
     "size",
     "sync_folder",
+    "under_way",
     "upload",
     "write",
     "write_text",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ _TRANSIENT_STATUS = {408, 425, 429}
 _PREAMBLE = re.compile(r"An error occurred \(\w+\) when calling the \w+ operation(?: \([^)]*\))?: ")
 _FORBIDDEN = re.compile(r"^\w*Credential|^OSError Forbidden")  # the latter is gcsfs's own
 _PERMANENT_NAMES = re.compile(r"Validation|InvalidURL|Profile|Region|Certificate")
+_under_way: dict[object, str] = {}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ _GOOGLE_ACCESS = "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth applic
 _GCS = _Scheme("gcsfs", "gcs", True, _GOOGLE_ACCESS, tries=2)  # its package itself tries for a minute
 _HTTP = _Scheme("aiohttp", "http", False, "use an address that needs no log-in, or a signed one that has not expired")
 _HUB = _Scheme("huggingface_hub", "hf", False, "set HF_TOKEN, or run `hf auth login`", tries=2)  # six times by itself
+_KEEPER = _Scheme("fsspec", "", True, "", tries=1)  # not for users; see trainer.storage.kept
 _SCHEMES = {"s3": _S3, "gs": _GCS, "http": _HTTP, "https": _HTTP, "hf": _HUB}
 
 
@@ -75,18 +78,34 @@ def attempt(action: str, url: str, operation: Callable[[Any, str], T]) -> T:
         StorageError: another failure.
         MissingExtra: the package for this kind of address is not installed.
     """
-    for delay in (*_DELAYS[: _scheme(url).tries - 1], None):
-        try:
-            return operation(*_open(url))
-        except SamestepError:
-            raise
-        except Exception as error:  # each store's package has exceptions of its own
-            failure = _Failure.of(error)
-            if delay is None or not failure.transient:
-                raise failure.explained(f"cannot {action} {shown(url)}", _scheme(url)) from error
-            logger.warning("cannot %s %s: %s; trying again in %g s", action, shown(url), failure.reason, delay)
-            time.sleep(delay)
+    with _noted(url):
+        for delay in (*_DELAYS[: _scheme(url).tries - 1], None):
+            try:
+                return operation(*_open(url))
+            except SamestepError:
+                raise
+            except Exception as error:  # each store's package has exceptions of its own
+                failure = _Failure.of(error)
+                if delay is None or not failure.transient:
+                    raise failure.explained(f"cannot {action} {shown(url)}", _scheme(url)) from error
+                logger.warning("cannot %s %s: %s; trying again in %g s", action, shown(url), failure.reason, delay)
+                time.sleep(delay)
     raise AssertionError("the last try returns or raises")
+
+
+def under_way() -> list[str]:
+    """The addresses that threads of this process are talking to stores about now, the oldest first."""
+    return [shown(url) for url in list(_under_way.values())]
+
+
+@contextmanager
+def _noted(url: str) -> Iterator[None]:
+    key = object()
+    _under_way[key] = url
+    try:
+        yield
+    finally:
+        del _under_way[key]
 
 
 @dataclass(frozen=True)
@@ -118,7 +137,7 @@ class _Failure:
     def explained(self, failed: str, scheme: _Scheme) -> StorageError:
         if self.status == 404:
             return ObjectNotFoundError(f"{failed}: {self.reason}; check the bucket and the name, or the address")
-        fix = "check the network and the endpoint, then run the same command again"
+        fix = "check the network and the endpoint"
         if self.status in (401, 403):
             fix = f"check the name and who may read and write there; {scheme.access}"
         elif not self.transient:
@@ -181,4 +200,4 @@ def _options(scheme: str) -> dict[str, Any]:
 
 
 def _scheme(url: str) -> _Scheme:
-    return _SCHEMES[url.partition("://")[0]]
+    return _SCHEMES.get(url.partition("://")[0], _KEEPER)

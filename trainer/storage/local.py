@@ -37,7 +37,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with temporary.open("wb") as file:
             yield file
             file.flush()
@@ -47,7 +47,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise StorageError(
             f"cannot write {path}: {error.strerror or error}; free some space or check the permissions of the folder, "
-            f"or write to another one, then run the same command again"
+            "or write to another one"
         ) from error
     finally:
         with suppress(OSError):
@@ -58,6 +58,20 @@ def write_text(path: Path, text: str) -> None:
     """Writes `text` to `path`, atomically."""
     with atomic_write(path) as file:
         file.write(text.encode())
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder, with its parents, that is still there after a power cut.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if folder.is_dir():
+        return
+    if not folder.parent.exists():
+        make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainer.errors import ObjectNotFoundError, StorageError
+from trainer.errors import CorruptError, ObjectNotFoundError, StorageError
 from trainer.storage.attempts import attempt, shown
 from trainer.storage.local import CHUNK_BYTES, Digest, chunks, copy
 
@@ -91,7 +91,8 @@ def download(url: str, file: BinaryIO, size: int | None = None, sha256: str | No
         sha256: that its content must have; None takes any. Bytes that are wrong are fetched again.
 
     Raises:
-        StorageError: it cannot be read, or is not what is expected.
+        CorruptError: it is not what is expected.
+        StorageError: it cannot be read.
         OSError: the file cannot be written.
     """
     for _ in range(_TRIES_OF_CONTENT):
@@ -99,7 +100,7 @@ def download(url: str, file: BinaryIO, size: int | None = None, sha256: str | No
         with open(url) as content:
             length = content.seek(0, io.SEEK_END)
             if size not in (None, length):
-                raise StorageError(
+                raise CorruptError(
                     f"{shown(url)} has {length} bytes, not {size}: it was cut short or replaced; upload it again"
                 )
             content.seek(0)
@@ -107,7 +108,7 @@ def download(url: str, file: BinaryIO, size: int | None = None, sha256: str | No
         if sha256 in (None, digest.sha256):
             return digest
         logger.warning("%s arrived with the SHA-256 %.12s..., not %.12s...", shown(url), digest.sha256, sha256)
-    raise StorageError(
+    raise CorruptError(
         f"{shown(url)} has the SHA-256 {digest.sha256}, not {sha256}: it was damaged or replaced; upload it again"
     )
 

@@ -83,6 +83,15 @@ def test_staging_copies_and_is_used_again() -> None:
     assert len(larger) == 4004
 
 
+def test_staging_is_reserved_ahead() -> None:
+    staging, tensor = layout.Staging(), torch.ones(1000)
+    staging.reserve([whole("a", tensor)])
+    reserved = staging._body
+    assert reserved is not None
+    _, body = staging.copy([whole("a", tensor)])
+    assert torch.frombuffer(body, dtype=torch.float32).data_ptr() == reserved.result().data_ptr()
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 64])
 def test_replicated_tensors_are_written_once_and_evenly(world_size: int) -> None:
     tensors = {f"t{i}": torch.zeros(1 + (37 * i) % 100) for i in range(200)} | {"step": torch.tensor(0.0)}

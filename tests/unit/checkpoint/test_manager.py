@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -224,37 +223,45 @@ def test_a_folder_that_cannot_be_made_is_refused_at_the_first_save(tmp_path: Pat
         save(tmp_path / "file" / "checkpoints", 1)
 
 
-def test_a_folder_that_disappears_is_an_error_at_the_next_call(tmp_path: Path) -> None:
+def test_saves_that_fail_are_warned_of_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpointer = save(tmp_path / "run", 1)
-    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "away")
     (tmp_path / "run").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot .* .*run"):
-        checkpointer.save(2, tensors(), {})
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("needs the right to mount a small file system")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def test_a_full_disk_is_named_and_the_last_checkpoint_stays(small_disk: Path) -> None:
-    save(small_disk / "run", 1)
-    checkpointer = open_at(small_disk / "run")
-    large = {"model/weight": torch.zeros(10**6)}
-    checkpointer.save(2, large, {})
-    with pytest.raises(
-        CheckpointError, match=r"step-00000002 failed: .*rank-00000.safetensors: No space left.*free some.*readable"
-    ):
+    for step in (2, 3):
+        checkpointer.save(step, tensors(step), {})
+        checkpointer.settle()
+    said = [record.message for record in caplog.records]
+    assert len(said) == 2
+    assert "saving step-00000002 failed: cannot read" in said[0]
+    assert "tries again (2 saves in a row have failed)" in said[1]
+    with pytest.raises(CheckpointError, match=r"step-00000003 failed: cannot .* .*run: Not a directory"):
         checkpointer.wait()
-    assert restored(small_disk / "run") == 1
-    assert save(small_disk / "run", 2).steps() == [1, 2], "what the failed save wrote takes no space"
+    (tmp_path / "run").unlink()
+    (tmp_path / "away").rename(tmp_path / "run")
+    checkpointer.save(3, tensors(3), {})
+    checkpointer.wait()
+    assert checkpointer.steps() == [1, 3]
+
+
+def test_a_full_disk_is_named_and_nothing_of_the_failed_save_stays(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training goes on, with the checkpoint before it, and a save that has room again succeeds."""
+    run = small_disk / "run"
+    checkpointer = save(run, 1)
+    free = shutil.disk_usage(small_disk).free
+    checkpointer.save(2, {"model/weight": torch.zeros(10**6)}, {})
+    checkpointer.settle()
+    assert "step-00000002 failed" in caplog.text
+    assert "rank-00000.safetensors: No space left" in caplog.text
+    assert files.names(run) == ["step-00000001"]
+    assert shutil.disk_usage(small_disk).free == free
+    with pytest.raises(CheckpointError, match=r"failed: .*free some.*readable"):
+        checkpointer.wait()
+    assert restored(run) == 1
+    checkpointer.save(3, tensors(3), {})
+    checkpointer.wait()
+    assert checkpointer.steps() == [1, 3]
 
 
 def test_a_failed_write_leaves_the_former_content_and_nothing_else(small_disk: Path) -> None:
@@ -263,3 +270,14 @@ def test_a_failed_write_leaves_the_former_content_and_nothing_else(small_disk: P
         files.write(small_disk / "file", bytes(10**6))
     assert files.names(small_disk) == ["file"]
     assert files.read(small_disk / "file") == b"former"
+
+
+def test_going_back_to_a_step(tmp_path: Path) -> None:
+    """The newest sound step up to another; when later ones have been discarded, a restart finds it, too."""
+    checkpointer = save(tmp_path, 2, 4, 6, 8, keep_last=9)
+    corrupt_later = only_file(tmp_path, 4, "meta.json")
+    corrupt_later.write_bytes(corrupt_later.read_bytes() + b" ")
+    assert [checkpointer.latest(most=most) for most in (9, 8, 7, 5, 1)] == [8, 8, 6, 2, None]
+    checkpointer.discard_after(6)
+    assert checkpointer.steps() == [2, 4, 6]
+    assert open_at(tmp_path).latest() == 6

@@ -127,6 +127,33 @@ def test_silence_is_not_taken_for_damage(
     check_restores(s3_folder, 2)
 
 
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_a_save_that_is_cut_off_before_any_request_leaves_a_whole_checkpoint(
+    faulty_s3: FaultyProxy, s3_folder: str
+) -> None:
+    """As by a process that dies: the store hears no more of it. The next save removes what it has left."""
+    found: list[float] = []
+    cut = True
+    while cut:
+        folder = f"{s3_folder}/{len(found)}"
+        checkpointer = save(folder, 1, 2)
+        faulty_s3.faults, faulty_s3.always = [None] * len(found), 403
+        checkpointer.save(3, tensors(3), {})
+        checkpointer.settle()
+        cut = not faulty_s3.faults
+        faulty_s3.behave()
+        live = tensors(float("nan"))
+        step = open_at(folder).restore(live)["step"]
+        assert all(torch.equal(live[name], tensor) for name, tensor in tensors(step).items())
+        found.append(step)
+        save(folder, 4)
+        assert storage.names(folder) == [f"step-{step:08d}", "step-00000004"]
+    assert found == sorted(found)
+    assert set(found) == {2, 3}
+    assert len(found) > 20, "most requests were seen"
+
+
 def test_a_bucket_that_vanishes_is_named(s3_server: str) -> None:
     s3 = boto3.client("s3")
     s3.create_bucket(Bucket="short-lived")

@@ -1,0 +1,92 @@
+"""`samestep checkpoint`: what it says of checkpoints, and which it removes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.commands import Samestep
+from trainer import storage
+from trainer.checkpoint import Checkpointer, Config, files
+from trainer.checkpoint.lock import only_writer
+
+
+@pytest.fixture(params=["folder", "store"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Checkpoints of steps 1 to 4, all kept, and a save of step 5 that was cut short."""
+    folder = tmp_path / "run" / "checkpoints"
+    root = files.location(request.getfixturevalue("s3_folder")) if request.param == "store" else folder
+    settings = Config(keep_last=2, keep_every=2)
+    checkpointer = Checkpointer(root, Config(keep_every=1), rank=0, world_size=1)
+    for step in range(1, 5):
+        meta: dict[str, Any] = {"config": {"checkpoint": vars(settings)}}
+        checkpointer.save(step, {"model/weight": torch.ones(50)}, meta)
+    checkpointer.wait()
+    files.write(root / "step-00000005" / "rank-00001.safetensors", bytes(1000))
+    return str(root) if request.param == "store" else str(folder.parent)
+
+
+def damage(run: str, step: int) -> None:
+    """Changes bytes of a step, but not how many there are."""
+    root = files.location(run if storage.is_url(run) else f"{run}/checkpoints")
+    file = root / f"step-{step:08d}" / "rank-00000.safetensors"
+    files.write(file, bytes(files.size(file)))
+
+
+def test_ls_and_verify(run: str, samestep: Samestep) -> None:
+    damage(run, 3)
+    table = samestep("checkpoint", "ls", run).out
+    assert table.count("committed") == 4 + 1
+    assert table.count("not committed") == 1
+    assert table.count("0:00:0") == 4
+    verified = samestep("checkpoint", "verify", run)
+    assert verified.code == 1
+    assert verified.out.count("whole") == 3
+    assert "step 3: " in verified.out
+    assert "rank-00000.safetensors is damaged: its SHA-256" in verified.out
+
+
+def test_gc_removes_what_retention_would_and_counts_whole_ones_only(run: str, samestep: Samestep) -> None:
+    damage(run, 4)
+    announced = samestep("checkpoint", "gc", run, "--dry-run").out
+    assert announced.count("would remove") == 3
+    assert samestep("checkpoint", "ls", run).out.count("committed") == 5, "nothing has happened yet"
+    assert samestep("checkpoint", "gc", run).out.replace("removed", "would remove") == announced
+    table = samestep("checkpoint", "ls", run).out
+    assert [line.split()[1] for line in table.splitlines() if "committed" in line] == ["2", "3", "4"]
+    assert samestep("checkpoint", "gc", run, "--keep-last", "2").out.startswith("removed 0 folders")
+
+
+@pytest.mark.parametrize("run", ["folder"], indirect=True)
+def test_gc_is_refused_while_a_training_writes_there(
+    run: str, samestep: Samestep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WAIT", "RENEW"):
+        monkeypatch.setattr(f"trainer.checkpoint.lock._{name}_SECONDS", 0.1)
+    monkeypatch.setattr("trainer.checkpoint.lock.Owner.is_dead", False)  # the two are one process
+    with only_writer(files.location(run if storage.is_url(run) else f"{run}/checkpoints")):
+        refused = samestep("checkpoint", "gc", run)
+        assert refused.code == 2
+        assert "another training is running" in refused.message
+        assert "would remove" in samestep("checkpoint", "gc", run, "--dry-run").out
+
+
+@pytest.mark.parametrize("run", ["folder"], indirect=True)
+def test_gc_keeps_at_least_two(run: str, samestep: Samestep) -> None:
+    result = samestep("checkpoint", "gc", run, "--keep-last", "1")
+    assert result.code == 2
+    assert "keep_last is 1; keep 2 or more" in result.message
+    assert samestep("checkpoint", "ls", run).out.count("committed") == 5
+
+
+def test_what_is_no_run_is_refused(run: str, samestep: Samestep, tmp_path: Path) -> None:
+    result = samestep("checkpoint", "ls", tmp_path / "nowhere")
+    assert result.code == 1
+    assert "nowhere is no run" in result.message
+    step = f"{run if storage.is_url(run) else run + '/checkpoints'}/step-00000002"
+    result = samestep("checkpoint", "verify", step)
+    assert result.code == 1
+    assert f"{step} is one checkpoint; name the run, or the folder of all: " in result.message

@@ -1,0 +1,119 @@
+"""Two jobs on one folder: the second is refused, unless the first one is no more."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainer.checkpoint import files, lock
+from trainer.checkpoint.files import Location
+from trainer.checkpoint.lock import Lock, Owner, only_writer
+from trainer.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"WAIT": 0.3, "RENEW": 0.05, "STALE": 0.5, "RACE": 0.1}.items():
+        monkeypatch.setattr(lock, f"_{name}_SECONDS", seconds)
+
+
+@pytest.fixture(params=["folder", "folder without flock", "store"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Location:
+    if request.param == "folder without flock":
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.ENOLCK, "no locks available")
+
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    is_store = request.param == "store"
+    return files.location(request.getfixturevalue("s3_folder")) if is_store else tmp_path / "new" / "run"
+
+
+def leave_note(folder: Location, **changes: object) -> Owner:
+    """What an owner leaves who is killed."""
+    owner = replace(Owner.this_process(), **changes)
+    files.write(folder / ".owner", json.dumps(vars(owner)).encode())
+    return owner
+
+
+def test_the_second_is_told_who_was_first(folder: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGNAME", "ada")
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    with only_writer(folder):
+        monkeypatch.setattr(Owner, "is_dead", False)  # these are two of one process
+        with pytest.raises(ConfigError) as caught, only_writer(folder):
+            pass
+        assert f"another training is running in {folder}: ada on {platform.node()}" in str(caught.value)
+        assert f"process {os.getpid()}, job 4711, for 0:00:0" in str(caught.value)
+        assert "last sign of life 0:00:0" in str(caught.value)
+    assert ".owner" not in files.names(folder)
+    with only_writer(folder):
+        pass
+
+
+def test_another_machine_s_note_counts_while_it_is_renewed(
+    folder: Location, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its clock says nothing; what it left when it was killed is taken over with a warning."""
+    leave_note(folder, host="elsewhere", machine="another", since=0.0, renewed=time.time() + 10**6)
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING), only_writer(folder):
+        assert time.monotonic() - began > lock._STALE_SECONDS
+        assert "gives no sign of life" in caplog.text
+        assert "on elsewhere" in caplog.text
+
+    first = Lock(folder)
+    first._me = replace(first._me, host="elsewhere", machine="another")
+    first.take(alone=False)
+    monkeypatch.setattr(lock, "_STALE_SECONDS", 5.0)
+    with pytest.raises(ConfigError, match=r"is running in .* on elsewhere"), only_writer(folder):
+        pass
+    first.release()
+
+
+def test_a_killed_process_of_this_machine_keeps_nobody_waiting(
+    folder: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "_STALE_SECONDS", 60.0)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    leave_note(folder, pid=ended.pid)
+    began = time.monotonic()
+    with only_writer(folder):
+        assert time.monotonic() - began < 30
+
+
+def test_process_numbers_of_another_container_say_nothing(folder: Location) -> None:
+    """It may have the name of this one, and a number that nobody has here."""
+    leave_note(folder, machine="another", pid=2**22 + 1)
+    began = time.monotonic()
+    with only_writer(folder):
+        assert time.monotonic() - began > lock._STALE_SECONDS
+
+
+def test_who_was_taken_over_ends(tmp_path: Path) -> None:
+    """As a process that was stopped for long, and goes on: it must not write any more."""
+    first = os.fork()
+    if first == 0:
+        logging.basicConfig(filename=tmp_path / "log", force=True)
+        with only_writer(tmp_path):
+            time.sleep(60)
+        os._exit(0)
+    while not (tmp_path / ".owner").exists():
+        time.sleep(0.01)
+    leave_note(tmp_path, host="elsewhere", machine="another")
+    _, status = os.waitpid(first, 0)
+    assert os.waitstatus_to_exitcode(status) == 2
+    assert "another training has taken" in (tmp_path / "log").read_text()
+    assert json.loads((tmp_path / ".owner").read_text())["host"] == "elsewhere"

@@ -1,0 +1,91 @@
+"""Bytes in another process's memory: whole or not there, for those who know the token, and given back."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from trainer import storage
+from trainer.errors import StorageError
+from trainer.storage import kept
+from trainer.storage.keeper import Keeper, Put, asking
+
+
+@pytest.fixture
+def keepers() -> Iterator[list[Keeper]]:
+    with Keeper() as first, Keeper() as second, Keeper() as third:
+        yield [first, second, third]
+
+
+@pytest.fixture
+def url(keepers: list[Keeper]) -> str:
+    """A folder in the keepers, the first of which is this process's own."""
+    return kept.store([keeper.address for keeper in keepers], own=0)
+
+
+def test_content_comes_back_whole_and_in_ranges(url: str) -> None:
+    parts = (b"head", memoryview(bytes(range(256))), b"", b"tail")  # each a frame
+    content = b"".join(parts)
+    digest = storage.write(f"{url}/a", *parts)
+    assert digest.bytes == storage.size(f"{url}/a") == len(content)
+    assert storage.read(f"{url}/a") == content
+    edges = [0, 1, 3, 4, 5, 259, 260, 261, 264]
+    for start, stop in itertools.combinations(edges, 2):
+        assert storage.read_range(f"{url}/a", start, stop) == content[start:stop]
+    with storage.open(f"{url}/a") as file:
+        assert file.read() == content
+    assert storage.write(f"{url}/nothing").bytes == storage.size(f"{url}/nothing") == 0
+
+
+def test_folders(url: str) -> None:
+    for name in ("step-1/a", "step-1/b", "step-10/a"):
+        storage.write(f"{url}/{name}", name.encode())
+    assert storage.names(url) == ["step-1", "step-10"]
+    assert storage.names(f"{url}/step-1") == ["a", "b"]
+    assert storage.exists(f"{url}/step-1")
+    assert not storage.exists(f"{url}/step")
+    storage.remove(f"{url}/step-1/a")
+    storage.remove_folder(f"{url}/step-10")
+    assert storage.names(url) == ["step-1"]
+    assert storage.names(f"{url}/none") == []
+    storage.remove_folder(f"{url}/none")
+
+
+def test_two_keepers_have_what_is_written_and_one_is_enough_to_read_it(url: str, keepers: list[Keeper]) -> None:
+    content = b"x" * 1000
+    storage.write(f"{url}/a", content)
+    assert [keeper.bytes for keeper in keepers] == [1000, 1000, 0]
+    keepers[0].close()
+    assert storage.read(f"{url}/a") == content
+    assert storage.names(url) == ["a"]
+    with pytest.raises(StorageError, match="cannot write keeper://snapshots/b"):
+        storage.write(f"{url}/b", content)
+    keepers[1].close()
+    assert not storage.exists(f"{url}/a"), "and none is nothing, not an error"
+
+
+def test_what_is_cut_off_leaves_the_former_content(keepers: list[Keeper]) -> None:
+    for content, ends in ((b"former", True), (b"newer", False)):
+        put = Put((keepers[0].address,), "name")
+        put.write(content)
+        put.close() if ends else put.discard()
+    time.sleep(0.1)
+    with asking(keepers[0].address, "get", "name", start=0, stop=99) as (size, answer):
+        assert (size, answer.read()) == (6, b"former")
+    assert keepers[0].bytes == 6
+
+
+def test_a_token_is_needed(keepers: list[Keeper]) -> None:
+    host, port, _ = keepers[0].address.split()
+    with pytest.raises(ConnectionError), asking(f"{host} {port} guess", "find", "name"):
+        pass
+
+
+def test_memory_is_given_back(url: str, keepers: list[Keeper]) -> None:
+    for number in range(5):
+        storage.write(f"{url}/step-{number}/a", bytes(1000))
+        storage.remove_folder(f"{url}/step-{number - 1}")
+    assert [keeper.bytes for keeper in keepers] == [1000, 1000, 0]
