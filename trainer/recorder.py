@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.monitoring import Tracker
+from trainer.ledger import Ledger, Range
+from trainer.monitoring import Tracker, stragglers
 from trainer.monitoring.clock import Clock
-from trainer.monitoring.jsonl import JsonlTracker
 from trainer.monitoring.meter import Meter
 from trainer.monitoring.resources import Resources
 from trainer.monitoring.throughput import Throughput
-from trainer.passes import MicroBatches
+from trainer.passes import Loader, MicroBatches
+from trainer.phases import Phase
 from trainer.state import TrainState
 from trainer.strategies import Strategy
 
@@ -29,7 +31,7 @@ class Recorder:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._trackers: Sequence[Tracker] = ()
-        self._ledger: JsonlTracker | None = None
+        self._ledger = Ledger()
         self._throughput: Throughput | None = None
         self._meter = Meter()
         self._clock = Clock(strategy.accelerator)
@@ -37,10 +39,12 @@ class Recorder:
         self._logged_tokens = self._digest = self._filled = 0
 
     def open(
-        self, trackers: Sequence[Tracker], ledger: JsonlTracker | None, throughput: Throughput | None = None
+        self, step: int, trackers: Sequence[Tracker], ledger: Path | None, throughput: Throughput | None = None
     ) -> None:
-        """Starts the clock, and says where rows go: both are empty on all ranks but the first."""
-        self._trackers, self._ledger, self._throughput = trackers, ledger, throughput
+        """Starts the clock at `step`, and says where rows go: nowhere, on all ranks but the first."""
+        self._trackers, self._throughput = trackers, throughput
+        if ledger is not None:
+            self._ledger.open(ledger, step)
         self._strategy.accelerator.reset_peak_memory()
         self._clock = Clock(self._strategy.accelerator)
 
@@ -52,8 +56,28 @@ class Recorder:
         """Adds a micro-batch's metrics."""
         self._meter.add(metrics)
 
-    def add_fed(self, micro_batches: MicroBatches) -> None:
-        """Adds what the model was fed in a step."""
+    def enter(self, step: int, phase: Phase, objective: object, loader: Mapping[str, Any]) -> None:
+        """Tells the ledger what the examples after `step` are numbers of.
+
+        Args:
+            step: the run's number of steps.
+            phase: that of the next step.
+            objective: its configuration, which decides what is masked.
+            loader: the state of the loader of the next step.
+        """
+        order = {name: value for name, value in loader.items() if name not in ("example", "excluded", "corrupt")}
+        basis = {"objective": objective, "sequence_length": phase.sequence_length, "data": order}
+        if self._ledger.must_close_row(phase.order, basis, phase.global_batch_size):
+            self._close_row(self._over_replicas(self._digest)[0])
+        self._ledger.enter(step, phase.order, basis, loader.get("excluded", ()))
+
+    def excluded(self, step: int, order: int, examples: Sequence[Range], reason: str) -> None:
+        """Tells the ledger that the run passes over global examples of a data order from `step` on."""
+        self._ledger.exclude(step, order, examples, reason)
+
+    def add_fed(self, step: int, micro_batches: MicroBatches, loader: Loader) -> None:
+        """Adds what the model was fed in a step: this replica's rows of the global examples that a loader gave last."""
+        self._ledger.feed(step, loader.fed, loader.corrupt)
         self._digest += sum(int(batch["digest"].sum()) for batch in micro_batches)
         self._filled += sum(int(batch["filled"].sum()) for batch in micro_batches)
 
@@ -63,20 +87,26 @@ class Recorder:
 
     def rates(self, state: TrainState) -> dict[str, float]:
         """Writes the ledger's row; returns counts, speed, memory and energy since the last one, which starts anew."""
-        digest, filled, joules = self._over_replicas(self._digest, self._filled, self._resources.joules())
+        seconds, replica = self._clock.read(), self._strategy.replica
+        own = [0] * replica.count
+        own[replica.index] = round(1e6 * stragglers.own_work(seconds))
+        joules = self._resources.joules()
+        digest, filled, joules, *own = self._over_replicas(self._digest, self._filled, joules, *own)
         rates = {"train/examples": float(state.examples), "train/tokens": float(state.tokens)}
-        seconds = self._clock.read()
-        rates |= self._resources.memory()
+        rates |= self._resources.memory() | stragglers.slowest([each / 1e6 for each in own], sum(seconds.values()))
         if self._throughput is not None:
             rates |= self._throughput.measure(state.step, state.tokens - self._logged_tokens, filled, seconds)
         if joules:
             rates["perf/energy_joules"] = joules
         if self._strategy.loss_scale is not None:
             rates |= {f"train/{name}": value for name, value in self._strategy.loss_scale.metrics().items()}
-        self._logged_tokens, self._digest, self._filled = state.tokens, 0, 0
-        if self._ledger is not None:
-            self._ledger.log(state.step, {"examples": state.examples, "digest": _hexadecimal(digest)})
+        self._logged_tokens, self._filled = state.tokens, 0
+        self._close_row(digest)
         return rates
+
+    def _close_row(self, digest: int) -> None:
+        self._ledger.close_row(_hexadecimal(digest))
+        self._digest = 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes a row of metrics."""
@@ -84,20 +114,23 @@ class Recorder:
             tracker.log(step, metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been added up since the last row, over all replicas; a collective."""
+        """What has been added up since the last row, over all replicas, and the ledger's head; a collective."""
         return {
             "window": self._meter.totals(self._strategy.all_reduce),
             "digest": _hexadecimal(self._over_replicas(self._digest)[0]),
+            "ledger": self._ledger.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], tokens: int) -> None:
         """Goes on from there.
 
         Args:
-            state: as `state_dict` gives it.
+            state: as `state_dict` gives it, and the `step`.
             tokens: the run's count at that moment.
         """
-        self._logged_tokens = tokens
+        self._logged_tokens, self._digest, self._filled, self._meter = tokens, 0, 0, Meter()
+        if "ledger" in state:  # or of a version that had none
+            self._ledger.load_state_dict(state["ledger"], state["step"])
         if self._strategy.replica.index == 0:  # these are sums over all replicas
             self._digest = int(state["digest"], 16)
             window = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in state["window"].items()}

@@ -1,0 +1,50 @@
+"""An objective of which some examples are bad for the gradient: {kind: tests.sick_objective, sick: [75]}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from trainer.examples import Vocabulary
+from trainer.objectives import Loss, mlm
+
+
+@dataclass(frozen=True)
+class Config(mlm.Config):
+    """Masked language modelling with faults.
+
+    Attributes:
+        sick: global examples that multiply the gradient of the micro-batches of a step, on the rank that has them.
+        factor: by how much.
+        passing: whether they do so only the first time.
+    """
+
+    sick: tuple[int, ...] = ()
+    factor: float = float("nan")
+    passing: bool = False
+
+    def build(self, vocabulary: Vocabulary) -> SickObjective:
+        return SickObjective(self, vocabulary)
+
+
+class SickObjective(mlm.MaskedLM):
+    def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
+        super().__init__(config, vocabulary)
+        self._sick, self._factor, self._passing = list(config.sick), config.factor, config.passing
+        self._ill = False
+
+    def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
+        found = np.intersect1d(self._sick, batch["number"]).tolist()
+        self._ill |= bool(found)
+        if self._passing:
+            self._sick = [number for number in self._sick if number not in found]
+        return super().weights(batch)
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
+        loss = super().loss(model, batch, totals)
+        ill, self._ill = self._ill, False
+        return replace(loss, total=loss.total * self._factor) if ill else loss
