@@ -10,13 +10,13 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer import __version__, log
-from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
+from trainer.errors import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
 
 if TYPE_CHECKING:
     from trainer.experiment import Experiment
@@ -96,6 +96,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_experiment(train)
     _add_processes(train)
+    train.add_argument(
+        "--elastic",
+        metavar="MIN:MAX",
+        help="when processes or machines die, go on from the newest checkpoint with the machines that are left, MIN or "
+        "more, and take in those that come, up to MAX; 1:1 is this machine alone. Type the same command on each",
+    )
+    train.add_argument(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="where the machines of --elastic meet: one of them, and a free port there (default: this machine alone)",
+    )
 
     config = _command(
         commands,
@@ -211,28 +222,32 @@ def _processes_to_start(args: argparse.Namespace, experiment: Experiment) -> int
     return processes
 
 
-def _run_workers(args: argparse.Namespace, arguments: Sequence[str], processes: int) -> int:
-    from trainer import agent
-
+def _worker_arguments(args: argparse.Namespace, *arguments: str) -> list[str]:
     flags = [flag for flag in ("--traceback", "--verbose") if getattr(args, flag[2:])]
-    return agent.run_workers([*flags, *arguments, *args.overrides], processes)
+    return [*flags, *arguments, *args.overrides]
 
 
 def _train(args: argparse.Namespace) -> int:
+    from trainer import agent
     from trainer.config import load
     from trainer.experiment import Experiment
 
     experiment = load(Experiment, args.file, args.overrides)
+    if args.rendezvous and not args.elastic:
+        raise ConfigError("--rendezvous is where the machines of an elastic run meet; add --elastic MIN:MAX")
+    snapshots = experiment.checkpoint.snapshot_every is not None
+    elastic = agent.Elastic.parse(args.elastic, args.rendezvous, snapshots) if args.elastic else None
     processes = _processes_to_start(args, experiment)
-    if processes > 1:
-        return _run_workers(args, ["train", args.file], processes)
+    if processes > 1 or (processes and elastic):
+        signals = experiment.training.preemption.numbers
+        return agent.run_workers(main, _worker_arguments(args, "train", args.file), processes, elastic, signals)
     from trainer.run import train
 
-    train(experiment)
-    return EXIT_DONE
+    return train(experiment)
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    from trainer import agent
     from trainer.config import load
     from trainer.experiment import Experiment
     from trainer.strategies import single
@@ -245,7 +260,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     processes = _processes_to_start(args, experiment)
     if processes > 1:
         step = [] if args.step is None else [f"--step={args.step}"]
-        return _run_workers(args, ["evaluate", args.run_folder, *step], processes)
+        return agent.run_workers(main, _worker_arguments(args, "evaluate", args.run_folder, *step), processes)
     if processes == 1:  # as the run's own strategy may need more
         experiment = dataclasses.replace(experiment, strategy=single.Config())
     from trainer.run import evaluate
@@ -331,6 +346,8 @@ def _nobody_reads() -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a sub-command; users' mistakes become one paragraph on stderr and an exit code, not a stack trace."""
+    # Huge pages, a tenth of a small model's step on a CPU; torch looks when it is imported.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     sys.path.append(os.getcwd())  # a dotted kind may be a module of the user's own; last, so that it shadows nothing
     args = _parse(arguments)
     under_launcher = "RANK" in os.environ
@@ -348,6 +365,8 @@ def main(arguments: list[str] | None = None) -> int:
         explained = isinstance(error, SamestepError) or (isinstance(error, OSError) and error.errno in _USERS_ERRNO)
         logger.error("error: %s", error, exc_info=args.traceback or not explained)
         code = error.exit_code if isinstance(error, SamestepError) else EXIT_FAILED
+        if under_launcher and not explained:
+            code = EXIT_CRASHED
     if code and under_launcher:  # other ranks may wait in a collective: leave without the farewells they'd need
         logging.shutdown()
         os._exit(code)

@@ -120,7 +120,7 @@ def _checks_of(experiment: Experiment) -> list[tuple[str, Callable[[], Iterator[
         checks.append(("checkpoints", lambda: _object_store(checkpoints)))
     elif checkpoints:
         checks.append(("checkpoints", lambda: _disk("checkpoints", Path(checkpoints), needed)))
-    if storage.is_url(experiment.data.path):
+    if any(storage.is_url(path) for path in experiment.data.paths):
         cache = experiment.data.cache or os.environ.get("SAMESTEP_CACHE") or Path.home() / ".cache" / "samestep"
         checks.append(("cache", lambda: _disk("cache", Path(cache), 0)))
     return checks
@@ -257,7 +257,7 @@ def _reduce(rank: int, processes: int, port: int, on_gpu: bool, results: SimpleQ
 def _dataset(experiment: Experiment) -> Iterator[Finding]:
     dataset = experiment.data.open()
     vocabulary = dataset.tokenizer.vocabulary.size
-    found = f"{experiment.data.path}: {len(dataset.manifest.shards)} shards, vocabulary {vocabulary:,}"
+    found = f"{dataset.name}: vocabulary {vocabulary:,}"
     if vocabulary > experiment.model.vocab_size:
         fix = f"set model.vocab_size to {vocabulary} or more (it is {experiment.model.vocab_size})"
         yield Finding("dataset", "failed", found, fix)

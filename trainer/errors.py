@@ -7,6 +7,9 @@ Programmer errors stay plain `assert`s and exceptions: they keep their stack tra
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_CRASHED = 70  # a process of a run failed without an explanation (EX_SOFTWARE of sysexits.h)
+EXIT_PREEMPTED = 75  # stopped on request, with a checkpoint saved: run it again (EX_TEMPFAIL)
+EXIT_REGROUP = 76  # a process of a run stopped only because others did, or because others come
 
 
 class SamestepError(Exception):
@@ -33,12 +36,22 @@ class StorageError(DataError, CheckpointError):
     """A file cannot be read or written: data and checkpoints lie on the same disks and in the same stores."""
 
 
+class CorruptError(StorageError):
+    """Bytes are not those that were written, and reading them again does not help."""
+
+
 class ObjectNotFoundError(StorageError):
     """There is no such object, or no such bucket."""
 
 
 class LaunchError(SamestepError):
     """Processes cannot be started, or one of them failed."""
+
+
+class HangError(LaunchError):
+    """The processes of a run wait for each other and nothing moves; an elastic run starts again."""
+
+    exit_code = EXIT_CRASHED
 
 
 class MissingExtra(ConfigError):

@@ -14,7 +14,7 @@ Batch: TypeAlias = dict[str, npt.NDArray[np.generic]]
 """Arrays of one micro-batch by name, every one with the examples (B) as its first dimension."""
 
 
-HOST_COLUMNS = ("example", "epoch", "digest", "filled")
+HOST_COLUMNS = ("number", "source", "example", "epoch", "digest", "filled")
 """Columns of a batch that say what its rows are; the host keeps them."""
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from data_pipeline import loader
-from trainer import loop
+from data_pipeline.config import Config as DataConfig
 from trainer.checkpoint import manager
 from trainer.config import Kinds
 from trainer.errors import ConfigError
@@ -15,6 +14,7 @@ from trainer.optim import schedules
 from trainer.phases import Config as PhaseConfig
 from trainer.phases import Phase, resolve
 from trainer.strategies import fsdp
+from trainer.training import Config as TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Experiment:
     output: str
     model: Annotated[Any, Kinds("trainer.models")]
     objective: Annotated[Any, Kinds("trainer.objectives")]
-    data: loader.Config
-    training: loop.Config
+    data: DataConfig
+    training: TrainingConfig
     optimizer: Annotated[Any, Kinds("trainer.optim")]
     schedule: schedules.Schedule = field(default_factory=schedules.Schedule)
     phases: tuple[PhaseConfig, ...] = ()

@@ -14,7 +14,7 @@ from data_pipeline.remote import TOKENIZER_FILES
 from data_pipeline.sources import Source, huggingface
 from trainer import storage
 from trainer.checkpoint import files
-from trainer.config import decode, read_tree
+from trainer.config import decode, read_tree, to_tree
 from trainer.errors import ConfigError
 from trainer.experiment import Experiment
 from trainer.hub import is_hub_path, model_folder, tokenizer_folder
@@ -62,8 +62,18 @@ def _experiment_inputs(experiment: Experiment, to: str | None) -> Iterator[str]:
         yield f"init_from={model_folder(start, to and f'{to}/model')}"
     elif start and storage.is_url(start):
         yield f"init_from={_checkpoint(start, Path(to or 'fetched'))}"
-    if storage.is_url(experiment.data.path):
-        yield f"data.path={_built_dataset(experiment.data.path.rstrip('/'), Path(to or 'fetched'))}"
+    here = {
+        path: str(_built_dataset(path.rstrip("/"), Path(to or "fetched")))
+        for path in experiment.data.paths
+        if storage.is_url(path)
+    }
+    if here and experiment.data.path is not None:
+        yield f"data.path={here[experiment.data.path]}"
+    elif here:
+        sources = [
+            {**to_tree(source), "path": here.get(source.path, source.path)} for source in experiment.data.sources
+        ]
+        yield f"data.sources={json.dumps(sources)}"
 
 
 def _dataset_inputs(config: build.Config, to: str | None) -> Iterator[str]:

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.dataset import Dataset
+from data_pipeline.mixed import AnyDataset
 from data_pipeline.tokenization import Tokenizer
 from trainer.errors import CheckpointError, ConfigError
 from trainer.experiment import Experiment
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _MODEL_SETTINGS = ("causal", "nsp")
 
 
-def check_fit(experiment: Experiment, dataset: Dataset, objective: Objective, model: Any) -> None:
+def check_fit(experiment: Experiment, dataset: AnyDataset, objective: Objective, model: Any) -> None:
     """Refuses a model that is too small for the dataset, or made for another objective.
 
     Raises:
@@ -28,7 +28,7 @@ def check_fit(experiment: Experiment, dataset: Dataset, objective: Objective, mo
     vocabulary = dataset.tokenizer.vocabulary.size
     if vocabulary > experiment.model.vocab_size:
         raise ConfigError(
-            f"the dataset {experiment.data.path} has a vocabulary of {vocabulary} and model.vocab_size is "
+            f"the dataset {dataset.name} has a vocabulary of {vocabulary} and model.vocab_size is "
             f"{experiment.model.vocab_size}; set model.vocab_size to {vocabulary} or more"
         )
     for phase in experiment.resolved_phases():
@@ -53,7 +53,7 @@ def check_fit(experiment: Experiment, dataset: Dataset, objective: Objective, mo
         )
 
 
-def stored_values(weights: Weights, model: Any, dataset: Dataset) -> InitialValues:
+def stored_values(weights: Weights, model: Any, dataset: AnyDataset) -> InitialValues:
     """The parameters of a trained model, refused unless they fit this model and the dataset's tokens."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     stored = {name: weights.tensors.shape(name) for name in weights.tensors}

@@ -5,76 +5,32 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer.accelerators import Precision
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import Tree, differences
-from trainer.errors import CheckpointError, ConfigError, SamestepError
+from trainer.errors import CheckpointError, SamestepError
+from trainer.guard import Gradients, Guard
 from trainer.monitoring import Tracker
-from trainer.monitoring.jsonl import JsonlTracker
 from trainer.monitoring.profiler import Profiler
 from trainer.monitoring.throughput import Throughput
 from trainer.objectives import Objective
 from trainer.optim import groups
 from trainer.passes import Loader, MicroBatches, accumulate_gradients, score
-from trainer.phases import MicroBatchSize, Phase, phase_of
+from trainer.phases import Phase, phase_of
+from trainer.preemption import StopRequest
 from trainer.recorder import Recorder
 from trainer.state import TrainState
 from trainer.strategies import Strategy
+from trainer.strategies.fingerprint import StateCheck
+from trainer.strategies.heartbeat import Heartbeat
+from trainer.training import Config
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Config:
-    """The `training` section of an experiment.
-
-    Attributes:
-        steps: optimizer steps of the whole run.
-        global_batch_size: examples of one step, over all devices.
-        micro_batch_size: the most examples of one forward and backward pass on one device, whose share of a step is cut
-            into equal parts; changes memory and speed only. auto measures how many fit.
-        precision: of matrix products; parameters and optimizer state stay in fp32. fp16, for GPUs without bf16,
-            scales the loss.
-        max_grad_norm: gradients are scaled down to this global norm; None leaves them.
-        activation_checkpointing: recomputes each layer in the backward pass: less memory, a third more work.
-        compile: compiles each layer with torch.compile.
-        log_every: steps between two rows of metrics.
-        evaluate_every: steps between evaluations on the held-out documents (and at the end); None never does.
-        evaluate_batches: global batches of an evaluation; None takes all held-out documents.
-        collective_timeout: seconds that ranks wait for each other before they give up.
-    """
-
-    steps: int
-    global_batch_size: int = 256
-    micro_batch_size: MicroBatchSize = "auto"
-    precision: Precision = "fp32"
-    max_grad_norm: float | None = 1.0
-    activation_checkpointing: bool = False
-    compile: bool = False
-    log_every: int = 10
-    evaluate_every: int | None = None
-    evaluate_batches: int | None = None
-    collective_timeout: float = 600.0
-
-    def __post_init__(self) -> None:
-        if isinstance(self.micro_batch_size, int) and self.micro_batch_size < 1:
-            raise ConfigError(f"micro_batch_size must be at least 1, or auto, not {self.micro_batch_size}")
-        for name in ("steps", "global_batch_size", "log_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("evaluate_every", "evaluate_batches"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, or null for none, not {getattr(self, name)}")
-        if self.max_grad_norm is not None and not 0 < self.max_grad_norm < math.inf:
-            raise ConfigError(f"max_grad_norm must be above 0, or null for no clipping, not {self.max_grad_norm}")
-        if not 0 < self.collective_timeout < math.inf:
-            raise ConfigError(f"collective_timeout must be above 0 seconds, not {self.collective_timeout}")
 
 
 class Trainer:
@@ -89,9 +45,10 @@ class Trainer:
         objective: Objective,
         strategy: Strategy,
         phases: tuple[Phase, ...],
-        loaders: Sequence[Loader],
+        open_loader: Callable[[Phase], Loader],
         heldout: Callable[[Phase], Loader],
         checkpointer: Checkpointer,
+        snapshots: Checkpointer | None,
         description: Mapping[str, Any],
     ) -> None:
         self.config = config
@@ -100,52 +57,77 @@ class Trainer:
         self.objective = objective
         self.strategy = strategy
         self.phases = phases
-        self.loaders = loaders
+        self.open_loader = open_loader
+        self.loaders = [open_loader(phase) for phase in phases]
         self.heldout = heldout
         self.checkpointer = checkpointer
+        self.snapshots = snapshots
         self.description = description
         self.state = TrainState()
         self.recorder = Recorder(strategy)
+        self.guard = Guard(config.faults, strategy, description["config"]["output"])
+        self.heartbeat = Heartbeat(strategy.world, config.hang_timeout, Path(description["config"]["output"], "stacks"))
+        self.state_check = StateCheck(strategy, self._tensors, config.verify_state_every)
         self._profiler: Profiler | None = None
+        self._stop: StopRequest | None = None
         self._grad_norm = torch.zeros(())
 
     def fit(
         self,
         trackers: Sequence[Tracker] = (),
-        ledger: JsonlTracker | None = None,
+        ledger: Path | None = None,
         throughput: Throughput | None = None,
         profiler: Profiler | None = None,
-    ) -> None:
+        stop: StopRequest | None = None,
+    ) -> str | None:
         """Trains from where the state stands to the last step, evaluating, logging and saving on the way.
 
         Args:
             trackers: what gets the metrics, on rank 0.
-            ledger: what gets the digests of the rows that were fed, on rank 0.
+            ledger: the file that tells what the model was fed, on rank 0.
             throughput: turns steps and times into rates; None leaves those out.
             profiler: traces steps that are asked for.
+            stop: ends the run early, after a step and its checkpoint; None never does.
+
+        Returns:
+            None at the end of the run. What is wrong with the next step where the run is to go back to a checkpoint,
+            see `trainer.rewind`.
 
         Raises:
-            SamestepError: the loss or the gradient is not finite.
+            SamestepError: the loss or the gradient is not finite, and nothing is to be done about it.
         """
-        self._profiler = profiler
-        self.recorder.open(trackers, ledger, throughput)
+        self._profiler, self._stop = profiler, stop
+        self.recorder.open(self.state.step, trackers, ledger, throughput)
         self.model.train()
-        while self.state.step < self.config.steps:
-            self._run_phase(self.phase)
-        self.checkpointer.wait()
+        with self.heartbeat:
+            while self.state.step < self.config.steps and not (stop and stop.agreed):
+                if fault := self._run_phase(self.phase):
+                    return fault
+            self.checkpointer.wait()
+        return None
 
-    def _run_phase(self, phase: Phase) -> None:
-        """Trains to the end of a phase; its last step ends a row of metrics, so that no row is about two phases."""
-        batches, lap = iter(self.loader), self.recorder.lap
+    def _run_phase(self, phase: Phase) -> str | None:
+        """Trains to the end of a phase; its last step ends a row of metrics, so that no row is about two phases.
+
+        Returns:
+            As `fit`.
+        """
+        batches, lap, began = iter(self.loader), self.recorder.lap, self.state.step
+        self.note_order()
         while self.state.step < phase.end:
+            self.heartbeat.begin_step(self.state.step + 1, first=self.state.step == began)
             if self._profiler is not None:
                 self._profiler.begin_step(self.state.step + 1, look=self._due(self.config.log_every))
             lap("logging")
             micro_batches = next(batches)
             lap("data_wait")
-            self.train_step(micro_batches)
-            if self.state.step == phase.end:
-                self._hand_over(phase)
+            if fault := self.train_step(micro_batches):
+                if not self.guard.skips(self.state.step + 1, fault):
+                    return fault
+                self.pass_over(self.loader.fed, fault)
+                continue
+            if self.state.step == began + 1:
+                self._reserve_memory()
             if self._profiler is not None and (shares := self._profiler.end_step(self.state.step)):
                 self.recorder.log(self.state.step, shares)
             if self._due(self.config.log_every) or self.state.step == phase.end:
@@ -155,12 +137,17 @@ class Trainer:
                 scores = self.evaluate(phase)
                 self.recorder.log(self.state.step, {f"heldout/{name}": value for name, value in scores.items()})
                 lap("evaluation")
-            if self._due(self.checkpointer.config.every):
-                self.save()
+            stopping = self._stop is not None and self._stop.decide()
+            if due := self._saves_due(stopping):
+                self.save(due)
                 lap("checkpoint")
+            if stopping:
+                return None
+        return None
 
     def _hand_over(self, ended: Phase) -> None:
         """Ends a phase; one of the same data order goes on from there."""
+        self.guard.end_phase()
         loader = self.loaders[ended.index]
         loader.close()
         if ended.index < self.phase.index and ended.order == self.phase.order:
@@ -183,27 +170,63 @@ class Trainer:
         for loader in self.loaders:
             loader.close()
 
-    def train_step(self, micro_batches: MicroBatches) -> None:
+    def train_step(self, micro_batches: MicroBatches) -> str | None:
         """Takes one optimizer step on this replica's rows of a global batch.
 
         The loss terms are divided by their weights over the whole global batch, so gradients, summed over
         micro-batches and replicas, do not depend on how the batch was cut.
+
+        Returns:
+            What is wrong with the step, which then has changed nothing; None if nothing is.
         """
         phase = self.phase
         lr = self.optimizer.defaults["lr"] if phase.lr is None else phase.lr
         groups.set_lr(self.optimizer, lr * phase.lr_fraction(self.state.step))
-        for metrics in accumulate_gradients(self.model, self.objective, self.strategy, micro_batches):
-            self.recorder.add(metrics)
-        self.recorder.add_fed(micro_batches)
-        self.recorder.lap("forward_backward")
-        self._grad_norm = self.strategy.clip_grad_norm(self.config.max_grad_norm)
+        (metrics, self._grad_norm), fault = self.guard.examine(
+            self.state.step + 1, lambda: self._compute_gradients(micro_batches)
+        )
+        if fault:
+            return fault
+        for each in metrics:
+            self.recorder.add(each)
+        self.recorder.add_fed(self.state.step + 1, micro_batches, self.loader)
+        self.state_check.before_update(self.state.step)
         self.strategy.step(self.optimizer, self._grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
         self.strategy.accelerator.step_boundary()
-        self.recorder.lap("optimizer")
         self.state.step += 1
+        self.state_check.after_update(self.state.step)
+        self.recorder.lap("optimizer")
         self.state.examples += phase.global_batch_size
         self.state.tokens += phase.global_batch_size * phase.sequence_length
+        if self.state.step == phase.end:
+            self._hand_over(phase)
+        return None
+
+    def _compute_gradients(self, micro_batches: MicroBatches) -> Gradients:
+        self.optimizer.zero_grad(set_to_none=True)
+        lap = self.recorder.lap
+        metrics = accumulate_gradients(self.model, self.objective, self.strategy, micro_batches, lap)
+        return metrics, self.strategy.clip_grad_norm(self.config.max_grad_norm)
+
+    def pass_over(self, examples: Sequence[Sequence[int]], reason: str) -> None:
+        """Goes on without global examples [first, end) from the next step on, and says so.
+
+        Args:
+            examples: of the step taken last from the loader, which counts as not taken then, or later ones.
+            reason: for the ledger.
+        """
+        for first, end in examples:
+            self.loader.exclude(first, end)
+        self.recorder.excluded(self.state.step + 1, self.phase.order, examples, reason)
+        if self.strategy.world.rank == 0:
+            said = ", ".join(f"{first} to {end - 1}" for first, end in examples)
+            logger.warning("from step %d on, the examples %s are passed over: %s", self.state.step + 1, said, reason)
+
+    def note_order(self) -> None:
+        """Tells the ledger what the examples of the next step are numbers of."""
+        objective = self.description["config"]["objective"]
+        self.recorder.enter(self.state.step, self.phase, objective, self.loader.state_dict())
 
     def evaluate(self, phase: Phase) -> dict[str, float]:
         """Scores the model on the held-out documents, in examples as those of the phase."""
@@ -211,8 +234,22 @@ class Trainer:
         self.model.train()
         return scores
 
-    def save(self) -> None:
-        """Starts a checkpoint of everything that the next step depends on."""
+    def _saves_due(self, stopping: bool) -> list[Checkpointer]:
+        """Where to save now, if anywhere. What is left in the end has to be a checkpoint, so no snapshot is as new."""
+        ending = stopping or self.state.step == self.config.steps
+        due = [self.checkpointer] if ending or self._due(self.checkpointer.config.every) else []
+        if self.snapshots is not None and not ending and self._due(self.snapshots.config.every):
+            due.append(self.snapshots)
+        return due
+
+    def _reserve_memory(self) -> None:
+        """Makes ready for saves, now that the optimizer has its state."""
+        for checkpointer in (self.checkpointer, self.snapshots):
+            if checkpointer is not None:
+                checkpointer.reserve(self._tensors())
+
+    def save(self, checkpointers: Sequence[Checkpointer]) -> None:
+        """Starts checkpoints of everything that the next step depends on."""
         window = self.recorder.state_dict()
         self._require_finite({name: total for name, (total, _) in window["window"].items()})
         meta = {
@@ -220,21 +257,31 @@ class Trainer:
             "state": self.state.state_dict(),
             "order": self.phase.order,
             "data": self.loader.state_dict(),
+            **self.guard.state_dict(),
             **window,
         }
         if self.strategy.loss_scale is not None:
             meta["loss_scale"] = self.strategy.loss_scale.state_dict()
-        self.checkpointer.save(self.state.step, self._tensors(), meta)
+        self.state_check.before_save(self.state.step)
+        for checkpointer in checkpointers:
+            checkpointer.save(self.state.step, self._tensors(), meta)
 
-    def restore(self, step: int | None) -> None:
-        """Continues from a checkpoint that any world size and strategy may have written."""
+    def restore(self, step: int | None, checkpointer: Checkpointer | None = None) -> None:
+        """Continues from a checkpoint that any world size and strategy may have written.
+
+        Args:
+            step: of the checkpoint; None for the newest.
+            checkpointer: whose it is; None for the run's own.
+        """
         groups.prime(self.optimizer)
-        meta = self.checkpointer.restore(self._tensors(), step)
+        self.state_check.forget()
+        meta = (checkpointer or self.checkpointer).restore(self._tensors(), step)
         self._compare_settings(meta["config"], meta["step"])
         self.state.load_state_dict(meta["state"])
         groups.set_step(self.optimizer, self.state.step)
         if self.strategy.loss_scale is not None and "loss_scale" in meta:
             self.strategy.loss_scale.load_state_dict(meta["loss_scale"])
+        self.guard.load_state_dict(meta)
         self._enter_order(meta)
         self.recorder.load_state_dict(meta, self.state.tokens)
 
@@ -282,7 +329,8 @@ class Trainer:
             if not math.isfinite(value):
                 raise SamestepError(
                     f"train/{name} is {value} at step {self.state.step}, so what follows would be lost; the "
-                    f"checkpoints before it are sound: {fix} and run the same command again"
+                    f"checkpoints before it are sound: {fix} and run the same command again. "
+                    f"{self.guard.advice(self.state.step)}"
                 )
 
     def _due(self, every: int | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -16,14 +16,26 @@ from trainer.objectives import Objective
 from trainer.strategies import Strategy
 
 MicroBatches: TypeAlias = Sequence[Mapping[str, Tensor]]
+Metrics: TypeAlias = dict[str, tuple[Tensor, Tensor]]
+"""(sum, weight) scalars by name, as in `objectives.Loss`."""
 
 
 class Loader(Protocol):
-    """An iterable over steps, whose state is where the consumer stands."""
+    """An iterable over steps, whose state is where the consumer stands.
 
+    Attributes:
+        fed: the examples of its last step.
+        corrupt: the shards that it passes over: digest of the dataset, name, first global example.
+    """
+
+    @property
+    def fed(self) -> Sequence[Sequence[int]]: ...
+    @property
+    def corrupt(self) -> Sequence[tuple[str, str, int]]: ...
     def __iter__(self) -> Any: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def exclude(self, first: int, end: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -58,19 +70,64 @@ def score(
 
 
 def accumulate_gradients(
-    model: nn.Module, objective: Objective, strategy: Strategy, micro_batches: MicroBatches
-) -> list[dict[str, tuple[Tensor, Tensor]]]:
-    """Runs forward and backward passes over this replica's rows of a global batch; returns each one's metrics."""
+    model: nn.Module,
+    objective: Objective,
+    strategy: Strategy,
+    micro_batches: MicroBatches,
+    lap: Callable[[str], None] = lambda name: None,
+) -> list[Metrics]:
+    """Runs forward and backward passes over this replica's rows of a global batch; returns each one's metrics.
+
+    Args:
+        model: as `strategy.prepare` returns it.
+        objective: what is predicted.
+        strategy: that of the model.
+        micro_batches: this replica's part of the batch.
+        lap: is told what the time since it was last told has gone into.
+    """
     totals = _totals(objective, strategy, micro_batches)
+    lap("waiting")
     metrics = []
     for i, host_batch in enumerate(micro_batches):
         batch = _to_device(strategy, host_batch)
         with strategy.accumulate(last=i == len(micro_batches) - 1):
             with strategy.autocast():
                 loss = objective.loss(model, batch, totals)
+            lap("forward")
             strategy.backward(loss.total)
+            lap("backward")
         metrics.append(loss.metrics)
     return metrics
+
+
+@torch.no_grad()
+def score_each(
+    model: nn.Module, objective: Objective, strategy: Strategy, micro_batches: MicroBatches
+) -> list[tuple[float, float]]:
+    """The loss of each micro-batch of a step as (sum, weight), with the step's denominators and the model as it is."""
+    totals = _totals(objective, strategy, micro_batches)
+    found = []
+    for host_batch in micro_batches:
+        batch = _to_device(strategy, host_batch)
+        with strategy.autocast():
+            total, weight = objective.loss(model, batch, totals).metrics["loss"]
+        found.append((float(total), float(weight)))
+    return found
+
+
+def step_numbers(metrics: Sequence[Metrics], grad_norm: Tensor, strategy: Strategy) -> tuple[float, float]:
+    """The loss of a step over all replicas, and its gradient norm: one small collective. Waits for the device.
+
+    Args:
+        metrics: of this replica's micro-batches, as `accumulate_gradients` returns them.
+        grad_norm: as `Strategy.clip_grad_norm` returns it. All replicas take part in the result, so that one of them
+            whose device has gone wrong decides no other way than the rest.
+        strategy: that of the model.
+    """
+    loss = torch.stack([torch.stack(each["loss"]) for each in metrics]).double().sum(0)
+    numbers = strategy.all_reduce(torch.cat((loss.detach(), grad_norm.detach().double().reshape(1))))
+    total, weight, norm = numbers.tolist()
+    return total / weight if weight else total, norm / strategy.replica.count
 
 
 def _totals(objective: Objective, strategy: Strategy, micro_batches: MicroBatches) -> dict[str, Tensor]:

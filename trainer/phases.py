@@ -95,6 +95,15 @@ def phase_of(phases: tuple[Phase, ...], step: int) -> Phase:
     return next((phase for phase in phases if step < phase.end), phases[-1])
 
 
+def examples_after(phases: tuple[Phase, ...], order: int, step: int) -> int:
+    """How many examples of a data order the run takes in its first `step` steps."""
+    return sum(
+        (min(step, phase.end) - phase.first_step) * phase.global_batch_size
+        for phase in phases
+        if phase.order == order and phase.first_step < step
+    )
+
+
 def resolve(
     phases: tuple[Config, ...],
     *,

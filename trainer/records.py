@@ -18,8 +18,8 @@ from trainer.monitoring.jsonl import JsonlTracker
 from trainer.monitoring.progress import ProgressTracker
 
 
-def open_records(experiment: Experiment, driver: Trainer) -> tuple[list[Tracker], JsonlTracker]:
-    """Opens the run's metrics with all that is made from them, and its ledger; notes this start in starts.jsonl."""
+def open_records(experiment: Experiment, driver: Trainer) -> list[Tracker]:
+    """Opens the run's metrics with all that is made from them; notes this start in starts.jsonl."""
     folder, step = Path(experiment.output), driver.state.step
     _note_start(folder, experiment, driver)
     tracking, description = experiment.tracking, to_tree(experiment)
@@ -29,7 +29,7 @@ def open_records(experiment: Experiment, driver: Trainer) -> tuple[list[Tracker]
     if tracking.wandb is not None:
         trackers.append(tracking.wandb.build(folder, description, lambda: _checkpoints(driver)))
     trackers.append(ProgressTracker(step, experiment.training.steps))
-    return trackers, JsonlTracker(folder / "ledger.jsonl", resume_step=step)
+    return trackers
 
 
 def _checkpoints(driver: Trainer) -> list[str]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,53 +12,74 @@ from typing import Any
 
 import torch
 
-from data_pipeline.dataset import Dataset
 from data_pipeline.loader import StreamingLoader
+from data_pipeline.mixed import AnyDataset
 from trainer import accelerators, forecast, records
 from trainer.checkpoint import files, integrity
+from trainer.checkpoint.lock import only_writer
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import dump, to_tree
-from trainer.errors import ConfigError, SamestepError
+from trainer.errors import EXIT_DONE, SamestepError
 from trainer.experiment import Experiment
 from trainer.fit import check_fit, stored_values
 from trainer.loop import Trainer
 from trainer.micro_batch import probe, without_probe
 from trainer.monitoring import Tracker
-from trainer.monitoring.jsonl import JsonlTracker
 from trainer.objectives import Objective
 from trainer.passes import Loader, score
-from trainer.phases import Phase, phase_of
+from trainer.phases import Phase, examples_after, phase_of
+from trainer.preemption import StopRequest
+from trainer.rewind import rewind
+from trainer.snapshots import newest, open_snapshots
 from trainer.strategies import InitialValues, Replica, Strategy
 from trainer.strategies.world import World
 from trainer.weights import load_weights
 
 logger = logging.getLogger(__name__)
 
-_LOCK_SECONDS = 10.0
 
+def train(experiment: Experiment) -> int:
+    """Runs an experiment to its end, from its newest checkpoint if it has one; or until it is asked to stop.
 
-def train(experiment: Experiment) -> None:
-    """Runs an experiment to its end, from its newest checkpoint if it has one."""
-    with _meeting(experiment) as strategy, _only_writer(Path(experiment.output), strategy.world.rank):
+    Returns:
+        The exit code: 0 at the end; else 75 or 76, see `trainer.preemption`.
+    """
+    with (
+        StopRequest(experiment.training.preemption) as stop,
+        meeting(experiment) as strategy,
+        _only_writer(experiment, strategy.world.rank),
+    ):
+        stop.join(strategy.world.size)
         dataset = experiment.data.open()
         checkpointer = open_checkpointer(experiment, strategy.world)
-        step = checkpointer.latest()
+        snapshots = open_snapshots(experiment, strategy.world)
+        source, step = newest(checkpointer, snapshots)
         if step is not None and step >= experiment.training.steps:
             logger.info("nothing to do: %s is at step %d; raise training.steps to train on", experiment.output, step)
-            return
+            return EXIT_DONE
         weights = experiment.init_from if step is None else None
         trainer: Trainer | None = None
         try:
-            trainer = build_trainer(experiment, dataset, strategy, checkpointer, weights)
+            trainer = build_trainer(experiment, dataset, strategy, checkpointer, weights, snapshots, step is not None)
             if experiment.training.evaluate_every is not None:
                 trainer.heldout(trainer.phase).close()  # refuses a split without examples now rather than after hours
             if step is not None:
-                trainer.restore(step)
-            trackers, ledger = _open_records(experiment, dataset, trainer)
+                trainer.restore(step, source)
+            strategy.world.tell_progress(trainer.state.step)
             profiler = experiment.tracking.profile.build(Path(experiment.output), strategy.world.rank)
-            trainer.fit(trackers, ledger, forecast.throughput(experiment, trainer), profiler)
-            for tracker in trackers:
-                tracker.close()
+            while True:
+                trackers, ledger = _open_records(experiment, dataset, trainer)
+                fault = trainer.fit(trackers, ledger, forecast.throughput(experiment, trainer), profiler, stop)
+                for tracker in trackers:
+                    tracker.close()
+                if fault is None:
+                    break
+                rewind(trainer, fault)
+            stop.finish()
+            if trainer.state.step == experiment.training.steps:
+                return EXIT_DONE
+            logger.info("stopped      at step %d, with a checkpoint to go on from", trainer.state.step)
+            return stop.exit_code
         except torch.OutOfMemoryError as error:
             phase = None if trainer is None else trainer.phase
             raise _out_of_memory(experiment, strategy, phase, error) from error
@@ -76,7 +95,7 @@ def evaluate(experiment: Experiment, step: int | None) -> dict[str, float]:
         CheckpointError: the run has no checkpoint.
         SamestepError: a device's memory ran out.
     """
-    with _meeting(experiment) as strategy:
+    with meeting(experiment) as strategy:
         try:
             return _evaluate(experiment, step, strategy)
         except torch.OutOfMemoryError as error:
@@ -98,13 +117,15 @@ def _evaluate(experiment: Experiment, step: int | None, strategy: Strategy) -> d
     model, _ = strategy.prepare(model, experiment.optimizer.build, stored_values(weights, model, dataset))
     assert weights.step is not None
     phase = phase_of(experiment.resolved_phases(), weights.step - 1)
-    heldout = open_loader(experiment, dataset, objective, strategy.replica, phase, split="heldout")
+    heldout = open_loader(
+        experiment, dataset, objective, strategy.replica, phase, split="heldout", largest=strategy.largest
+    )
     scores = score(model, objective, strategy, heldout, experiment.training.evaluate_batches)
     return {"step": weights.step, **scores}
 
 
 @contextmanager
-def _meeting(experiment: Experiment) -> Iterator[Strategy]:
+def meeting(experiment: Experiment) -> Iterator[Strategy]:
     """Meets the other processes; leaves them in an orderly way, or tells them why this one fails."""
     world = World.start(experiment.training.collective_timeout)
     try:
@@ -119,42 +140,29 @@ def _meeting(experiment: Experiment) -> Iterator[Strategy]:
 
 
 @contextmanager
-def _only_writer(folder: Path, rank: int) -> Iterator[None]:
-    """Keeps other trainings out of the run's folder. The lock goes with this process, however that ends.
+def _only_writer(experiment: Experiment, rank: int) -> Iterator[None]:
+    """Keeps other trainings out of where the run writes: its checkpoints, and its output folder if they lie elsewhere.
 
     Raises:
-        CheckpointError: the folder cannot be written in.
-        ConfigError: another training writes in it, and has not ended within some seconds, as killed processes would.
+        CheckpointError: a folder cannot be written in.
+        ConfigError: another training writes there.
     """
-    if rank != 0:
-        yield
-        return
-    files.make_folder(folder)
-    deadline = time.monotonic() + _LOCK_SECONDS
-    with (folder / ".lock").open("w") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"another training is running in {folder}; wait for it to end or stop it, or choose another "
-                        "output folder"
-                    ) from None
-                time.sleep(0.2)
-            except OSError as error:  # some network file systems have no locks
-                logger.warning("%s cannot be locked (%s): let no other training write in it", folder, error)
-                break
+    with ExitStack() as locks:
+        if rank == 0:
+            locks.enter_context(only_writer(checkpoint_folder(experiment)))
+            if experiment.checkpoint.folder is not None:
+                locks.enter_context(only_writer(Path(experiment.output)))
         yield
 
 
 def build_trainer(
     experiment: Experiment,
-    dataset: Dataset,
+    dataset: AnyDataset,
     strategy: Strategy,
     checkpointer: Checkpointer,
     weights: str | Path | None = None,
+    snapshots: Checkpointer | None = None,
+    to_restore: bool = False,
 ) -> Trainer:
     """Makes every part of a run and hands them to a Trainer that stands at step 0.
 
@@ -164,6 +172,8 @@ def build_trainer(
         strategy: that of the experiment.
         checkpointer: that of the run.
         weights: what parameters start from, as `load_weights` takes it; None draws them by the seed.
+        snapshots: those of the run; None takes none.
+        to_restore: whether a checkpoint is to give all values; none are drawn then, which takes seconds.
 
     Raises:
         ConfigError: the parts do not fit each other.
@@ -174,9 +184,11 @@ def build_trainer(
     initial: InitialValues = partial(model.initial_values, seed=experiment.seed)
     if weights is not None:
         initial = stored_values(load_weights(weights, strategy.world.rank, strategy.world.size), model, dataset)
+    elif to_restore:
+        initial = _zeros
     build_optimizer = partial(experiment.optimizer.build, stacked=model.stacked())
     wrapped, optimizer = strategy.prepare(model, build_optimizer, initial)
-    open_split = partial(open_loader, experiment, dataset, objective, strategy.replica)
+    open_split = partial(open_loader, experiment, dataset, objective, strategy.replica, largest=strategy.largest)
     phases = tuple(
         _sized(phase, strategy, open_split, partial(probe, wrapped, optimizer, objective, strategy))
         for phase in experiment.resolved_phases()
@@ -188,14 +200,19 @@ def build_trainer(
         objective=objective,
         strategy=strategy,
         phases=phases,
-        loaders=[open_split(phase) for phase in phases],
+        open_loader=open_split,
         heldout=partial(open_split, split="heldout"),
         checkpointer=checkpointer,
+        snapshots=snapshots,
         description={
             "config": to_tree(experiment),
             "micro_batch_sizes": [phase.micro_batch_size for phase in phases],
         },
     )
+
+
+def _zeros(_name: str, start: int, stop: int) -> torch.Tensor:
+    return torch.zeros(()).expand(stop - start)
 
 
 def _sized(
@@ -222,7 +239,7 @@ def _sized(
     return replace(phase, micro_batch_size=size, fits=fits)
 
 
-def _build_model(experiment: Experiment, dataset: Dataset, objective: Objective) -> Any:
+def _build_model(experiment: Experiment, dataset: AnyDataset, objective: Objective) -> Any:
     """The model on the meta device: it fits the dataset, and its parameters have no values yet."""
     with torch.device("meta"):
         model: Any = experiment.model.build()
@@ -255,11 +272,12 @@ def open_checkpointer(experiment: Experiment, world: World) -> Checkpointer:
 
 def open_loader(
     experiment: Experiment,
-    dataset: Dataset,
+    dataset: AnyDataset,
     objective: Objective,
     replica: Replica,
     phase: Phase,
     split: str = "train",
+    largest: Callable[[int], int] = int,
 ) -> StreamingLoader:
     """The batches of a split: endless ones for training, a single pass over the held-out documents.
 
@@ -269,7 +287,7 @@ def open_loader(
     most = -(-phase.global_batch_size // replica.count)
     return StreamingLoader(
         dataset,
-        experiment.data,
+        experiment.data if phase.order == 0 else replace(experiment.data, exclude=()),
         split=split,
         pack_spec=objective.pack_spec(phase.sequence_length),
         collate=objective.collate,
@@ -278,12 +296,12 @@ def open_loader(
         micro_batch_size=without_probe(most, phase.sequence_length) if size == "auto" else size,
         replica=replica,
         finite=split == "heldout",
+        example_after=partial(examples_after, experiment.resolved_phases(), phase.order),
+        largest=largest,
     )
 
 
-def _open_records(
-    experiment: Experiment, dataset: Dataset, trainer: Trainer
-) -> tuple[list[Tracker], JsonlTracker | None]:
+def _open_records(experiment: Experiment, dataset: AnyDataset, trainer: Trainer) -> tuple[list[Tracker], Path | None]:
     """Makes the run's folder self-contained and opens what is written into it, on rank 0; the others write nothing."""
     if trainer.strategy.replica.index > 0:
         return [], None
@@ -293,7 +311,7 @@ def _open_records(
     if experiment.checkpoint.folder is not None:
         files.copy_folder(folder / "tokenizer", trainer.checkpointer.folder / "tokenizer")
     forecast.report(experiment, trainer)
-    return records.open_records(experiment, trainer)
+    return records.open_records(experiment, trainer), folder / "ledger.jsonl"
 
 
 def _out_of_memory(experiment: Experiment, strategy: Strategy, phase: Phase | None, error: Exception) -> SamestepError:

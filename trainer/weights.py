@@ -57,7 +57,7 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
         if isinstance(folder, Path) and (folder / "config.json").is_file():
             return _from_huggingface(folder)
         is_step = (folder / integrity.META).exists()
-        root = folder.parent if is_step else _checkpoints(folder)
+        root = folder.parent if is_step else checkpoints_of(folder)
     checkpoints = manager.Checkpointer(root, manager.Config(), rank=rank, world_size=world_size)
     if not is_step:
         newest = checkpoints.latest()
@@ -82,7 +82,7 @@ def _from_huggingface(folder: Path) -> Weights:
     return Weights(config, stored, folder, tokenizer=folder)
 
 
-def _checkpoints(folder: Location) -> Location:
+def checkpoints_of(folder: Location) -> Location:
     """Where the checkpoints of a run are, given its output folder or just that place.
 
     Raises:

@@ -54,7 +54,9 @@ class Process:
 
     @property
     def workers(self) -> list[int]:
-        return [int(pid) for pid in Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children").read_text().split()]
+        """The processes that train, by local rank: children of the agent's fork server, or of torchrun."""
+        (first, *others) = children(self.popen.pid)
+        return [first, *others] if others else children(first)
 
     @property
     def leftovers(self) -> list[Path]:
@@ -76,6 +78,11 @@ class Start(Protocol):
     """Starts a command in the background."""
 
     def __call__(self, *arguments: object, command: tuple[str, ...] = SAMESTEP) -> Process: ...
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started and that live."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import trainer.run
 from tests.integration.commands import Process, Samestep, Start, losses
+from trainer.checkpoint import lock
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer.cli")
 OBJECTIVE = """
@@ -80,10 +80,11 @@ def test_killed_worker(
     stalled: Process, samestep: Samestep, experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a run goes on its folder is refused to others; a killed worker ends it with an explanation."""
-    monkeypatch.setattr(trainer.run, "_LOCK_SECONDS", 0.3)
+    monkeypatch.setattr(lock, "_WAIT_SECONDS", 0.3)
     second = samestep("train", experiment_file, *overrides(tmp_path))
     assert second.code == 2
-    assert f"another training is running in {tmp_path / 'run'}" in second.message
+    assert f"another training is running in {tmp_path / 'run' / 'checkpoints'}: " in second.message
+    assert ", process " in second.message
     workers = stalled.workers
     os.kill(workers[1], signal.SIGKILL)
     result = stalled.wait(30)
@@ -95,7 +96,7 @@ def test_killed_worker(
 
 
 def test_killed_agent_and_resume(
-    stalled: Process, start: Start, experiment_file: str, finished_run: Path, tmp_path: Path
+    stalled: Process, start: Start, samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path
 ) -> None:
     """Workers end with their agent, leave nothing behind, and under torchrun the run comes to the same end."""
     shared_memory = set(os.listdir("/dev/shm"))
@@ -112,6 +113,7 @@ def test_killed_agent_and_resume(
     whole, run = losses(finished_run), losses(tmp_path / "run")
     assert list(run) == list(whole) == list(range(1, 13))
     np.testing.assert_allclose(list(run.values()), list(whole.values()), rtol=1e-5)
+    assert samestep("ledger", "verify", tmp_path / "run").code == 0
 
 
 def test_interrupted(stalled: Process) -> None:

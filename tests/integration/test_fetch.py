@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shlex
 from pathlib import Path
 
@@ -137,6 +138,9 @@ def test_a_dataset_and_a_checkpoint_are_fetched_from_a_store(
     assert load_weights(start).step == load_weights(finished_run).step
     result = samestep("train", experiment_file, f"output={tmp_path / 'run'}", *TWO_STEPS, *found)
     assert result.code == 0, result.err
+    mixture = "data.sources=" + json.dumps([{"path": f"{s3_folder}/data", "weight": 2}, {"path": "here"}])
+    (mixed,) = settings(samestep("fetch", experiment_file, "data.path=null", mixture, "--to", tmp_path / "data"))
+    assert [(each["path"], each["weight"]) for each in json.loads(mixed.partition("=")[2])] == [(data, 2), ("here", 1)]
 
 
 def test_nothing_remote_is_said_to_be_nothing(samestep, experiment_file):

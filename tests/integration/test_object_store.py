@@ -22,9 +22,9 @@ def remote_dataset(samestep: Samestep, dataset_folder: Path, s3_folder: str) -> 
     return url
 
 
-def fed(run: Path) -> list[str]:
-    """Digests of the rows that each step was fed."""
-    return [json.loads(line)["digest"] for line in (run / "ledger.jsonl").read_text().splitlines()]
+def heads(run: Path) -> list[str]:
+    """The ledger's hash, after each step, of all that the run was fed so far."""
+    return [json.loads(line)["head"] for line in (run / "ledger.jsonl").read_text().splitlines()]
 
 
 def test_a_run_lives_on_in_the_store(
@@ -51,7 +51,8 @@ def test_a_run_lives_on_in_the_store(
     assert not (run / "checkpoints").exists()
     assert storage.names(checkpoints) == ["step-00000008", "step-00000012", "tokenizer"]
     assert losses(run) == pytest.approx(losses(finished_run), rel=1e-5)
-    assert fed(run) == fed(finished_run)
+    assert heads(run) == heads(finished_run)
+    assert samestep("ledger", "verify", run).code == 0
 
     scores = samestep("evaluate", run, "--step", "8")
     assert scores.code == 0, scores.err

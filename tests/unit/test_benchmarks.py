@@ -12,7 +12,7 @@ from pydoc_data.topics import topics
 import numpy as np
 import pytest
 
-from benchmarks import build, corpus, loader, resume, stream
+from benchmarks import build, checkpoint, corpus, loader, recovery, resume, stream
 from benchmarks.pairing import Comparison, Contender, compare
 from data_pipeline.dataset import Dataset
 
@@ -81,3 +81,24 @@ def test_contenders_take_turns_and_ratios_are_of_the_same_round() -> None:
     comparison = Comparison("", "", "CPU", {"ours": [10.0, 2.0, 9.0], "other": [5.0, 1.0, 1.0]})
     assert comparison.ratio("other") == 2
     assert comparison.rate("ours") == 9
+
+
+def test_the_stall_of_a_save_and_the_step_beside_it_are_told_apart() -> None:
+    """Steps of 2 s; after steps 4 and 8 a save stalls for 1 s, and the step beside it takes 3 s."""
+    time, rows = 0.0, []
+    for step in range(1, 10):
+        beside = step in (5, 9)
+        time += 4.0 if beside else 2.0
+        rows.append({"step": step, "time": time, "time/checkpoint": 0.25 if beside else 0.0})
+    run = checkpoint.Run.of(rows, saves=2)
+    assert run == checkpoint.Run(stalls=[1.0, 1.0], beside=[3.0, 3.0], alone=[2.0, 2.0])
+    first, further, steps = checkpoint.compare({"in the background": run, "in place": run})
+    assert first.rates == further.rates == {"in the background": [1.0], "in place": [1.0]}
+    assert steps.ratio("alone") == pytest.approx(2 / 3)
+
+
+def test_stalls_after_a_recovery_leave_out_the_first() -> None:
+    """Steps of 2 s, of which those after a save spend a part on it; the run goes on from step 4."""
+    shares = {7: 0.5, 9: 0.25, 11: 0.125}
+    rows = [{"step": step, "time": 2.0 * step, "time/checkpoint": shares.get(step, 0.0)} for step in range(1, 12)]
+    assert recovery.stalls(rows, reached=5, every=2) == [0.5, 0.25]

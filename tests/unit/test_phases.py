@@ -6,7 +6,7 @@ import pytest
 
 from trainer.errors import ConfigError
 from trainer.optim.schedules import Schedule
-from trainer.phases import Config, Phase, phase_of, resolve
+from trainer.phases import Config, Phase, examples_after, phase_of, resolve
 
 RUN = {"sequence_length": 128, "global_batch_size": 64, "schedule": Schedule("linear", 10)}
 
@@ -33,6 +33,12 @@ def test_a_phase_overrides_what_it_names_and_takes_the_rest_from_the_run() -> No
 def test_every_step_belongs_to_one_phase() -> None:
     phases = _resolve(Config(1), Config(98), Config(1))
     assert [phase_of(phases, step).index for step in (0, 1, 98, 99, 100)] == [0, 1, 1, 2, 2]
+
+
+def test_examples_are_counted_within_their_data_order() -> None:
+    phases = _resolve(Config(10), Config(20, global_batch_size=3), Config(70, sequence_length=512, global_batch_size=5))
+    assert [examples_after(phases, 0, step) for step in (0, 4, 10, 11, 30, 90)] == [0, 256, 640, 643, 700, 700]
+    assert [examples_after(phases, 1, step) for step in (0, 30, 31, 100)] == [0, 0, 5, 350]
 
 
 def test_the_run_s_schedule_goes_on_through_phases_without_their_own() -> None:

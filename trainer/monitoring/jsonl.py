@@ -37,20 +37,25 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 class JsonlTracker:
     """Appends rows to metrics.jsonl; each is handed to the operating system at once, so a killed process loses none.
 
+    While the disk is full, rows wait in memory, and training goes on.
+
     Args:
         path: the file; made if missing.
-        resume_step: the step that training continues from; rows after it, which will be made again, are removed.
+        resume_step: the step that training continues from; rows after it, which will be made again, are removed. None
+            keeps all rows.
 
     Raises:
-        SamestepError: the file cannot be written; also from `log`.
+        SamestepError: the file cannot be written; also from `close`, for rows that still wait.
     """
 
-    def __init__(self, path: Path, resume_step: int = 0) -> None:
+    def __init__(self, path: Path, resume_step: int | None = 0) -> None:
         self.path = path
         with self._explained():
-            if path.exists():
+            if resume_step is not None and path.exists():
                 self._rewind(resume_step)
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+        self._warned = False
 
     def _rewind(self, step: int) -> None:
         """Rewrites the file without later rows and torn lines; a crash leaves either the old file or the new one."""
@@ -65,13 +70,28 @@ class JsonlTracker:
 
     def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
         """Appends a row."""
+        self._waiting += (json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n").encode()
+        try:
+            self._write()
+        except OSError as error:
+            if not self._warned:
+                logger.warning("rows of %s wait in memory: %s; make room or give access", self.path, error.strerror)
+            self._warned = True
+
+    def sync(self) -> None:
+        """Returns when the rows that do not wait would survive a loss of power."""
         with self._explained():
-            self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Closes the file."""
-        with self._explained():
-            self._file.close()
+        with self._explained(), self._file:
+            self._write()
+
+    def _write(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+        self._warned = False
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -46,9 +46,12 @@ class Strategy(ABC):
         parameters: by their own names, whatever wraps the model; the partitions that the optimizer updates. (Asking
             an FSDP2 module instead gives its gathered parameters when it happens to hold them.)
         loss_scale: under fp16, what keeps small gradients from vanishing; else None.
+        partitions: how many parts the state is split into. Rank r holds part r % partitions of it, and all ranks that
+            hold the same part are replicas of each other.
     """
 
     parameters: dict[str, nn.Parameter]
+    partitions: int = 1
 
     def __init__(self, accelerator: Accelerator, world: World, precision: Precision) -> None:
         self.accelerator = accelerator
@@ -56,6 +59,7 @@ class Strategy(ABC):
         self.precision = precision
         self.replica = Replica(world.rank, world.size)
         self.loss_scale = LossScale(accelerator.device) if precision == "fp16" else None
+        self._host_group: dist.ProcessGroup | None = None
 
     @abstractmethod
     def prepare(
@@ -106,6 +110,16 @@ class Strategy(ABC):
         """Sums a tensor over all replicas, or takes its largest values, in place."""
         dist.all_reduce(value, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
         return value
+
+    def largest(self, value: int) -> int:
+        """The largest of the replicas' values, told to all of them; the device has no part in it."""
+        if self.replica.count == 1:
+            return value
+        if self._host_group is None:
+            self._host_group = dist.new_group(backend="gloo")
+        number = torch.tensor(value)
+        dist.all_reduce(number, dist.ReduceOp.MAX, self._host_group)
+        return int(number)
 
     def _materialise(self, model: nn.Module, initial_values: InitialValues) -> None:
         """Gives a meta model memory on the device and fills the partition that this process holds."""

@@ -53,6 +53,7 @@ class FullyShardedDataParallel(Strategy):
     def __init__(self, accelerator: Accelerator, world: World, precision: Precision, config: Config) -> None:
         super().__init__(accelerator, world, precision)
         self._config = config
+        self.partitions = world.size // config.replicas
         device = accelerator.device.type
         if config.replicas == 1:
             self._mesh = init_device_mesh(device, (world.size,), mesh_dim_names=("shard",))

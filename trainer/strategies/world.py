@@ -8,18 +8,20 @@ import platform
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed as dist
-from torch.distributed import HashStore, Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
-from trainer.errors import EXIT_FAILED, LaunchError, SamestepError
+from trainer.errors import EXIT_REGROUP, LaunchError, SamestepError
+from trainer.strategies.neighbour import Neighbour
 
 logger = logging.getLogger(__name__)
 
+PROGRESS = "progress"
 _FAILURE = "failure"
 _POLL_SECONDS = 0.5
 
@@ -56,6 +58,8 @@ class World:
             return cls(0, 1, None, timeout)
         with _explained():
             store, rank, size = next(rendezvous("env://", timeout=timeout))
+            if attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT"):  # torchrun may keep a store for all of them
+                store = PrefixStore(f"{attempt}/{size}", store)
             store.set_timeout(timeout)
         world = cls(rank, size, store, timeout)
         threading.Thread(target=world._watch, args=(store.clone(),), name="failure-watch", daemon=True).start()
@@ -89,48 +93,62 @@ class World:
         Returns when the caller is to report `error` itself. When another rank failed first, `error` is most likely
         only the broken collective that followed from it: the process then ends here, in silence.
         """
-        self._over.set()
+        explained = isinstance(error, SamestepError)
+        if self.store is None or explained:
+            self._over.set()
         if self.store is None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             return
         try:
-            if not isinstance(error, SamestepError):
+            if not explained:
                 time.sleep(2 * _POLL_SECONDS)  # a peer that fails drops its connections before its reason is read
-            code = error.exit_code if isinstance(error, SamestepError) else EXIT_FAILED
-            mine = f"{self.rank} {code}"
+            mine = f"{self.rank} {error.exit_code if isinstance(error, SamestepError) else EXIT_REGROUP}"
             first = self.store.compare_set(_FAILURE, "", mine).decode()
             if first != mine:
                 rank, exit_code = first.split()
                 _leave(rank, int(exit_code))
         except RuntimeError:  # the store is gone, and so broken collectives are what follows from that
-            if not isinstance(error, SamestepError):
-                _leave("", EXIT_FAILED)
+            if not explained:
+                _leave("", EXIT_REGROUP)
+        self._over.set()
+
+    def tell_progress(self, step: int) -> None:
+        """Tells the process that started this one which step the run goes on from."""
+        if self.store is not None and self.rank == 0:
+            self.store.set(PROGRESS, str(step))
 
     def _watch(self, store: Store) -> None:
-        """Ends this process when another rank has failed, or with the agent that started it and hosts the store.
+        """Ends this process when another rank has failed or died, or with what started it, or hosts the store.
 
         Otherwise a collective's time-out would have to, and without its agent this process would train on unseen.
         """
-        failure = ""
+        parent = os.getppid()
         try:
-            while not store.check([_FAILURE]):
-                if self._over.wait(_POLL_SECONDS):
-                    return
-            failure = store.get(_FAILURE).decode()
+            with closing(Neighbour(store, self.rank, self.size)) as neighbour:
+                while not store.check([_FAILURE]):
+                    if neighbour.dies_within(_POLL_SECONDS) and not self._over.wait(_POLL_SECONDS):
+                        store.compare_set(_FAILURE, "", f"{neighbour.rank} {EXIT_REGROUP}")  # unless it has said why
+                    if self._over.is_set():
+                        return
+                    if os.getppid() != parent:
+                        _leave("", EXIT_REGROUP)
+                failure = store.get(_FAILURE).decode()
         except RuntimeError:
             if self._over.wait(_POLL_SECONDS):
                 return
-            _leave("", EXIT_FAILED)
+            _leave("", EXIT_REGROUP)
         rank, code = failure.split()
         if int(rank) != self.rank:
-            time.sleep(_POLL_SECONDS)  # the rank that failed has the first word
+            if int(code) != EXIT_REGROUP:
+                time.sleep(_POLL_SECONDS)  # the rank that failed has the first word
             _leave(rank, int(code))
 
 
 def _leave(culprit: str, code: int) -> NoReturn:
-    """Ends the process without a farewell to the others; the rank that failed has said why."""
-    logger.info("stopping because %s", f"rank {culprit} failed" if culprit else "the process that started this is gone")
+    """Ends the process without a farewell to the others; the rank that failed has said why, unless it was killed."""
+    why = f"rank {culprit} is gone" if culprit else "the process that started this is gone"
+    logger.log(logging.INFO if code == EXIT_REGROUP else logging.DEBUG, "stopping because %s", why)
     logging.shutdown()
     os._exit(code)
 

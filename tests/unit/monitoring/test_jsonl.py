@@ -80,11 +80,31 @@ def test_reading_a_file_that_is_not_there_gives_nothing(tmp_path: Path):
     assert steps(tmp_path / "metrics.jsonl") == []
 
 
-def test_a_full_disk_is_explained(tmp_path: Path):
-    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
-    tracker._file = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+def test_rows_wait_while_the_disk_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Training goes on; nothing is lost if there is room before the end, and at the end it is an error."""
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    tracker.log(1, {})
+    for first in (2, 4):
+        usable, tracker._file = tracker._file, open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+        tracker.log(first, {})
+        tracker.log(first + 1, {})
+        tracker._file.close()
+        tracker._file = usable
+        assert steps(path) == list(range(1, first))
+        tracker.log(first + 1, {})
+        assert steps(path)[-3:] == [first, first + 1, first + 1]
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    assert [record.message for record in caplog.records] == [
+        f"rows of {path} wait in memory: No space left on device; make room or give access"
+    ] * 2
+    tracker.close()
+
+    tracker = JsonlTracker(path)
+    tracker._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    tracker.log(1, {})
     with pytest.raises(SamestepError, match="No space left on device; make room"):
-        tracker.log(1, {"train/loss": 1.0})
+        tracker.close()
 
 
 def test_a_folder_that_is_not_there_is_explained(tmp_path: Path):

@@ -2,7 +2,7 @@
 // Draws the page from the data that the trainer put into it. All text goes in by textContent, never as HTML.
 const data = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = ["#2f6fed", "#e8710a", "#12966a", "#c2378f", "#7a52d6", "#c99700", "#0f95b5", "#d4412f", "#6b8e23", "#8a6a52"];
-const PARTS = ["#3a7bd5", "#7a52d6", "#e8710a", "#12966a", "#c99700", "#94a0b0"];
+const PARTS = ["#3a7bd5", "#7a52d6", "#e8710a", "#12966a", "#c99700", "#94a0b0", "#c2477f", "#4f6d7a"];
 const AXES = { step: "Steps", tokens: "Tokens", hours: "Hours" };
 const CHARTS = [
   ["Loss", "nats per prediction", ["train/loss", "heldout/loss"]],
@@ -36,7 +36,7 @@ function number(value, digits = 4) {
   return size && size < 1e-3 ? value.toExponential(2).replace(/\.?0+e/, "e") : String(+value.toPrecision(digits));
 }
 
-const words = name => name.replace("forward_backward", "forward and backward").replaceAll("_", " ");
+const words = name => name.replace("forward_backward", "forward and backward").replaceAll("_", " ");  // the former of older runs
 const percent = value => (value === null ? "–" : `${+(100 * value).toPrecision(3)} %`);
 const duration = hours => hours === null ? "–"
   : hours < 1 / 60 ? `${Math.round(hours * 3600)} s` : hours < 1 ? `${Math.round(hours * 60)} min` : `${+hours.toPrecision(3)} h`;
@@ -243,7 +243,7 @@ function summary() {
 function shares() {
   const section = document.getElementById("shares"), runs = data.runs.filter(run => Object.keys(run.shares).length);
   if (!runs.length) return;
-  const known = ["forward_backward", "optimizer", "data_wait", "evaluation", "checkpoint", "logging"];
+  const known = ["forward", "backward", "forward_backward", "waiting", "optimizer", "data_wait", "evaluation", "checkpoint", "logging"];
   const names = [...new Set([...known, ...runs.flatMap(run => Object.keys(run.shares))])].filter(name => runs.some(run => run.shares[name]));
   element(section, "h2", {}, "Where the time goes");
   const grid = element(section, "div", { class: "share" });

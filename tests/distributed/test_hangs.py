@@ -1,0 +1,58 @@
+"""Runs that hang end soon, and one line says which rank it was and where; slow ones go on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+import trainer.run
+from tests.processes import run_ranks
+from trainer.config import load
+from trainer.experiment import Experiment
+
+TIMEOUT = 2.0
+
+
+def train(file: str, folder: str, overrides: list[str]) -> None:
+    handler = logging.FileHandler(f"{folder}/log-{os.environ['RANK']}")
+    logging.basicConfig(handlers=[handler], level=logging.ERROR, force=True)
+    trainer.run.train(load(Experiment, file, [f"output={folder}/run", *overrides]))
+
+
+def train_to_the_end(ranks: int, file: str, folder: Path, *overrides: str) -> str:
+    """Runs an experiment that fails; returns what its ranks have said."""
+    settings = ["training.micro_batch_size=10", *overrides]
+    with pytest.raises(AssertionError) as failure:
+        run_ranks(ranks, train, file, str(folder), settings)
+    return str(failure.value) + "".join((folder / f"log-{rank}").read_text() for rank in range(ranks))
+
+
+@pytest.mark.parametrize(
+    ("mishap", "ranks", "strategy", "line"),
+    [
+        ("data hang", 2, "ddp", r"rank 1 .*: \d s in data fetch of step \d; 1 other waiting in all_reduce of step "),
+        (
+            "loss hangs",
+            2,
+            "ddp",
+            r"rank 1 \(.*, pid \d+\): [23] s in forward of step 3; 1 other in backward of step 3;",
+        ),
+        ("stops", 2, "fsdp", r"rank 1 .*: no sign of life for \d s, at last .* of step [23]; 1 other waiting in "),
+    ],
+)
+def test_the_line_names_the_rank(
+    mishap: str, ranks: int, strategy: str, line: str, experiment_file: str, tmp_path: Path
+):
+    objective = f"objective={{kind: tests.distributed.mishaps, mishap: {mishap}, slow: 1.0}}"
+    timeout = f"training.hang_timeout={TIMEOUT}"
+    said = train_to_the_end(ranks, experiment_file, tmp_path, objective, timeout, f"strategy={strategy}")
+    assert said.count("the run hangs") == 1
+    assert re.search(line, said), said
+    alive = {f"rank-{rank}.txt" for rank in range(ranks) if rank != 1 or mishap != "stops"}
+    assert {file.name for file in (tmp_path / "run" / "stacks").iterdir()} == alive
+    if "hang" in mishap:
+        assert "time.sleep(FOREVER)" in (tmp_path / "run" / "stacks" / "rank-1.txt").read_text()

@@ -1,0 +1,110 @@
+"""Checkpoints in the memory of other processes: any world size reads them, and one of two machines may be lost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.processes import run_ranks
+from trainer.checkpoint import Checkpointer, Config
+from trainer.checkpoint.files import Url
+from trainer.errors import CheckpointError
+from trainer.snapshots import newest
+from trainer.storage import kept
+from trainer.storage import write as write_object
+from trainer.storage.keeper import Keeper
+
+ELEMENTS = 10_000
+
+
+@pytest.fixture
+def keepers() -> Iterator[list[Keeper]]:
+    with Keeper() as first, Keeper() as second:
+        yield [first, second]
+
+
+def snapshots(addresses: list[str], own: int = 0, rank: int = 0, world_size: int = 1) -> Checkpointer:
+    folder = Url(kept.store(addresses, own))
+    return Checkpointer(folder, Config(every=1), rank=rank, world_size=world_size, peer_timeout=30)
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    return {f"model/{name}": torch.full((ELEMENTS,), float(value)) for name in "abcd"}
+
+
+def save_steps(addresses: list[str], steps: int) -> None:
+    """As ranks on two machines, whose keepers these are."""
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    taker = snapshots(addresses, rank * 2 // size, rank, size)
+    for step in range(1, steps + 1):
+        taker.save(step, tensors(step), {"state": step})
+    taker.wait()
+
+
+def restored(taker: Checkpointer, step: int) -> float:
+    found = tensors(float("nan"))
+    assert taker.restore(found, step)["state"] == step
+    assert all(bool((tensor == found["model/a"][0]).all()) for tensor in found.values())
+    return float(found["model/a"][0])
+
+
+def test_either_of_two_machines_may_be_lost(keepers: list[Keeper]) -> None:
+    addresses = [keeper.address for keeper in keepers]
+    run_ranks(2, save_steps, addresses, 3)
+    one = 4 * 4 * ELEMENTS
+    for keeper in keepers:
+        assert 2 * one <= keeper.bytes < 2.1 * one, "two of three stay, whole in both keepers"
+    for lost, left in ((0, 1), (1, 0)):
+        if lost == 1:
+            keepers[lost].close()
+        taker = snapshots([addresses[left]])
+        assert taker.latest() == 3
+        assert restored(taker, 3) == 3
+
+
+def test_a_damaged_one_is_passed_over(keepers: list[Keeper], caplog: pytest.LogCaptureFixture) -> None:
+    addresses = [keeper.address for keeper in keepers]
+    taker = snapshots(addresses)
+    for step in (1, 2):
+        taker.save(step, tensors(step), {"state": step})
+    taker.wait()
+    write_object(f"{kept.store(addresses, 0)}/step-00000002/rank-00000.safetensors", os.urandom(999))
+    again = snapshots(addresses)
+    assert again.latest(least=0) == 1
+    assert "passing over the checkpoint of step 2" in caplog.text
+    assert restored(again, 1) == 1
+
+
+def test_goes_on_from_the_newest_wherever_it_is(keepers: list[Keeper], tmp_path: Path) -> None:
+    addresses = [keeper.address for keeper in keepers]
+
+    def opened() -> Checkpointer:
+        return Checkpointer(tmp_path, Config(), rank=0, world_size=1)
+
+    def damage(step: int) -> None:
+        (tmp_path / f"step-{step:08d}" / "rank-00000.safetensors").unlink()
+
+    disk, taker = opened(), snapshots(addresses)
+    assert newest(disk, None) == (disk, None)
+    assert newest(disk, taker) == (disk, None)
+    for saver, step in ((disk, 1), (taker, 2), (disk, 2)):
+        saver.save(step, tensors(step), {"state": step})
+        saver.wait()
+        assert newest(disk, snapshots(addresses))[1] == step
+    assert newest(disk, taker) == (taker, 2), "memory is faster"
+    disk.save(3, tensors(3), {"state": 3})
+    disk.wait()
+    assert newest(disk, taker) == (disk, 3)
+    damage(3)
+    assert newest(opened(), taker) == (taker, 2)
+    taker.discard_after(1)
+    assert newest(opened(), taker)[1] == 2
+    damage(2)
+    with pytest.raises(CheckpointError, match="all 2 checkpoints"):
+        newest(opened(), taker)

@@ -1,0 +1,85 @@
+"""An elastic run whose processes are killed goes on from memory: no checkpoint was ever written to the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.commands import Process, Samestep, Start, losses
+
+EVERY, STEPS = 2, 12
+SLOW_OBJECTIVE = """
+import time
+from dataclasses import dataclass
+from trainer.objectives import mlm
+
+@dataclass(frozen=True)
+class Config(mlm.Config):
+    def build(self, vocabulary):
+        return Objective(self, vocabulary)
+
+class Objective(mlm.MaskedLM):
+    def weights(self, batch):  # called in each step
+        time.sleep(0.05)
+        return super().weights(batch)
+"""
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, experiment_file: str) -> list[str]:
+    """A run with snapshots, and with checkpoints only in the end; slow enough to be killed in the middle."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "slow.py").write_text(SLOW_OBJECTIVE)
+    settings = [f"output={tmp_path / 'run'}", "objective=own.slow", f"checkpoint.snapshot_every={EVERY}"]
+    return ["train", experiment_file, *settings]
+
+
+def step_after(process: Process, run: Path, step: int) -> int:
+    """The last step that the run has logged, once that is at least `step`."""
+    while not (logged := losses(run)) or max(logged) < step:
+        assert process.popen.poll() is None, process.stderr.read_text()
+        time.sleep(0.01)
+    return max(logged)
+
+
+def assert_went_on_from_memory(run: Path, killed_at: int, undisturbed: Path) -> None:
+    starts = [json.loads(line)["step"] for line in (run / "starts.jsonl").read_text().splitlines()]
+    assert starts[0] == 0
+    assert killed_at - 2 * EVERY <= starts[1] < STEPS, "the newest snapshot; if that was cut short, the one before"
+    assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-5)
+    assert [path.name for path in (run / "checkpoints").glob("step-*")] == [f"step-{STEPS:08d}"]
+
+
+def test_a_killed_worker(start: Start, arguments: list[str], finished_run: Path, tmp_path: Path) -> None:
+    shared_memory = sorted(os.listdir("/dev/shm"))
+    process = start(*arguments, "--processes", 2, "--elastic", 1)
+    killed_at = step_after(process, tmp_path / "run", 6)
+    os.kill(process.workers[1], signal.SIGKILL)
+    assert process.wait().code == 0
+    assert_went_on_from_memory(tmp_path / "run", killed_at, finished_run)
+    assert not process.leftovers
+    assert sorted(os.listdir("/dev/shm")) == shared_memory
+
+
+def test_a_killed_machine(start: Start, arguments: list[str], finished_run: Path, tmp_path: Path) -> None:
+    """What the other one holds is enough, and that goes on alone."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    arguments += ["--processes", "1", "--elastic", "1:2", "--rendezvous", address]
+    first, second = start(*arguments), start(*arguments)
+    killed_at = step_after(first, tmp_path / "run", 6)
+    first.popen.kill()
+    assert second.wait().code == 0
+    assert_went_on_from_memory(tmp_path / "run", killed_at, finished_run)
+
+
+def test_without_a_place_to_keep_them(samestep: Samestep, arguments: list[str]) -> None:
+    result = samestep(*arguments, "objective=mlm", "training.steps=5")
+    assert result.code == 0
+    assert "no snapshots are taken: only `samestep train --elastic` has a place to keep them" in result.err
