@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 BENCH := .venv-bench
 DATA_BENCHMARKS := build loader resume stream
 
-.PHONY: help install demo test check conformance bench clean
+.PHONY: help install demo test check conformance chaos bench clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,6 +38,10 @@ test: check  ## format, lint, types, import contracts and tests, as CI runs them
 
 conformance: install  ## the full same-step matrix (an hour), written to docs/conformance.md
 	$(BIN)/python -m tests.conformance.matrix
+
+chaos: install  ## faults of all kinds (half an hour); what each has cost is written to docs/reliability.md
+	$(BIN)/python -m pytest -m chaos --ignore tests/chaos/test_faults.py
+	$(BIN)/python -m tests.chaos.table
 
 bench: $(BENCH)/.installed  ## speed beside other systems (half an hour); CORPUS=FILES names JSON Lines to work on
 	@for name in $(DATA_BENCHMARKS); do \

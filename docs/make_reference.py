@@ -63,7 +63,8 @@ def _type(hint: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{argument}`" for argument in arguments)
     if origin is tuple:
-        return f"list of {_type(arguments[0])}s"
+        inner = _type(arguments[0])
+        return f"list of {inner.replace('list', 'lists', 1) if inner.startswith('list') else inner + 's'}"
     return "a kind" if origin is Annotated else _NAMES.get(hint, "section")
 
 

@@ -1,9 +1,15 @@
-"""What tests of several packages share: a small real dataset, and an experiment on it."""
+"""What tests of several packages share: a small real dataset, an experiment on it, and the `samestep` command."""
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
+import signal
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -11,9 +17,13 @@ import numpy as np
 import pytest
 
 from tests.faulty_proxy import FaultyProxy, faulty_proxy
+from tests.integration.commands import SAMESTEP, Process, Result, Samestep, Start
+from trainer.cli import main
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; commands would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VOCAB_SIZE = 600
 
@@ -85,6 +95,33 @@ def experiment_file(dataset_folder: Path) -> str:
 
 
 @pytest.fixture(scope="session")
+def parts(dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The shards of the dataset as three datasets of one tokenizer; the first has all held-out documents."""
+    from data_pipeline.manifest import Manifest
+
+    parent, whole, made = tmp_path_factory.mktemp("parts"), Manifest.load(dataset_folder), {}
+    for name, chosen in (("a", slice(0, 2)), ("b", slice(2, 3)), ("c", slice(3, 5))):
+        made[name] = parent / name
+        shutil.copytree(dataset_folder, made[name], ignore=shutil.ignore_patterns(".cache"))
+        heldout = whole.splits["heldout"] if name == "a" else ()
+        replace(whole, splits={"train": whole.splits["train"][chosen], "heldout": heldout}).save(made[name])
+    return made
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of 256 KiB, or of the size that the test is parametrised with."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    size = f"size={getattr(request, 'param', '256k')}"
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a small file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
     """An S3 server on this machine, for this process and those it starts; the URL of its endpoint.
 
@@ -132,3 +169,53 @@ def faulty_s3(s3_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> FaultyP
     monkeypatch.setitem(fsspec.config.conf, "s3", settings)
     monkeypatch.setattr("trainer.storage.attempts._DELAYS", (0.01,) * 5)
     return s3_proxy
+
+
+@pytest.fixture
+def samestep(capsys: pytest.CaptureFixture[str]) -> Iterator[Samestep]:
+    """Runs a command in this process, where that shows the same as a process of its own."""
+
+    def run(*arguments: object) -> Result:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return Result(code, *capsys.readouterr())
+
+    with _logging_restored():
+        yield run
+
+
+@pytest.fixture(scope="session")
+def finished_run(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an uninterrupted run of 12 steps with checkpoints of steps 8 and 12; do not change it."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    overrides = ["checkpoint.every=4", "training.evaluate_every=12", "data.threads=0"]
+    with _logging_restored():
+        assert main(["train", experiment_file, f"output={folder}", *overrides]) == 0
+    return folder
+
+
+@contextmanager
+def _logging_restored() -> Iterator[None]:
+    """Undoes the logging set-up of `main`, whose handler would outlive the captured stderr that it writes to."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers, root.level = handlers, level
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts commands in the background; kills what is left of them in the end."""
+    started: list[Process] = []
+
+    def run(*arguments: object, command: tuple[str, ...] = SAMESTEP) -> Process:
+        started.append(Process(command, arguments, tmp_path))
+        return started[-1]
+
+    yield run
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.popen.pid, signal.SIGKILL)
+        process.popen.wait()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import math
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
@@ -12,8 +14,8 @@ from urllib.parse import urlsplit
 
 from tests.server import QuietServer
 
-Fault: TypeAlias = int | Literal["drop", "truncate"] | None
-"""A status to answer with, a connection closed without an answer, an answer cut in the middle, or nothing wrong."""
+Fault: TypeAlias = int | Literal["drop", "truncate", "delay"] | None
+"""A status to answer with, a connection closed without an answer, an answer cut in the middle or late, or none."""
 
 
 class FaultyProxy(QuietServer):
@@ -23,6 +25,8 @@ class FaultyProxy(QuietServer):
         url: of this server.
         faults: of the next requests, in order; none when it is used up.
         always: the fault of all requests after these.
+        delay: seconds that a late answer is late.
+        first_fault: when the first of them happened, in seconds since 1970.
         ranges: whether requests for a part of an object get that part; else they get all of it.
         requests: the method and path of each request so far.
     """
@@ -37,6 +41,8 @@ class FaultyProxy(QuietServer):
         """Does nothing wrong from now on, and forgets what was."""
         self.faults: list[Fault] = []
         self.always: Fault = None
+        self.delay = 1.0
+        self.first_fault = math.inf
         self.ranges = True
         self.requests: list[str] = []
 
@@ -59,6 +65,10 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         fault = self.server.faults.pop(0) if self.server.faults else self.server.always
         self.server.requests.append(f"{self.command} {self.path}")
+        if fault is not None:
+            self.server.first_fault = min(self.server.first_fault, time.time())
+        if fault == "delay":
+            time.sleep(self.server.delay)
         if fault == "drop":
             self.close_connection = True
         elif isinstance(fault, int):
