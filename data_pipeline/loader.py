@@ -106,38 +106,36 @@ class StreamingLoader:
         if finite:  # some may have no held-out documents
             named = {name: source for name, source in named.items() if source.manifest.splits.get(split)} or named
         self._packed = MixedSplit(named, split, pack_spec, config.packing, seed)
-        self.sources = self._packed.sizes
-        self._finite = finite
+        self.sources, self._finite = self._packed.sizes, finite
         self._mixture: Mixture | None = None
         order: ExampleOrder
+        of_replica = (global_batch_size, replica.index, replica.count)
         if finite:
             order = SinglePass(self._packed.counts)
+            most = order.working_set(*of_replica)
         else:
             example_after = example_after or (lambda step: step * global_batch_size)
-            weights = [(0, {source.label: source.weight for source in config.sources} or dict.fromkeys(named, 1.0))]
-            weights += [(example_after(change.step), change.weights) for change in config.weights]
             keys = {name: source.manifest.digest for name, source in named.items()}
             orders = self._packed.orders(keys, seed=seed, lanes=config.lanes, window=config.window)
-            self._mixture = Mixture(Schedule.weighted(weights, keys), orders, keys)
+            self._mixture = Mixture(_schedule(config, keys, example_after), orders, keys)
             order = self._mixture.order
-            needed = order.working_set(global_batch_size, replica.index, replica.count)
+            needed = order.working_set(*of_replica)
             if needed > max_open_shards():
                 raise ConfigError(
                     f"data.lanes {config.lanes} and data.window {config.window} have this process read from {needed} "
                     f"shards at a time, and it can keep {max_open_shards()} open; lower one of them (in a new run), "
                     f"use more devices, which share the lanes, or raise the limit of open files (ulimit -n)"
                 )
+            of_each = [each.working_set(*of_replica) for each in orders.values()]
+            spare = max(0, max_open_shards() - sum(of_each)) // len(of_each)
+            remote = [source.remote is not None for source in named.values()]  # these stay in the cache while open
+            self._packed.keep_open([each + (0 if far else spare) for each, far in zip(of_each, remote, strict=True)])
+            most = sum(each for each, far in zip(of_each, remote, strict=True) if far)
         self._accept_change, self._skips_corrupt = config.on_change == "accept", config.on_corrupt == "skip"
-        self._batch_size, self._prefetch = global_batch_size, config.prefetch
+        self._batch_size, self._prefetch, self._largest = global_batch_size, config.prefetch, largest
         self._prefetcher: Prefetcher | None = None
         shards = [(source, shard) for source in named.values() for shard in source.shards(split)]
         if any(source.remote for source in named.values()):
-            of_replica = (global_batch_size, replica.index, replica.count)
-            most = order.working_set(*of_replica)
-            if self._mixture is not None:
-                of_each = [order.working_set(*of_replica) for order in self._mixture.orders.values()]
-                self._packed.keep_open(of_each)
-                most = sum(each for each, source in zip(of_each, named.values(), strict=True) if source.remote)
             self._prefetcher = Prefetcher([(source.remote, shard) for source, shard in shards], most)
         self._maker = BatchMaker(
             order,
@@ -151,7 +149,6 @@ class StreamingLoader:
         )
         self.micro_batches = self._maker.micro_batches
         self._corrupt = CorruptShards([(source.manifest.digest, shard.name) for source, shard in shards])
-        self._largest = largest
         self._threads = ThreadPoolExecutor(config.threads, "loader") if config.threads else None
         self._ahead: deque[Future[list[list[MicroBatch]]]] = deque()
         self._ready: deque[list[MicroBatch]] = deque()
@@ -325,6 +322,13 @@ class StreamingLoader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _schedule(config: Config, keys: dict[str, str], example_after: Callable[[int], int]) -> Schedule:
+    """The shares that the configuration asks for, given the key of each source by its name."""
+    weights = [(0, {source.label: source.weight for source in config.sources} or dict.fromkeys(keys, 1.0))]
+    weights += [(example_after(change.step), change.weights) for change in config.weights]
+    return Schedule.weighted(weights, keys)
 
 
 _SAME_AGAIN = {

@@ -80,7 +80,7 @@ def check_sources(sources: Sequence[Source], changes: Sequence[Weights]) -> None
     for before, change in zip((None, *changes), changes, strict=False):
         if change.step < 1 or (before and change.step <= before.step):
             raise ConfigError(f"weights: step {change.step} must be at least 1, and after the step before it")
-        if set(change.weights) != set(names):
+        if not names or set(change.weights) != set(names):
             raise ConfigError(
                 f"weights of step {change.step} are of {', '.join(change.weights) or 'no source'}, and must be of all "
                 f"sources: {', '.join(names) or 'there are none, as data.path is a single dataset'}"

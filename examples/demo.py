@@ -42,7 +42,7 @@ def start(*arguments: str) -> subprocess.Popen[bytes]:
 def run(*arguments: str) -> None:
     """Runs a samestep command to its end."""
     if start(*arguments).wait() != 0:
-        sys.exit(f"the demo fails: samestep {arguments[0]} did")
+        sys.exit(f"the demo fails, as samestep {arguments[0]} has failed")
 
 
 def kill_at_step(agent: subprocess.Popen[bytes], step: int) -> None:
@@ -51,11 +51,17 @@ def kill_at_step(agent: subprocess.Popen[bytes], step: int) -> None:
         if agent.poll() is not None:
             sys.exit("the demo stops: training ended before it could be killed")
         time.sleep(0.2)
-    workers = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-    for process in (agent.pid, *map(int, workers)):
+    processes = family(agent.pid)
+    for process in processes:
         os.kill(process, signal.SIGKILL)
     agent.wait()
-    console.print(f"\n[bold red]SIGKILL[/] to all {1 + len(workers)} processes after step {step}")
+    console.print(f"\n[bold red]SIGKILL[/] to all {len(processes)} processes after step {step}")
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that have come of it: the command, the server that forks its workers, and these."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(process for child in children for process in family(int(child)))]
 
 
 def heldout_losses() -> list[float]:

@@ -128,7 +128,7 @@ def run_workers(
         KeyboardInterrupt: the user pressed Ctrl-C; the processes have ended.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
-    with Workers(main, arguments) as workers:
+    with Workers(main, arguments, preemption) as workers:
         return _Agent(workers, shlex.join(arguments), processes, elastic, preemption).run()
 
 
@@ -234,7 +234,7 @@ class _Agent:
         news = self._rendezvous.news()
         if news == "lost":
             self._kill_within(_LEAVE_SECONDS)
-        elif news == "arrived" and not self._asked:
+        elif news == "arrived" and not self._asked and self._stop is None:
             logger.info("another machine has come: starting again with it, after this step and a checkpoint")
             self._asked = True
             if self._preemption:
@@ -247,10 +247,10 @@ class _Agent:
             number, when = self._received.pop(0)
             if self._stop is None:
                 self._stop = number, when
-                if number in self._preemption:
-                    self._workers.signal(number)
-                else:  # Ctrl-C reaches the workers, too
+                if number not in self._preemption:  # Ctrl-C reaches the workers, too
                     self._kill_within(_LEAVE_SECONDS if number == signal.SIGINT else 0)
+                elif not self._asked:  # or they are about to stop, and a second signal would end them at once
+                    self._workers.signal(number)
             elif when > self._stop[1] + TOGETHER_SECONDS:
                 logger.warning("a second signal (%s): stopping at once", number.name)
                 self._impatience = number
@@ -270,7 +270,7 @@ class _Agent:
             if signalled in self._preemption:
                 if self._impatience is not None:
                     return 128 + self._impatience
-                if code in (EXIT_REGROUP, -signalled):  # before the workers had begun
+                if code == EXIT_REGROUP or -code in self._preemption:  # before the workers had begun
                     return EXIT_PREEMPTED
             elif signalled == signal.SIGINT:
                 raise KeyboardInterrupt

@@ -53,6 +53,14 @@ def report(experiment: Experiment, trainer: Trainer) -> None:
     kind = type(experiment.strategy).__module__.rpartition(".")[2]
     logger.info("device       %d x %s, strategy %s, %s", count, accelerator.description, kind, settings.precision)
     logger.info("model        %s parameters", f"{parameters:,}")
+    if experiment.data.sources:
+        shares = [{source.label: source.weight for source in experiment.data.sources}]
+        shares += [change.weights for change in experiment.data.weights]
+        said = [", ".join(f"{name} {weight:g}" for name, weight in each.items()) for each in shares]
+        later = [
+            f"; after step {change.step} {then}" for change, then in zip(experiment.data.weights, said[1:], strict=True)
+        ]
+        logger.info("data         %s%s", said[0], "".join(later))
     for phase in trainer.phases:
         logger.info(
             "%-12s %d examples x %d = %s tokens a step, in micro-batches of at most %d%s",

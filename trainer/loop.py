@@ -266,17 +266,20 @@ class Trainer:
         for checkpointer in checkpointers:
             checkpointer.save(self.state.step, self._tensors(), meta)
 
-    def restore(self, step: int | None, checkpointer: Checkpointer | None = None) -> None:
+    def restore(self, step: int | None, checkpointer: Checkpointer | None = None) -> str:
         """Continues from a checkpoint that any world size and strategy may have written.
 
         Args:
             step: of the checkpoint; None for the newest.
             checkpointer: whose it is; None for the run's own.
+
+        Returns:
+            The settings that have changed since, for the user.
         """
         groups.prime(self.optimizer)
         self.state_check.forget()
         meta = (checkpointer or self.checkpointer).restore(self._tensors(), step)
-        self._compare_settings(meta["config"], meta["step"])
+        changes = self._changes_since(meta["config"])
         self.state.load_state_dict(meta["state"])
         groups.set_step(self.optimizer, self.state.step)
         if self.strategy.loss_scale is not None and "loss_scale" in meta:
@@ -284,6 +287,7 @@ class Trainer:
         self.guard.load_state_dict(meta)
         self._enter_order(meta)
         self.recorder.load_state_dict(meta, self.state.tokens)
+        return changes
 
     def _enter_order(self, meta: Mapping[str, Any]) -> None:
         """Goes on in the data order of the checkpoint, or begins that of the next phase.
@@ -301,13 +305,17 @@ class Trainer:
                 "one); keep the phases that have begun, or start a new run from the checkpoint's weights with init_from"
             )
 
-    def _compare_settings(self, before: Tree, step: int) -> None:
-        """Says which settings have changed since the checkpoint; the model's may not, dropout excepted."""
+    def _changes_since(self, before: Tree) -> str:
+        """Which settings have changed since a checkpoint; the model's may not, dropout excepted.
+
+        Raises:
+            CheckpointError: the model's have.
+        """
         changes = differences(before, self.description["config"])
         said = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in changes.items())
         if any(key.startswith("model.") and "dropout" not in key for key in changes):
             raise CheckpointError(f"the checkpoint is of another model ({said}); use its settings, or another output")
-        logger.info("continuing   at step %d%s", step, f" with {said}" if said else "")
+        return said
 
     def _tensors(self) -> dict[str, Tensor]:
         parameters = self.strategy.parameters

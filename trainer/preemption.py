@@ -28,8 +28,9 @@ class Config:
     """What happens when the machine is about to be taken away.
 
     Attributes:
-        signals: those that ask the run to save a checkpoint after the step it is in, and to exit with code 75. One that
-            comes more than a second after the first ends it at once. [] leaves signals their usual meaning.
+        signals: those that ask the run to save a checkpoint after the step it is in, or the next, and to exit with code
+            75. One that comes more than a second after the first ends it at once. [] leaves signals their usual
+            meaning.
         deadline: seconds from the signal to the exit, checkpoint included. A process that is not done by then exits
             with 128 + signal, and the run goes on from the newest checkpoint that is committed.
     """

@@ -14,7 +14,7 @@ import torch
 
 from data_pipeline.loader import StreamingLoader
 from data_pipeline.mixed import AnyDataset
-from trainer import accelerators, forecast, records
+from trainer import accelerators, forecast, records, storage
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.lock import only_writer
 from trainer.checkpoint.manager import Checkpointer
@@ -64,7 +64,8 @@ def train(experiment: Experiment) -> int:
             if experiment.training.evaluate_every is not None:
                 trainer.heldout(trainer.phase).close()  # refuses a split without examples now rather than after hours
             if step is not None:
-                trainer.restore(step, source)
+                changes = trainer.restore(step, source)
+                logger.info("continuing   at step %d%s", step, f" with {changes}" if changes else "")
             strategy.world.tell_progress(trainer.state.step)
             profiler = experiment.tracking.profile.build(Path(experiment.output), strategy.world.rank)
             while True:
@@ -149,9 +150,11 @@ def _only_writer(experiment: Experiment, rank: int) -> Iterator[None]:
     """
     with ExitStack() as locks:
         if rank == 0:
-            locks.enter_context(only_writer(checkpoint_folder(experiment)))
-            if experiment.checkpoint.folder is not None:
-                locks.enter_context(only_writer(Path(experiment.output)))
+            checkpoints, output = checkpoint_folder(experiment), Path(experiment.output)
+            locks.enter_context(only_writer(checkpoints))
+            in_output = isinstance(checkpoints, Path) and checkpoints.resolve() == output.resolve()
+            if experiment.checkpoint.folder is not None and not in_output:
+                locks.enter_context(only_writer(output))
         yield
 
 
@@ -306,7 +309,7 @@ def _open_records(experiment: Experiment, dataset: AnyDataset, trainer: Trainer)
     if trainer.strategy.replica.index > 0:
         return [], None
     folder = Path(experiment.output)
-    (folder / "config.yaml").write_text(dump(experiment), encoding="utf-8")
+    storage.write_text(folder / "config.yaml", dump(experiment))
     dataset.tokenizer.save(folder / "tokenizer")
     if experiment.checkpoint.folder is not None:
         files.copy_folder(folder / "tokenizer", trainer.checkpointer.folder / "tokenizer")

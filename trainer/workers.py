@@ -30,11 +30,13 @@ class Workers:
     Args:
         main: what a worker calls with `arguments`; its result is the worker's exit code.
         arguments: of each worker.
+        signals: further ones that workers heed; others may send them to all processes.
     """
 
-    def __init__(self, main: Main, arguments: Sequence[str]) -> None:
+    def __init__(self, main: Main, arguments: Sequence[str], signals: Sequence[signal.Signals] = ()) -> None:
         self._pipe, theirs = _CONTEXT.Pipe()
-        self._server = _CONTEXT.Process(target=_serve, args=(theirs, self._pipe, main, list(arguments)))
+        passed_on = {*_PASSED_ON, *signals}
+        self._server = _CONTEXT.Process(target=_serve, args=(theirs, self._pipe, main, list(arguments), passed_on))
         self._server.start()
         theirs.close()
 
@@ -67,11 +69,13 @@ class Workers:
         return number, code
 
 
-def _serve(orders: Connection, other_end: Connection, main: Main, arguments: list[str]) -> None:
+def _serve(
+    orders: Connection, other_end: Connection, main: Main, arguments: list[str], passed_on: set[signal.Signals]
+) -> None:
     """Forks workers as it is told, until the agent is gone."""
     other_end.close()
     # Terminals and batch systems signal all processes: it is for the workers to heed that.
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _PASSED_ON}
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in passed_on}
     import torch._dynamo  # noqa: F401 as optimizers and FSDP2 do when they are made
 
     import trainer.run  # noqa: F401
@@ -88,12 +92,12 @@ def _serve(orders: Connection, other_end: Connection, main: Main, arguments: lis
                     for _, worker in workers.values():
                         os.kill(worker.pid or 0, order)
                 else:  # a signal to a worker that ignores them still, as this process does, is to wait
-                    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+                    signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
                     for number, environment in enumerate(order):
                         worker = _CONTEXT.Process(target=_work, args=(orders, main, arguments, environment, handlers))
                         worker.start()
                         workers[worker.sentinel] = number, worker
-                    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
     except (EOFError, OSError):
         for _, worker in workers.values():
             worker.kill()
@@ -110,7 +114,7 @@ def _work(
     orders.close()
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # the variable alone is read when torch is imported
     sys.exit(main(arguments))

@@ -281,12 +281,13 @@ def test_a_full_disk(run: Run, small_disk: Path, survived: Survived) -> None:
 # Numbers
 
 
+@LONG
 @pytest.mark.parametrize(
     ("name", "sick", "faults", "excluded"),
     [
         ("`action: skip`", {"sick": [75]}, "{action: skip}", "[[70, 80]]"),
-        pytest.param("`action: rewind`", {"sick": [75]}, "{action: rewind, around: 1}", "[[60, 90]]", marks=LONG),
-        pytest.param("once only", {"sick": [75], "passing": True}, "{action: skip}", "[]", marks=LONG),
+        ("`action: rewind`", {"sick": [75]}, "{action: rewind, around: 1}", "[[60, 90]]"),
+        ("once only", {"sick": [75], "passing": True}, "{action: skip}", "[]"),
     ],
 )
 def test_a_gradient_that_is_not_a_number(

@@ -34,14 +34,14 @@ def train_to_the_end(ranks: int, file: str, folder: Path, *overrides: str) -> st
 @pytest.mark.parametrize(
     ("mishap", "ranks", "strategy", "line"),
     [
-        ("data hang", 2, "ddp", r"rank 1 .*: \d s in data fetch of step \d; 1 other waiting in all_reduce of step "),
+        ("data hang", 2, "ddp", r"rank 1 .*: \d+ s in data fetch of step \d; 1 other waiting in all_reduce of step "),
         (
             "loss hangs",
             2,
             "ddp",
-            r"rank 1 \(.*, pid \d+\): [23] s in forward of step 3; 1 other in backward of step 3;",
+            r"rank 1 \(.*, pid \d+\): \d+ s in forward of step 3; 1 other in backward of step 3;",
         ),
-        ("stops", 2, "fsdp", r"rank 1 .*: no sign of life for \d s, at last .* of step [23]; 1 other waiting in "),
+        ("stops", 2, "fsdp", r"rank 1 .*: no sign of life for \d+ s, at last .* of step [23]; 1 other waiting in "),
     ],
 )
 def test_the_line_names_the_rank(

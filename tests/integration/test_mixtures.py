@@ -18,7 +18,9 @@ def test_a_mixture_trains_changes_and_is_proven(
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     evaluate = "training.evaluate_every=12"
     mixture = sources(parts, a=0.5, b=0.3, c=0.2)
-    assert samestep("train", experiment_file, f"output={whole}", *common, mixture, change, evaluate).code == 0
+    result = samestep("train", experiment_file, f"output={whole}", *common, mixture, change, evaluate)
+    assert result.code == 0
+    assert "data         a 0.5, b 0.3, c 0.2; after step 4 a 1, b 0, c 9" in result.err
     for steps in (3, 12):  # the weights of steps to come are not known yet at the beginning
         weights = (change,) if steps > 3 else ()
         run = (f"output={cut}", f"training.steps={steps}", *common, mixture, *weights)

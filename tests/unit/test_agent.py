@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import tests.processes  # noqa: F401 sets up the fork server
-from trainer.agent import Elastic, run_workers
+from trainer.agent import Elastic, _Agent, run_workers
 from trainer.errors import (
     EXIT_CRASHED,
     EXIT_DONE,
@@ -26,7 +27,9 @@ from trainer.errors import (
     ConfigError,
     LaunchError,
 )
+from trainer.rendezvous import Group
 from trainer.strategies.world import World
+from trainer.workers import Workers
 
 CONTEXT = multiprocessing.get_context("forkserver")
 WAIT = 1000  # until it is stopped by a signal, and then exit with 75
@@ -153,6 +156,34 @@ def test_a_signal_is_passed_on(tmp_path: Path) -> None:
 
 def test_a_second_signal_waits_for_nobody(tmp_path: Path) -> None:
     assert outcome(tmp_path, [DEAF], signals=[0.3, 2.0]) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("taken_away_first", [True, False])
+def test_workers_are_asked_to_stop_once(taken_away_first: bool) -> None:
+    """Also when a machine is taken away and another comes: a second signal would end them before they have saved."""
+    sent: list[signal.Signals] = []
+    asking = _Agent(SimpleNamespace(signal=sent.append), "a run", 1, Elastic(), [signal.SIGTERM])  # type: ignore[arg-type]
+    asking._rendezvous = SimpleNamespace(news=lambda: "arrived")  # type: ignore[assignment]
+    asking._received.append((signal.SIGTERM, time.monotonic()))
+    for heed in (asking._heed_signals, asking._heed_news)[:: 1 if taken_away_first else -1]:
+        heed()
+    assert sent == [signal.SIGTERM]
+    assert asking._judge(Group(0, 1, 0), [(0, EXIT_PREEMPTED)]) == EXIT_PREEMPTED
+
+
+def test_a_signal_to_all_processes_is_for_the_workers_only(tmp_path: Path) -> None:
+    process = CONTEXT.Process(target=signalled, args=(tmp_path,))
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
+
+
+def signalled(folder: Path) -> None:
+    with Workers(act, [str(folder), "0,0"], [signal.SIGXCPU]) as workers:
+        for _ in range(2):
+            workers.start([{"RANK": "0", "OMP_NUM_THREADS": "1"}])
+            assert workers.ended(20) == (0, 0)
+            os.kill(workers._server.pid or 0, signal.SIGXCPU)
 
 
 def test_a_machine_that_is_taken_away_leaves_the_run_to_the_others(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def register(commands: Commands) -> None:
         "step",
         help="list the documents that a step saw",
         description="Prints each example of a step with the source file and line of each document that it has text of.",
-        epilog="example:\n  samestep ledger step runs/bert_mini 1200 --json",
+        epilog="example:\n  samestep ledger step runs/bert_mini 600 --json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     step.set_defaults(run=_step)

@@ -61,5 +61,5 @@ def report(found: dict[str, Any], console: Console) -> None:
     several = len({example["source"] for example in found["examples"]}) > 1
     for example in found["examples"]:
         source = f" of {example['source']}" if several else ""
-        documents = ", ".join(f"{each['file']}:{each['line']}" for each in example["documents"])
+        documents = ", ".join(f"{each['file']}:{each['line']}" for each in example["documents"]) or "of a corrupt shard"
         console.print(f"example {example['number']} (pass {example['pass']}{source}): {documents}")

@@ -229,7 +229,7 @@ def report(verdict: Verdict, console: Console) -> None:
     console.print(table)
     for row in verdict.exclusions:
         if row["kind"] == "corrupt":
-            examples = f"those from {row['first']} on that are in {row['shard']}"
+            examples = f"{row['first']} and later that are in {row['shard']}"
             reason = f"its bytes have changed; it is of the dataset of digest {row['dataset'][:12]}..."
         else:
             examples = ", ".join(f"{first} to {end - 1}" for first, end in row["examples"])

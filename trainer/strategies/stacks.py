@@ -19,6 +19,7 @@ PARTS = {
     ("trainer.loop", "Trainer._log_training"): "logging",
     ("trainer.loop", "Trainer.evaluate"): "evaluation",
     ("trainer.loop", "Trainer.save"): "checkpoint",
+    ("trainer.checkpoint.manager", "Checkpointer.settle"): "checkpoint",  # of the last save, at the end of a run
 }
 ELSEWHERE = "the training loop"
 _COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 PROGRESS = "progress"
 _FAILURE = "failure"
+_ENDING = "ending"  # how many have come to the end of a run that went well
 _POLL_SECONDS = 0.5
 
 
@@ -83,6 +84,8 @@ class World:
 
     def close(self) -> None:
         """Leaves the others after a run that ended well."""
+        if self.store is not None:
+            self.store.add(_ENDING, 1)
         dist.barrier()  # rank 0 may host the store: nobody may take its end for a failure
         self._over.set()
         dist.destroy_process_group()
@@ -128,6 +131,8 @@ class World:
             with closing(Neighbour(store, self.rank, self.size)) as neighbour:
                 while not store.check([_FAILURE]):
                     if neighbour.dies_within(_POLL_SECONDS) and not self._over.wait(_POLL_SECONDS):
+                        if store.add(_ENDING, 0) == self.size:  # it was faster than this one
+                            return
                         store.compare_set(_FAILURE, "", f"{neighbour.rank} {EXIT_REGROUP}")  # unless it has said why
                     if self._over.is_set():
                         return

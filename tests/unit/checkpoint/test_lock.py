@@ -16,10 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from trainer import run
 from trainer.checkpoint import files, lock
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.lock import Lock, Owner, only_writer
+from trainer.config import load
 from trainer.errors import ConfigError
+from trainer.experiment import Experiment
 
 
 @pytest.fixture(autouse=True)
@@ -117,3 +120,11 @@ def test_who_was_taken_over_ends(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(status) == 2
     assert "another training has taken" in (tmp_path / "log").read_text()
     assert json.loads((tmp_path / ".owner").read_text())["host"] == "elsewhere"
+
+
+def test_checkpoints_may_lie_among_what_else_the_run_writes(experiment_file: str, tmp_path: Path) -> None:
+    """A run is not in its own way."""
+    settings = [f"output={tmp_path}", f"checkpoint.folder={tmp_path}/"]
+    with run._only_writer(load(Experiment, experiment_file, settings), rank=0):
+        assert (tmp_path / ".owner").exists()
+    assert not (tmp_path / ".owner").exists()

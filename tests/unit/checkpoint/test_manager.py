@@ -122,6 +122,14 @@ def test_each_file_is_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert verified.count("rank-00000.safetensors") == 1
 
 
+def test_going_back_reads_again_what_was_read_long_ago(tmp_path: Path) -> None:
+    checkpointer = save(tmp_path, 1, 2, 3, keep_last=3)
+    assert checkpointer.latest(most=2) == 2
+    damaged = only_file(tmp_path, 2, "rank-00000.safetensors")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    assert checkpointer.latest(most=2) == 1
+
+
 @pytest.mark.parametrize("fields", [{"every": 0}, {"keep_last": 1}, {"keep_every": 0}])
 def test_nonsense_in_the_config_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"{next(iter(fields))} is \d"):

@@ -7,7 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data_pipeline import dataset as dataset_module
+from data_pipeline import loader as loader_module
+from data_pipeline import mixed
 from data_pipeline.config import Config
+from data_pipeline.dataset import PackedSplit
 from data_pipeline.loader import StreamingLoader
 from data_pipeline.manifest import Manifest
 from data_pipeline.mixture import PERIOD, MixedOrder, Schedule, Source, Weights, round_weights
@@ -166,8 +170,7 @@ def test_every_row_is_of_the_source_that_it_names(folders: dict[str, Path]) -> N
     rows = join(batches)
     for row in range(len(rows["digest"])):
         key = (int(rows["source"][row]), int(rows["epoch"][row]), int(rows["example"][row]))
-        if key in single:
-            assert [rows["digest"][row].item(), *rows["tokens"][row].tolist()] == single.pop(key)
+        assert [rows["digest"][row].item(), *rows["tokens"][row].tolist()] == single[key]
     assert len(rows["digest"].unique()) == len(rows["digest"])
 
 
@@ -261,6 +264,18 @@ def test_excluded_examples_do_not_shift_the_mixture(folders: dict[str, Path]) ->
     digest = dict(zip(whole["number"].tolist(), whole["digest"].tolist(), strict=True))
     assert [digest[number] for number in some["number"].tolist()] == some["digest"].tolist()
     assert not set(some["number"].tolist()) & {*range(62, 124), *range(300, 310)}
+
+
+def test_every_source_keeps_the_shards_open_that_it_reads_from(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are 2, 3 and 4, and 9 may be open: with equal parts of those, some would be opened again and again."""
+    opened, pack = [], PackedSplit._pack
+    monkeypatch.setattr(PackedSplit, "_pack", lambda split, number: opened.append(number) or pack(split, number))
+    for module in (dataset_module, loader_module, mixed):
+        monkeypatch.setattr(module, "max_open_shards", lambda: 9)
+    take(config(folders, MIX), 12)
+    assert len(opened) == 9
 
 
 def test_evaluation_is_one_pass_over_the_heldout_documents_of_all_sources(folders: dict[str, Path]) -> None:

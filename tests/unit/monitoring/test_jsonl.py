@@ -107,6 +107,17 @@ def test_rows_wait_while_the_disk_is_full(tmp_path: Path, caplog: pytest.LogCapt
         tracker.close()
 
 
+def test_what_a_checkpoint_refers_to_is_on_the_disk_if_there_is_room_again(tmp_path: Path):
+    path = tmp_path / "ledger.jsonl"
+    tracker = JsonlTracker(path)
+    usable, tracker._file = tracker._file, open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    tracker.log(1, {})
+    tracker._file.close()
+    tracker._file = usable
+    tracker.sync()
+    assert steps(path) == [1]
+
+
 def test_a_folder_that_is_not_there_is_explained(tmp_path: Path):
     with pytest.raises(SamestepError, match="No such file or directory"):
         JsonlTracker(tmp_path / "none" / "metrics.jsonl")

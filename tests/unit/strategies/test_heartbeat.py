@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib
 import operator
+import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainer import storage
+from trainer.checkpoint import Checkpointer, Config
 from trainer.storage.attempts import attempt
 from trainer.strategies.heartbeat import Beat, explain
-from trainer.strategies.stacks import PARTS
+from trainer.strategies.stacks import PARTS, place_of
 
 WAITING = Beat(0, "node-a", 100, 1000.0, 12, "forward", "all_reduce", 40.0, "", False)
 
@@ -56,6 +60,20 @@ def test_where_all_wait_all_are_named():
 def test_the_functions_that_are_looked_for_exist(place: tuple[str, str]):
     module, name = place
     assert operator.attrgetter(name)(importlib.import_module(module)).__code__.co_qualname == name
+
+
+def test_waiting_for_the_last_save_is_part_of_a_checkpoint(tmp_path: Path):
+    """Which may take its time, where the end of a run otherwise is quick."""
+    written = threading.Event()
+    checkpointer = Checkpointer(tmp_path, Config(), rank=0, world_size=1)
+    checkpointer._thread = threading.Thread(target=written.wait)
+    checkpointer._thread.start()
+    waiting = threading.Thread(target=checkpointer.wait)
+    waiting.start()
+    time.sleep(0.2)
+    assert place_of(waiting.ident or 0).doing == "checkpoint"
+    written.set()
+    waiting.join()
 
 
 def test_requests_under_way_are_known_by_their_addresses():

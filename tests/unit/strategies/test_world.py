@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
+
+import torch.distributed as dist
 
 from tests.processes import run_ranks
 from trainer.strategies.world import PROGRESS, World
@@ -22,3 +25,17 @@ def two_attempts() -> list[bool]:
         found.append(world.store.check([PROGRESS]))
         world.tell_progress(2)
     return found
+
+
+def test_who_ends_first_is_not_taken_for_dead() -> None:
+    """However long the others take from the last barrier on, as on a machine that is too busy."""
+    assert run_ranks(2, end_slowly) == [None, None]
+
+
+def end_slowly() -> None:
+    world = World.start(20)
+    world.connect("gloo")
+    barrier, rank = dist.barrier, world.rank
+    dist.barrier = lambda: (barrier(), time.sleep(2 * rank))
+    time.sleep(1)  # until they watch each other
+    world.close()
