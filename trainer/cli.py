@@ -364,9 +364,11 @@ def main(arguments: list[str] | None = None) -> int:
             return 128 + signal.SIGPIPE
         explained = isinstance(error, SamestepError) or (isinstance(error, OSError) and error.errno in _USERS_ERRNO)
         logger.error("error: %s", error, exc_info=args.traceback or not explained)
-        code = error.exit_code if isinstance(error, SamestepError) else EXIT_FAILED
-        if under_launcher and not explained:
-            code = EXIT_CRASHED
+        code = EXIT_FAILED if explained else EXIT_CRASHED
+        if isinstance(error, SamestepError):
+            code = error.exit_code
+        if code == EXIT_CRASHED and not under_launcher:  # the code is between workers and their agent
+            code = EXIT_FAILED
     if code and under_launcher:  # other ranks may wait in a collective: leave without the farewells they'd need
         logging.shutdown()
         os._exit(code)

@@ -7,13 +7,13 @@ Programmer errors stay plain `assert`s and exceptions: they keep their stack tra
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-EXIT_CRASHED = 70  # a process of a run failed without an explanation (EX_SOFTWARE of sysexits.h)
+EXIT_CRASHED = 70  # a process of a run failed in a way that starting again may cure (EX_SOFTWARE of sysexits.h)
 EXIT_PREEMPTED = 75  # stopped on request, with a checkpoint saved: run it again (EX_TEMPFAIL)
 EXIT_REGROUP = 76  # a process of a run stopped only because others did, or because others come
 
 
 class SamestepError(Exception):
-    """A failure explained in one paragraph; `exit_code` is what the process returns for it."""
+    """A failure explained in one paragraph; `exit_code` is what a process of a run returns for it."""
 
     exit_code = EXIT_FAILED
 
@@ -42,6 +42,12 @@ class CorruptError(StorageError):
 
 class ObjectNotFoundError(StorageError):
     """There is no such object, or no such bucket."""
+
+
+class UnreachableError(StorageError):
+    """A store does not answer, though it was asked again and again; it may later, so an elastic run starts again."""
+
+    exit_code = EXIT_CRASHED
 
 
 class LaunchError(SamestepError):

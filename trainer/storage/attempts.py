@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from trainer.errors import ConfigError, MissingExtra, ObjectNotFoundError, SamestepError, StorageError
+from trainer.errors import ConfigError, MissingExtra, ObjectNotFoundError, SamestepError, StorageError, UnreachableError
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ def attempt(action: str, url: str, operation: Callable[[Any, str], T]) -> T:
 
     Raises:
         ObjectNotFoundError: there is no such object, or no such bucket.
+        UnreachableError: the failure might pass, but has not in all the tries.
         StorageError: another failure.
         MissingExtra: the package for this kind of address is not installed.
     """
@@ -137,12 +138,12 @@ class _Failure:
     def explained(self, failed: str, scheme: _Scheme) -> StorageError:
         if self.status == 404:
             return ObjectNotFoundError(f"{failed}: {self.reason}; check the bucket and the name, or the address")
-        fix = "check the network and the endpoint"
         if self.status in (401, 403):
             fix = f"check the name and who may read and write there; {scheme.access}"
-        elif not self.transient:
-            fix = "check the address and the endpoint"
-        return StorageError(f"{failed}: {self.reason}; {fix}")
+            return StorageError(f"{failed}: {self.reason}; {fix}")
+        if self.transient:
+            return UnreachableError(f"{failed}: {self.reason}; check the network and the endpoint")
+        return StorageError(f"{failed}: {self.reason}; check the address and the endpoint")
 
 
 def _is_transient(error: BaseException, status: int | None) -> bool:
