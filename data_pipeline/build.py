@@ -28,7 +28,7 @@ from data_pipeline import pool, tokenization
 from data_pipeline.manifest import FORMAT, MANIFEST, Manifest, ShardInfo, token_dtype
 from data_pipeline.progress import Meter
 from data_pipeline.sentences import Splitter, splitter_version
-from data_pipeline.sources import BadRecord, Source
+from data_pipeline.sources import BadRecord, PairSource, Source
 from data_pipeline.tokenization import Tokenizer
 from data_pipeline.units import Outcome, Unit, UnitWriter, cut, hashed_share, limited, outcome_path
 from trainer.config import Kinds, Tree, to_tree
@@ -39,6 +39,7 @@ from trainer.storage import atomic_write, shown
 
 logger = logging.getLogger(__name__)
 
+_MANY_UNKNOWN = 1e-3  # a usual share is far less
 _SHARD_NAME = re.compile(r"(train|heldout)-\d{6,}\.tar")
 
 
@@ -115,14 +116,19 @@ class _Build:
             self.settings["limit"] = config.limit_bytes
         if config.sentences is not None:
             self.settings["sentences"] = splitter_version(config.sentences)
+        if isinstance(self.source, PairSource):
+            if config.sentences is not None:
+                raise ConfigError(f"sentences is {config.sentences}, and pairs of texts have none; leave it out")
+            self.settings["target_file"] = self.source.target_file
         # Not the signatures of addresses: datasets are passed on, and the next signature names the same text.
         self.files = tuple(map(shown, self.source.files))
         self.source_tree: Tree = to_tree(config)["source"]
-        if "paths" in self.source_tree:
-            self.source_tree["paths"] = [shown(path) for path in self.source_tree["paths"]]
+        for name in [name for name in self.source_tree if name.endswith("paths")]:
+            self.source_tree[name] = [shown(path) for path in self.source_tree[name]]
         recipe = [FORMAT, self.tokenizer.fingerprint, self.source_tree, self.settings]
         self.digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
         self.units = 0
+        self.unknown = 0
         self.stopped_by: list[tuple[int, tuple[int, int, str]]] = []  # unit, its first rejected record
 
     def run(self, force: bool) -> Manifest:
@@ -201,6 +207,7 @@ class _Build:
                 outcome = Outcome.load(outcome_path(self.folder, index))
                 assert outcome is not None
                 documents_in += outcome.documents_in
+                self.unknown += outcome.unknown
                 for split, shard in outcome.shards.items():
                     splits[split].append(shard)
                 for name, line, reason in outcome.rejected:
@@ -231,13 +238,22 @@ class _Build:
     def _report(self, built: Manifest, meter: Meter, cpu_seconds: float) -> None:
         for reason, count in built.documents_rejected.items():
             logger.warning("rejected %d: %s (each listed in %s/rejected.jsonl)", count, reason, self.folder)
+        tokens = sum(shard.tokens for shard in built.shards)
+        if self.unknown > _MANY_UNKNOWN * tokens:
+            logger.warning(
+                "%.2f %% of the tokens stand for text that the tokenizer does not know (%s): a model cannot learn it; "
+                "look with samestep data show, and use a tokenizer of text like this, or for one of SentencePiece "
+                "a larger tokenizer.character_coverage or byte_fallback",
+                100 * self.unknown / tokens,
+                f"{self.unknown:,}",
+            )
         if not built.splits["heldout"]:
             logger.warning("no document is held out for evaluation; raise heldout_fraction to have some")
         logger.info(
             "built %s: %s documents, %s tokens, %d shards in %.1f s, %.2f MB per CPU-second",
             self.folder,
             f"{sum(shard.documents for shard in built.shards):,}",
-            f"{sum(shard.tokens for shard in built.shards):,}",
+            f"{tokens:,}",
             len(built.shards),
             meter.seconds,
             meter.megabytes / cpu_seconds,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
 
 from rich.console import Console
 
@@ -16,10 +14,9 @@ from data_pipeline.inspection import inspect, plot, report
 from data_pipeline.push import push
 from data_pipeline.remote import load_manifest
 from data_pipeline.verify import verify
+from trainer.command import Commands, add_command, add_group
 from trainer.config import load
 from trainer.errors import EXIT_DONE, EXIT_FAILED
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 _OVERRIDES = "settings that replace those of the file, e.g. output=datasets/mine on_error=skip"
 
@@ -27,29 +24,13 @@ _OVERRIDES = "settings that replace those of the file, e.g. output=datasets/mine
 def register(commands: Commands) -> None:
     """Adds `data` and its sub-commands to the `samestep` command."""
     summary = "make a dataset from raw text, and look into it"
-    parser = commands.add_parser("data", help=summary, description=summary)
-    subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    subcommands = add_group(commands, "data", summary)
     add_tokenizer(subcommands)
     add_build(subcommands)
     add_verify(subcommands)
     add_inspect(subcommands)
     add_show(subcommands)
     add_push(subcommands)
-
-
-def add_command(
-    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], summary: str, epilog: str
-) -> argparse.ArgumentParser:
-    """Adds a sub-command that calls `run`, whose result is the exit code."""
-    parser = commands.add_parser(
-        name,
-        help=summary,
-        description=summary[0].upper() + summary[1:] + ".",
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
-    return parser
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline import pairs
 from data_pipeline.cache import ShardCache
 from data_pipeline.corruption import CorruptShardError
 from data_pipeline.counts import cached_counts
 from data_pipeline.manifest import Manifest, ShardInfo
 from data_pipeline.order import Location
-from data_pipeline.packing import PACKING_VERSION, Int64, PackPlan, count_examples, plan
+from data_pipeline.packing import Int64, PackPlan
+from data_pipeline.policies import check_policy, count_shard, needs_parts, packing_digest, plan_shard
 from data_pipeline.remote import INDEX_READERS, RemoteDataset, load_manifest
 from data_pipeline.shards import Shard, ShardIndex
 from data_pipeline.tokenization import Tokenizer
-from trainer.errors import ConfigError, CorruptError, DataError
+from trainer.errors import CorruptError, DataError
 from trainer.examples import Examples, PackSpec, Policy
 from trainer.hashing import combine, name_key
 from trainer.storage import is_url, shown
@@ -137,11 +137,6 @@ class Dataset:
             raise DataError(f"the {split} split of {self.name} is empty; {fix} and build the dataset again")
         return shards
 
-    @property
-    def has_sentences(self) -> bool:
-        """Whether the shards say where sentences begin."""
-        return "sentences" in self.manifest.settings
-
     def open_shard(self, info: ShardInfo, sentences: bool = False, verify: bool = False) -> Shard:
         """Maps one of the shards, with or without its `sentences`; a remote one is downloaded first.
 
@@ -182,29 +177,6 @@ class Dataset:
         else:
             with self.remote.small_file(self.path, name) as file:
                 yield file
-
-
-def packing_digest(spec: PackSpec, policy: Policy) -> str:
-    """Hex digest of how documents become examples; equal digests and seeds mean equal examples."""
-    text = f"{PACKING_VERSION} {policy} {spec.sequence_length} {spec.prefix} {spec.suffix}"
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def plan_shard(shard: ShardIndex, spec: PackSpec, policy: Policy, key: int = 0, epoch: int = 0) -> PackPlan:
-    """Packs the documents of a shard; `pairs` alone needs its `sentences`, and gives other plans in other epochs."""
-    if policy == "pairs":
-        return pairs.plan(shard.length, shard.sentences, spec, key, epoch)
-    return plan(shard.length, spec, policy, key)
-
-
-def _check_pairs(dataset: Dataset, spec: PackSpec, policy: Policy) -> None:
-    if spec.pairs and policy != "pairs":
-        raise ConfigError(f"the objective needs pairs of segments and data.packing is {policy}; use data.packing=pairs")
-    if policy == "pairs" and not dataset.has_sentences:
-        raise DataError(
-            f"data.packing pairs needs to know where sentences begin, and {dataset.name} was built without; build it "
-            "again with sentences=rules"
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,7 +228,7 @@ class PackedSplit:
     """
 
     def __init__(self, dataset: Dataset, split: str, spec: PackSpec, policy: Policy, seed: int) -> None:
-        _check_pairs(dataset, spec, policy)
+        check_policy(dataset.manifest, dataset.name, spec, policy)
         self._dataset = dataset
         self._shards = dataset.shards(split)
         self._spec = spec
@@ -322,13 +294,16 @@ class PackedSplit:
 
     def documents(self, at: Location) -> list[list[tuple[str, int]]]:
         """The (source file, line) of the document of each piece of B examples, example by example."""
-        files = self._dataset.manifest.files
+        files, target_file = self._dataset.manifest.files, self._dataset.manifest.target_file
         found: list[list[tuple[str, int]]] = [[] for _ in at.index]
         for shard, epoch in sorted(set(zip(at.shard.tolist(), at.epoch.tolist(), strict=True))):
             opened, packed = self._plan(shard, epoch)
             for row in np.flatnonzero((at.shard == shard) & (at.epoch == epoch)).tolist():
                 pieces = slice(*packed.example_start[at.index[row] : at.index[row] + 2])
-                found[row] = [(files[file], line) for file, line in opened.origin[packed.document[pieces]].tolist()]
+                origin = opened.origin[packed.document[pieces]]
+                if self._spec.text_pairs and target_file is not None:
+                    origin[1::2, 0] += target_file
+                found[row] = [(files[file], line) for file, line in origin.tolist()]
         return found
 
     def _packed(self, numbers: list[int]) -> dict[int, _PackedShard]:
@@ -358,7 +333,7 @@ class PackedSplit:
         return int(combine(self._seed, _PACKING, number)[0])
 
     def _plan(self, number: int, epoch: int) -> tuple[Shard, PackPlan]:
-        shard = self._dataset.open_shard(self._shards[number], self._policy == "pairs", verify=True)
+        shard = self._dataset.open_shard(self._shards[number], needs_parts(self._spec, self._policy), verify=True)
         return shard, plan_shard(shard, self._spec, self._policy, self._key(number), epoch)
 
     def _pack(self, number: int) -> _PackedShard:
@@ -379,10 +354,8 @@ class PackedSplit:
         return _PackedShard(shard.tokens.data, start.data, pieces.reshape(-1).data, packed.random)
 
     def _count(self, number: int) -> int:
-        if self._policy == "pairs":
-            shard = self._dataset.read_index(self._shards[number], sentences=True)
-            return pairs.count_examples(shard.length, shard.sentences, self._spec, self._key(number))
-        return count_examples(self._dataset.read_index(self._shards[number]).length, self._spec, self._policy)
+        shard = self._dataset.read_index(self._shards[number], needs_parts(self._spec, self._policy))
+        return count_shard(shard, self._spec, self._policy, self._key(number), self._dataset.manifest.files)
 
     def _cached_counts(self, split: str) -> Int64:
         """The examples in each shard, as counted now or by an earlier run with the same packing."""

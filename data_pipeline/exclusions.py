@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from data_pipeline.packing import Int64
+from trainer.ranges import merged
 
 
 class Exclusions:
@@ -18,12 +19,7 @@ class Exclusions:
     """
 
     def __init__(self, ranges: Iterable[Sequence[int]] = ()) -> None:
-        self.ranges: list[list[int]] = []
-        for first, end in sorted(map(tuple, ranges)):
-            if self.ranges and first <= self.ranges[-1][1]:
-                self.ranges[-1][1] = max(end, self.ranges[-1][1])
-            else:
-                self.ranges.append([first, end])
+        self.ranges = merged(ranges)
         self._first, self._end = np.array(self.ranges, dtype=np.int64).reshape(-1, 2).T
         self._total = np.concatenate(([0], np.cumsum(self._end - self._first)))
         self._kept_before = self._first - self._total[:-1]  # how many are kept before each range

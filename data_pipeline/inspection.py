@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from data_pipeline.dataset import Dataset, plan_shard
+from data_pipeline import text_pairs
+from data_pipeline.dataset import Dataset
 from data_pipeline.manifest import ShardInfo
 from data_pipeline.packing import Int64
+from data_pipeline.policies import plan_shard
 from trainer.errors import DataError, MissingExtra
 from trainer.examples import PackSpec, Policy
 
@@ -54,12 +56,14 @@ class Inspection:
     Attributes:
         dataset: the dataset.
         histogram: int64 [k], training documents of 0, 1, 2-3, 4-7, ... tokens: entry i > 0 counts [2**(i-1), 2**i).
-        forecasts: of each sequence length and policy.
+        forecasts: of each sequence length and policy, for documents.
+        pair_lengths: int64 [D, 2], tokens of the sources and of the targets, for pairs of texts; else empty.
     """
 
     dataset: Dataset
     histogram: Int64
     forecasts: tuple[Forecast, ...]
+    pair_lengths: Int64
 
 
 def inspect(dataset: Dataset) -> Inspection:
@@ -68,24 +72,26 @@ def inspect(dataset: Dataset) -> Inspection:
     Raises:
         DataError: the split is empty or a shard is damaged.
     """
-    policies = [policy for policy in get_args(Policy) if policy != "pairs" or dataset.has_sentences]
-    settings = [(length, policy) for length in SEQUENCE_LENGTHS for policy in policies]
+    policies = [policy for policy in get_args(Policy) if policy != "pairs" or dataset.manifest.has_sentences]
+    is_pairs = dataset.manifest.target_file is not None
+    settings = [(length, policy) for length in SEQUENCE_LENGTHS for policy in policies if not is_pairs]
 
-    def count(info: ShardInfo) -> tuple[Int64, Int64]:
-        shard = dataset.read_index(info, dataset.has_sentences)
+    def count(info: ShardInfo) -> tuple[Int64, Int64, Int64]:
+        shard = dataset.read_index(info, is_pairs or dataset.manifest.has_sentences)
         plans = [plan_shard(shard, PackSpec(length, prefix=1, suffix=1), policy) for length, policy in settings]
         # frexp writes n as m * 2**e with m in [0.5, 1), so e is the number of binary digits of n.
         histogram = np.bincount(np.frexp(shard.length)[1], minlength=64)
-        return histogram, np.array([(p.examples, len(p.length), p.length.sum()) for p in plans], dtype=np.int64)
+        totals = np.array([(p.examples, len(p.length), p.length.sum()) for p in plans], dtype=np.int64)
+        return histogram, totals, text_pairs.lengths(shard) if is_pairs else np.zeros((0, 2), dtype=np.int64)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        counted = list(pool.map(count, dataset.shards("train")))
-    histogram = np.sum([histogram for histogram, _ in counted], axis=0)
-    totals = np.sum([totals for _, totals in counted], axis=0).tolist()
-    if not any(examples for examples, _, _ in totals):
+        histograms, totals_of, pair_lengths = zip(*pool.map(count, dataset.shards("train")), strict=True)
+    histogram = np.sum(histograms, axis=0)
+    totals = np.sum(totals_of, axis=0).tolist()
+    if not histogram[1:].any():
         raise DataError(f"the documents of {dataset.name} hold no tokens; check the source and build the dataset again")
     forecasts = (Forecast(*setting, *total) for setting, total in zip(settings, totals, strict=True))
-    return Inspection(dataset, np.trim_zeros(histogram, "b"), tuple(forecasts))
+    return Inspection(dataset, np.trim_zeros(histogram, "b"), tuple(forecasts), np.concatenate(pair_lengths))
 
 
 def _range_names(histogram: Int64) -> list[str]:
@@ -113,6 +119,12 @@ def report(inspection: Inspection, console: Console) -> None:
         lengths.add_row(name, f"{count:,}", bar)
     console.print(_right_aligned(lengths))
 
+    if len(inspection.pair_lengths):
+        sides = Table("", "median", "90 %", "99 %", "longest", title="Tokens of training pairs")
+        for name, tokens in zip(("source", "target"), inspection.pair_lengths.T, strict=True):
+            sides.add_row(name, *(f"{int(np.quantile(tokens, q, method='higher')):,}" for q in (0.5, 0.9, 0.99, 1)))
+        console.print(_right_aligned(sides))
+        return
     forecast = Table("length", "packing", "examples", "real tokens", "documents an example", title="Packing forecast")
     for f in inspection.forecasts:
         share, mixture = f"{f.real_share:.1%}", f"{f.pieces / f.examples:.2f}"

@@ -19,11 +19,12 @@ import torch
 from data_pipeline.batches import BatchMaker
 from data_pipeline.config import Config
 from data_pipeline.corruption import CorruptShardError, CorruptShards
-from data_pipeline.dataset import max_open_shards, packing_digest
+from data_pipeline.dataset import max_open_shards
 from data_pipeline.exclusions import Exclusions
 from data_pipeline.mixed import AnyDataset, MixedSplit, named_sources
 from data_pipeline.mixture import PERIOD, Mixture, Schedule
 from data_pipeline.order import ORDER_VERSION, ExampleOrder, Replica, SinglePass
+from data_pipeline.policies import packing_digest
 from data_pipeline.prefetch import Prefetcher
 from data_pipeline.rows import RowMaker
 from trainer.errors import ConfigError, DataError
@@ -143,7 +144,7 @@ class StreamingLoader:
             RowMaker(tuple(named.values()), self._packed, pack_spec, collate, seed),
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
-            row_cells=pack_spec.sequence_length,
+            row_cells=pack_spec.cells,
             replica=replica,
             prefetcher=self._prefetcher,
         )

@@ -80,6 +80,16 @@ class Manifest:
         return np.dtype(self.dtype)
 
     @property
+    def has_sentences(self) -> bool:
+        """Whether the shards say where sentences begin."""
+        return "sentences" in self.settings
+
+    @property
+    def target_file(self) -> int | None:
+        """For pairs of texts, how many places in `files` the file of a target stands behind its source's; else None."""
+        return self.settings.get("target_file")
+
+    @property
     def shards(self) -> tuple[ShardInfo, ...]:
         """The shards of all splits."""
         return tuple(shard for split in sorted(self.splits) for shard in self.splits[split])

@@ -9,6 +9,9 @@ token is in exactly one piece:
     padded    one piece an example.
     best_fit  pieces of at most one example, packed whole by best-fit-decreasing (Ding et al. 2024, "Fewer truncations
               improve language modeling"); each keeps its own special tokens, so that attention can stay within it.
+              Where examples have two sides, pieces are packed into both at once (`boxes`).
+
+Pairs of texts, as for translation, are documents already cut in two, and packed by `text_pairs`.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from data_pipeline.boxes import count_boxes, pack_boxes
 from trainer.errors import ConfigError
 from trainer.examples import PackSpec, Policy
 from trainer.hashing import combine, name_key
@@ -101,9 +105,13 @@ def plan(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy, key: int = 0) -
     if policy == "padded":
         column = np.full(len(document), spec.prefix)
         return PackPlan(np.arange(len(document) + 1), document, begin, length, column)
-    example, offset = _best_fit(spec.prefix + length + spec.suffix, spec.sequence_length, key)
+    if spec.sides is None:
+        example, offset = _best_fit(spec.prefix + length + spec.suffix, spec.sequence_length, key)
+    else:
+        example, offsets = pack_boxes(np.array(spec.sides.cost)[length - 1], spec.sides.size, key)
+        offset = offsets[:, 0]
     order = np.lexsort((offset, example))
-    start = _starts(example[order])
+    start = starts(example[order])
     return PackPlan(start, document[order], begin[order], length[order], spec.prefix + offset[order])
 
 
@@ -119,13 +127,16 @@ def count_examples(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy) -> in
     pieces = -(-lengths // room)
     if policy == "padded":
         return int(pieces.sum())
+    if spec.sides is not None:
+        length = np.concatenate((np.full((pieces - 1).sum(), room), lengths - (pieces - 1) * room))
+        return count_boxes(np.array(spec.sides.cost)[length - 1], spec.sides.size)
     whole = (pieces - 1).sum()  # all pieces of a document but its last one fill an example
     last = np.bincount(spec.prefix + lengths - (pieces - 1) * room + spec.suffix, minlength=spec.sequence_length + 1)
     last[spec.sequence_length] += whole
     return sum(move.examples for move in _moves(last, spec.sequence_length) if move.room == spec.sequence_length)
 
 
-def _starts(example: Int64) -> Int64:
+def starts(example: Int64) -> Int64:
     """Where each example's pieces start, from the sorted examples of all pieces (numbered without holes)."""
     return np.concatenate(([0], np.cumsum(np.bincount(example)))).astype(np.int64)
 
@@ -146,7 +157,7 @@ def _concat(lengths: Int64, spec: PackSpec, room: int) -> PackPlan:
     end = np.minimum((line + lengths)[document], (window + 1) * room)
     # A window that holds nothing but a separator (possible when room <= suffix) is no example: number without holes.
     example = np.cumsum(np.diff(window, prepend=window[:1]) != 0)
-    start = _starts(example)
+    start = starts(example)
     column = spec.prefix + cell - cell[start[:-1]][example]
     return PackPlan(start, document, cell - line[document], end - cell, column)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from data_pipeline.dataset import Dataset
 from data_pipeline.manifest import MANIFEST, Manifest, ShardInfo
 from data_pipeline.progress import Meter
-from data_pipeline.remote import TOKENIZER_FILES
+from data_pipeline.remote import SENTENCEPIECE_MODEL, TOKENIZER_FILES
 from trainer import storage
 from trainer.errors import ConfigError, DataError, ObjectNotFoundError
 
@@ -64,7 +64,8 @@ def push(folder: Path, url: str, force: bool = False) -> None:
 
 
 def _small_files(folder: Path) -> Iterator[str]:
-    yield from (f"tokenizer/{name}" for name in TOKENIZER_FILES)
+    names = (f"tokenizer/{name}" for name in (*TOKENIZER_FILES, SENTENCEPIECE_MODEL))
+    yield from (name for name in names if (folder / name).exists())
     yield from (f".cache/{file.name}" for file in sorted(folder.glob(".cache/*.counts")))
     if (folder / "rejected.jsonl").exists():
         yield "rejected.jsonl"

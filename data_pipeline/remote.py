@@ -20,6 +20,7 @@ from trainer.errors import ConfigError, DataError, ObjectNotFoundError, StorageE
 
 INDEX_READERS = 32  # shards whose index is read at a time: most of that is waiting
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+SENTENCEPIECE_MODEL = "spiece.model"  # what a tokenizer of SentencePiece has instead of tokenizer.json
 
 _READ_BYTES = 2**16  # at a time; the arrays of a chunk of 2,000 documents, and the headers of the next, lie in it
 
@@ -125,9 +126,20 @@ def fetch_tokenizer(url: str, folder: Path) -> None:
     Raises:
         DataError: it cannot be read, or not be written.
     """
-    for name in (f"tokenizer/{name}" for name in TOKENIZER_FILES):
+    url, folder = f"{url}/tokenizer", folder / "tokenizer"
+    model, *settings = TOKENIZER_FILES
+    for name in settings:
         if not (folder / name).exists():
             _fetch(f"{url}/{name}", folder / name)
+    if (folder / model).exists() or (folder / SENTENCEPIECE_MODEL).exists():
+        return
+    try:
+        _fetch(f"{url}/{model}", folder / model)
+    except StorageError as error:  # a store that may not be listed forbids, as it says, to read what is not there
+        try:
+            _fetch(f"{url}/{SENTENCEPIECE_MODEL}", folder / SENTENCEPIECE_MODEL)
+        except StorageError:
+            raise error from None
 
 
 def _fetch(url: str, file: Path) -> None:

@@ -67,22 +67,29 @@ class RowMaker:
         arrays |= {"number": np.where(valid, number, -1), "source": source, "epoch": at.epoch}
         arrays["example"] = np.where(valid, self._split.ids(at), -1)
         arrays["digest"] = np.where(fed, _digest(self._key[source], arrays), 0)
-        arrays["filled"] = np.where(fed, _filled(examples, self._spec), 0)
+        arrays["filled"] = np.where(fed, _filled(examples, self._spec, arrays), 0)
         return arrays
 
 
 def _digest(source: npt.NDArray[np.uint64], arrays: Batch) -> Int64:
-    """Hashes each row's name and input tokens [B, S]: int64 [B], to be summed modulo 2**64 over a batch.
+    """Hashes each row's name and input tokens [B, S], [B, T]: int64 [B], to be summed modulo 2**64 over a batch.
 
     Each column has an odd factor of its own, so that no change of a single token leaves a row's sum as it was.
     """
-    tokens = arrays["tokens"].astype(np.uint64)
-    factors = mix(np.arange(tokens.shape[1])) | np.uint64(1)
-    return combine(source, arrays["epoch"], arrays["example"], tokens @ factors).view(np.int64)
+    sums = []
+    for name in ("tokens", "target_tokens"):
+        if name in arrays:
+            tokens = arrays[name].astype(np.uint64)
+            sums.append(tokens @ (mix(np.arange(tokens.shape[1])) | np.uint64(1)))
+    return combine(source, arrays["epoch"], arrays["example"], *sums).view(np.int64)
 
 
-def _filled(examples: Examples, spec: PackSpec) -> Int64:
+def _filled(examples: Examples, spec: PackSpec, arrays: Batch) -> Int64:
     """How many cells of each row hold a token, special tokens included: int64 [B]."""
+    if spec.sides is not None:  # what a text takes of them is up to the objective
+        names = [name for name in ("segments", "target_segments") if name in arrays]
+        filled: Int64 = np.sum([np.count_nonzero(arrays[name], axis=1) for name in names], axis=0)
+        return filled
     pieces = np.bincount(examples.row, minlength=examples.key.size)
     tokens = np.bincount(examples.row, weights=examples.length, minlength=examples.key.size).astype(np.int64)
     return tokens + spec.suffix * pieces + spec.prefix * (pieces if examples.isolated else 1)

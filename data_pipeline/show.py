@@ -22,6 +22,7 @@ _LEGEND = Text.assemble(
     "predicted tokens: ", ("[masked]", "bold green"), " ", ("[was→is]", "bold yellow"), " ", ("[kept=]", "bold cyan"),
     "; line by line the pieces of an example, with their source", style="dim",
 )  # fmt: skip
+_LEGEND_OF_PAIRS = Text("what a model reads, and → what it is to write", style="dim")
 
 
 @dataclass(frozen=True)
@@ -49,33 +50,55 @@ def show(folder: str, experiment: str, overrides: Iterable[str], index: int, cou
     dataset = Dataset.open(folder, ShardCache.open_folder(view.data.cache, view.data.cache_size))
     tokenizer, length = dataset.tokenizer, view.data.sequence_length
     objective = view.objective.build(tokenizer.vocabulary)
-    packed = PackedSplit(dataset, "train", objective.pack_spec(length), view.data.packing, view.seed)
+    spec = objective.pack_spec(length)
+    packed = PackedSplit(dataset, "train", spec, view.data.packing, view.seed)
     order = Order(packed.counts, seed=view.seed, lanes=view.data.lanes, window=view.data.window)
-    console.print(_LEGEND, soft_wrap=True)
+    console.print(_LEGEND if spec.sides is None else _LEGEND_OF_PAIRS, soft_wrap=True)
     for number in range(index, index + count):
         at = order.locate([number])
         examples = packed.read(at, np.ones(1, dtype=np.float32))
-        row = {name: array[0] for name, array in objective.collate(examples, length).items()}
-        cells = int((row["segments"] > 0).sum())
+        row = {name: array[0] for name, array in objective.collate(examples, spec.sequence_length).items()}
+        cells = sum(int((row[name] > 0).sum()) for name in ("segments", "target_segments") if name in row)
         predicted = int((row["weights"] > 0).sum())
+        if spec.sides is None and objective.model_settings.get("causal"):
+            row["weights"] = np.zeros_like(row["weights"])  # labels are the next tokens: there is nothing to mark
         relation, names = "", [""] * len(examples.column)
         if examples.random is not None:
             relation = ", NotNext: B is from elsewhere" if examples.random[0] else ", IsNext: B is the text after A"
             names = ["A  ", "B  "]
         console.print(
             f"\nexample {number}: epoch {at.epoch[0]}, {len(examples.tokens)} tokens, {predicted} predicted, "
-            f"{length - cells} cells of padding{relation}",
+            f"{spec.cells - cells} cells of padding{relation}",
             style="bold",
             highlight=False,
             soft_wrap=True,
         )
-        # A piece is shown with the special tokens around it: up to where the next piece, or its prefix, begins.
-        prefix = objective.pack_spec(length).prefix if examples.isolated else 0
-        begin = [0, *(examples.column[1:] - prefix).tolist()]
         (sources,) = packed.documents(at)
+        if spec.sides is not None:
+            _print_pairs(row, sources, tokenizer, console)
+            continue
+        # A piece is shown with the special tokens around it: up to where the next piece, or its prefix, begins.
+        prefix = spec.prefix if examples.isolated else 0
+        begin = [0, *(examples.column[1:] - prefix).tolist()]
         for name, first, end, (file, line) in zip(names, begin, [*begin[1:], cells], sources, strict=True):
             source = f"{name}{file}:{line}  "
             console.print(Text.assemble((source, "dim blue"), *_render(row, first, end, tokenizer)), soft_wrap=True)
+
+
+def _print_pairs(row: dict[str, Any], sources: list[tuple[str, int]], tokenizer: Tokenizer, console: Console) -> None:
+    """Prints each source with its target, which are the cells of one segment."""
+    where = ", ".join(f"{file}:{line}" for file, line in dict.fromkeys(sources))
+    console.print(Text(where, "dim blue"), soft_wrap=True)
+    counts = row["weights"] > 0
+    segments = row["segments"]
+    of_target = row["target_segments"] if "target_segments" in row else segments[row["predicted"]]
+    for number in range(1, segments.max() + 1):
+        read, labels = row["tokens"][segments == number], row["labels"][counts & (of_target == number)]
+        if "predicted" in row:  # the target goes on in the same row
+            read = read[: len(read) - len(labels) + 1]
+        for tokens, style in ((read, ""), (labels, "bold green")):
+            text = tokenizer.decode(tokens.tolist()).replace("\n", "↵")
+            console.print(Text.assemble("→ " if style else "  ", (text, style)), soft_wrap=True)
 
 
 def _render(row: dict[str, Any], first: int, end: int, tokenizer: Tokenizer) -> list[tuple[str, str]]:

@@ -1,39 +1,22 @@
-"""Tokenizers: WordPiece and byte-level BPE trained here, or any that Hugging Face's `tokenizers` can run."""
+"""Tokenizers: WordPiece, byte-level BPE and SentencePiece trained here, or any that their libraries can run."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-import numpy as np
-import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
-
-from data_pipeline.manifest import token_dtype
+from data_pipeline import tokenization_huggingface as huggingface
+from data_pipeline import tokenization_sentencepiece as sentencepiece
 from data_pipeline.shards import Tokens
-from data_pipeline.words import WordEncoder, ends_tokens_with_words
 from trainer import hub
+from trainer.config.sizes import parse_size
 from trainer.errors import ConfigError, DataError
 from trainer.examples import Vocabulary
-from trainer.storage import write_text
-
-_BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-_ROBERTA_SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]  # <mask> is the last id of RoBERTa's vocabulary
-_ALPHABET_LIMIT = 1000  # distinct characters a WordPiece vocabulary spells words with, as for BERT's own
-
-# What a special token is called where the tokenizer's settings do not say.
-_USUAL_NAMES = {
-    "pad": ("[PAD]", "<pad>"),
-    "unk": ("[UNK]", "<unk>"),
-    "cls": ("[CLS]", "<s>", "<|endoftext|>"),
-    "sep": ("[SEP]", "</s>", "<|endoftext|>"),
-    "mask": ("[MASK]", "<mask>"),
-}
+from trainer.storage import atomic_write
 
 
 @dataclass(frozen=True)
@@ -41,68 +24,97 @@ class Config:
     """Where the tokenizer is and, for `samestep data tokenizer`, how it is trained.
 
     Attributes:
-        path: its folder, or hf://NAME[@REVISION] on the Hugging Face Hub.
-        algorithm: "wordpiece" (BERT) or "bpe" (byte-level, RoBERTa and GPT-2).
-        vocab_size: number of ids, special tokens included.
+        path: its folder, a SentencePiece model, or hf://NAME[@REVISION] on the Hugging Face Hub.
+        algorithm: "wordpiece" (BERT); "bpe" (byte-level, RoBERTa and GPT-2); or SentencePiece's "unigram" (T5) or
+            "sentencepiece_bpe".
+        vocab_size: number of ids, special tokens included, but not `sentinels`.
         lowercase: lower-case the text and, for WordPiece, strip its accents (BERT "uncased").
-        min_frequency: pieces seen less often are not merged.
+        min_frequency: pieces seen less often are not merged; not for SentencePiece.
         sample: share of the documents, chosen by hash, that it is trained on.
+        sample_size: for SentencePiece, which has its text in memory: most text that it is trained on, chosen by hash.
+        character_coverage: for SentencePiece: share of the text's characters that get a piece, the most frequent ones;
+            0.98 to 1.
+        byte_fallback: for SentencePiece: spell other characters as bytes instead of <unk>.
+        sentinels: for SentencePiece: tokens <extra_id_0>, ... that stand for spans of text, as T5's objective needs.
     """
 
     path: str
-    algorithm: Literal["wordpiece", "bpe"] = "wordpiece"
+    algorithm: Literal["wordpiece", "bpe", "unigram", "sentencepiece_bpe"] = "wordpiece"
     vocab_size: int = 30_522
     lowercase: bool = False
     min_frequency: int = 2
     sample: float = 1.0
+    sample_size: str = "100MB"
+    character_coverage: float = 0.9995
+    byte_fallback: bool = False
+    sentinels: int = 100
 
     def __post_init__(self) -> None:
-        least = 261 if self.algorithm == "bpe" else 6  # 256 bytes, special tokens
+        # The special tokens and, of byte-level BPE, 256 bytes; SentencePiece's, and a piece.
+        least = {"wordpiece": 6, "bpe": 261}.get(self.algorithm, 260 if self.byte_fallback else 4)
         if not least <= self.vocab_size <= 2**31:
             raise ConfigError(f"vocab_size must be at least {least} for {self.algorithm}, not {self.vocab_size}")
         if not 0 < self.sample <= 1:
             raise ConfigError(f"sample is a share of the documents in (0, 1], not {self.sample}")
+        parse_size(self.sample_size, "sample_size")
+        if not 0.98 <= self.character_coverage <= 1:
+            raise ConfigError(f"character_coverage is a share from 0.98 to 1, not {self.character_coverage}")
+        if self.sentinels < 0:
+            raise ConfigError(f"sentinels must be at least 0, not {self.sentinels}; T5 has 100")
 
     def train(self, texts: Iterable[str]) -> Tokenizer:
         """Trains a tokenizer.
 
         Two trainings on the same text may differ (`tokenizers` counts in parallel and breaks ties by chance), so a
         tokenizer is an input of a dataset, never made on the side.
+
+        Raises:
+            ConfigError: SentencePiece cannot make so many pieces of the text, or so few.
+            DataError: there is no text for it.
         """
-        if self.algorithm == "wordpiece":
-            return Tokenizer(_train_wordpiece(texts, self), {})
-        return Tokenizer(_train_bpe(texts, self), {})
+        if self.algorithm == "unigram" or self.algorithm == "sentencepiece_bpe":
+            model = sentencepiece.train(
+                texts,
+                "unigram" if self.algorithm == "unigram" else "bpe",
+                self.vocab_size,
+                self.lowercase,
+                self.character_coverage,
+                self.byte_fallback,
+                parse_size(self.sample_size, "sample_size"),
+            )
+            return Tokenizer(sentencepiece.SentencePiece(model, {"extra_ids": self.sentinels}))
+        train = huggingface.train_wordpiece if self.algorithm == "wordpiece" else huggingface.train_bpe
+        return Tokenizer(huggingface.HuggingFace(train(texts, self.vocab_size, self.lowercase, self.min_frequency), {}))
 
 
-def _train_wordpiece(texts: Iterable[str], config: Config) -> tokenizers.Tokenizer:
-    backend = _wordpiece({token: i for i, token in enumerate(_BERT_SPECIAL)}, config.lowercase)
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=config.vocab_size,
-        min_frequency=config.min_frequency,
-        special_tokens=_BERT_SPECIAL,
-        show_progress=False,
-        limit_alphabet=_ALPHABET_LIMIT,
-    )
-    backend.train_from_iterator(texts, trainer)
-    _set_template(backend)
-    return backend
+class Backend(Protocol):
+    """What runs a tokenizer: a library and its model.
 
+    Attributes:
+        vocabulary: its size and special tokens.
+        fingerprint: hex SHA-256 over all that fixes which ids a text gets.
+        names: its special tokens as transformers names their roles, such as pad_token.
+        settings: tokenizer_config.json, as transformers reads it.
+    """
 
-def _train_bpe(texts: Iterable[str], config: Config) -> tokenizers.Tokenizer:
-    backend = _byte_level_bpe(models.BPE())
-    if config.lowercase:
-        backend.normalizer = normalizers.Lowercase()
-    trainer = trainers.BpeTrainer(
-        vocab_size=config.vocab_size - 1,
-        min_frequency=config.min_frequency,
-        special_tokens=_ROBERTA_SPECIAL,
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    backend.train_from_iterator(texts, trainer)
-    backend.add_special_tokens([_mask_token("<mask>")])
-    _set_template(backend)
-    return backend
+    vocabulary: Vocabulary
+    names: dict[str, str]
+    settings: dict[str, Any]
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        """The ids of each text, without special tokens, in the narrowest unsigned type that holds the vocabulary."""
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of `ids`, special tokens included."""
+
+    def token(self, token_id: int) -> str | None:
+        """The token of an id; None for an id without."""
+
+    def files(self) -> dict[str, bytes]:
+        """The model's files, by name."""
 
 
 class Tokenizer:
@@ -112,168 +124,81 @@ class Tokenizer:
         vocabulary: its size and special tokens, for the objectives.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
-        """Wraps a tokenizer of the `tokenizers` package; `settings` is its tokenizer_config.json."""
-        backend.no_truncation()
-        backend.no_padding()
-        backend.encode_special_tokens = True
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        names = {role: _special_token(backend, settings, role) for role in _USUAL_NAMES}
-        self._names = {f"{role}_token": name for role, name in names.items() if name is not None}
-        self._settings = settings
-        ids = {role: None if name is None else backend.token_to_id(name) for role, name in names.items()}
-        special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-        special.update(i for i in ids.values() if i is not None)
-        vocab = backend.get_vocab()
-        self.vocabulary = Vocabulary(
-            size=max(vocab.values(), default=-1) + 1,
-            **{role: ids[role] for role in ("pad", "cls", "sep", "mask")},
-            special=tuple(sorted(special)),
-            continuing=_continuing(backend, vocab),
-        )
-
-    @cached_property
-    def _words(self) -> WordEncoder | None:
-        """The quick way to encode, where it is known to give the same ids."""
-        if not ends_tokens_with_words(self._backend):
-            return None
-        return WordEncoder(self._backend, token_dtype(self.vocabulary.size))
+        self.vocabulary = backend.vocabulary
 
     @classmethod
-    def load(cls, folder: str | Path) -> Tokenizer:
-        """Reads a Hugging Face tokenizer folder, BERT's `vocab.txt`, GPT-2's `vocab.json` and `merges.txt`, or hf://NAME.
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Reads a tokenizer.
+
+        Args:
+            path: a folder with tokenizer.json (Hugging Face), vocab.txt (BERT), vocab.json and merges.txt (GPT-2), or
+                spiece.model (T5), the first of these that is there; a SentencePiece model; or hf://NAME.
 
         Raises:
-            DataError: the folder holds none of these, or they cannot be read.
+            DataError: there is none of these, or it cannot be read.
             StorageError: it cannot be downloaded.
         """
-        folder = hub.tokenizer_folder(str(folder)) if hub.is_hub_path(str(folder)) else Path(folder)
+        path = hub.tokenizer_folder(str(path)) if hub.is_hub_path(str(path)) else Path(path)
         try:
+            if path.is_file():
+                return cls(sentencepiece.SentencePiece(path.read_bytes(), {}))
             settings = {
-                **_read_json(folder / "special_tokens_map.json"),
-                **_read_json(folder / "tokenizer_config.json"),
+                **_read_json(path / "special_tokens_map.json"),
+                **_read_json(path / "tokenizer_config.json"),
             }
-            return cls(_read_backend(folder, settings), settings)
+            return cls(_read_backend(path, settings))
         except FileNotFoundError:
             raise DataError(
-                f"there is no tokenizer in {folder}: it holds neither tokenizer.json, nor vocab.txt, nor vocab.json "
-                f"with merges.txt; train one with: samestep data tokenizer CONFIG"
+                f"there is no tokenizer in {path}: it holds neither tokenizer.json, nor vocab.txt, nor vocab.json "
+                f"with merges.txt, nor spiece.model; train one with: samestep data tokenizer CONFIG"
             ) from None
         except Exception as error:  # `tokenizers` raises bare Exception for files it cannot read
-            raise DataError(f"cannot read the tokenizer in {folder}: {error}") from error
+            raise DataError(f"cannot read the tokenizer in {path}: {error}") from error
 
     def save(self, folder: str | Path) -> None:
-        """Writes tokenizer.json, tokenizer_config.json and special_tokens_map.json, which `transformers` loads too."""
+        """Writes the model, tokenizer_config.json and special_tokens_map.json, which `transformers` loads too."""
         folder = Path(folder)
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self._names, **self._settings}
-        write_text(folder / "special_tokens_map.json", _json(self._names))
-        write_text(folder / "tokenizer_config.json", _json(settings))
-        write_text(folder / "tokenizer.json", self._backend.to_str(pretty=True))
+        files = {
+            **self._backend.files(),
+            "special_tokens_map.json": _json(self._backend.names),
+            "tokenizer_config.json": _json(self._backend.settings),
+        }
+        for name in set(hub.TOKENIZER_FILES).difference(files):  # of another tokenizer, which `load` could prefer
+            (folder / name).unlink(missing_ok=True)
+        for name, content in files.items():
+            with atomic_write(folder / name) as file:
+                file.write(content)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex SHA-256 over all that fixes which ids a text gets, the same for every version of `tokenizers`."""
-        content = json.loads(self._backend.to_str())
-        parts = [_explicit(content[part]) for part in ("model", "normalizer", "pre_tokenizer", "added_tokens")]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        """Hex SHA-256 over all that fixes which ids a text gets."""
+        return self._backend.fingerprint
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """The ids of each text, without special tokens, in the narrowest unsigned type that holds the vocabulary."""
-        if self._words is not None:
-            return self._words.encode_batch(texts)
-        dtype = token_dtype(self.vocabulary.size)
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype) for encoding in encodings]
+        return self._backend.encode(texts)
 
     def decode(self, ids: Sequence[int] | Tokens) -> str:
         """The text of `ids`, special tokens included."""
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+        return self._backend.decode([int(i) for i in ids])
 
     def token(self, token_id: int) -> str:
         """The token of an id as the vocabulary spells it; an id without token reads <id>."""
-        return self._backend.id_to_token(int(token_id)) or f"<{token_id}>"
+        return self._backend.token(int(token_id)) or f"<{token_id}>"
 
 
-def _special_token(backend: tokenizers.Tokenizer, settings: dict[str, Any], role: str) -> str | None:
-    fallback = {"cls": "bos_token", "sep": "eos_token"}.get(role, "")
-    named = [settings.get(f"{role}_token"), *_USUAL_NAMES[role], settings.get(fallback)]
-    names = [name["content"] if isinstance(name, dict) else name for name in named]
-    return next((name for name in names if name and backend.token_to_id(name) is not None), None)
-
-
-def _continuing(backend: tokenizers.Tokenizer, vocab: dict[str, int]) -> tuple[int, ...] | None:
-    """The ids of the tokens that go on with a word; None where neither they nor those that begin one are marked."""
-    if isinstance(backend.model, models.WordLevel):
-        return ()
-    if isinstance(backend.model, models.WordPiece):
-        mark = backend.model.continuing_subword_prefix
-        return tuple(sorted(i for token, i in vocab.items() if token.startswith(mark)))
-    kind = str(backend.pre_tokenizer)
-    mark = "Ġ" if "ByteLevel" in kind else "▁" if "Metaspace" in kind else ""
-    return tuple(sorted(i for token, i in vocab.items() if not token.startswith(mark))) if mark else None
-
-
-def _read_backend(folder: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
-    if (folder / "tokenizer.json").is_file():
-        return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    if (folder / "vocab.txt").is_file():
-        tokens = (folder / "vocab.txt").read_text(encoding="utf-8").rstrip("\n").split("\n")
-        cased = any(token != token.lower() for token in tokens if not token.startswith("["))
-        backend = _wordpiece({t: i for i, t in enumerate(tokens)}, settings.get("do_lower_case", not cased))
-    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        backend = _byte_level_bpe(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
-    else:
-        raise FileNotFoundError(folder)
-    known = {name for names in _USUAL_NAMES.values() for name in names if backend.token_to_id(name) is not None}
-    backend.add_special_tokens([_mask_token(name) if name == "<mask>" else name for name in sorted(known)])
-    _set_template(backend)
-    return backend
-
-
-def _mask_token(name: str) -> tokenizers.AddedToken:
-    """RoBERTa's mask takes the place of a word with the space before it, which its vocabulary counts as the word's."""
-    return tokenizers.AddedToken(name, lstrip=True, special=True)
-
-
-def _wordpiece(vocab: dict[str, int], lowercase: bool) -> tokenizers.Tokenizer:
-    """As BERT's own tokenizer (Devlin et al. 2019)."""
-    backend = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece()
-    return backend
-
-
-def _byte_level_bpe(model: models.BPE) -> tokenizers.Tokenizer:
-    """As GPT-2's tokenizer (Radford et al. 2019): every byte is in the vocabulary, so nothing is unknown."""
-    backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return backend
-
-
-def _set_template(backend: tokenizers.Tokenizer) -> None:
-    """Sets how `transformers` wraps a sequence in special tokens; the pipeline leaves that to the objectives."""
-    for cls, sep, template in (
-        ("[CLS]", "[SEP]", processors.BertProcessing),
-        ("<s>", "</s>", processors.RobertaProcessing),
-    ):
-        cls_id, sep_id = backend.token_to_id(cls), backend.token_to_id(sep)
-        if cls_id is not None and sep_id is not None:
-            backend.post_processor = template((sep, sep_id), (cls, cls_id))
-            return
-
-
-def _explicit(settings: Any) -> Any:
-    """Leaves out what is null, false or empty text, at any depth: so new versions write settings that old ones lack."""
-    if isinstance(settings, dict):
-        return {k: _explicit(v) for k, v in settings.items() if not (v is None or v is False or v == "")}
-    return [_explicit(entry) for entry in settings] if isinstance(settings, list) else settings
+def _read_backend(folder: Path, settings: dict[str, Any]) -> Backend:
+    try:
+        return huggingface.HuggingFace(huggingface.read(folder, settings), settings)
+    except FileNotFoundError:
+        return sentencepiece.SentencePiece((folder / sentencepiece.MODEL).read_bytes(), settings)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def _json(content: Any) -> str:
-    return json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+def _json(content: Any) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

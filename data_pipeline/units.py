@@ -21,7 +21,7 @@ from data_pipeline import sentences
 from data_pipeline.manifest import ShardInfo, token_dtype
 from data_pipeline.packing import Int64
 from data_pipeline.shards import Tokens, write_shard
-from data_pipeline.sources import BadRecord, Record, Source
+from data_pipeline.sources import BadRecord, PairSource, Record, Source
 from data_pipeline.tokenization import Tokenizer
 from trainer.storage import write_text
 
@@ -97,6 +97,7 @@ class Outcome:
         documents_in: records of the unit.
         rejected: (file, line, reason) of each record that holds no document.
         shards: split -> shard; a split without documents is not in here.
+        unknown: tokens in them that stand for what the tokenizer does not know.
     """
 
     build: str
@@ -104,6 +105,7 @@ class Outcome:
     documents_in: int
     rejected: tuple[tuple[int, int, str], ...]
     shards: dict[str, ShardInfo]
+    unknown: int
 
     def save(self, path: Path) -> None:
         """Writes it as JSON, atomically."""
@@ -116,7 +118,7 @@ class Outcome:
             tree = json.loads(path.read_bytes())
             shards = {split: ShardInfo(**shard) for split, shard in tree["shards"].items()}
             rejected = tuple((file, line, reason) for file, line, reason in tree["rejected"])
-            return cls(tree["build"], tree["digest"], tree["documents_in"], rejected, shards)
+            return cls(tree["build"], tree["digest"], tree["documents_in"], rejected, shards, tree["unknown"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -142,7 +144,7 @@ class UnitWriter:
         self._tokenizer = Tokenizer.load(folder / "tokenizer")
         self._dtype = token_dtype(self._tokenizer.vocabulary.size)
         self._folder, self._source, self._heldout_fraction, self._build = folder, source, heldout_fraction, build
-        self._splitter = splitter
+        self._splitter, self._is_pairs = splitter, isinstance(source, PairSource)
 
     def __call__(self, unit: Unit) -> Outcome:
         """Writes the unit's shards, then its outcome.
@@ -152,54 +154,68 @@ class UnitWriter:
         """
         # From the first shard on, what an earlier build of other settings said about this unit would be wrong.
         outcome_path(self._folder, unit.index).unlink(missing_ok=True)
-        texts, origin, rejected = list[str](), list[tuple[int, int]](), list[tuple[int, int, str]]()
+        texts, heldout = list[list[str]](), list[bool]()
+        origin, rejected = list[tuple[int, int]](), list[tuple[int, int, str]]()
         for record in unit.records:
             try:
-                texts.append(self._source.parse(record))
+                key, parts = self._parse(record)
+                texts.append(parts)
+                heldout.append(hashed_share(key, "heldout") < self._heldout_fraction)
                 origin.append((record.file, record.line))
             except BadRecord as error:
                 rejected.append((record.file, record.line, str(error)))
         encoded = [document for batch in _batches(texts) for document in self._encode(batch)]
         documents = [tokens for tokens, _ in encoded]
         # Text of nothing but control characters, say, normalises to nothing.
-        rejected += [(*origin[i], "no tokens") for i, tokens in enumerate(documents) if not len(tokens)]
-        heldout = [hashed_share(text, "heldout") < self._heldout_fraction for text in texts]
+        sound = [len(parts) == 2 if self._is_pairs else len(tokens) > 0 for tokens, parts in encoded]
+        reason = "no tokens in the source or the target" if self._is_pairs else "no tokens"
+        rejected += [(*place, reason) for place, good in zip(origin, sound, strict=True) if not good]
         shards = {}
         for split, chosen in (("train", False), ("heldout", True)):
-            members = [i for i, tokens in enumerate(documents) if heldout[i] == chosen and len(tokens)]
+            members = [i for i, good in enumerate(sound) if heldout[i] == chosen and good]
             if members:
                 shards[split] = write_shard(
                     self._folder / f"{split}-{unit.index:06d}.tar",
                     [documents[i] for i in members],
                     np.array([origin[i] for i in members], np.uint32),
                     self._dtype,
-                    [encoded[i][1] for i in members] if self._splitter else None,
+                    [encoded[i][1] for i in members] if self._splitter or self._is_pairs else None,
                 )
-        outcome = Outcome(self._build, unit.digest, len(unit.records), tuple(sorted(rejected)), shards)
+        # Of the special tokens, text produces no other.
+        unknown = sum(int(np.isin(tokens, self._tokenizer.vocabulary.special).sum()) for tokens in documents)
+        outcome = Outcome(self._build, unit.digest, len(unit.records), tuple(sorted(rejected)), shards, unknown)
         outcome.save(outcome_path(self._folder, unit.index))
         return outcome
 
-    def _encode(self, texts: list[str]) -> list[tuple[Tokens, Int64]]:
-        """The tokens of each text and, where asked for, the offsets of its sentences' first tokens."""
-        if self._splitter is None:
-            return [(tokens, np.zeros(0, dtype=np.int64)) for tokens in self._tokenizer.encode_batch(texts)]
-        split = [sentences.split(text, self._splitter) for text in texts]
-        encoded = iter(self._tokenizer.encode_batch(list(itertools.chain.from_iterable(split))))
-        return [_join(list(itertools.islice(encoded, len(parts)))) for parts in split]
+    def _parse(self, record: Record) -> tuple[str, list[str]]:
+        """The text whose hash chooses the split, and the parts that are tokenised each by itself."""
+        if isinstance(self._source, PairSource):
+            source, target = self._source.parse_pair(record)
+            return source, [source, target]  # so that all targets of a source go to the same split
+        text = self._source.parse(record)
+        return text, [text] if self._splitter is None else sentences.split(text, self._splitter)
+
+    def _encode(self, texts: list[list[str]]) -> list[tuple[Tokens, Int64]]:
+        """The tokens of each text and, where it may have several parts, the offsets of their first tokens."""
+        encoded = self._tokenizer.encode_batch(list(itertools.chain.from_iterable(texts)))
+        if self._splitter is None and not self._is_pairs:
+            return [(tokens, np.zeros(0, dtype=np.int64)) for tokens in encoded]
+        remaining = iter(encoded)
+        return [_join(list(itertools.islice(remaining, len(parts)))) for parts in texts]
 
 
 def _join(parts: list[Tokens]) -> tuple[Tokens, Int64]:
-    """Puts sentences together: all tokens, and the offsets of the first ones."""
+    """Puts the parts of a text together: all tokens, and the offsets of the first ones."""
     length = np.array([len(part) for part in parts])
     return np.concatenate(parts), (np.cumsum(length) - length)[length > 0]
 
 
-def _batches(texts: list[str]) -> Iterator[list[str]]:
+def _batches(texts: list[list[str]]) -> Iterator[list[list[str]]]:
     """Groups texts by about a million characters, to bound the memory of the tokenizer's answer."""
-    batch, characters = list[str](), 0
+    batch, characters = list[list[str]](), 0
     for text in texts:
         batch.append(text)
-        characters += len(text)
+        characters += sum(map(len, text))
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

@@ -19,20 +19,48 @@ HOST_COLUMNS = ("number", "source", "example", "epoch", "digest", "filled")
 
 
 @dataclass(frozen=True)
+class Sides:
+    """What pieces of documents take of examples that have two sides, as the inputs of an encoder and of a decoder.
+
+    Attributes:
+        size: cells of the sides.
+        cost: cells that a piece of 1, 2, ... tokens takes on either side.
+        joined: whether the first side holds everything, as for a decoder alone, and the second only what it predicts.
+    """
+
+    size: tuple[int, int]
+    cost: tuple[tuple[int, int], ...]
+    joined: bool = False
+
+
+@dataclass(frozen=True)
 class PackSpec:
     """How many cells of an example the objective needs for itself.
 
     Attributes:
-        sequence_length: cells of an example, special tokens included.
+        sequence_length: cells of an example, special tokens included; where it has sides, the text for them.
         prefix: special tokens before a sequence (1 for [CLS]).
         suffix: special tokens after each piece of a document (1 for [SEP]).
         pairs: whether examples must be pairs of segments.
+        sides: where an example has two, both of which the pieces of `best_fit` must fit into.
+        text_pairs: whether documents must be pairs of texts, which go to the `sides`, whose `cost` plays no part then.
+        truncate: of pairs of texts, leaves out the end of a source that is too long.
     """
 
     sequence_length: int
     prefix: int
     suffix: int
     pairs: bool = False
+    sides: Sides | None = None
+    text_pairs: bool = False
+    truncate: bool = False
+
+    @property
+    def cells(self) -> int:
+        """Cells of an example that a model computes, those of both sides."""
+        if self.sides is None:
+            return self.sequence_length
+        return self.sides.size[0] if self.sides.joined else sum(self.sides.size)
 
 
 @dataclass(frozen=True)
@@ -76,6 +104,8 @@ class Vocabulary:
             random replacement.
         continuing: ids of tokens that go on with the word of the token before them (WordPiece's "##ing"; in byte-level
             BPE, what does not begin with a space); None where the tokenizer's kind is not known.
+        eos: id of the token that ends a text: T5's </s>, GPT-2's <|endoftext|>; None where there is none.
+        sentinels: ids of <extra_id_0>, <extra_id_1>, ..., which stand for spans of text; empty where there are none.
     """
 
     size: int
@@ -85,3 +115,10 @@ class Vocabulary:
     mask: int | None
     special: tuple[int, ...]
     continuing: tuple[int, ...] | None = None
+    eos: int | None = None
+    sentinels: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int | None:
+        """Id of the token that ends a text for a decoder: [SEP], or where there is none, `eos`."""
+        return self.eos if self.sep is None else self.sep

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data_pipeline import build
 from data_pipeline.manifest import MANIFEST, Manifest
-from data_pipeline.remote import TOKENIZER_FILES
+from data_pipeline.remote import fetch_tokenizer
 from data_pipeline.sources import Source, huggingface
 from trainer import storage
 from trainer.checkpoint import files
@@ -88,8 +88,8 @@ def _dataset_inputs(config: build.Config, to: str | None) -> Iterator[str]:
                 config.source.open(streaming=False).save_to_disk(saved)
             yield f"source.path={saved}"
         return
-    paths: tuple[str, ...] = getattr(config.source, "paths", ())
-    if any(storage.is_url(path) for path in paths):
+    lists: dict[str, tuple[str, ...]] = {k: v for k, v in vars(config.source).items() if k.endswith("paths")}
+    if any(storage.is_url(path) for paths in lists.values() for path in paths):
         source: Source = config.source.build()
         if len({_local(file, folder) for file in source.files}) < len(source.files):
             raise ConfigError(
@@ -97,7 +97,8 @@ def _dataset_inputs(config: build.Config, to: str | None) -> Iterator[str]:
                 "the same name; download them by hand under names of their own"
             )
         _source_files(source, config.limit_bytes, folder)
-        yield f"source.paths={json.dumps([_local(path, folder) for path in paths])}"
+        for name, paths in lists.items():
+            yield f"source.{name}={json.dumps([_local(path, folder) for path in paths])}"
 
 
 def _source_files(source: Source, limit: int | None, folder: Path) -> None:
@@ -121,8 +122,7 @@ def _built_dataset(url: str, folder: Path) -> Path:
     for number, shard in enumerate(manifest.shards, start=1):
         logger.info("%d of %d: %s", number, len(manifest.shards), shard.name)
         _download(f"{url}/{shard.name}", folder / shard.name, shard.sha256)
-    for name in TOKENIZER_FILES:
-        _download(f"{url}/tokenizer/{name}", folder / "tokenizer" / name)
+    fetch_tokenizer(url, folder)
     manifest.save(folder)
     return folder
 

@@ -43,7 +43,7 @@ def model_folder(path: str, to: str | None = None) -> Path:
 
 def tokenizer_folder(path: str, to: str | None = None) -> Path:
     """The folder of a tokenizer; see `_folder`."""
-    return _folder(path, TOKENIZER_FILES, (("tokenizer.json", "vocab.txt", "vocab.json"),), to)
+    return _folder(path, TOKENIZER_FILES, (("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model"),), to)
 
 
 def _folder(path: str, files: tuple[str, ...], needed: tuple[tuple[str, ...], ...], to: str | None) -> Path:

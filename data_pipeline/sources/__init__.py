@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 
 class Record(NamedTuple):
@@ -68,14 +68,56 @@ class Source(ABC):
         """
         if record.problem is not None:
             raise BadRecord(record.problem)
-        text = self.decode(record.data)
-        if not text or text.isspace():
-            raise BadRecord("empty document")
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
-            raise BadRecord("invalid Unicode") from None
-        return text
+        return _checked(self.decode(record.data), "document")
+
+
+@dataclass(frozen=True)
+class PairSource(Source):
+    """An ordered set of files of pairs of texts, a source and a target, as for translation.
+
+    Attributes:
+        prefix: what each source begins with, as T5's "translate English to German: ".
+    """
+
+    prefix: str
+    target_file: ClassVar[int] = 0
+    """How many places in `files` the file of the targets stands behind that of their sources."""
+
+    @abstractmethod
+    def decode_pair(self, data: bytes) -> tuple[str, str]:
+        """The source, without the prefix, and the target in the bytes of a record.
+
+        Raises:
+            BadRecord: they are not both there.
+        """
+
+    def decode(self, data: bytes) -> str:
+        """Both texts as one document, as tokenizers are trained on them."""
+        return "\n".join(self._checked_pair(data))
+
+    def parse_pair(self, record: Record) -> tuple[str, str]:
+        """The source, with the prefix, and the target in a record: neither blank.
+
+        Raises:
+            BadRecord: they are not both there.
+        """
+        if record.problem is not None:
+            raise BadRecord(record.problem)
+        return self._checked_pair(record.data)
+
+    def _checked_pair(self, data: bytes) -> tuple[str, str]:
+        source, target = self.decode_pair(data)
+        return self.prefix + _checked(source, "source"), _checked(target, "target")
+
+
+def _checked(text: str, name: str) -> str:
+    if not text or text.isspace():
+        raise BadRecord(f"empty {name}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
+        raise BadRecord("invalid Unicode") from None
+    return text
 
 
 def decode_utf8(data: bytes) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from data_pipeline.sources import BadRecord, Record, Source, decode_utf8
 from data_pipeline.sources.files import find, read_records
@@ -39,21 +39,39 @@ class JsonLines(Source):
     field: str
 
     def records(self) -> Iterator[Record]:
-        return read_records(self.files, _lines)
+        return read_records(self.files, lines)
 
     def decode(self, data: bytes) -> str:
-        try:
-            value = json.loads(decode_utf8(data))
-        except (ValueError, RecursionError):
-            raise BadRecord("invalid JSON") from None
-        for key in self.field.split("."):
-            if not isinstance(value, dict) or key not in value:
-                raise BadRecord(f"no field {self.field!r}")
-            value = value[key]
-        if not isinstance(value, str):
-            raise BadRecord(f"field {self.field!r} is not text")
-        return value
+        return text_of(load_json(data), self.field)
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+def lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, with their numbers."""
     return ((number, line) for number, line in enumerate(file, start=1) if not line.isspace())
+
+
+def load_json(data: bytes) -> Any:
+    """The value of a line.
+
+    Raises:
+        BadRecord: it has none.
+    """
+    try:
+        return json.loads(decode_utf8(data))
+    except (ValueError, RecursionError):
+        raise BadRecord("invalid JSON") from None
+
+
+def text_of(value: Any, field: str) -> str:
+    """The text in a field, in whose name dots reach into nested objects.
+
+    Raises:
+        BadRecord: there is no such field, or no text in it.
+    """
+    for key in field.split("."):
+        if not isinstance(value, dict) or key not in value:
+            raise BadRecord(f"no field {field!r}")
+        value = value[key]
+    if not isinstance(value, str):
+        raise BadRecord(f"field {field!r} is not text")
+    return value

@@ -117,6 +117,16 @@ def test_a_dataset_of_the_hub_is_fetched_by_its_name(hub, samestep, data_file, t
     assert sum(shard.documents for shard in Manifest.load(tmp_path / "dataset").shards) == len(TEXTS)
 
 
+def test_both_files_of_parallel_text_are_fetched(hub, samestep, data_file, tmp_path):
+    for name in ("en", "de"):
+        hub.write(f"datasets/owner/pairs/train.{name}", b"one\ntwo\n")
+    address = "hf://datasets/owner/pairs/train."
+    source = f'source={{kind: parallel_text, source_paths: ["{address}en"], target_paths: ["{address}de"]}}'
+    found = settings(samestep("fetch", data_file, source, "--to", tmp_path / "raw"))
+    assert [setting.partition("=")[0] for setting in found[1:]] == ["source.source_paths", "source.target_paths"]
+    assert {path.name for path in (tmp_path / "raw").rglob("train.*")} == {"train.en", "train.de"}
+
+
 def test_a_limit_is_fetched_as_far_as_it_reaches(hub, samestep, data_file, tmp_path, monkeypatch):
     found = settings(samestep("fetch", data_file, "limit=5kB", "--to", tmp_path / "raw"))
     assert [path.name for path in (tmp_path / "raw").rglob("*.parquet")] == ["0.parquet"]

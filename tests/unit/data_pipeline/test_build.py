@@ -188,6 +188,19 @@ def test_a_source_without_documents_is_an_error(corpus, tmp_path):
         build(config)
 
 
+def test_much_text_that_the_tokenizer_does_not_know_is_warned_of(corpus, built, tmp_path, caplog):
+    lines = [json.dumps({"text": text}) + "\n" for text in ("w1 w2 w3", "w4 αβγ w5 δ", "w6")]
+    (tmp_path / "greek.jsonl").write_text("".join(lines))
+    source = jsonl.Config((f"{tmp_path}/greek.jsonl",))
+    with caplog.at_level("WARNING"):
+        greek = build(config_of(corpus, tmp_path / "greek", source=source, heldout_fraction=0))
+    share = 100 * 2 / sum(shard.tokens for shard in greek.shards)
+    assert f"{share:.2f} % of the tokens stand for text that the tokenizer does not know (2)" in caplog.text
+    caplog.clear()
+    build(config_of(corpus, tmp_path / "known"))
+    assert "does not know" not in caplog.text
+
+
 def test_a_finished_dataset_is_neither_built_twice_nor_replaced_by_another(corpus, built, caplog):
     before = {path: path.stat().st_mtime_ns for path in built.iterdir()}
     caplog.set_level("INFO")
@@ -320,7 +333,7 @@ def test_pieces_of_a_stopped_build_of_other_settings_or_input_are_made_again(cor
 def test_a_unit_that_fails_half_way_leaves_no_outcome_of_an_earlier_build(built, tmp_path):
     """Its first shard is new then, perhaps of the old one's size, which a resumed build must not take for the old."""
     shutil.copytree(built / "tokenizer", tmp_path / "tokenizer")
-    outcome = Outcome("another build", "digest", 1, (), {})
+    outcome = Outcome("another build", "digest", 1, (), {}, 0)
     outcome.save(outcome_path(tmp_path, 0))
     (tmp_path / "heldout-000000.tar").mkdir()  # no file can replace a folder
     source = jsonl.JsonLines(("a.jsonl",), "text")

@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,6 +64,24 @@ def test_every_token_is_fed_once_an_epoch(write_dataset, packing) -> None:
     for epoch in (0, 1):
         fed = torch.cat(epochs[epoch])
         assert sorted(fed[fed > 0].tolist()) == list(range(1, tokens + 1))
+
+
+def test_the_digest_of_a_row_is_of_its_target_too(write_dataset) -> None:
+    folder = write_dataset()
+
+    def with_targets(offset: int) -> Callable[[Examples, int], Batch]:
+        def collate(examples: Examples, length: int) -> Batch:
+            target = np.arange(len(examples.key) * 4).reshape(-1, 4)
+            target[:, 2] += offset * (examples.key == examples.key[0])
+            return {**lay_out(examples, length), "target_tokens": target}
+
+        return collate
+
+    (rows,), (same,), (other,) = (
+        global_batches(folder, 1, collate=with_targets(offset), micro_batch_size=24) for offset in (0, 0, 1)
+    )
+    assert torch.equal(rows["digest"], same["digest"])
+    assert (rows["digest"] != other["digest"]).sum() == 1
 
 
 def test_the_digest_of_a_row_tells_every_single_token_apart(write_dataset) -> None:

@@ -74,7 +74,7 @@ def files_of(folder: Path) -> dict[str, str]:
 
 def test_shards_say_where_the_sentences_of_every_document_begin(built) -> None:
     dataset = Dataset.open(built)
-    assert dataset.has_sentences
+    assert dataset.manifest.has_sentences
     assert dataset.manifest.settings["sentences"] == "rules 1"
     assert dataset.manifest.documents_rejected == {"no tokens": 1}
     seen = 0

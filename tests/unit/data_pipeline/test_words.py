@@ -11,6 +11,7 @@ from tokenizers import normalizers, pre_tokenizers
 
 from data_pipeline import words
 from data_pipeline.tokenization import Config, Tokenizer
+from data_pipeline.tokenization_huggingface import HuggingFace
 from data_pipeline.words import WordEncoder, ends_tokens_with_words
 
 TEXTS = [topics[name] for name in sorted(topics)]
@@ -25,14 +26,21 @@ def tokenizer(request) -> Tokenizer:
     return Config("unused", algorithm, vocab_size=3000, lowercase=bool(lowercase)).train([*TEXTS[::3], HARD])
 
 
+def backend_of(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(tokenizer._backend.files()["tokenizer.json"].decode())
+    backend.encode_special_tokens = True
+    return backend
+
+
 def encoder(tokenizer: Tokenizer) -> WordEncoder:
-    assert ends_tokens_with_words(tokenizer._backend)
-    return WordEncoder(tokenizer._backend, np.dtype(np.uint16))
+    backend = backend_of(tokenizer)
+    assert ends_tokens_with_words(backend)
+    return WordEncoder(backend, np.dtype(np.uint16))
 
 
 def assert_as_whole(tokenizer: Tokenizer, texts: list[str], rounds: int = 1) -> None:
     """Compares with the tokenizer itself."""
-    whole = [encoding.ids for encoding in tokenizer._backend.encode_batch_fast(texts, add_special_tokens=False)]
+    whole = [encoding.ids for encoding in backend_of(tokenizer).encode_batch_fast(texts, add_special_tokens=False)]
     ours = encoder(tokenizer)
     for _ in range(rounds):
         for text, ids, expected in zip(texts, ours.encode_batch(texts), whole, strict=True):
@@ -63,7 +71,7 @@ def test_what_is_remembered_is_bounded_and_forgetting_changes_nothing(tokenizer,
 
 
 def changed(tokenizer: Tokenizer, **parts: object) -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer.from_str(tokenizer._backend.to_str())
+    backend = backend_of(tokenizer)
     for name, part in parts.items():
         setattr(backend, name, part)
     return backend
@@ -82,4 +90,4 @@ def test_tokenizers_of_which_nothing_is_known_encode_whole_texts(tokenizer) -> N
     for backend in backends:
         assert not ends_tokens_with_words(backend)
         expected = backend.encode("  a  b\n a b ", add_special_tokens=False).ids
-        assert Tokenizer(backend, {}).encode_batch(["  a  b\n a b "])[0].tolist() == expected
+        assert Tokenizer(HuggingFace(backend, {})).encode_batch(["  a  b\n a b "])[0].tolist() == expected

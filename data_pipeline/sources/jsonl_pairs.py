@@ -1,0 +1,54 @@
+"""JSON Lines of pairs of texts: one JSON object a line, with the source and the target in two of its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from data_pipeline.sources import PairSource, Record
+from data_pipeline.sources.files import find, read_records
+from data_pipeline.sources.jsonl import lines, load_json, text_of
+
+
+@dataclass(frozen=True)
+class Config:
+    """Where the pairs are.
+
+    Attributes:
+        paths: files, glob patterns or URLs; `.gz` and `.zst` are decompressed.
+        source: the key of the source; dots reach into nested objects.
+        target: the key of the target.
+        prefix: what each source begins with, as "translate English to German: ".
+    """
+
+    paths: tuple[str, ...]
+    source: str = "source"
+    target: str = "target"
+    prefix: str = ""
+
+    def at(self, paths: tuple[str, ...]) -> Config:
+        """The same pairs in other files."""
+        return replace(self, paths=paths)
+
+    def build(self) -> JsonLinesPairs:
+        """Finds the files.
+
+        Raises:
+            ConfigError: a pattern matches nothing.
+        """
+        return JsonLinesPairs(find(self.paths), self.prefix, self.source, self.target)
+
+
+@dataclass(frozen=True)
+class JsonLinesPairs(PairSource):
+    """Reads the fields `source` and `target` of each line that is not blank."""
+
+    source: str
+    target: str
+
+    def records(self) -> Iterator[Record]:
+        return read_records(self.files, lines)
+
+    def decode_pair(self, data: bytes) -> tuple[str, str]:
+        value = load_json(data)
+        return text_of(value, self.source), text_of(value, self.target)
