@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.table import Table
 from data_pipeline.tokenization import Tokenizer
 from trainer.checkpoint import huggingface
 from trainer.errors import ConfigError
+from trainer.examples import Vocabulary
 from trainer.weights import Weights, load_weights
 
 logger = logging.getLogger(__name__)
@@ -21,16 +23,22 @@ logger = logging.getLogger(__name__)
 def export(checkpoint: str, folder: str) -> None:
     """Writes a checkpoint and its tokenizer as a folder that `transformers` loads."""
     weights = load_weights(checkpoint)
-    _check_padding(weights)
+    vocabulary = _tokenizer(weights).vocabulary
+    _check_padding(weights, vocabulary)
     tensors = weights.config.export_tensors(dict(weights.tensors))
+    config = weights.config.to_huggingface() | _token_ids(weights.config, vocabulary)
     with weights.tokenizer_files() as tokenizer:
-        huggingface.save_folder(Path(folder), weights.config.to_huggingface(), tensors, tokenizer)
+        huggingface.save_folder(Path(folder), config, tensors, tokenizer)
     logger.info("wrote %s: %d tensors of %s", folder, len(tensors), checkpoint)
 
 
 def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
     """Prints the likeliest words for each masked place of each text."""
     weights = load_weights(checkpoint)
+    if weights.config.causal or getattr(weights.config, "encoder_decoder", False):
+        raise ConfigError(
+            f"{checkpoint} holds a model that writes text from left to right and fills no masks; use samestep generate"
+        )
     tokenizer = _tokenizer(weights)
     model = weights.config.build()
     model.load_state_dict(dict(weights.tensors))
@@ -66,9 +74,22 @@ def _tokenizer(weights: Weights) -> Tokenizer:
         return Tokenizer.load(folder)
 
 
-def _check_padding(weights: Weights) -> None:
+def _token_ids(config: Any, vocabulary: Vocabulary) -> dict[str, int]:
+    """The tokens that transformers' `generate` begins and ends texts with, as `trainer.generation` does."""
+    is_pair = getattr(config, "encoder_decoder", False)
+    if not (is_pair or config.causal):
+        return {}
+    ids = {"pad_token_id": vocabulary.pad, "eos_token_id": vocabulary.end}
+    if is_pair:
+        ids["decoder_start_token_id"] = vocabulary.pad
+    else:
+        ids["bos_token_id"] = vocabulary.end if vocabulary.cls is None else vocabulary.cls
+    return {name: token for name, token in ids.items() if token is not None}
+
+
+def _check_padding(weights: Weights, vocabulary: Vocabulary) -> None:
     """Refuses a tokenizer whose padding would shift the positions: RoBERTa's are counted from the padding's id."""
-    offset, pad = weights.config.position_offset, _tokenizer(weights).vocabulary.pad
+    offset, pad = weights.config.position_offset, vocabulary.pad
     if offset and pad != offset - 1:
         raise ConfigError(
             f"the tokenizer {weights.tokenizer} has its padding token at id {pad}, and {weights.config.model_type} in "

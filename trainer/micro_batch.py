@@ -24,14 +24,14 @@ _SHARE = 0.9  # of the memory; the rest is for what fragmentation wastes and for
 _HOST_CELLS = 4096  # of a micro-batch on devices without memory of their own; larger ones are no faster on a CPU
 
 
-def without_probe(most: int, sequence_length: int) -> int:
+def without_probe(most: int, cells: int) -> int:
     """The micro-batch where memory sets no limit that could be measured, as on the CPU.
 
     Args:
         most: examples that a device has to do in a step.
-        sequence_length: cells of an example.
+        cells: of an example.
     """
-    return max(1, min(most, _HOST_CELLS // sequence_length))
+    return max(1, min(most, _HOST_CELLS // cells))
 
 
 def largest(peak: Callable[[int], int], budget: int, most: int) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,7 @@ class Weights:
         folder: of the checkpoint, or of the Hugging Face model.
         tokenizer: the folder of the tokenizer that goes with them; see `tokenizer_files`.
         step: of the checkpoint; None for a Hugging Face model.
+        objective: the settings that a checkpoint's model was trained with, its kind included.
     """
 
     config: Any
@@ -36,6 +38,7 @@ class Weights:
     folder: Location
     tokenizer: Location
     step: int | None = None
+    objective: Mapping[str, Any] = field(default_factory=dict)
 
     def tokenizer_files(self) -> AbstractContextManager[Path]:
         """The tokenizer's folder on this machine, while the context lasts."""
@@ -69,8 +72,8 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
     pieces = {name.removeprefix(_PREFIX): found for name, found in stored.pieces.items() if name.startswith(_PREFIX)}
     with together(world_size):
         beside = root / "tokenizer"
-        tokenizer = beside if (beside / "tokenizer.json").exists() else root.parent / "tokenizer"
-    return Weights(config, StoredTensors(pieces), folder, tokenizer, meta["step"])
+        tokenizer = beside if (beside / "tokenizer_config.json").exists() else root.parent / "tokenizer"
+    return Weights(config, StoredTensors(pieces), folder, tokenizer, meta["step"], meta["config"]["objective"])
 
 
 def _from_huggingface(folder: Path) -> Weights:

@@ -1,6 +1,7 @@
 """Models: one Transformer core and the families configured from it; `kind: bert` is the module `bert`.
 
 A family's `Config.build()` makes the module, best under `torch.device("meta")`: its parameters get their values
-afterwards, from `initial_values` or a checkpoint. Besides `forward` a model offers `sharding_units()`,
-`flops_per_token()`, `max_sequence_length` and `initial_values()`. Parameter names are the names in checkpoints.
+afterwards, from `initial_values` or a checkpoint. Besides `forward` a model offers `sharding_units()`, `stacked()`,
+`flops_per_token()`, `max_sequence_length` and `initial_values()`; one that writes text also `start()` and `step()`.
+Parameter names are the names in checkpoints.
 """

@@ -1,4 +1,4 @@
-"""Multi-head self-attention (Vaswani et al. 2017, section 3.2)."""
+"""Multi-head attention (Vaswani et al. 2017, section 3.2): of a sequence to itself, and to the encoder's output."""
 
 from __future__ import annotations
 
@@ -6,18 +6,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.models.cache import LayerCache, Memory
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout
 
 
-def segment_mask(segments: Tensor, causal: bool = False) -> Tensor:
+def segment_mask(segments: Tensor, causal: bool = False, prefix: Tensor | None = None) -> Tensor:
     """Lets each cell attend to the cells of its own segment: [B, S] -> bool [B, 1, S, S].
 
     Padding is a segment like any other, so no row of the mask is empty and no softmax gives NaN. `causal` leaves out
-    the cells after it.
+    the cells after it, except those in `prefix`, bool [B, S].
     """
     same = segments[:, None, :, None] == segments[:, None, None, :]
-    return same.tril() if causal else same
+    if not causal:
+        return same
+    return same.tril() if prefix is None else same & (prefix[:, None, None, :] | causal_mask(segments))
+
+
+def causal_mask(cells: Tensor) -> Tensor:
+    """Lets each cell attend to itself and those before it: [B, S] -> bool [S, S]."""
+    return torch.ones(cells.shape[1], cells.shape[1], dtype=torch.bool, device=cells.device).tril()
 
 
 def take(x: Tensor, cells: Tensor | None) -> Tensor:
@@ -25,37 +33,107 @@ def take(x: Tensor, cells: Tensor | None) -> Tensor:
     return x if cells is None else x.take_along_dim(cells.long()[..., None], dim=1)
 
 
-class SelfAttention(nn.Module):
-    """Bidirectional self-attention with one projection for queries, keys and values."""
+class _Attention(nn.Module):
+    """What both kinds of attention share: heads, scale, dropout, and the output projection."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.heads = config.heads
+        self.inner = config.heads * config.head_width
+        self.scale = config.attention_scale
         self.dropout = config.attention_dropout
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.out = nn.Linear(config.width, config.width)
 
-    def forward(
-        self, hidden: Tensor, mask: Tensor | None, dropout_key: Tensor | None, cells: Tensor | None = None
+    def split(self, projected: Tensor, parts: int) -> tuple[Tensor, ...]:
+        """[B, S, parts * H * K] -> `parts` times [B, H, S, K]."""
+        return tuple(
+            part.view(*part.shape[:2], self.heads, -1).transpose(1, 2) for part in projected.chunk(parts, dim=-1)
+        )
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout_key: Tensor | None,
+        causal: bool = False,
     ) -> Tensor:
-        """[B, S, D] -> [B, S, D], or [B, P, D] for cells [B, P] alone.
+        """Mixes the values: query [B, H, T, K], key and value [B, H, S, K] -> [B, T, H * K].
 
-        mask: bool [B, 1, S, S], True where attention is allowed; None allows all.
+        mask: bool, True where attention is allowed, or float, added to the scores; broadcasts to [B, H, T, S].
         """
-        query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(hidden).chunk(3, dim=-1)
-        )  # each [B, H, S, K]
         if dropout_key is None or self.dropout == 0:
-            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+            mixed = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=causal, scale=self.scale
+            )
         else:
+            mask = causal_mask(query[:, 0, :, 0]) if causal else mask
             mixed = self._eager(query, key, value, mask, dropout_key)
-        out: Tensor = self.out(take(mixed.transpose(1, 2).flatten(2), cells))
-        return out
+        return mixed.transpose(1, 2).flatten(2)
 
     def _eager(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_key: Tensor) -> Tensor:
         """Writes the probabilities out, because the fused kernels cannot take our dropout mask."""
-        scores = query * query.shape[-1] ** -0.5 @ key.transpose(-1, -2)
+        scores = query * (query.shape[-1] ** -0.5 if self.scale is None else self.scale) @ key.transpose(-1, -2)
         if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf"))
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
         probabilities = scores.softmax(-1, dtype=torch.float32)
         return dropout(probabilities, self.dropout, dropout_key).to(value.dtype) @ value
+
+
+class SelfAttention(_Attention):
+    """Self-attention with one projection for queries, keys and values."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.causal = config.causal
+        self.qkv = nn.Linear(config.width, 3 * self.inner, bias=not config.rms_norm)
+        self.out = nn.Linear(self.inner, config.width, bias=not config.rms_norm)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        mask: Tensor | None,
+        dropout_key: Tensor | None,
+        cells: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """[B, S, D] -> [B, S, D], or [B, P, D] for cells [B, P] alone.
+
+        mask: as `attend` takes it; None allows all, or in a causal model all that is not later.
+        cache: holds the cells before these, and gets these.
+        """
+        query, key, value = self.split(self.qkv(hidden), 3)
+        if cache is not None:
+            key, value = cache.append(key, value)
+        mixed = self.attend(query, key, value, mask, dropout_key, causal=self.causal and mask is None)
+        out: Tensor = self.out(take(mixed, cells))
+        return out
+
+
+class CrossAttention(_Attention):
+    """Attention to the encoder's output, with one projection for keys and values."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.query = nn.Linear(config.width, self.inner, bias=not config.rms_norm)
+        self.kv = nn.Linear(config.width, 2 * self.inner, bias=not config.rms_norm)
+        self.out = nn.Linear(self.inner, config.width, bias=not config.rms_norm)
+
+    def forward(
+        self, hidden: Tensor, memory: Memory, dropout_key: Tensor | None, cache: LayerCache | None = None
+    ) -> Tensor:
+        """[B, T, D] -> [B, T, D]; with a cache, keys and values are computed in the first call only.
+
+        Rows that share a source, as `Cache.select` allows, attend to it as further cells of a single row would.
+        """
+        pair = None if cache is None else cache.memory
+        if pair is None:
+            key, value = self.split(self.kv(memory.hidden), 2)
+            pair = (key, value)
+        if cache is not None:
+            cache.memory = pair
+        (query,) = self.split(self.query(hidden), 1)
+        query = query.view(len(pair[0]), -1, *query.shape[1:]).transpose(1, 2).flatten(2, 3)
+        mixed = self.attend(query, *pair, memory.mask, dropout_key).reshape(*hidden.shape[:2], -1)
+        out: Tensor = self.out(mixed)
+        return out

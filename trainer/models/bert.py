@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor
 
 from trainer.config import decode
-from trainer.errors import CheckpointError, ConfigError
-from trainer.models.config import TransformerConfig
+from trainer.errors import ConfigError
+from trainer.models import huggingface
+from trainer.models.config import Activation, Norm, TransformerConfig
+from trainer.models.heads import MaskedLMHead, NextSentenceHead
 from trainer.models.transformer import Transformer
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,6 @@ _FIELDS = {
     "initializer_range": "initializer_range",
 }
 _OFTEN_ABSENT = {"is_decoder": False, "layer_norm_eps": 1e-12, "tie_word_embeddings": True, "initializer_range": 0.02}
-_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 
 _EMBEDDINGS = {
     "tokens.weight": "word_embeddings.weight",
@@ -58,7 +58,17 @@ _BUFFERS = re.compile(r"(\w+\.)?embeddings\.(position|token_type)_ids")  # older
 
 @dataclass(frozen=True)
 class Config(TransformerConfig):
-    """BERT-base, uncased."""
+    """BERT-base, uncased.
+
+    Attributes:
+        max_positions: the longest sequence, in tokens.
+        type_vocab: rows of the token-type table.
+        norm: "post" (BERT) or "pre" (adds a norm after the last layer).
+        causal: whether a token attends to those before it only (a left-to-right language model).
+        tied: whether the head shares the matrix of the token embeddings.
+        initializer_range: standard deviation of the initial weights.
+        nsp: adds a pooler and a head that says whether the second of two segments follows the first (BERT).
+    """
 
     model_type: ClassVar[str] = "bert"
     architecture: ClassVar[str] = "BertForMaskedLM"
@@ -73,10 +83,44 @@ class Config(TransformerConfig):
     nsp_names: ClassVar[Mapping[str, str]] = {"pooler": "bert.pooler.dense", "classifier": "cls.seq_relationship"}
 
     vocab_size: int = 30522
+    max_positions: int = 512
+    type_vocab: int = 2
+    norm_eps: float = 1e-12
+    norm: Norm = "post"
+    causal: bool = False
+    tied: bool = True
+    initializer_range: float = 0.02
+    nsp: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_positions", "type_vocab"):
+            self.check_positive(name)
+        if not self.initializer_range > 0:
+            raise ConfigError(f"initializer_range must be above 0, not {self.initializer_range}")
+        self.check_heads()
+
+    @property
+    def head_activation(self) -> Activation:
+        """The activation inside the masked-LM head, where nothing is gated."""
+        return "gelu" if self.gated else self.activation
+
+    @property
+    def normal_bound(self) -> float:
+        return 2.0
+
+    def initial_std(self, name: str) -> tuple[float, ...]:
+        return (self.initializer_range,)
 
     def build(self) -> Transformer:
         """Makes the module; its parameters still need their values."""
-        return Transformer(self)
+        return Transformer(
+            self,
+            MaskedLMHead(self, self.head_activation),
+            max_positions=self.max_positions,
+            types=self.type_vocab,
+            nsp_head=NextSentenceHead(self) if self.nsp else None,
+        )
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
@@ -94,23 +138,8 @@ class Config(TransformerConfig):
         fixed = {"model_type": cls.model_type, "position_embedding_type": "absolute", "add_cross_attention": False}
         if cls.position_offset:  # transformers numbers positions from the id of the padding token
             fixed["pad_token_id"] = cls.position_offset - 1
-        for key, expected in fixed.items():
-            if config.get(key, expected) != expected:
-                raise ConfigError(
-                    f"config.json has {key} {config[key]!r}, and a {cls.model_type} model of this kind "
-                    f"needs {expected!r}; import another checkpoint"
-                )
-        missing = [theirs for theirs in _FIELDS.values() if theirs not in config]
-        if missing:
-            raise ConfigError(f"config.json lacks {', '.join(missing)}; use the config.json of a transformers model")
-        activation = _ACTIVATIONS.get(str(config["hidden_act"]))
-        if activation is None:
-            raise ConfigError(
-                f"config.json has hidden_act {config['hidden_act']!r}, which is not supported; "
-                f"known: {', '.join(_ACTIVATIONS)}"
-            )
-        fields = {ours: config[theirs] for ours, theirs in _FIELDS.items()}
-        decoded: Self = decode(cls, {**fields, "activation": activation}, "config.json")
+        fields = huggingface.read_settings(config, _FIELDS, fixed, huggingface.ACTIVATIONS)
+        decoded: Self = decode(cls, fields, "config.json")
         nsp = {f"{name}.weight" for name in cls.nsp_names.values()}
         return replace(
             decoded,
@@ -124,7 +153,7 @@ class Config(TransformerConfig):
         Raises:
             ConfigError: transformers has no such model.
         """
-        if self.norm != "post" or self.activation == "geglu":
+        if self.norm != "post" or self.gated:
             raise ConfigError(
                 f"norm {self.norm} with activation {self.activation} cannot be exported: transformers' "
                 f"{self.model_type} has norm post and no gated activation; train with such a model"
@@ -149,14 +178,7 @@ class Config(TransformerConfig):
             logger.info("not part of a masked-LM model, and left out: %s", ", ".join(ignored))
         found = {self._canonical(name): tensors[name] for name in tensors if name not in ignored}
         self._drop_copies(found)
-        table, expected = self._table(), {}
-        for ours, shape in self._shapes().items():
-            for theirs in table[ours]:
-                expected[theirs] = (shape[0] // len(table[ours]), *shape[1:])
-        self._check(found, expected)
-        # What needs no joining is not copied: a large model's tensors stay on the disk until they are used.
-        parts = {ours: [found[name] for name in names] for ours, names in table.items()}
-        return {ours: torch.cat(found) if len(found) > 1 else found[0] for ours, found in parts.items()}
+        return huggingface.join_tensors(found, self._table(), self)
 
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inverse of `import_tensors`: the names and layout of transformers' current version.
@@ -164,17 +186,13 @@ class Config(TransformerConfig):
         Raises:
             CheckpointError: naming the parameters that are missing, unexpected or of another shape.
         """
-        self._check(parameters, self._shapes())
-        exported: dict[str, Tensor] = {}
-        for ours, names in self._table().items():
-            exported.update(zip(names, parameters[ours].detach().chunk(len(names)), strict=True))
+        exported = huggingface.split_tensors(parameters, self._table(), self)
         if not self.tied:
             bias = self.head_names["bias"]
             exported[f"{self.head_names['decoder']}.bias"] = exported[bias].clone()
         return exported
 
     def _table(self) -> dict[str, tuple[str, ...]]:
-        """Parameter name -> the tensors of a checkpoint that it consists of, end to end."""
         table: dict[str, tuple[str, ...]]
         table = {f"embeddings.{o}": (f"{self.model_type}.embeddings.{t}",) for o, t in _EMBEDDINGS.items()}
         for layer in range(self.layers):
@@ -207,29 +225,5 @@ class Config(TransformerConfig):
         copy = found.pop(f"{decoder}.bias", None)
         if copy is not None and not (self.tied and bias in found):
             found[bias] = copy
-        matrix = found.pop(f"{decoder}.weight", None) if self.tied else None
-        embedding = found.get(f"{self.model_type}.embeddings.word_embeddings.weight")
-        if matrix is not None and embedding is not None and not torch.equal(matrix, embedding):
-            raise CheckpointError(
-                f"{decoder}.weight differs from the word embeddings, and the configuration says that they are one; "
-                "set tie_word_embeddings to false in config.json"
-            )
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        with torch.device("meta"):
-            return {name: tuple(parameter.shape) for name, parameter in self.build().named_parameters()}
-
-    def _check(self, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-        problems = [f"{name} is missing" for name in expected if name not in tensors]
-        problems += [f"{name} is unexpected" for name in tensors if name not in expected]
-        problems += [
-            f"{name} is {list(tensors[name].shape)} instead of {list(shape)}"
-            for name, shape in expected.items()
-            if name in tensors and tuple(tensors[name].shape) != shape
-        ]
-        if problems:
-            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-            raise CheckpointError(
-                f"these weights are not of this {self.model_type} model: {'; '.join(problems[:5])}{more}; "
-                "use the config.json that belongs to them"
-            )
+        if self.tied:
+            huggingface.drop_copy(found, f"{decoder}.weight", f"{self.model_type}.embeddings.word_embeddings.weight")

@@ -7,12 +7,15 @@ from typing import ClassVar, Literal, TypeAlias
 
 from trainer.errors import ConfigError
 
-Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "geglu"]
+Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "geglu", "geglu_tanh"]
+Norm: TypeAlias = Literal["post", "pre"]
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Shape and regularisation of an encoder with a masked-LM head; the families set their own defaults.
+    """Shape and regularisation that all families have; each adds its own and sets its defaults.
+
+    What is a property here is a fact about a family; some families make a setting of it.
 
     Attributes:
         position_offset: rows at the start of the position table that stay unused (RoBERTa); not a setting.
@@ -21,17 +24,10 @@ class TransformerConfig:
         width: D, of the hidden states.
         heads: H, attention heads of width / heads each.
         ffn_width: inner width of the feed-forward network.
-        max_positions: the longest sequence, in tokens.
-        type_vocab: rows of the token-type table.
         dropout: probability for embeddings and the output of each branch.
         attention_dropout: probability for attention probabilities; 0 allows the fused attention kernels in training.
-        norm_eps: added to the variance in layer norms.
+        norm_eps: added to the variance in norms.
         activation: of the feed-forward network.
-        norm: "post" (BERT) or "pre" (adds a norm after the last layer).
-        causal: whether a token attends to those before it only (a left-to-right language model).
-        tied: whether the head shares the matrix of the token embeddings.
-        initializer_range: standard deviation of the initial weights.
-        nsp: adds a pooler and a head that says whether the second of two segments follows the first (BERT).
     """
 
     position_offset: ClassVar[int] = 0
@@ -41,34 +37,84 @@ class TransformerConfig:
     width: int = 768
     heads: int = 12
     ffn_width: int = 3072
-    max_positions: int = 512
-    type_vocab: int = 2
     dropout: float = 0.1
     attention_dropout: float = 0.1
-    norm_eps: float = 1e-12
+    norm_eps: float = 1e-5
     activation: Activation = "gelu"
-    norm: Literal["post", "pre"] = "post"
-    causal: bool = False
-    tied: bool = True
-    initializer_range: float = 0.02
-    nsp: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "layers", "width", "heads", "ffn_width", "max_positions", "type_vocab"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("vocab_size", "layers", "width", "heads", "ffn_width"):
+            self.check_positive(name)
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be in [0, 1), not {getattr(self, name)}")
-        for name in ("norm_eps", "initializer_range"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
+        if not self.norm_eps > 0:
+            raise ConfigError(f"norm_eps must be above 0, not {self.norm_eps}")
+
+    def check_heads(self) -> None:
+        """Refuses a width that heads of width / heads each do not fill."""
         if self.width % self.heads:
             divisors = [heads for heads in range(1, self.width + 1) if self.width % heads == 0]
             nearest = min(divisors, key=lambda heads: abs(heads - self.heads))
             raise ConfigError(f"width {self.width} is not a multiple of heads {self.heads}; use heads={nearest}")
 
+    def check_positive(self, name: str) -> None:
+        """Refuses a setting below 1."""
+        if getattr(self, name) < 1:
+            raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+
     @property
-    def head_activation(self) -> Activation:
-        """The activation inside the masked-LM head, where nothing is gated."""
-        return "gelu" if self.activation == "geglu" else self.activation
+    def head_width(self) -> int:
+        """K, the width of an attention head."""
+        return self.width // self.heads
+
+    @property
+    def attention_scale(self) -> float | None:
+        """What the products of queries and keys are multiplied by; None is head_width ** -0.5."""
+        return None
+
+    @property
+    def norm(self) -> Norm:
+        """Whether norms follow each residual sum, or precede each branch (and follow the last layer)."""
+        return "pre"
+
+    @property
+    def rms_norm(self) -> bool:
+        """Whether norms only scale (Zhang & Sennrich 2019), and projections have no biases."""
+        return False
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token attends to those before it only (a left-to-right language model)."""
+        return False
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head shares the matrix of the token embeddings."""
+        return True
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward network multiplies two projections (Shazeer 2020, "GLU variants")."""
+        return self.activation.startswith("geglu")
+
+    @property
+    def dropout_places(self) -> int:
+        """Where a layer applies dropout, so many of: attention probabilities, attention output, feed-forward output,
+        inside the feed-forward network, cross-attention probabilities, cross-attention output.
+        """
+        return 3
+
+    @property
+    def final_dropout(self) -> bool:
+        """Whether there is dropout after the last norm."""
+        return False
+
+    @property
+    def normal_bound(self) -> float:
+        """Standard deviations at which the normal distribution of initial weights ends."""
+        return 8.0  # beyond which there is nothing left in fp64
+
+    def initial_std(self, name: str) -> tuple[float, ...]:
+        """Standard deviations of a parameter's initial values: of its rows, cut into as many equal parts."""
+        raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Input embeddings: the sum of token, position and type, normalised (Devlin et al. 2019, figure 2)."""
+"""Input embeddings: the sum of token, position and type, as far as a family has them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout
-from trainer.models.layers import LayerNorm
+from trainer.models.layers import make_norm
 
 
 class _Lookup(torch.autograd.Function):
@@ -34,25 +34,39 @@ class _Lookup(torch.autograd.Function):
 
 
 class Embeddings(nn.Module):
-    """Learned embeddings, dropped out."""
+    """Learned embeddings of tokens and, with `max_positions`, of positions; dropped out.
 
-    def __init__(self, config: TransformerConfig) -> None:
+    With `types` also of token types, and the sum is normalised (Devlin et al. 2019, figure 2).
+    """
+
+    def __init__(self, config: TransformerConfig, max_positions: int | None = None, types: int | None = None) -> None:
         super().__init__()
         self.position_offset = config.position_offset
         self.dropout = config.dropout
         self.tokens = nn.Embedding(config.vocab_size, config.width)
-        self.positions = nn.Embedding(config.max_positions + config.position_offset, config.width)
-        self.types = nn.Embedding(config.type_vocab, config.width)
-        self.norm = LayerNorm(config.width, eps=config.norm_eps)
+        self.positions = None
+        if max_positions is not None:
+            self.positions = nn.Embedding(max_positions + config.position_offset, config.width)
+        self.types = None if types is None else nn.Embedding(types, config.width)
+        self.norm = None if types is None else make_norm(config)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, token_types: Tensor | None, dropout_key: Tensor | None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        token_types: Tensor | None = None,
+        dropout_key: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """int [B, S] each -> [B, S, D], and the token embeddings [V, D] for a tied head.
 
         Without token_types every cell is of type 0.
         """
-        types = self.types.weight[0] if token_types is None else self.types(token_types)
-        rows, matrix = _Lookup.apply(self.tokens.weight, tokens)  # type: ignore[no-untyped-call]
-        total = rows + self.positions(positions + self.position_offset) + types
-        return dropout(self.norm(total), self.dropout, dropout_key), matrix
+        hidden, matrix = _Lookup.apply(self.tokens.weight, tokens)  # type: ignore[no-untyped-call]
+        if self.positions is not None:
+            assert positions is not None, "the model has a position table"
+            hidden = hidden + self.positions(positions + self.position_offset)
+        if self.types is not None:
+            hidden = hidden + (self.types.weight[0] if token_types is None else self.types(token_types))
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        return dropout(hidden, self.dropout, dropout_key), matrix

@@ -1,47 +1,64 @@
-"""The one Transformer core, configured by the families (bert, roberta) into their models."""
+"""A Transformer of one stack of layers, configured by the families (bert, roberta, gpt2, openai_gpt, t5)."""
 
 from __future__ import annotations
+
+import sys
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from trainer.models.attention import segment_mask
+from trainer.models.attention import causal_mask, segment_mask
+from trainer.models.cache import Cache
 from trainer.models.config import TransformerConfig
-from trainer.models.dropout import split_key
+from trainer.models.dropout import dropout, split_key
 from trainer.models.embeddings import Embeddings
-from trainer.models.heads import MaskedLMHead, NextSentenceHead
-from trainer.models.initialization import initial_values
-from trainer.models.layers import DROPOUT_PLACES, Layer, LayerNorm
+from trainer.models.layers import Layer, make_norm, run_layers
+from trainer.models.model import Model, matrix_weights
+from trainer.models.relative import RelativeBias
 
 
-class Transformer(nn.Module):
-    """An encoder with a masked-LM head.
+class Transformer(Model):
+    """An encoder, or a decoder without one (causal), with a head that predicts tokens.
 
-    Attributes:
-        activation_checkpointing: recomputes each layer in the backward pass instead of keeping its activations.
+    Args:
+        config: shape and family.
+        head: turns hidden states and the token embeddings into logits.
+        max_positions: the longest sequence, with learned positions; None goes with `relative_bias`.
+        types: token types; None has none, and no norm after the embeddings.
+        relative_bias: of all layers' attention scores.
+        nsp_head: scores pairs of segments.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.activation_checkpointing = False
-        self.embeddings = Embeddings(config)
+    def __init__(
+        self,
+        config: TransformerConfig,
+        head: nn.Module,
+        *,
+        max_positions: int | None = None,
+        types: int | None = None,
+        relative_bias: RelativeBias | None = None,
+        nsp_head: nn.Module | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.embeddings = Embeddings(config, max_positions, types)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
-        self.final_norm = LayerNorm(config.width, eps=config.norm_eps) if config.norm == "pre" else None
-        self.head = MaskedLMHead(config)
-        self.nsp_head = NextSentenceHead(config) if config.nsp else None
+        self.relative_bias = relative_bias
+        self.final_norm = make_norm(config) if config.norm == "pre" else None
+        self.head = head
+        self.nsp_head = nsp_head
+        self._max_positions = max_positions
 
     def forward(
         self,
         tokens: Tensor,
         segments: Tensor | None,
-        positions: Tensor,
+        positions: Tensor | None,
         predicted: Tensor | None = None,
         dropout_key: Tensor | None = None,
         token_types: Tensor | None = None,
         next_sentence: bool = False,
+        prefix: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Scores every token of the vocabulary at the predicted positions.
 
@@ -50,74 +67,108 @@ class Transformer(nn.Module):
             segments: int [B, S]; 0 is padding, 1, 2, ... the sequences packed in a row. A cell attends to its segment.
                 None: each row is one sequence that fills it, and PyTorch may take its quickest attention, which
                 knows no masks.
-            positions: int [B, S], in [0, max_sequence_length); from 0 in each sequence.
+            positions: int [B, S], in [0, max_sequence_length); from 0 in each sequence. Models with relative positions
+                do not read it.
             predicted: int [B, P], the cells to predict; None predicts all.
             dropout_key: int32 [B], a random key for each row; None, or a model in eval mode, means no dropout.
             token_types: int [B, S]; None means type 0 everywhere.
             next_sentence: whether to score the pair of segments, too; the model needs the head for it.
+            prefix: bool [B, S], cells of a causal model that all cells of their segment may attend to; None: no cell.
 
         Returns:
             Logits [B, P, V], or [B, S, V] when `predicted` is None. With `next_sentence`, a pair of these and the
             logits [B, 2] of "B follows A" and "B is from elsewhere".
         """
-        embedding_key: Tensor | None = None
+        embedding_key, final_key = None, None
         layer_keys: Tensor | list[None] = [None] * len(self.layers)
         if self.training and dropout_key is not None:
-            keys = split_key(dropout_key, 1 + DROPOUT_PLACES * len(self.layers))
-            embedding_key, layer_keys = keys[0], keys[1:].view(len(self.layers), DROPOUT_PLACES, -1)
-        if segments is None and self.config.causal:
-            segments = torch.ones_like(tokens)
-        mask = None if segments is None else segment_mask(segments, self.config.causal)
+            places = self.config.dropout_places
+            keys = split_key(dropout_key, 2 + places * len(self.layers))
+            embedding_key, layer_keys, final_key = keys[0], keys[1:-1].view(len(self.layers), places, -1), keys[-1]
         hidden, matrix = self.embeddings(tokens, positions, token_types, embedding_key)
         read = predicted  # the cells of the last layer that the heads read
         if predicted is not None and next_sentence:
             read = F.pad(predicted, (1, 0))
-        for layer, layer_key in zip(self.layers, layer_keys, strict=True):
-            cells = read if layer is self.layers[-1] else None
-            if self.activation_checkpointing and self.training:
-                # Dropout masks come from keys, so there is no generator state to bring back for the second time.
-                hidden = checkpoint(
-                    layer, hidden, mask, layer_key, cells, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                hidden = layer(hidden, mask, layer_key, cells)
-        if self.final_norm is not None:
-            hidden = self.final_norm(hidden)
+        checkpointing = self.activation_checkpointing and self.training
+        mask = self._mask(tokens, segments, prefix)
+        hidden = run_layers(self.layers, hidden, mask, layer_keys, cells=read, checkpointing=checkpointing)
+        hidden = self._finish(hidden, final_key, read)
         if not next_sentence:
             logits: Tensor = self.head(hidden, matrix)
             return logits
         assert self.nsp_head is not None, "the model was built without a next-sentence head"
         return self.head(hidden if predicted is None else hidden[:, 1:], matrix), self.nsp_head(hidden[:, 0])
 
+    def _mask(self, tokens: Tensor, segments: Tensor | None, prefix: Tensor | None) -> Tensor | None:
+        """What the layers' attention takes; None where no cell or, in a causal model, every later cell is masked."""
+        if segments is None and prefix is not None:
+            segments = torch.ones_like(tokens)
+        mask = None if segments is None else segment_mask(segments, self.config.causal, prefix)
+        if self.relative_bias is None:
+            return mask
+        if mask is None and self.config.causal:
+            mask = causal_mask(tokens)
+        bias: Tensor = self.relative_bias(tokens.shape[1], tokens.shape[1], mask)
+        return bias
+
+    def _finish(self, hidden: Tensor, dropout_key: Tensor | None = None, cells: Tensor | None = None) -> Tensor:
+        """What comes between the last layer and the head."""
+        if self.final_norm is not None:
+            hidden = self.final_norm(hidden)
+        return dropout(hidden, self.config.dropout, dropout_key, cells) if self.config.final_dropout else hidden
+
+    @torch.no_grad()
+    def start(
+        self, tokens: Tensor, segments: Tensor, capacity: int, prefix: Tensor | None = None
+    ) -> tuple[Tensor, Cache]:
+        """Reads the beginnings of sequences which `step` then goes on with, in a causal model.
+
+        Args:
+            tokens: int [B, S], padded at the left, so that every row ends with the last token of its beginning.
+            segments: int [B, S], 0 for padding, else 1.
+            capacity: of the cache in cells, S included; at most `max_sequence_length` of them text.
+            prefix: as in `forward`.
+
+        Returns:
+            The logits [B, V] of the next tokens, and what `step` needs.
+        """
+        cache = Cache(len(self.layers), capacity, segments > 0)
+        positions = (segments.cumsum(1) - 1).clamp(min=0)
+        return self._decode(tokens, positions, self._mask(tokens, segments, prefix), cache), cache
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """Reads one more token of each sequence: int [B] -> the logits [B, V] of those after them."""
+        mask = cache.mask()
+        if self.relative_bias is not None:
+            mask = self.relative_bias(1, cache.length + 1, mask, before=cache.length)
+        return self._decode(tokens[:, None], cache.positions()[:, None], mask, cache)
+
+    def _decode(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
+        hidden, matrix = self.embeddings(tokens, positions)
+        last = torch.full_like(tokens[:, :1], tokens.shape[1] - 1)
+        hidden = run_layers(self.layers, hidden, mask, [None] * len(self.layers), cells=last, cache=cache)
+        logits: Tensor = self.head(self._finish(hidden), matrix)[:, 0]
+        return logits
+
     @property
     def max_sequence_length(self) -> int:
-        """The longest sequence that the position table serves, in tokens."""
-        return self.config.max_positions
+        """The longest sequence that the position table serves, in tokens; without one, no sequence is too long."""
+        return sys.maxsize if self._max_positions is None else self._max_positions
 
     def sharding_units(self) -> list[nn.Module]:
         """The layers in order; embeddings and head share a matrix and stay in the root unit."""
         return list(self.layers)
 
-    def stacked(self) -> dict[str, int]:
-        """How many tensors of equal size lie in the rows of a parameter, by name: queries', keys' and values'."""
-        return {name: 3 for name, _ in self.named_parameters() if ".qkv." in name}
-
-    def initial_values(self, name: str, start: int, stop: int, seed: int) -> Tensor:
-        """Elements [start, stop) of the flattened parameter `name`: fp32 [stop - start], the same in any process."""
-        return initial_values(name, start, stop, seed=seed, std=self.config.initializer_range)
-
     def flops_per_token(self, sequence_length: int, predicted_per_token: float = 1.0) -> float:
         """FLOPs of the matrix products in one forward and backward pass, per cell of the batch.
 
-        6 per weight of a layer (2 in the forward pass, twice that in the backward pass) and 12 S D per layer for
-        attention (scores and mixing, masked cells included); 6 (D D + V D) per predicted token for the head. What
+        6 per weight of a layer (2 in the forward pass, twice that in the backward pass) and 12 S H K per layer for
+        attention (scores and mixing, masked cells included); 6 per weight of the head for each predicted token. What
         follows attention in the last layer is computed for predicted tokens alone.
         Recomputation under activation checkpointing does not count (Chowdhery et al. 2022, appendix B).
         """
-        width = self.config.width
-        weights = sum(weight.numel() for weight in self.layers.parameters() if weight.ndim == 2)
-        last = self.layers[-1].named_parameters()
-        for_predicted = sum(weight.numel() for name, weight in last if weight.ndim == 2 and "qkv" not in name)
-        attention = 12 * len(self.layers) * sequence_length * width
-        head = width * (width + self.config.vocab_size)
+        weights, for_predicted = matrix_weights(self.layers), matrix_weights(self.layers[-1], without="qkv")
+        attention = 12 * len(self.layers) * sequence_length * self.config.heads * self.config.head_width
+        head = self.head_weights()
         return 6 * (weights - for_predicted) + attention + predicted_per_token * 6 * (for_predicted + head)

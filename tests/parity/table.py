@@ -1,0 +1,100 @@
+"""Writes docs/parity.md: models of shipped sizes with random weights, ours beside those of `transformers`.
+
+python tests/parity/table.py; it takes minutes, and 4 GB of memory.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers import GPT2Config, OpenAIGPTConfig, PreTrainedModel, T5Config
+
+from trainer.weights import load_weights
+
+NEW_TOKENS = 20
+T5 = {"vocab_size": 32128, "d_model": 512, "d_kv": 64, "decoder_start_token_id": 0}
+V1_1 = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+MODELS = {
+    "t5-small": T5Config(**T5, d_ff=2048, num_layers=6, num_heads=8),
+    "t5-v1_1-small": T5Config(**T5, **V1_1, d_ff=1024, num_layers=8, num_heads=6),
+    "gpt2": GPT2Config(),
+    "openai-gpt": OpenAIGPTConfig(),
+}
+HEADER = """# Parity with transformers
+
+Written by `tests/parity/table.py`: models of the sizes that were released, with random weights, in fp32 on a CPU. A
+difference is the largest one of any element, divided by the largest element; that of gradients is of the worst
+parameter. Inputs are 2 rows of 256 tokens, and for T5 targets of 64. `tests/parity/` makes the same comparisons, and
+more, of small models.
+
+| model | parameters | logits | loss | gradients | {tokens} greedy tokens |
+|---|---|---|---|---|---|
+"""
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+def compare(name: str) -> str:
+    """A row of the table."""
+    config, generator = MODELS[name], torch.Generator().manual_seed(0)
+    two_stacks = config.is_encoder_decoder
+    auto: Any = transformers.AutoModelForSeq2SeqLM if two_stacks else transformers.AutoModelForCausalLM
+    torch.manual_seed(0)
+    theirs: PreTrainedModel = auto.from_config(config).eval()
+    if name == "t5-v1_1-small":  # which transformers unties only when it loads
+        head = torch.randn(config.vocab_size, config.d_model, generator=generator)
+        theirs.lm_head.weight = nn.Parameter(head * config.d_model**-0.5)
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        weights = load_weights(Path(folder))
+        ours = weights.config.build().eval()
+        ours.load_state_dict(dict(weights.tensors))
+    tokens = torch.randint(2, config.vocab_size, (2, 256), generator=generator)
+    labels = torch.randint(2, config.vocab_size, (2, 64), generator=generator) if two_stacks else tokens
+    start = F.pad(labels[:, :-1], (1, 0))
+    if two_stacks:
+        logits = [theirs(input_ids=tokens, decoder_input_ids=start).logits, ours(tokens, None, start, None)]
+    else:
+        logits = [theirs(input_ids=tokens).logits, ours(tokens, None, torch.arange(256).expand(2, -1))]
+    losses = [F.cross_entropy(each.flatten(0, 1), labels.flatten()) for each in logits]
+    for loss in losses:
+        loss.backward()
+    expected = weights.config.import_tensors({key: value.grad for key, value in theirs.named_parameters()})
+    gradients = max(difference(value.grad, expected[key]) for key, value in ours.named_parameters())
+    equal = torch.equal(ours_greedy(ours, tokens, two_stacks), theirs_greedy(theirs, tokens))
+    count = sum(parameter.numel() for parameter in ours.parameters())
+    differences = (difference(logits[1], logits[0]), difference(losses[1], losses[0]), gradients)
+    cells = " | ".join(f"{each:.0e}" for each in differences)
+    return f"| {name} | {count:,} | {cells} | {'equal' if equal else 'NOT EQUAL'} |"
+
+
+def theirs_greedy(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    return model.generate(
+        input_ids=tokens, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[:, -NEW_TOKENS:]
+
+
+def ours_greedy(model: Any, tokens: Tensor, two_stacks: bool) -> Tensor:
+    if two_stacks:
+        logits, cache = model.start(tokens, None, torch.zeros(2, 1, dtype=torch.int64), NEW_TOKENS)
+    else:
+        logits, cache = model.start(tokens, torch.ones_like(tokens), tokens.shape[1] + NEW_TOKENS)
+    chosen = [logits.argmax(-1)]
+    while len(chosen) < NEW_TOKENS:
+        chosen.append(model.step(chosen[-1], cache).argmax(-1))
+    return torch.stack(chosen, 1)
+
+
+if __name__ == "__main__":
+    rows = [compare(name) for name in MODELS]
+    versions = f"\ntorch {torch.__version__}, transformers {transformers.__version__}.\n"
+    page = HEADER.format(tokens=NEW_TOKENS) + "\n".join(rows) + "\n" + versions
+    Path(__file__).parents[2].joinpath("docs", "parity.md").write_text(page, encoding="utf-8")

@@ -1,0 +1,198 @@
+"""A Transformer of two stacks of layers: the decoder attends to itself and to the encoder's output."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor, nn
+
+from trainer.models.attention import causal_mask, segment_mask
+from trainer.models.cache import Cache, Memory
+from trainer.models.config import TransformerConfig
+from trainer.models.dropout import dropout, split_key
+from trainer.models.embeddings import Embeddings
+from trainer.models.layers import Layer, make_norm, run_layers
+from trainer.models.model import Model, matrix_weights
+from trainer.models.relative import RelativeBias
+
+
+class EncoderDecoder(Model):
+    """An encoder and a decoder with norm `pre`, relative positions and one table of tokens.
+
+    Args:
+        config: shape and family.
+        head: turns hidden states of the decoder and the token embeddings into logits.
+        encoder_bias, decoder_bias: of the attention scores, without cross-attention's.
+        decoder_layers: layers of the decoder; the encoder has `config.layers`.
+        shared: whether the encoder is the decoder's layers without their cross-attention (Raffel et al. 2020, section
+            3.2.2), and its norm the decoder's.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        head: nn.Module,
+        *,
+        encoder_bias: RelativeBias,
+        decoder_bias: RelativeBias,
+        decoder_layers: int,
+        shared: bool,
+    ) -> None:
+        super().__init__(config)
+        self.embeddings = Embeddings(config)
+        self.encoder = None if shared else nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.encoder_bias = encoder_bias
+        self.encoder_norm = None if shared else make_norm(config)
+        self.decoder = nn.ModuleList(Layer(config, cross_attention=True) for _ in range(decoder_layers))
+        self.decoder_bias = decoder_bias
+        self.decoder_norm = make_norm(config)
+        self.head = head
+
+    def forward(
+        self,
+        tokens: Tensor,
+        segments: Tensor | None,
+        target_tokens: Tensor,
+        target_segments: Tensor | None,
+        positions: Tensor | None = None,
+        target_positions: Tensor | None = None,
+        predicted: Tensor | None = None,
+        dropout_key: Tensor | None = None,
+    ) -> Tensor:
+        """Scores every token of the vocabulary at the predicted positions of the decoder.
+
+        Args:
+            tokens: int [B, S], what the encoder reads.
+            segments: int [B, S]; 0 is padding, 1, 2, ... the sequences packed in a row. A cell attends to its segment.
+                None: each row is one sequence that fills it.
+            target_tokens: int [B, T], what the decoder reads: each target moved right by one, after a start token.
+            target_segments: int [B, T]; a cell attends to itself and those before it in its segment, and to the
+                encoder's cells of the same number. None as above, with `segments`.
+            positions, target_positions: not read: distances between cells are enough.
+            predicted: int [B, P], the decoder's cells to predict; None predicts all.
+            dropout_key: int32 [B], a random key for each row; None, or a model in eval mode, means no dropout.
+
+        Returns:
+            Logits [B, P, V], or [B, T, V] when `predicted` is None.
+        """
+        assert (segments is None) == (target_segments is None), "either both sides have segments, or neither"
+        encoder_layers = len(self._encoder_layers)
+        embedding_key, after_encoder, after_decoder = None, None, None
+        layer_keys: Tensor | list[None] = [None] * (encoder_layers + len(self.decoder))
+        if self.training and dropout_key is not None:
+            places = self.config.dropout_places
+            keys = split_key(dropout_key, 3 + places * len(layer_keys))
+            embedding_key, after_encoder, after_decoder = keys[:3]
+            layer_keys = keys[3:].view(len(layer_keys), places, -1)
+        # One look-up for both sides: its backward pass fills a table of gradients once.
+        both, matrix = self.embeddings(torch.cat([tokens, target_tokens], 1), None, dropout_key=embedding_key)
+        source, hidden = both.split([tokens.shape[1], target_tokens.shape[1]], 1)
+        encoded = self._encode(source, segments, layer_keys[:encoder_layers], after_encoder)
+        memory = Memory(encoded, _between(target_segments, segments))
+        mask = self._decoder_mask(target_tokens, target_segments)
+        hidden = run_layers(
+            self.decoder,
+            hidden,
+            mask,
+            layer_keys[encoder_layers:],
+            cells=predicted,
+            memory=memory,
+            checkpointing=self._checkpointing,
+        )
+        hidden = dropout(self.decoder_norm(hidden), self.config.dropout, after_decoder, predicted)
+        logits: Tensor = self.head(hidden, matrix)
+        return logits
+
+    @property
+    def _encoder_layers(self) -> nn.ModuleList:
+        return self.decoder if self.encoder is None else self.encoder
+
+    @property
+    def _checkpointing(self) -> bool:
+        return self.activation_checkpointing and self.training
+
+    def _encode(
+        self, hidden: Tensor, segments: Tensor | None, layer_keys: Tensor | list[None], final_key: Tensor | None
+    ) -> Tensor:
+        """The encoder's output: [B, S, D] -> [B, S, D]."""
+        length = hidden.shape[1]
+        mask = self.encoder_bias(length, length, None if segments is None else segment_mask(segments))
+        hidden = run_layers(self._encoder_layers, hidden, mask, layer_keys, checkpointing=self._checkpointing)
+        norm = self.decoder_norm if self.encoder_norm is None else self.encoder_norm
+        return dropout(norm(hidden), self.config.dropout, final_key)
+
+    def _decoder_mask(self, tokens: Tensor, segments: Tensor | None) -> Tensor:
+        mask = causal_mask(tokens) if segments is None else segment_mask(segments, causal=True)
+        bias: Tensor = self.decoder_bias(tokens.shape[1], tokens.shape[1], mask)
+        return bias
+
+    @torch.no_grad()
+    def start(
+        self, tokens: Tensor, segments: Tensor | None, target_tokens: Tensor, capacity: int
+    ) -> tuple[Tensor, Cache]:
+        """Encodes sources, and reads the beginnings of targets which `step` then goes on with.
+
+        Args:
+            tokens: int [B, S].
+            segments: int [B, S], 0 for padding, else 1; None: there is no padding.
+            target_tokens: int [B, T], at least the start token.
+            capacity: of the cache in the decoder's cells, T included.
+
+        Returns:
+            The logits [B, V] of the next tokens, and what `step` needs.
+        """
+        hidden, _ = self.embeddings(tokens, None)
+        encoded = self._encode(hidden, segments, [None] * len(self._encoder_layers), None)
+        memory = Memory(encoded, None if segments is None else (segments > 0)[:, None, None, :])
+        cache = Cache(len(self.decoder), capacity, torch.ones_like(target_tokens, dtype=torch.bool), memory)
+        return self._decode(target_tokens, self._decoder_mask(target_tokens, None), cache), cache
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """Reads one more token of each target: int [B] -> the logits [B, V] of those after them."""
+        mask = self.decoder_bias(1, cache.length + 1, cache.mask(), before=cache.length)
+        return self._decode(tokens[:, None], mask, cache)
+
+    def _decode(self, tokens: Tensor, mask: Tensor, cache: Cache) -> Tensor:
+        hidden, matrix = self.embeddings(tokens, None)
+        last = torch.full_like(tokens[:, :1], tokens.shape[1] - 1)
+        hidden = run_layers(
+            self.decoder, hidden, mask, [None] * len(self.decoder), cells=last, memory=cache.memory, cache=cache
+        )
+        logits: Tensor = self.head(self.decoder_norm(hidden), matrix)[:, 0]
+        return logits
+
+    @property
+    def max_sequence_length(self) -> int:
+        """No sequence is too long: there is no table of positions."""
+        return sys.maxsize
+
+    def sharding_units(self) -> list[nn.Module]:
+        """The layers in order; embeddings and head share a matrix and stay in the root unit."""
+        return [*(self.encoder or ()), *self.decoder]
+
+    def flops_per_token(self, sequence_length: int, predicted_per_token: float = 1.0) -> float:
+        """FLOPs of the matrix products in one forward and backward pass, per cell of the encoder.
+
+        As of `Transformer.flops_per_token`, if all cells of the decoder are predicted: it has T = predicted_per_token
+        S of them. Keys and values of cross-attention are computed for each cell of the encoder, the rest of the decoder
+        for each of its own; its attention is to T and to S cells.
+        """
+        per_cell = 12 * self.config.heads * self.config.head_width
+        encoder = matrix_weights(self._encoder_layers, without="cross_attention")
+        keys_values = matrix_weights(self.decoder, only="cross_attention.kv")
+        decoder = matrix_weights(self.decoder) - keys_values
+        targets = predicted_per_token * sequence_length
+        source = 6 * (encoder + keys_values) + per_cell * len(self._encoder_layers) * sequence_length
+        target = 6 * (decoder + self.head_weights()) + per_cell * len(self.decoder) * (targets + sequence_length)
+        return source + predicted_per_token * target
+
+
+def _between(target_segments: Tensor | None, segments: Tensor | None) -> Tensor | None:
+    """Lets each cell of the decoder attend to the encoder's of its segment: bool [B, 1, T, S]; None: all."""
+    if target_segments is None or segments is None:
+        return None
+    same = target_segments[:, None, :, None] == segments[:, None, None, :]
+    # A source may have no padding for the target's to attend to, and a row without any cell would give NaN.
+    return same | (target_segments == 0)[:, None, :, None]

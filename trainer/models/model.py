@@ -1,0 +1,59 @@
+"""What all models offer to the rest of the trainer, whatever they are put together from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from trainer.models.config import TransformerConfig
+from trainer.models.initialization import initial_values
+
+
+class Model(nn.Module):
+    """A Transformer of one or two stacks of layers, with a head that predicts tokens.
+
+    Attributes:
+        config: what it was built from.
+        activation_checkpointing: recomputes each layer in the backward pass instead of keeping its activations.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.activation_checkpointing = False
+        self.head: nn.Module
+
+    def stacked(self) -> dict[str, int]:
+        """How many tensors of equal size lie in the rows of a parameter, by name: queries', keys' and values', say."""
+        parts = {"attention.qkv": 3, "cross_attention.kv": 2} | ({"ffn.up": 2} if self.config.gated else {})
+        return {
+            name: count
+            for name, _ in self.named_parameters()
+            for module, count in parts.items()
+            if name.rpartition(".")[0].endswith(f".{module}")
+        }
+
+    def initial_values(self, name: str, start: int, stop: int, seed: int) -> Tensor:
+        """Elements [start, stop) of the flattened parameter `name`: fp32 [stop - start], the same in any process."""
+        stds = self.config.initial_std(name)
+        size = self.get_parameter(name).numel() // len(stds)
+        parts = []
+        for part, std in enumerate(stds):
+            first, last = (min(max(place, part * size), (part + 1) * size) for place in (start, stop))
+            bound = self.config.normal_bound
+            parts.append(initial_values(name, first, last, seed=seed, std=std, bound=bound))
+        return torch.cat(parts)
+
+    def head_weights(self) -> int:
+        """Weights that the head multiplies with, for each predicted token."""
+        own = matrix_weights(self.head)
+        return own + self.config.vocab_size * self.config.width if self.config.tied else own
+
+
+def matrix_weights(module: nn.Module, only: str = "", without: str | None = None) -> int:
+    """The number of weights in the matrices whose names contain `only` and do not contain `without`."""
+    return sum(
+        weight.numel()
+        for name, weight in module.named_parameters()
+        if weight.ndim == 2 and only in name and (without is None or without not in name)
+    )

@@ -1,0 +1,53 @@
+"""GPT (Radford et al. 2018, now called GPT-1): GPT-2 with norms after the residual sums and fewer positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from trainer.errors import ConfigError
+from trainer.models import gpt2
+from trainer.models.config import Norm
+
+
+@dataclass(frozen=True)
+class Config(gpt2.Config):
+    """GPT-1.
+
+    Attributes:
+        initializer_range: standard deviation of the initial weights.
+    """
+
+    model_type: ClassVar[str] = "openai-gpt"
+    architecture: ClassVar[str] = "OpenAIGPTLMHeadModel"
+    table_names: ClassVar[Mapping[str, str]] = {
+        "embeddings.tokens.weight": "transformer.tokens_embed.weight",
+        "embeddings.positions.weight": "transformer.positions_embed.weight",
+    }
+    activation_key: ClassVar[str] = "afn"
+    activations: ClassVar[Mapping[str, str]] = {"gelu": "gelu_tanh", "relu": "relu"}  # its "gelu" is the approximation
+
+    vocab_size: int = 40478
+    max_positions: int = 512
+
+    @property
+    def norm(self) -> Norm:
+        return "post"
+
+    def initial_std(self, name: str) -> tuple[float, ...]:
+        return (self.initializer_range,)
+
+    def to_huggingface(self) -> dict[str, Any]:
+        """As of GPT-2.
+
+        Raises:
+            ConfigError: transformers has no such model.
+        """
+        config = super().to_huggingface()
+        if config.pop("n_inner") != 4 * self.width:
+            raise ConfigError(
+                f"ffn_width {self.ffn_width} cannot be exported: transformers' {self.model_type} has 4 times the "
+                f"width; train with ffn_width={4 * self.width}"
+            )
+        return config

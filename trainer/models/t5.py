@@ -1,0 +1,229 @@
+"""T5 (Raffel et al. 2020) and T5 v1.1 (Shazeer 2020), and the names they have in Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self, TypeAlias
+
+from torch import Tensor
+
+from trainer.config import decode
+from trainer.errors import ConfigError
+from trainer.models import huggingface
+from trainer.models.config import Activation, TransformerConfig
+from trainer.models.encoder_decoder import EncoderDecoder
+from trainer.models.heads import LanguageModelHead
+from trainer.models.relative import RelativeBias
+from trainer.models.transformer import Transformer
+
+Architecture: TypeAlias = Literal["encoder_decoder", "shared_encoder_decoder", "language_model", "prefix_lm"]
+
+_FIELDS = {
+    "vocab_size": "vocab_size",
+    "layers": "num_layers",
+    "decoder_layers": "num_decoder_layers",
+    "width": "d_model",
+    "heads": "num_heads",
+    "head_width": "d_kv",
+    "ffn_width": "d_ff",
+    "relative_buckets": "relative_attention_num_buckets",
+    "max_distance": "relative_attention_max_distance",
+    "dropout": "dropout_rate",
+    "norm_eps": "layer_norm_epsilon",
+    "activation": "feed_forward_proj",
+}
+_OFTEN_ABSENT = {"relative_attention_max_distance": 128, "feed_forward_proj": "relu", "num_decoder_layers": None}
+_ACTIVATIONS = {"relu": "relu", "gated-gelu": "geglu_tanh", "gelu": "gelu", "gelu_new": "gelu_tanh"}
+_ATTENTION = {"attention.qkv": ("q", "k", "v"), "attention.out": ("o",)}
+_CROSS_ATTENTION = {"cross_attention.query": ("q",), "cross_attention.kv": ("k", "v"), "cross_attention.out": ("o",)}
+_UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"  # in the first checkpoints
+_COPIES = re.compile(r"(encoder|decoder)\.embed_tokens\.weight")
+
+
+@dataclass(frozen=True)
+class Config(TransformerConfig):
+    """T5-base; with `tied: false`, `activation: geglu_tanh` and `ffn_width: 2048`, T5 v1.1-base.
+
+    Attributes:
+        heads: H, attention heads.
+        head_width: K, the width of an attention head; heads need not fill the width.
+        dropout: probability for embeddings, inside the feed-forward network, for the output of each branch and after
+            the last norm.
+        decoder_layers: layers of the decoder, if it has other than `layers`.
+        architecture: that of section 3.2.1. `shared_encoder_decoder` uses the same layers in both, `language_model`
+            and `prefix_lm` have a decoder only; the latter knows distances to later cells.
+        tied: whether the head shares the matrix of the token embeddings, and scales hidden states by width ** -0.5
+            (v1.0); v1.1 does neither.
+        relative_buckets: of the relative positions, for each head.
+        max_distance: the distance from which on all share a bucket.
+    """
+
+    model_type: ClassVar[str] = "t5"
+
+    vocab_size: int = 32128
+    head_width: int = 64
+    decoder_layers: int | None = None
+    norm_eps: float = 1e-6
+    activation: Activation = "relu"
+    architecture: Architecture = "encoder_decoder"
+    tied: bool = True
+    relative_buckets: int = 32
+    max_distance: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_positive("head_width")
+        if self.decoder_layers is not None:
+            self.check_positive("decoder_layers")
+        if self.architecture != "encoder_decoder" and self.decoder_layers not in (None, self.layers):
+            raise ConfigError(
+                f"decoder_layers is {self.decoder_layers}, and architecture {self.architecture} has one stack of "
+                f"{self.layers} layers; leave decoder_layers out"
+            )
+        if self.relative_buckets < 4 or self.relative_buckets % 4:
+            raise ConfigError(f"relative_buckets is {self.relative_buckets}; use a multiple of 4, as 32")
+        if self.max_distance <= self.relative_buckets // 2:
+            raise ConfigError(
+                f"max_distance is {self.max_distance}, which the {self.relative_buckets} relative_buckets reach one by "
+                f"one; use more than {self.relative_buckets // 2}, as 128"
+            )
+
+    @property
+    def attention_scale(self) -> float | None:
+        return 1.0  # in the initial values of the queries instead
+
+    @property
+    def rms_norm(self) -> bool:
+        return True
+
+    @property
+    def encoder_decoder(self) -> bool:
+        """Whether there is an encoder, too."""
+        return not self.causal
+
+    @property
+    def causal(self) -> bool:
+        return self.architecture in ("language_model", "prefix_lm")
+
+    @property
+    def prefix_lm(self) -> bool:
+        """Whether the cells of a prefix attend to all of it."""
+        return self.architecture == "prefix_lm"
+
+    @property
+    def dropout_places(self) -> int:
+        return 6
+
+    @property
+    def final_dropout(self) -> bool:
+        return True
+
+    def initial_std(self, name: str) -> tuple[float, ...]:
+        """As in mesh-tensorflow and transformers, but for an untied head, where transformers has 1 instead."""
+        width, inner = self.width**-0.5, (self.heads * self.head_width) ** -0.5
+        query = (self.width * self.head_width) ** -0.5
+        module = name.removesuffix(".weight").rpartition("attention.")[2] if "attention." in name else name
+        if module in ("qkv", "query", "kv", "out"):
+            return {"qkv": (query, width, width), "query": (query,), "kv": (width, width), "out": (inner,)}[module]
+        if name.endswith(".ffn.down.weight"):
+            return (self.ffn_width**-0.5,)
+        return (1.0,) if name == "embeddings.tokens.weight" else (width,)
+
+    def build(self) -> EncoderDecoder | Transformer:
+        """Makes the module; its parameters still need their values."""
+        head = LanguageModelHead(self, scale=self.width**-0.5)
+        if self.causal:
+            return Transformer(self, head, relative_bias=self._bias(bidirectional=self.architecture == "prefix_lm"))
+        return EncoderDecoder(
+            self,
+            head,
+            encoder_bias=self._bias(bidirectional=True),
+            decoder_bias=self._bias(bidirectional=False),
+            decoder_layers=self.decoder_layers or self.layers,
+            shared=self.architecture == "shared_encoder_decoder",
+        )
+
+    def _bias(self, bidirectional: bool) -> RelativeBias:
+        return RelativeBias(self.relative_buckets, self.max_distance, self.heads, bidirectional)
+
+    @classmethod
+    def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
+        """Reads the content of a `config.json`; `tensors` tell nothing here.
+
+        Raises:
+            ConfigError: it describes another kind of model, or lacks a key.
+        """
+        config = {**_OFTEN_ABSENT, **config}
+        fixed = {"model_type": cls.model_type, "is_encoder_decoder": True}
+        fields = huggingface.read_settings(config, _FIELDS, fixed, _ACTIVATIONS)
+        # transformers 5 says tied of every model, and tells those of v1.1 by this.
+        tied = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True))
+        own = {"tied": tied, "attention_dropout": fields["dropout"]}
+        decoded: Self = decode(cls, {**fields, **own}, "config.json")
+        return decoded
+
+    def to_huggingface(self) -> dict[str, Any]:
+        """The content of a `config.json` from which `AutoModelForSeq2SeqLM` builds the same model.
+
+        Raises:
+            ConfigError: transformers has no such model.
+        """
+        known = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+        if self.architecture != "encoder_decoder" or self.activation not in known:
+            raise ConfigError(
+                f"architecture {self.architecture} with activation {self.activation} cannot be exported: transformers' "
+                "t5 is an encoder_decoder, and its gated activation is geglu_tanh; train with such a model"
+            )
+        return {
+            "architectures": ["T5ForConditionalGeneration"],
+            "model_type": self.model_type,
+            **{theirs: getattr(self, ours) for ours, theirs in _FIELDS.items()},
+            "feed_forward_proj": known[self.activation],
+            "tie_word_embeddings": self.tied,
+            "is_encoder_decoder": True,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "decoder_start_token_id": 0,
+        }
+
+    def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Turns a checkpoint's tensors into this model's parameters, in the checkpoint's precision.
+
+        Raises:
+            CheckpointError: naming the tensors that are missing, unexpected or of another shape.
+        """
+        found = {name: tensors[name] for name in tensors if name != _UNUSED}
+        for name in [name for name in found if _COPIES.fullmatch(name) or (self.tied and name == "lm_head.weight")]:
+            huggingface.drop_copy(found, name, "shared.weight")
+        return huggingface.join_tensors(found, self._table(), self)
+
+    def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `import_tensors`.
+
+        Raises:
+            CheckpointError: naming the parameters that are missing, unexpected or of another shape.
+        """
+        return huggingface.split_tensors(parameters, self._table(), self)
+
+    def _table(self) -> dict[str, tuple[str, ...]]:
+        table: dict[str, tuple[str, ...]] = {"embeddings.tokens.weight": ("shared.weight",)}
+        up = ("wi_1", "wi_0") if self.gated else ("wi",)  # the gate comes last here
+        for stack, layers in (("encoder", self.layers), ("decoder", self.decoder_layers or self.layers)):
+            bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+            table[f"{stack}_bias.weight"] = (bias,)
+            table[f"{stack}_norm.weight"] = (f"{stack}.final_layer_norm.weight",)
+            branches = [("attention", "SelfAttention", _ATTENTION)]
+            branches += [("cross_attention", "EncDecAttention", _CROSS_ATTENTION)] if stack == "decoder" else []
+            branches += [("ffn", "DenseReluDense", {"ffn.up": up, "ffn.down": ("wo",)})]
+            for layer in range(layers):
+                for place, (branch, module, parts) in enumerate(branches):
+                    theirs = f"{stack}.block.{layer}.layer.{place}"
+                    table[f"{stack}.{layer}.{branch}_norm.weight"] = (f"{theirs}.layer_norm.weight",)
+                    for part, names in parts.items():
+                        joined = tuple(f"{theirs}.{module}.{name}.weight" for name in names)
+                        table[f"{stack}.{layer}.{part}.weight"] = joined
+        if not self.tied:
+            table["head.decoder.weight"] = ("lm_head.weight",)
+        return table
