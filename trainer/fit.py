@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from data_pipeline.mixed import AnyDataset
 from data_pipeline.tokenization import Tokenizer
@@ -16,7 +18,12 @@ from trainer.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-_MODEL_SETTINGS = ("causal", "nsp")
+_ARCHITECTURES = {  # the first of these properties that a model has, else it is an encoder
+    "encoder_decoder": ("an encoder with a decoder", "encoder_decoder"),
+    "prefix_lm": ("a prefix language model", "prefix_lm"),
+    "causal": ("a left-to-right language model", "language_model"),
+}
+_ENCODER = ("an encoder", "encoder")
 
 
 def check_fit(experiment: Experiment, dataset: AnyDataset, objective: Objective, model: Any) -> None:
@@ -39,18 +46,49 @@ def check_fit(experiment: Experiment, dataset: AnyDataset, objective: Objective,
                 f"{name} {phase.sequence_length} is over the model's position table of {model.max_sequence_length}; "
                 f"use a shorter sequence, or set model.max_positions to {phase.sequence_length} or more"
             )
-    for name in _MODEL_SETTINGS:
-        has, needed = getattr(experiment.model, name, False), objective.model_settings.get(name, False)
-        if has != needed:
-            raise ConfigError(
-                f"model.{name} is {str(has).lower()}, and this objective is for models with {name} "
-                f"{str(needed).lower()}; set model.{name}={str(needed).lower()}, or choose another objective"
-            )
-    if experiment.data.packing == "pairs" and experiment.model.type_vocab < 2:
+    _check_architecture(experiment, objective)
+    has, needed = getattr(experiment.model, "nsp", False), objective.model_settings.get("nsp", False)
+    if has != needed:
         raise ConfigError(
-            f"data.packing pairs marks two segments by token types, and model.type_vocab is "
-            f"{experiment.model.type_vocab}; set it to 2"
+            f"model.nsp is {str(has).lower()}, and this objective is for models with nsp {str(needed).lower()}; set "
+            f"model.nsp={str(needed).lower()}, or choose another objective"
         )
+    types = getattr(experiment.model, "type_vocab", None)
+    if experiment.data.packing == "pairs" and (types is None or types < 2):
+        has = (
+            "the model has none; use another packing" if types is None else f"model.type_vocab is {types}; set it to 2"
+        )
+        raise ConfigError(f"data.packing pairs marks two segments by token types, and {has}")
+
+
+def _check_architecture(experiment: Experiment, objective: Objective) -> None:
+    """Refuses an encoder where a decoder is needed, and the like."""
+    model, own = experiment.model, experiment.objective
+    (has, layout), (needed, architecture) = (
+        _architecture(lambda name: getattr(model, name, False)),
+        _architecture(lambda name: objective.model_settings.get(name, False)),
+    )
+    if has == needed:
+        return
+    fixes = []
+    settings = {field.name for field in fields(model)}
+    if "architecture" in settings and architecture != "encoder":
+        fixes.append(f"model.architecture={architecture}")
+    elif "causal" in settings and architecture in ("encoder", "language_model"):
+        fixes.append(f"model.causal={str(not model.causal).lower()}")
+    if layout in get_args(get_type_hints(type(own)).get("layout")):
+        fixes.append(f"objective.layout={layout}")
+    kinds = [type(part).__module__.rpartition(".")[2] for part in (model, own)]
+    fix = f"set {' or '.join(fixes)}, or " if fixes else ""
+    raise ConfigError(
+        f"the model, {kinds[0]}, is {has}, and the objective, {kinds[1]}, is for {needed}; {fix}choose another model "
+        "or objective"
+    )
+
+
+def _architecture(has: Callable[[str], bool]) -> tuple[str, str]:
+    """What a model is, in words, and as T5's `architecture` and the objectives' `layout` call it."""
+    return next((names for each, names in _ARCHITECTURES.items() if has(each)), _ENCODER)
 
 
 def stored_values(weights: Weights, model: Any, dataset: AnyDataset) -> InitialValues:

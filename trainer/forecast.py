@@ -62,12 +62,14 @@ def report(experiment: Experiment, trainer: Trainer) -> None:
         ]
         logger.info("data         %s%s", said[0], "".join(later))
     for phase in trainer.phases:
+        spec = trainer.objective.pack_spec(phase.sequence_length)
+        sides = None if spec.sides is None or spec.sides.joined else spec.sides.size
         logger.info(
-            "%-12s %d examples x %d = %s tokens a step, in micro-batches of at most %d%s",
+            "%-12s %d examples x %s = %s tokens a step, in micro-batches of at most %d%s",
             "batch" if len(trainer.phases) == 1 else f"phase {phase.index}",
             phase.global_batch_size,
-            phase.sequence_length,
-            f"{phase.global_batch_size * phase.sequence_length:,}",
+            spec.cells if sides is None else f"({sides[0]} + {sides[1]})",
+            f"{phase.global_batch_size * spec.cells:,}",
             phase.micro_batch_size,
             "" if len(trainer.phases) == 1 else f", steps {phase.first_step + 1} to {phase.end}",
         )

@@ -145,6 +145,7 @@ def _totals(objective: Objective, strategy: Strategy, micro_batches: MicroBatche
 def _to_device(strategy: Strategy, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies what the device needs; without segments where each row is one, so that attention needs no mask."""
     columns = {name: column for name, column in batch.items() if name not in HOST_COLUMNS}
-    if "segments" in columns and bool((columns["segments"] == 1).all()):
-        del columns["segments"]
+    segments = columns.keys() & {"segments", "target_segments"}
+    if all(bool((columns[name] == 1).all()) for name in segments):
+        columns = {name: column for name, column in columns.items() if name not in segments}
     return strategy.accelerator.to_device(columns)

@@ -49,6 +49,19 @@ def test_segments_stay_behind_where_each_row_is_one(strategy: Single, segments: 
     assert spy.columns == {"tokens"} | ({"segments"} if needed else set())
 
 
+@pytest.mark.parametrize(
+    ("segments", "targets", "needed"),
+    [([[1, 1], [1, 1]], [[1], [1]], False), ([[1, 1], [1, 1]], [[1], [0]], True), ([[1, 0], [1, 1]], [[1], [1]], True)],
+)
+def test_segments_of_both_sides_go_together(
+    strategy: Single, segments: list[list[int]], targets: list[list[int]], needed: bool
+):
+    spy = Spy()
+    both = {**batch(segments), "target_segments": torch.tensor(targets)}
+    accumulate_gradients(nn.Linear(1, 1), spy, strategy, [both])
+    assert spy.columns == {"tokens"} | ({"segments", "target_segments"} if needed else set())
+
+
 def test_where_nothing_is_predicted_the_loss_is_0(strategy: Single):
     model = nn.Linear(1, 1)
     (metrics,) = accumulate_gradients(model, Spy(weight=0.0), strategy, [batch([[1, 1], [1, 1]])])

@@ -78,7 +78,7 @@ class MaskedLM:
             raise ConfigError(
                 "masked language modelling needs a tokenizer with [MASK]; use one made for BERT or RoBERTa"
             )
-        self._rows = Rows(vocabulary)
+        self._rows = Rows.between_specials(vocabulary)
         ordinary = np.setdiff1d(np.arange(vocabulary.size, dtype=np.int32), vocabulary.special)
         if ordinary.size == 0:
             raise ConfigError("the tokenizer has 0 ordinary tokens, only special ones; train one on your text")
@@ -157,8 +157,9 @@ class MaskedLM:
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
         """Cross-entropy of the predicted tokens in float32, over the step's number of predictions, totals["mlm"]."""
-        nll, correct, weight = score_tokens(model(**inputs(batch)), batch)
-        return Loss(nll / totals["mlm"], {"loss": (nll.detach(), weight), "accuracy": (correct, weight)})
+        score = score_tokens(model(**inputs(batch)), batch)
+        metrics = {"loss": (score.nll.detach(), score.weight), "accuracy": (score.correct, score.weight)}
+        return Loss(score.nll / totals["mlm"], metrics)
 
 
 def _continuing(vocabulary: Vocabulary) -> npt.NDArray[np.bool_]:

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.examples import Examples, PackSpec, Vocabulary
+from trainer.objectives import Loss
 from trainer.objectives.cross_entropy import cross_entropy_
 
 Int32: TypeAlias = npt.NDArray[np.int32]
@@ -18,7 +19,7 @@ Int64: TypeAlias = npt.NDArray[np.int64]
 
 
 def pack_spec(sequence_length: int) -> PackSpec:
-    """One cell for [CLS] before a sequence and one for [SEP] after each piece.
+    """One cell before a sequence, as for [CLS], and one after each piece, as for [SEP].
 
     Raises:
         ConfigError: no room for a token between them, or more cells than positions can be hashed for.
@@ -36,14 +37,25 @@ class Rows:
     For B examples of S cells:
         tokens: int32 [B, S], the text with its special tokens.
         segments: int32 [B, S], 0 for padding, else the number from 1 of the sequence within its row.
-        positions: int32 [B, S], cells since the sequence's [CLS]; 0 for padding.
+        positions: int32 [B, S], cells since the sequence's first; 0 for padding.
         token_types: int32 [B, S], of pairs only: 1 in segment B and its [SEP], else 0.
 
-    Raises:
-        ConfigError: the vocabulary has no [CLS], [SEP] or [PAD].
+    Args:
+        begin: id of the token before a sequence.
+        end: id of the token after each piece.
+        pad: id of the token in cells of padding.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, begin: int, end: int, pad: int) -> None:
+        self._begin, self._end, self._pad = np.int32(begin), np.int32(end), np.int32(pad)
+
+    @classmethod
+    def between_specials(cls, vocabulary: Vocabulary) -> Rows:
+        """Rows as BERT's: [CLS] text [SEP], and [PAD].
+
+        Raises:
+            ConfigError: the vocabulary has no [CLS], [SEP] or [PAD].
+        """
         needed = {"[CLS]": vocabulary.cls, "[SEP]": vocabulary.sep, "[PAD]": vocabulary.pad}
         missing = [name for name, token in needed.items() if token is None]
         if missing:
@@ -51,7 +63,7 @@ class Rows:
                 f"the objective needs {', '.join(needed)}, and this tokenizer has no {', '.join(missing)}; use one "
                 "made for BERT or RoBERTa"
             )
-        self._cls, self._sep, self._pad = (np.int32(token) for token in needed.values() if token is not None)
+        return cls(*(token for token in needed.values() if token is not None))
 
     def lay_out(self, examples: Examples, width: int) -> dict[str, Int32]:
         """The rows of a micro-batch, S = `width`."""
@@ -62,8 +74,8 @@ class Rows:
         if examples.isolated:  # every piece is a sequence
             begin, end = first - 1, after + 1
             number = np.arange(1, row.size + 1) - np.searchsorted(row, row)
-            segments = _paint(begin, end, number.astype(np.int32), cells)
-            positions = (np.arange(cells, dtype=np.int32) - _paint(begin, end, begin.astype(np.int32), cells)) * (
+            segments = paint(begin, end, number.astype(np.int32), cells)
+            positions = (np.arange(cells, dtype=np.int32) - paint(begin, end, begin.astype(np.int32), cells)) * (
                 segments > 0
             )
         else:  # every row is one
@@ -76,17 +88,17 @@ class Rows:
 
         tokens = np.full(cells, self._pad, dtype=np.int32)
         is_text = segments.reshape(-1) > 0
-        for cell, token in ((begin, self._cls), (after, self._sep)):
+        for cell, token in ((begin, self._begin), (after, self._end)):
             tokens[cell] = token
             is_text[cell] = False
         tokens[is_text] = examples.tokens
         rows = {"tokens": tokens, "segments": segments, "positions": positions}
         if examples.random is not None:
-            rows["token_types"] = _paint(first[1::2], after[1::2] + 1, np.int32(1), cells)
+            rows["token_types"] = paint(first[1::2], after[1::2] + 1, np.int32(1), cells)
         return {name: array.reshape(shape) for name, array in rows.items()}
 
 
-def _paint(begin: Int64, end: Int64, value: npt.ArrayLike, cells: int) -> npt.NDArray[Any]:
+def paint(begin: Int64, end: Int64, value: npt.ArrayLike, cells: int) -> npt.NDArray[Any]:
     """A line of `cells` zeros with value[i] in the cells begin[i] up to end[i]; spans ascend and do not overlap."""
     edges = np.empty(2 * begin.size + 2, dtype=np.int64)
     edges[0], edges[1:-1:2], edges[2:-1:2], edges[-1] = 0, begin, end, cells
@@ -97,20 +109,59 @@ def _paint(begin: Int64, end: Int64, value: npt.ArrayLike, cells: int) -> npt.ND
 
 def inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     """What a model needs of a batch."""
-    types = {"token_types": batch["token_types"]} if "token_types" in batch else {}
-    return types | {name: batch.get(name) for name in ("tokens", "segments", "positions", "predicted", "dropout_key")}
+    names = ["tokens", "segments", "positions", "predicted", "dropout_key"]
+    if "target_tokens" in batch:
+        names += ["target_tokens", "target_segments", "target_positions"]
+    names += [name for name in ("token_types", "prefix") if name in batch]
+    return {name: batch.get(name) for name in names}
 
 
 class TokenScore(NamedTuple):
-    """Sums over the predictions of a micro-batch, scalars: cross-entropy in float32, hits, and their weight."""
+    """Sums over the predictions of a micro-batch, scalars.
+
+    Attributes:
+        nll: of the cross-entropies, in float32.
+        correct: of the hits.
+        weight: of the predictions that count.
+        log_z_squared: of the squared logarithms of the softmax's denominators.
+    """
 
     nll: Tensor
     correct: Tensor
     weight: Tensor
+    log_z_squared: Tensor
 
 
 def score_tokens(logits: Tensor, batch: Mapping[str, Tensor]) -> TokenScore:
     """Compares logits [B, P, V] with the labels."""
     logits, labels, weights = logits.flatten(0, 1), batch["labels"].flatten(), batch["weights"].flatten()
-    nll, correct = cross_entropy_(logits, labels)
-    return TokenScore((nll * weights).sum(), (correct * weights).sum(), weights.sum())
+    nll, log_z, correct = cross_entropy_(logits, labels)
+    return TokenScore((nll * weights).sum(), (correct * weights).sum(), weights.sum(), (log_z.square() * weights).sum())
+
+
+def language_model_loss(
+    model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor], z_loss: float
+) -> Loss:
+    """Cross-entropy in float32, over the step's number of predictions, totals["lm"].
+
+    Args:
+        model: scores the vocabulary.
+        batch: with labels and weights.
+        totals: of the step.
+        z_loss: coefficient of log(Z)^2, Z the denominator of a prediction's softmax, which keeps logits from drifting
+            away from 0 (Mesh TensorFlow; 1e-4 in T5 v1.1). It is a metric of its own and no part of the metric "loss".
+    """
+    score = score_tokens(model(**inputs(batch)), batch)
+    metrics = {"loss": (score.nll.detach(), score.weight), "accuracy": (score.correct, score.weight)}
+    total = score.nll
+    if z_loss:
+        penalty = z_loss * score.log_z_squared
+        metrics["z_loss"] = (penalty.detach(), score.weight)
+        total = total + penalty
+    return Loss(total / totals["lm"], metrics)
+
+
+def check_z_loss(z_loss: float) -> None:
+    """Refuses a coefficient below 0."""
+    if z_loss < 0:
+        raise ConfigError(f"z_loss is {z_loss}; use 0 to go without, or a small coefficient, as 1e-4")

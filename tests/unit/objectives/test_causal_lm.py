@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.objectives.texts import pack
+from trainer.errors import ConfigError
 from trainer.examples import Examples, Vocabulary
 from trainer.models import bert
 from trainer.objectives.causal_lm import Config
@@ -39,6 +41,30 @@ def test_each_token_predicts_the_next_one_of_its_sequence(isolated: bool, pairs:
     used = batch["weights"] > 0
     inputs = np.take_along_axis(batch["tokens"], batch["predicted"], axis=1)
     assert list(zip(inputs[used].tolist(), batch["labels"][used].tolist(), strict=True)) == pairs
+
+
+def test_texts_lie_between_tokens_that_end_texts_where_there_are_no_other() -> None:
+    """GPT-2's <|endoftext|>, which is its padding as well."""
+    objective = Config().build(Vocabulary(50, None, None, None, None, (49,), eos=49))
+    batch = objective.collate(_examples(True), 12)
+    assert batch["tokens"][0].tolist() == [49, 10, 11, 12, 49, 49, 13, 14, 49, 49, 49, 49]
+    assert batch["segments"][0].tolist() == [1] * 5 + [2] * 4 + [0] * 3
+    assert batch["weights"][0].sum() == 7
+    with pytest.raises(ConfigError, match="to end texts with"):
+        Config().build(Vocabulary(50, 0, 1, None, 2, (0, 1, 2)))
+
+
+@pytest.mark.parametrize("policy", ["concat", "best_fit", "padded"])
+def test_all_tokens_are_predicted_once_and_no_end_where_a_text_goes_on(policy: str) -> None:
+    objective = Config().build(Vocabulary(1000, PAD, None, None, None, (PAD, SEP), eos=SEP))
+    lengths = [35, 10, 3, 14, 28, 4, 15]
+    examples, _ = pack(lengths, objective.pack_spec(16), policy)  # 14 cells of text in a row
+    batch = objective.collate(examples, 16)
+    labels = batch["labels"][batch["weights"] > 0]
+    assert np.array_equal(np.sort(labels[labels != SEP]), np.sort(examples.tokens))
+    # Of pieces that fill a row, nothing tells whether the text is over; under `concat` no text ends where a row does.
+    known = lengths if policy == "concat" else [length for length in lengths if length % 14]
+    assert (labels == SEP).sum() == len(known)
 
 
 def test_no_prediction_sees_what_it_predicts() -> None:

@@ -10,7 +10,7 @@ LABELS = torch.arange(40) * 7 % 1000
 
 def scored(logits: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropies, hits, and the gradient of a weighted sum with respect to `logits`, a leaf."""
-    nll, correct = cross_entropy_(logits * 1, LABELS)  # of a copy, as a leaf must not be overwritten
+    nll, _, correct = cross_entropy_(logits * 1, LABELS)  # of a copy, as a leaf must not be overwritten
     (nll * weights).sum().backward()
     return nll, correct, logits.grad
 
@@ -28,6 +28,29 @@ def test_equals_torchs(scale: float):
     torch.testing.assert_close(gradient, reference.grad, rtol=1e-5, atol=1e-7)
     if scale:
         assert torch.equal(correct, logits.argmax(-1) == LABELS)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
+def test_log_z_and_its_share_of_the_gradient_equal_torchs(scale: float):
+    torch.manual_seed(0)
+    logits, weights = torch.randn(40, 1000) * scale, torch.rand(40)
+    ours, reference = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    nll, log_z, _ = cross_entropy_(ours * 1, LABELS)
+    (nll * weights + 1e-2 * log_z.square()).sum().backward()
+    expected = reference.logsumexp(-1)
+    (F.cross_entropy(reference, LABELS, reduction="none") * weights + 1e-2 * expected.square()).sum().backward()
+    torch.testing.assert_close(log_z, expected)
+    torch.testing.assert_close(ours.grad, reference.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_no_number_is_so_small_that_it_takes_a_cpu_longer():
+    """With scores that lie further apart than float32 has exponentials for, and the factor of a large batch."""
+    torch.manual_seed(0)
+    logits = torch.randn(40, 1000) * 30
+    nll, _, gradient = scored(logits.clone().requires_grad_(), torch.full((40,), 1e-5))
+    assert not ((gradient != 0) & (gradient.abs() < torch.finfo(torch.float32).tiny)).any()
+    expected = F.cross_entropy(logits.double(), LABELS, reduction="none")
+    torch.testing.assert_close(nll.double(), expected, rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -50,7 +73,7 @@ def test_the_gradient_lies_where_the_logits_were():
 
 
 def test_is_differentiated_once():
-    nll, _ = cross_entropy_(torch.randn(40, 1000, requires_grad=True) * 1, LABELS)
+    nll, _, _ = cross_entropy_(torch.randn(40, 1000, requires_grad=True) * 1, LABELS)
     nll.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         nll.sum().backward()
