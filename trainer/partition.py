@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -50,12 +51,40 @@ def row_bounds(tensor: Tensor, blocks: int) -> list[int]:
 
 
 @torch.no_grad()
+def squared_norms(parts: list[Tensor]) -> Tensor:
+    """The squared L2 norms of local parts: [number of parts], fp64.
+
+    They must not depend on how a tensor is split, so squares are summed in fp64. On the CPU those of a row are summed
+    in fp32, which is 10 times as fast; of a whole matrix that would be wrong by 1e-3, as torch's kernel adds up
+    millions of squares one after another.
+    """
+    if parts[0].device.type == "cpu":
+        rows = [torch.linalg.vector_norm(part, dim=-1) if part.ndim > 1 else part for part in parts]
+        norms = [torch.linalg.vector_norm(row, dtype=torch.float64) for row in rows]
+    else:
+        norms = list(torch._foreach_norm(parts, 2, dtype=torch.float64))
+    return torch.stack(norms).square()
+
+
+def add_up(values: Tensor, like: Tensor) -> Tensor:
+    """Adds up numbers, in place, over the processes that a tensor is split over; one collective.
+
+    Args:
+        values: this process's numbers, of local parts.
+        like: a tensor that is split as those are; of one that is not split the numbers are whole already.
+
+    Returns:
+        `values`, now equal in all processes.
+    """
+    if isinstance(like, DTensor):
+        for dimension, placement in enumerate(like.placements):
+            if isinstance(placement, Shard):
+                dist.all_reduce(values, group=like.device_mesh.get_group(dimension))
+    return values
+
+
 def whole_norms(tensors: Sequence[Tensor], like: Tensor | None = None) -> Tensor:
     """The L2 norms of whole tensors, with one collective for all of them.
-
-    The norms must not depend on how the tensors are split, so squares are summed in fp64. On the CPU those of a row are
-    summed in fp32, which is 10 times as fast; of a whole matrix that would be wrong by 1e-3, as torch's kernel adds up
-    millions of squares one after another.
 
     Args:
         tensors: DTensors or local parts, all of them split alike.
@@ -64,14 +93,4 @@ def whole_norms(tensors: Sequence[Tensor], like: Tensor | None = None) -> Tensor
     Returns:
         [number of tensors], fp64.
     """
-    parts = local_parts(tensors)
-    if parts[0].device.type == "cpu":
-        rows = [torch.linalg.vector_norm(part, dim=-1) if part.ndim > 1 else part for part in parts]
-        norms = [torch.linalg.vector_norm(row, dtype=torch.float64) for row in rows]
-    else:
-        norms = list(torch._foreach_norm(parts, 2, dtype=torch.float64))
-    squares = torch.stack(norms).square()
-    if isinstance(like := tensors[0] if like is None else like, DTensor):
-        pending = [Partial() if isinstance(placement, Shard) else placement for placement in like.placements]
-        squares = DTensor.from_local(squares, like.device_mesh, pending, run_check=False).full_tensor()
-    return squares.sqrt()
+    return add_up(squared_norms(local_parts(tensors)), tensors[0] if like is None else like).sqrt()

@@ -62,7 +62,8 @@ def set_step(optimizer: Optimizer, step: int) -> None:
 def state_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
     """The state of a primed optimizer as "exp_avg/<parameter name>" and so on; step counts are left out.
 
-    The tensors are the optimizer's own, laid out (and under FSDP2 split) like their parameters: fill them in place.
+    The tensors are the optimizer's own: fill them in place. Under FSDP2 they are split like their parameters, but for
+    Adafactor's means over columns, of which every process has the whole.
     """
     tensors = {}
     for name, parameter in named_parameters:

@@ -17,7 +17,8 @@ class Schedule:
         decay: how the rate comes down: to `final_fraction` when the run is over, in a straight line, half a cosine, a
             power of that line, or as 1 minus a square root (Hägele et al. 2024); as 1 / sqrt(step), whatever the
             length of the run; or not at all.
-        warmup_steps: updates made below the full rate; the first is made with a rate of 0.
+        warmup_steps: updates made below the full rate.
+        initial_fraction: the fraction that the warm-up begins with; the first update is made with it.
         decay_start: the step at which the decay begins; null begins it where the warm-up ends. Later keeps the full
             rate in between (warm-up, stable, decay); 0 counts the decay from the first step, as the code of BERT does,
             so that the rate drops where the warm-up ends.
@@ -27,6 +28,7 @@ class Schedule:
 
     decay: Literal["linear", "cosine", "polynomial", "1-sqrt", "inverse_sqrt", "constant"] = "linear"
     warmup_steps: int = 0
+    initial_fraction: float = 0.0
     decay_start: int | None = None
     power: float = 1.0
     final_fraction: float = 0.0
@@ -38,8 +40,13 @@ class Schedule:
             raise ConfigError(f"decay_start is {self.decay_start}; use a step from 0, or null for the warm-up's end")
         if not 0 < self.power < math.inf:
             raise ConfigError(f"power is {self.power}; use a number above 0")
-        if not 0 <= self.final_fraction <= 1:
-            raise ConfigError(f"final_fraction is {self.final_fraction}; use a fraction of lr from 0 to 1")
+        for name in ("initial_fraction", "final_fraction"):
+            if not 0 <= (value := getattr(self, name)) <= 1:
+                raise ConfigError(f"{name} is {value}; use a fraction of lr from 0 to 1")
+        if self.initial_fraction and not self.warmup_steps:
+            raise ConfigError(
+                f"initial_fraction {self.initial_fraction} means nothing without warm-up; set warmup_steps"
+            )
         meaningless = {
             "power": self.power != 1 and self.decay != "polynomial",
             "final_fraction": self.final_fraction != 0 and self.decay in ("constant", "inverse_sqrt"),
@@ -58,7 +65,7 @@ class Schedule:
 def lr_fraction(config: Schedule, step: int, total_steps: int) -> float:
     """The fraction of `lr` with which the update number `step`, counted from 0, is made.
 
-    Warm-up is `step / warmup_steps`, as in BERT's code: 0 at step 0, 1 at step == warmup_steps. A decay from
+    Warm-up is a line from `initial_fraction` at step 0 to 1 at step == warmup_steps, as in BERT's code. A decay from
     `decay_start` on would reach `final_fraction` at step == total_steps, one past the last. With p going from 0 to 1
     over the decay, the rate falls as
 
@@ -69,7 +76,7 @@ def lr_fraction(config: Schedule, step: int, total_steps: int) -> float:
     `decay_start` k and no warm-up, the 1 / sqrt(max(step, k)) of T5 (Raffel et al. 2020, section 3.1.2).
 
     Raises:
-        ConfigError: the warm-up, or the time before the decay, is longer than the run.
+        ConfigError: the warm-up is longer than the run, or so is the time before a decay that ends with it.
     """
     start = config._start
     if config.warmup_steps > total_steps:
@@ -77,13 +84,13 @@ def lr_fraction(config: Schedule, step: int, total_steps: int) -> float:
             f"warmup_steps {config.warmup_steps} is more than the {total_steps} steps of the schedule; the full "
             f"learning rate would never be used; set schedule.warmup_steps to about {max(1, total_steps // 10)}"
         )
-    if start > total_steps:
+    if start > total_steps and config.decay != "inverse_sqrt":  # which does not depend on where the run ends
         raise ConfigError(
             f"decay_start {start} is after the {total_steps} steps of the schedule; set schedule.decay_start to at "
             f"most that, or schedule.decay to constant"
         )
     if step < config.warmup_steps:
-        return step / config.warmup_steps
+        return config.initial_fraction + (1 - config.initial_fraction) * (step / config.warmup_steps)
     if config.decay == "constant":
         return 1.0
     if config.decay == "inverse_sqrt":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from trainer.config import decode
 from trainer.errors import ConfigError
@@ -63,9 +65,27 @@ def test_inverse_square_root_is_the_schedule_of_t5_and_of_the_transformer():
         assert 512**-0.5 * 4000**-0.5 * lr_fraction(transformer, step, 100_000) == pytest.approx(wanted)
 
 
+def test_a_warm_up_from_half_the_rate_and_a_cosine_are_the_schedule_of_nanot5():
+    """As `get_lr_scheduler` in nanoT5/utils/model_utils.py puts it together from torch's."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2e-2)
+    warm_up = LinearLR(optimizer, start_factor=0.5, end_factor=1, total_iters=10)
+    cosine = CosineAnnealingLR(optimizer, T_max=100 - 10, eta_min=1e-5)
+    theirs = SequentialLR(optimizer, schedulers=[warm_up, cosine], milestones=[10])
+    ours = Schedule("cosine", warmup_steps=10, initial_fraction=0.5, final_fraction=1e-5 / 2e-2)
+    for step in range(100):
+        assert 2e-2 * lr_fraction(ours, step, 100) == pytest.approx(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+
+
 def test_a_decay_that_starts_after_the_run_is_refused():
     with pytest.raises(ConfigError, match="decay_start 101 is after the 100 steps"):
         lr_fraction(Schedule(decay_start=101), 0, 100)
+
+
+def test_a_short_run_of_t5s_schedule_keeps_the_full_rate():
+    t5 = Schedule("inverse_sqrt", decay_start=10_000)
+    assert [lr_fraction(t5, step, 100) for step in (0, 99)] == [1.0, 1.0]
 
 
 def test_a_constant_schedule_stays_at_the_full_rate():
@@ -92,6 +112,8 @@ def test_a_warm_up_longer_than_the_run_is_refused():
     [
         {"decay": "square"},
         {"warmup_steps": -1},
+        {"initial_fraction": 0.5},
+        {"warmup_steps": 5, "initial_fraction": -0.1},
         {"final_fraction": 1.5},
         {"final_fraction": float("nan")},
         {"decay": "constant", "final_fraction": 0.1},

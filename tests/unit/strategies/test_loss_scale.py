@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from trainer.errors import SamestepError
-from trainer.optim import adamw, lamb
+from trainer.optim import adafactor, adamw, adamw_scale, lamb
 from trainer.strategies.loss_scale import LossScale
 
-OPTIMIZERS = [adamw.Config(), adamw.Config(bias_correction=False), lamb.Config(), lamb.Config(variant="nvidia")]
+OPTIMIZERS = [
+    adamw.Config(),
+    adamw.Config(bias_correction=False),
+    adamw_scale.Config(weight_decay=0.1),
+    lamb.Config(),
+    lamb.Config(variant="nvidia"),
+    adafactor.Config(beta1=0.9, weight_decay=0.1, min_dim_size_to_factor=3),
+]
 
 
 class Run:
     """Three tensors and their optimizer, with gradients that are scaled or, for comparison, not."""
 
-    def __init__(self, config: adamw.Config, *, scaled: bool = True) -> None:
+    def __init__(self, config: Any, *, scaled: bool = True) -> None:
         generator = torch.Generator().manual_seed(0)
         self.parameters = [nn.Parameter(torch.randn(n, 3, generator=generator)) for n in (5, 1)]
         self.parameters.append(nn.Parameter(torch.ones(4)))
@@ -39,12 +48,13 @@ class Run:
             self.scale.step(self.optimizer, norms.norm() / self.scale.factor)
 
     def tensors(self) -> list[torch.Tensor]:
-        moments = (self.optimizer.state[p][key] for p in self.parameters for key in ("exp_avg", "exp_avg_sq"))
+        states = [self.optimizer.state[parameter] for parameter in self.parameters]
+        moments = [tensor for state in states for key, tensor in state.items() if key != "step"]
         return [tensor.detach().clone() for tensor in (*self.parameters, *moments)]
 
 
 @pytest.mark.parametrize("config", OPTIMIZERS)
-def test_scaling_by_a_power_of_two_changes_nothing(config: adamw.Config) -> None:
+def test_scaling_by_a_power_of_two_changes_nothing(config: Any) -> None:
     plain, scaled = Run(config, scaled=False), Run(config)
     for step in range(4):
         plain.step(step)
@@ -54,7 +64,7 @@ def test_scaling_by_a_power_of_two_changes_nothing(config: adamw.Config) -> None
 
 @pytest.mark.parametrize("poison", [float("inf"), float("nan")])
 @pytest.mark.parametrize("config", OPTIMIZERS)
-def test_a_step_that_overflows_changes_nothing_and_halves_the_scale(config: adamw.Config, poison: float) -> None:
+def test_a_step_that_overflows_changes_nothing_and_halves_the_scale(config: Any, poison: float) -> None:
     run = Run(config)
     run.step(0)
     before = run.tensors()

@@ -1,0 +1,206 @@
+"""Adafactor (Shazeer & Stern 2018, arXiv 1804.04235): of a matrix's second moments it keeps row and column means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.errors import ConfigError
+from trainer.optim.blockwise import MIN_RMS, Blockwise
+from trainer.optim.groups import parameter_groups
+from trainer.partition import add_up, local_parts, squared_norms
+
+
+@dataclass(frozen=True)
+class Config:
+    """Adafactor, as T5 was trained with it: memory for a row and a column where Adam keeps two matrices.
+
+    Attributes:
+        lr: learning rate at the top of the schedule, relative to the root mean square of a tensor's weights if
+            `scale_by_rms` is true. The paper's "relative step" is lr 0.01 with schedule
+            {decay: inverse_sqrt, decay_start: 10000}.
+        scale_by_rms: multiplies the update of each tensor by the root mean square of its weights, at least 0.001.
+        clip_threshold: upper bound of the root mean square of a tensor's update, before it is scaled.
+        decay_rate: update t gives the squared gradient a weight of t^-decay_rate in the second moments.
+        beta1: decay rate of the running mean of updates; 0 keeps none, which saves its memory.
+        eps: added to squared gradients.
+        weight_decay: decoupled; each update takes lr * weight_decay of a matrix's weight away.
+        min_dim_size_to_factor: matrices with fewer rows or columns keep all of their second moments.
+    """
+
+    lr: float = 1e-2
+    scale_by_rms: bool = True
+    clip_threshold: float = 1.0
+    decay_rate: float = 0.8
+    beta1: float = 0.0
+    eps: float = 1e-30
+    weight_decay: float = 0.0
+    min_dim_size_to_factor: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "weight_decay"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ConfigError(f"{name} is {value}; use a number of 0 or more")
+        for name in ("clip_threshold", "decay_rate"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise ConfigError(f"{name} is {value}; use a number above 0")
+        if not 0 <= self.beta1 < 1:
+            raise ConfigError(f"beta1 is {self.beta1}; use a number from 0, for none, up to below 1")
+        if not 1e-37 <= self.eps < math.inf:  # the least that fp32 holds in full precision
+            raise ConfigError(f"eps is {self.eps}; use a number of 1e-37 or more, as 1e-30")
+        if self.min_dim_size_to_factor < 0:
+            raise ConfigError(f"min_dim_size_to_factor is {self.min_dim_size_to_factor}; use 0 or more")
+
+    def build(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], stacked: Mapping[str, int] = MappingProxyType({})
+    ) -> Optimizer:
+        """Makes the optimizer of these named parameters, on the device they are on.
+
+        Args:
+            parameters: by name.
+            stacked: how many tensors of equal size lie in a parameter's rows, by its name, where there are several.
+                Each is factored, clipped and scaled on its own.
+        """
+        named = list(parameters)
+        return Adafactor(
+            parameter_groups(named, self.weight_decay),
+            {parameter: stacked[name] for name, parameter in named if name in stacked},
+            self,
+        )
+
+
+class Adafactor(Blockwise):
+    r"""Adafactor, algorithms 4 and 5 of the paper. A tensor x of weights with gradient g becomes
+
+        x - lr * max(0.001, RMS(x)) * u / max(1, RMS(u) / clip_threshold)    with    u = g / sqrt(v)
+
+    where v is the running mean of g^2 + eps, at update t with a decay rate of 1 - t^-decay_rate. Of a matrix only the
+    means r over rows and c over columns are kept, and v_ij = r_i c_j / mean(c). (The paper divides by mean(r), which
+    is the same number; every process has the whole of c.) r is split as the rows are.
+
+    A step takes two collectives, for all tensors together: one of column means and RMS(x), one of RMS(u). The update is
+    computed in the memory of the gradients, which are lost.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], blocks: Mapping[Tensor, int], config: Config) -> None:
+        super().__init__(groups, blocks, lr=config.lr)
+        self._config = config
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Makes one update; none where loss scaling has found gradients that are not finite."""
+        members = list(self._members())
+        weights = [weight for _, some, _ in members for weight in some]
+        for weight in weights:
+            if not self.state[weight]:
+                self._create_state(weight)
+        for group in self.param_groups:
+            group["updates"] += 1
+        blocks, gradients = self._blocks(weights, local_parts(weights)), self._gradients(weights)
+        weight_squares = self._update_moments(weights, gradients, squared_norms(blocks))
+        self._precondition(weights, gradients)
+        changes = self._blocks(weights, gradients)
+        sizes = self._sizes(weights)
+        update_rms = (add_up(squared_norms(changes), weights[0]) / sizes).sqrt()
+        scales = 1 / (update_rms / self._config.clip_threshold).clamp(min=1)
+        if self._config.scale_by_rms:
+            scales *= (weight_squares / sizes).sqrt().clamp(min=MIN_RMS)
+        factors = list(scales.to(blocks[0].dtype).unbind())
+        for group, some, part in members:
+            self._apply(group, some, blocks[part], changes[part], factors[part])
+
+    def _create_state(self, weight: Tensor) -> None:
+        """Second moments as they are where gradients have been 0 so far."""
+        eps, blocks = self._config.eps, len(self._bounds[weight]) - 1
+        state = self.state[weight]
+        if weight.ndim == 2 and min(len(weight) // blocks, weight.shape[1]) >= self._config.min_dim_size_to_factor:
+            state["exp_avg_sq_row"] = torch.full_like(weight.detach()[:, 0], eps)
+            state["exp_avg_sq_col"] = weight.new_full((blocks, weight.shape[1]), eps)
+        else:
+            state["exp_avg_sq"] = torch.full_like(weight, eps)
+        if self._config.beta1 > 0:
+            state["exp_avg"] = torch.zeros_like(weight)
+
+    def _gradients(self, weights: list[Tensor]) -> list[Tensor]:
+        """Their local parts, without the factor of loss scaling; 0 where that has found any that is not finite."""
+        gradients = local_parts(weight.grad for weight in weights if weight.grad is not None)
+        if self.grad_scale is not None and self.found_inf is not None:
+            torch._foreach_mul_(gradients, 1 / self.grad_scale)
+            for gradient in gradients:
+                gradient.masked_fill_(self.found_inf.bool(), 0)
+        return gradients
+
+    def _update_moments(self, weights: list[Tensor], gradients: list[Tensor], squares: Tensor) -> Tensor:
+        """Brings the second moments up to date.
+
+        Args:
+            weights: those that are updated.
+            gradients: their local parts.
+            squares: [blocks], a number of each that is added up over the processes in the same collective.
+
+        Returns:
+            The sums of `squares`.
+        """
+        moments: list[Tensor] = []
+        columns: list[Tensor] = []
+        means: list[Tensor] = []
+        sums: list[Tensor] = []
+        for weight, gradient in zip(weights, gradients, strict=True):
+            state, squared = self.state[weight], gradient.square()
+            if "exp_avg_sq" in state:
+                moments.append(state["exp_avg_sq"])
+                means.append(squared)
+            else:
+                moments.append(state["exp_avg_sq_row"])
+                means.append(squared.mean(1))
+                columns.append(state["exp_avg_sq_col"])
+                rows = len(weight) // len(columns[-1])
+                sums += [block.sum(0) / rows for block in self._blocks([weight], [squared])]
+        totals = add_up(torch.cat([squares, *sums]), weights[0])
+        squares, *whole = torch.split(totals, [len(squares), *(column.numel() for column in columns)])
+        means += [mean.to(means[0].dtype).view(column.shape) for mean, column in zip(whole, columns, strict=True)]
+        share = self.param_groups[0]["updates"] ** -self._config.decay_rate
+        parts = local_parts(moments + columns)
+        self._shrink(parts, share)
+        torch._foreach_add_(means, self._config.eps)
+        torch._foreach_mul_(means, (share * self._kept(squares)).to(means[0].dtype))
+        torch._foreach_add_(parts, means)
+        return squares
+
+    def _precondition(self, weights: list[Tensor], gradients: list[Tensor]) -> None:
+        """Divides the gradients, local parts, by the roots of their second moments, in place."""
+        for weight, gradient in zip(weights, gradients, strict=True):
+            state = self.state[weight]
+            if "exp_avg_sq" in state:
+                gradient.mul_(local_parts([state["exp_avg_sq"]])[0].rsqrt())
+                continue
+            rows, columns = local_parts([state["exp_avg_sq_row"], state["exp_avg_sq_col"]])
+            gradient.mul_(rows.rsqrt()[:, None])
+            factors = columns.mean(1, keepdim=True).sqrt() * columns.rsqrt()
+            torch._foreach_mul_(self._blocks([weight], [gradient]), list(factors.unbind()))
+
+    def _apply(
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        blocks: list[Tensor],
+        changes: list[Tensor],
+        factors: list[Tensor],
+    ) -> None:
+        """Changes the blocks of a group's weights by lr * factor * change, or the running mean of that."""
+        lr, beta1 = group["lr"], self._config.beta1
+        if group["weight_decay"]:
+            self._shrink(blocks, lr * group["weight_decay"])
+        if beta1 > 0:
+            means = self._blocks(weights, local_parts(self.state[weight]["exp_avg"] for weight in weights))
+            self._shrink(means, 1 - beta1)
+            torch._foreach_addcmul_(means, changes, factors, value=lr * (1 - beta1))
+            changes, factors, lr = means, [self._kept(means[0]).to(means[0].dtype)] * len(means), 1.0
+        torch._foreach_addcmul_(blocks, changes, factors, value=-lr)
