@@ -1,0 +1,98 @@
+"""`samestep generate`, from a run and from what it exports."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from tests.integration.commands import Samestep
+
+OPTIONS = ("--max-new-tokens", 8, "--prefix", "say: ", "--beams", 2)
+
+
+@pytest.fixture(scope="module")
+def t5_run(t5_experiment: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few steps of the small T5."""
+    from trainer.cli import main
+
+    run = tmp_path_factory.mktemp("generate") / "run"
+    assert main(["train", t5_experiment, f"output={run}", "training.steps=4"]) == 0
+    return run
+
+
+def test_texts_from_files_arguments_and_standard_input(
+    samestep: Samestep, t5_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever way they come and whatever is beside them, a text for each, in order; options may come first."""
+    texts = ["the statement of a loop", "a", "names in classes are not visible in functions", "the value"]
+    lines, records, output = tmp_path / "texts.txt", tmp_path / "texts.jsonl.zst", tmp_path / "out.jsonl"
+    lines.write_text("".join(f"{text}\n" for text in texts))
+    rows = "".join(json.dumps({"source": text, "target": "x"}) + "\r\n" for text in texts)
+    records.write_bytes(zstandard.compress(rows.encode()))
+
+    given = samestep("generate", t5_run, *OPTIONS, *texts)
+    assert given.code == 0, given.err
+    assert given.out.count("\n") == len(texts)
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines.read_text()))
+    assert samestep("generate", t5_run, *OPTIONS).out == given.out
+    assert samestep("generate", t5_run, *OPTIONS, "--input", lines, "--batch-size", 1).out == given.out
+    assert samestep("generate", t5_run, *OPTIONS, "--input", records, "--output", output).out == ""
+    written = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["source"] for row in written] == texts
+    assert [row["text"] for row in written] == given.out.splitlines()
+
+    assert samestep("export", t5_run, tmp_path / "exported").code == 0
+    assert samestep("generate", tmp_path / "exported", *OPTIONS, *texts).out == given.out
+    drawn = [
+        samestep("generate", t5_run, "--sample", "--seed", seed, "--max-new-tokens", 8, *texts).out
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "words"),
+    [
+        ("a\n\nb\n", [], "texts:2 is empty, and there is nothing to generate from; remove the line"),
+        ("a\n", ["--output", "texts"], "--output texts already exists"),
+        ("a\n", ["b"], "texts are given, and --input texts besides"),
+        ("a\n", ["--beams", "many"], "beams must be a whole number, not 'many'"),
+        ("a\n", ["--early-stopping", "maybe"], "early_stopping must be true or false or never, not 'maybe'"),
+        (b"\xff\n", [], "texts is not UTF-8"),
+        (None, [], "cannot read texts: No such file or directory"),
+        ("", [], "texts:1: empty file"),
+    ],
+)
+def test_bad_input(
+    samestep: Samestep,
+    t5_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    content: str | bytes | None,
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path("texts").write_bytes(content if isinstance(content, bytes) else content.encode())
+    result = samestep("generate", t5_run, *arguments, "--input", "texts")
+    assert result.code in (1, 2)
+    assert result.message.startswith(words), result.message
+
+
+@pytest.mark.parametrize("line", ["no JSON", '{"target": "a"}', "[1]", '{"source": ""}'])
+def test_bad_json_lines(samestep: Samestep, t5_run: Path, tmp_path: Path, line: str) -> None:
+    (tmp_path / "in.jsonl").write_text(f'{{"source": "a"}}\n{line}\n')
+    result = samestep("generate", t5_run, "--input", tmp_path / "in.jsonl")
+    assert result.code == 1
+    assert "in.jsonl:2 " in result.message
+
+
+def test_a_masked_language_model_is_refused(samestep: Samestep, finished_run: Path) -> None:
+    result = samestep("generate", finished_run, "a text")
+    assert result.code == 2
+    assert "or samestep fill" in result.message

@@ -1,0 +1,180 @@
+"""Fine-tuning on pairs of texts through the real command: from files to scores, and what bad input gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.integration.commands import Samestep
+
+WORDS = ["red", "green", "blue", "old", "new", "small", "house", "tree", "dog", "car"]
+PREFIX = "turn around: "
+
+
+def sentences(count: int) -> list[tuple[str, str]]:
+    """Sentences of three words, and the same turned around."""
+    texts = [[WORDS[(7 * i + step * (i // 10 + 1)) % 10] for step in range(3)] for i in range(count)]
+    return [(" ".join(text), " ".join(reversed(text))) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """train.en and train.de of 400 lines, and a tokenizer without sentinels beside the one with them."""
+    from data_pipeline import tokenization
+
+    folder = tmp_path_factory.mktemp("corpus")
+    pairs = sentences(400)
+    for side, name in enumerate(("train.en", "train.de")):
+        (folder / name).write_text("".join(pair[side] + "\n" for pair in pairs))
+    texts = [PREFIX + source for source, _ in pairs]
+    tokenization.Config("", "unigram", 34, lowercase=False).train(texts).save(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture
+def build(corpus: Path, samestep: Samestep, tmp_path: Path):
+    """Builds a dataset of pairs, with changed settings of the source."""
+
+    def run(*overrides: str, **source: object):
+        settings = {"kind": "parallel_text", "source_paths": [f"{corpus}/train.en"], "prefix": PREFIX}
+        settings |= {"target_paths": [f"{corpus}/train.de"]}
+        config = {
+            "source": source or settings,
+            "tokenizer": {"path": str(corpus / "tokenizer"), "algorithm": "unigram"},
+            "output": str(tmp_path / "data"),
+            "heldout_fraction": 0.1,
+            "shard_bytes": 8000,
+            "workers": 1,
+        }
+        (tmp_path / "build.yaml").write_text(yaml.safe_dump(config))
+        return samestep("data", "build", tmp_path / "build.yaml", *overrides)
+
+    return run
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> str:
+    (tmp_path / "experiment.yaml").write_text(
+        f"""
+output: {tmp_path / "run"}
+accelerator: cpu
+data: {{path: {tmp_path / "data"}, sequence_length: 48, packing: best_fit, lanes: 8}}
+model: {{kind: t5, vocab_size: 256, layers: 1, width: 32, heads: 2, head_width: 16, ffn_width: 64, dropout: 0.1,
+  attention_dropout: 0.0}}
+objective: {{kind: seq2seq, target_length: 24}}
+optimizer: {{kind: adafactor, lr: 1e-2}}
+schedule: {{decay: constant}}
+training: {{steps: 6, global_batch_size: 6, micro_batch_size: 3, log_every: 1, evaluate_every: 6, max_grad_norm: null}}
+checkpoint: {{every: 3}}
+"""
+    )
+    return str(tmp_path / "experiment.yaml")
+
+
+def test_from_files_to_scores(samestep: Samestep, build, corpus: Path, experiment: str, tmp_path: Path) -> None:
+    assert build().code == 0
+    assert samestep("data", "inspect", tmp_path / "data").code == 0
+    assert samestep("train", experiment).code == 0
+    run = tmp_path / "run"
+    assert "verified" in samestep("ledger", "verify", run).out
+    fed = samestep("ledger", "step", run, "2").out
+    lines = {
+        name: {part.rpartition(":")[2] for part in fed.replace("\n", ", ").split(", ") if f"{name}:" in part}
+        for name in ("train.en", "train.de")
+    }
+    assert lines["train.en"] == lines["train.de"] != set()
+
+    pytest.importorskip("sacrebleu")
+    arguments = ("evaluate", run, "--generate", "beams=2", "max_new_tokens=6")
+    heldout = samestep(*arguments, "--metrics", "bleu", "chrf", "rouge_l", "--limit", "7")
+    assert heldout.code == 0, heldout.err
+    scores = dict(line.split() for line in heldout.out.splitlines())
+    assert scores.keys() == {"step", "pairs", "bleu", "chrf", "rouge_l"}
+    assert (scores["step"], scores["pairs"]) == ("6", "7")
+    assert all(0 <= float(scores[name]) <= 100 for name in ("bleu", "chrf", "rouge_l"))
+    assert samestep(*arguments, "--limit", "5", "--pairs", corpus / "train.en", corpus / "train.de").code == 0
+    rows = [json.loads(line) for line in (run / "scores.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["pairs"], row["of"]) for row in rows] == [
+        (6, 7, "heldout"),
+        (6, 5, f"{corpus}/train.en,{corpus}/train.de"),
+    ]
+    result = samestep("evaluate", run, "--generate", "beem=2")
+    assert (result.code, "did you mean 'beams'" in result.message) == (2, True)
+    result = samestep("evaluate", run, "--generate", "--pairs", corpus / "train.en")
+    assert (result.code, "as many of targets" in result.message) == (2, True)
+
+
+@pytest.mark.parametrize("layout", ["prefix_lm", "language_model"])
+def test_a_decoder_alone_is_fine_tuned_as_well(samestep: Samestep, build, experiment: str, layout: str) -> None:
+    assert build().code == 0
+    changes = [f"model.architecture={layout}", f"objective.layout={layout}", "training.steps=2"]
+    assert samestep("train", experiment, *changes, "data.packing=padded").code == 0
+
+
+def test_files_of_different_length(samestep: Samestep, build, corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.de").write_text("\n".join(["x"] * 399))
+    result = build(f"source.target_paths=[{tmp_path / 'short.de'}]")
+    assert result.code == 1
+    assert (
+        f"{corpus}/train.en has 400 lines and {tmp_path}/short.de 399: line 400 of {corpus}/train.en" in result.message
+    )
+
+
+def test_empty_lines(samestep: Samestep, build, corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "gap.de").write_text("\n".join("" if i == 6 else "red" for i in range(400)))
+    gap = f"source.target_paths=[{tmp_path / 'gap.de'}]"
+    result = build(gap)
+    assert result.code == 1
+    assert f"{corpus}/train.en:7: empty target; correct it, or leave such documents out" in result.message
+    assert build(gap, "on_error=skip").code == 0
+    (rejected,) = (tmp_path / "data" / "rejected.jsonl").read_text().splitlines()
+    assert json.loads(rejected) == {"file": f"{corpus}/train.en", "line": 7, "reason": "empty target"}
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "words"),
+    [
+        (
+            "objective.target_length=3",
+            1,
+            ["train.en:", "the target takes", "objective.target_length is 3", "raise it to"],
+        ),
+        ("data.sequence_length=6", 1, ["train.en:", "the source takes", "set objective.truncate_sources=true"]),
+        ("data.packing=concat", 2, ["pairs of texts and data.packing is concat", "data.packing=best_fit"]),
+        ("model.architecture=prefix_lm", 2, ["objective, seq2seq, is for", "objective.layout=prefix_lm"]),
+        ("objective={kind: span_corruption, mean_span_length: 1, noise_density: 0.5}", 2, ["spans", "sentinels"]),
+    ],
+)
+def test_settings_that_do_not_fit_the_pairs(
+    samestep: Samestep, build, experiment: str, override: str, code: int, words: list[str]
+) -> None:
+    assert build().code == 0
+    length = ["data.sequence_length=512"] if "span_corruption" in override else []
+    result = samestep("train", experiment, override, *length)
+    assert result.code == code
+    assert all(word in result.message for word in words), result.message
+
+
+def test_documents_instead_of_pairs(samestep: Samestep, build, corpus: Path, experiment: str) -> None:
+    assert build("heldout_fraction=0", kind="text", paths=[f"{corpus}/train.en"]).code == 0
+    result = samestep("train", experiment)
+    assert result.code == 1
+    assert "holds documents; build a dataset from a source of pairs" in result.message
+
+
+def test_a_tokenizer_without_sentinels(
+    samestep: Samestep, build, corpus: Path, experiment: str, tmp_path: Path
+) -> None:
+    settings = corpus / "tokenizer" / "tokenizer_config.json"
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for file in settings.parent.iterdir():
+        (plain / file.name).write_bytes(file.read_bytes())
+    (plain / settings.name).write_text(json.dumps({**json.loads(settings.read_text()), "extra_ids": 0}))
+    assert build(f"tokenizer.path={plain}").code == 0
+    result = samestep("train", experiment, "objective={kind: span_corruption}")
+    assert result.code == 2
+    assert "needs a tokenizer with sentinels (<extra_id_0>, ...), and this one has none" in result.message

@@ -1,0 +1,148 @@
+"""What generation promises whatever the model: draws, batches, limits."""
+
+import dataclasses
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.errors import ConfigError
+from trainer.examples import Vocabulary
+from trainer.generation import Config, Generator
+from trainer.generation.sampling import sample
+from trainer.hashing import mix, uniform
+from trainer.models import bert, gpt2, t5
+
+SHAPE: dict[str, Any] = {"vocab_size": 40, "layers": 2, "width": 32, "heads": 4, "ffn_width": 48}
+T5 = t5.Config(**SHAPE, head_width=12)
+GPT2 = gpt2.Config(**SHAPE, max_positions=24)
+BERT = bert.Config(**SHAPE, max_positions=24, causal=True)
+VOCABULARY = Vocabulary(size=30, pad=0, cls=None, sep=None, mask=None, special=(0, 1), eos=1)
+SOURCES = [[5, 9, 2, 7], [3], [8, 8, 4, 6, 2, 9, 10], [11, 4]]
+
+
+def make(config: Any) -> Any:
+    """A model of random weights; those of 10 tokens, which the tokenizer lacks, would be the likeliest."""
+    model = config.build()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        model.embeddings.tokens.weight[30:] *= 5
+    return model
+
+
+@pytest.mark.parametrize(
+    ("settings", "chosen"),
+    [
+        ({}, 12),
+        ({"temperature": 0.5}, 12),
+        ({"top_k": 3}, 3),
+        ({"top_p": 0.8}, 6),
+        ({"top_k": 6, "top_p": 0.7, "temperature": 1.5}, 4),
+    ],
+    ids=str,
+)
+def test_draws_follow_the_distribution(settings: dict[str, Any], chosen: int):
+    """The shares of 200,000 draws are within 5 standard deviations of what a loop over the tokens says."""
+    config, count = Config(sample=True, **settings), 200_000
+    logits = torch.tensor([0.5, -1.0, 1.5, 0.0, -2.0, 1.0, -0.5, 0.8, -1.5, 0.2, -3.0, -0.2])
+    expected = np.zeros(12)
+    weights = np.exp(logits.numpy().astype(np.float64) / config.temperature)
+    kept = np.argsort(-weights)[: config.top_k]
+    for token in kept:
+        if expected.sum() < config.top_p * weights[kept].sum():
+            expected[token] = weights[token]
+    expected /= expected.sum()
+    assert np.count_nonzero(expected) == chosen
+    drawn = torch.from_numpy(uniform(mix(np.arange(count))))
+    shares = np.bincount(sample(logits.expand(count, -1), drawn, config), minlength=12) / count
+    np.testing.assert_array_less(np.abs(shares - expected), 5 * np.sqrt(expected * (1 - expected) / count) + 1e-12)
+
+
+@pytest.mark.parametrize("config", [T5, GPT2], ids=["t5", "gpt2"])
+def test_a_text_does_not_depend_on_its_batch(config: Any):
+    """Nor does a sampled one, as long as its number and the seed are the same."""
+    model = make(config)
+    for settings in ({"sample": True, "top_p": 0.95}, {"beams": 3}, {}):
+        together = Generator(model, VOCABULARY, Config(12, **settings))(SOURCES, first=10)
+        by_two = Config(12, batch_size=2, **settings)
+        alone = [Generator(model, VOCABULARY, by_two)([source], 10 + n)[0] for n, source in enumerate(SOURCES)]
+        assert together == Generator(model, VOCABULARY, by_two)(SOURCES, 10) == alone
+        assert max(max(text, default=0) for text in together) < 30
+    drawn = [Generator(model, VOCABULARY, Config(12, sample=True, seed=seed))(SOURCES) for seed in (0, 1)]
+    assert drawn[0] != drawn[1]
+    same = Generator(model, VOCABULARY, Config(12, sample=True))([SOURCES[0]] * 4)
+    assert len(set(map(tuple, same))) > 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BERT,
+        dataclasses.replace(T5, architecture="language_model"),
+        dataclasses.replace(T5, architecture="prefix_lm"),
+        dataclasses.replace(T5, architecture="shared_encoder_decoder"),
+    ],
+    ids=["causal_bert", "t5_language_model", "t5_prefix_lm", "t5_shared"],
+)
+def test_greedy_tokens_are_those_of_whole_forward_passes(config: Any):
+    """Computed anew for each token, without a cache or padding."""
+    model = make(config).eval()
+    for source, text in zip(SOURCES, Generator(model, VOCABULARY, Config(8))(SOURCES), strict=True):
+        expected: list[int] = []
+        while len(expected) < 8 and expected[-1:] != [1]:
+            if config is not BERT and config.encoder_decoder:
+                logits = model(torch.tensor([source]), None, torch.tensor([[0, *expected]]), None)
+            else:
+                row = torch.tensor([source + expected])
+                prefix = torch.arange(row.shape[1])[None] < len(source)
+                positions = torch.arange(row.shape[1])[None]
+                is_prefix_lm = getattr(config, "prefix_lm", False)
+                logits = model(row, None, positions, prefix=prefix if is_prefix_lm else None)
+            expected.append(int(logits[0, -1, :30].argmax()))
+        assert text == [token for token in expected if token != 1]
+
+
+def test_what_is_too_long_loses_its_beginning(caplog: pytest.LogCaptureFixture):
+    generate = Generator(make(GPT2), VOCABULARY, Config(5))
+    long = [2 + n % 20 for n in range(30)]
+    with caplog.at_level(logging.WARNING):
+        assert generate([long, [5]]) == generate([long[-20:], [5]])
+    assert [record.getMessage()[:39] for record in caplog.records] == ["1 of 2 texts are longer than 20 tokens, "[:39]]
+    assert generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "vocabulary", "settings", "words"),
+    [
+        (dataclasses.replace(BERT, causal=False), VOCABULARY, {}, "samestep fill"),
+        (GPT2, dataclasses.replace(VOCABULARY, eos=None), {}, "no token that ends a text"),
+        (T5, dataclasses.replace(VOCABULARY, pad=None), {}, "no <pad>"),
+        (GPT2, VOCABULARY, {"max_new_tokens": 24}, "takes texts of 24 tokens"),
+        (GPT2, VOCABULARY, {"max_new_tokens": 9, "beams": 16}, "at most half of the 30 tokens"),
+    ],
+)
+def test_models_that_cannot_generate(config: Any, vocabulary: Vocabulary, settings: dict[str, Any], words: str):
+    with pytest.raises(ConfigError, match=words):
+        Generator(config.build(), vocabulary, Config(**{"max_new_tokens": 8, **settings}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"beams": 0}, "beams must be at least 1, not 0"),
+        ({"top_k": 0, "sample": True}, "top_k must be at least 1"),
+        ({"top_p": 1.5, "sample": True}, "top_p is a probability"),
+        ({"temperature": 0.0, "sample": True}, "temperature must be above 0"),
+        ({"min_new_tokens": 128}, "use 0 to 127"),
+        ({"beams": 2, "sample": True}, "exclude each other"),
+        ({"top_p": 0.9}, "have no effect without sample"),
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense(settings: dict[str, Any], words: str):
+    with pytest.raises(ConfigError, match=words):
+        Config(**settings)
