@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH := .venv-bench
 DATA_BENCHMARKS := build loader resume stream
+OTHER_BENCHMARKS := span_corruption step step_t5 generation
 
 .PHONY: help install demo test check conformance chaos bench clean
 
@@ -21,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing samestep and its tools into $(VENV) (a few minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf,http,parquet,plot,s3,tensorboard,wandb]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf,http,parquet,plot,s3,tensorboard,text,wandb]'
 	@touch $@
 
 demo: install  ## pre-train a tiny BERT, kill it, resume it on more processes, export it (CPU, a few minutes)
@@ -46,7 +47,7 @@ chaos: install  ## faults of all kinds (half an hour); what each has cost is wri
 bench: $(BENCH)/.installed  ## speed beside other systems (half an hour); CORPUS=FILES names JSON Lines to work on
 	@for name in $(DATA_BENCHMARKS); do \
 	  $(BENCH)/bin/python -m benchmarks.$$name $(if $(CORPUS),--corpus $(CORPUS)) || exit 1; done
-	@$(BENCH)/bin/python -m benchmarks.step
+	@for name in $(OTHER_BENCHMARKS); do $(BENCH)/bin/python -m benchmarks.$$name || exit 1; done
 
 # The other systems have an environment of their own, so that they cannot change what is tested.
 $(BENCH)/.installed: pyproject.toml constraints.txt benchmarks/constraints.txt

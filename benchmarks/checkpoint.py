@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pairing import Comparison, arguments, publish
-from benchmarks.step import SHAPES, VOCAB_SIZE, write_dataset
+from benchmarks.step import SHAPES, bert, write_dataset
 from trainer.monitoring.jsonl import read_rows
 
 _EVERY = 4  # steps between saves: the write is over by the step before the next
@@ -55,13 +55,11 @@ class Run:
 
 def train(folder: Path, model: str, batch: int, saves: int, asynchronous: bool) -> Run:
     """Trains from the beginning, with so many saves, and throws the checkpoints away."""
-    layers, width = SHAPES[model]
     file = folder / "experiment.yaml"
     file.write_text(f"""
 accelerator: cpu
 data: {{path: {folder}, sequence_length: 128}}
-model: {{kind: bert, vocab_size: {VOCAB_SIZE}, layers: {layers}, width: {width}, heads: {width // 64},
-  ffn_width: {4 * width}, attention_dropout: 0.0}}
+model: {bert(model)}
 objective: {{kind: mlm}}
 optimizer: {{kind: adamw, lr: 1e-4}}
 training: {{steps: {_EVERY * saves + 1}, global_batch_size: {batch}, micro_batch_size: {batch}, log_every: 1}}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from benchmarks.pairing import Comparison, arguments, publish
-from benchmarks.step import SHAPES, VOCAB_SIZE, write_dataset
+from benchmarks.step import SHAPES, bert, write_dataset
 from trainer.monitoring.jsonl import read_rows
 
 WAYS = {"memory": "snapshot_every: {every}, every: 1000000", "disk": "every: {every}"}
@@ -72,13 +72,11 @@ def recover(folder: Path, model: str, processes: int, way: str, every: int, kill
 @contextmanager
 def _training(folder: Path, output: Path, model: str, processes: int, steps: int, checkpoint: str) -> Iterator[int]:
     """A run that goes on in the process whose number this is, and ends with the block."""
-    layers, width = SHAPES[model]
     file = folder / "experiment.yaml"
     file.write_text(f"""
 accelerator: cpu
 data: {{path: {folder}, sequence_length: 32}}
-model: {{kind: bert, vocab_size: {VOCAB_SIZE}, layers: {layers}, width: {width}, heads: {width // 64},
-  ffn_width: {4 * width}, attention_dropout: 0.0}}
+model: {bert(model)}
 objective: {{kind: mlm}}
 optimizer: {{kind: adamw, lr: 1e-4}}
 training: {{steps: {steps}, global_batch_size: {processes}, micro_batch_size: 1, log_every: 1}}

@@ -34,6 +34,7 @@ from benchmarks.pairing import Comparison, Contender, arguments, compare, publis
 from data_pipeline.manifest import FORMAT, Manifest
 from data_pipeline.shards import write_shard
 from data_pipeline.tokenization import Tokenizer
+from data_pipeline.tokenization_huggingface import HuggingFace
 from trainer.accelerators import Accelerator, cpu, cuda
 from trainer.config import load
 from trainer.experiment import Experiment
@@ -47,6 +48,15 @@ SHAPES = {"tiny": (2, 128), "mini": (4, 256), "base": (12, 768), "large": (24, 1
 
 CASES = {"cpu": (("mini", "base"), (128,)), "cuda": (("base", "large"), (128, 512))}
 """Models and lengths."""
+
+
+def bert(model: str) -> str:
+    """The `model` section of an experiment."""
+    layers, width = SHAPES[model]
+    return (
+        f"{{kind: bert, vocab_size: {VOCAB_SIZE}, layers: {layers}, width: {width}, heads: {width // 64}, "
+        f"ffn_width: {4 * width}, attention_dropout: 0.0}}"
+    )
 
 
 @dataclass(frozen=True)
@@ -73,14 +83,12 @@ class Job:
 
     def experiment(self) -> Experiment:
         """Our side's configuration; its masks are BERT's 20 predictions at length 128 and 80 at 512."""
-        layers, width = SHAPES[self.model]
         on_gpu = self.device == "cuda"
         file = Path(self.folder) / f"{self.model}_{self.length}.yaml"
         file.write_text(f"""
 output: {self.folder}/run
 data: {{path: {self.folder}, sequence_length: {self.length}, packing: concat}}
-model: {{kind: bert, vocab_size: {VOCAB_SIZE}, layers: {layers}, width: {width}, heads: {width // 64},
-  ffn_width: {4 * width}, attention_dropout: 0.0}}
+model: {bert(self.model)}
 objective: {{kind: mlm, mask_fraction: 0.157}}
 optimizer: {{kind: adamw, lr: 1e-4, weight_decay: 0.01}}
 training: {{steps: 1000000, global_batch_size: {self.batch}, micro_batch_size: {self.batch},
@@ -235,7 +243,7 @@ def write_dataset(folder: Path, tokens: int = 2**22, documents: int = 16) -> Non
     special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
     words = [*special, *(f"w{i}" for i in range(VOCAB_SIZE - len(special)))]
     model = tokenizers.models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
-    tokenizer = Tokenizer(tokenizers.Tokenizer(model), {})
+    tokenizer = Tokenizer(HuggingFace(tokenizers.Tokenizer(model), {}))
     tokenizer.save(folder / "tokenizer")
     values = np.random.default_rng(0).integers(len(special), VOCAB_SIZE, tokens, dtype=np.uint16)
     origin = np.array([(0, i) for i in range(documents)], dtype=np.uint32)

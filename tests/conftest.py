@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -28,8 +29,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of
 VOCAB_SIZE = 600
 
 
-def make_dataset(folder: Path) -> Path:
-    """About 1,300 paragraphs of English in 5 train shards and 1 held-out shard, WordPiece tokens, with sentences."""
+def make_dataset(folder: Path, algorithm: Literal["wordpiece", "unigram"] = "wordpiece") -> Path:
+    """About 1,300 paragraphs of English in 5 train shards and 1 held-out shard, WordPiece tokens, with sentences.
+
+    A `unigram` tokenizer has 100 sentinels besides.
+    """
     from data_pipeline import tokenization
     from data_pipeline.manifest import Manifest, ShardInfo
     from data_pipeline.sentences import split, splitter_version
@@ -37,7 +41,7 @@ def make_dataset(folder: Path) -> Path:
 
     folder.mkdir()
     paragraphs = [p for name in sorted(topics) for p in topics[name].split("\n\n") if p.strip()][::2]
-    tokenizer = tokenization.Config(path="", vocab_size=VOCAB_SIZE, lowercase=True).train(paragraphs[:400])
+    tokenizer = tokenization.Config("", algorithm, VOCAB_SIZE, lowercase=True).train(paragraphs[:400])
     tokenizer.save(folder / "tokenizer")
     documents = tokenizer.encode_batch(paragraphs)
     sizes = [[len(part) for part in tokenizer.encode_batch(split(text, "rules"))] for text in paragraphs]
@@ -92,6 +96,33 @@ def dataset_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def experiment_file(dataset_folder: Path) -> str:
     return write_experiment(dataset_folder, dataset_folder.parent / "experiment.yaml")
+
+
+def write_t5_experiment(dataset: Path, path: Path) -> str:
+    """A run that takes two seconds: a T5 v1.1 of 2 + 2 layers of 32, with Adafactor. Give it output=FOLDER."""
+    path.write_text(
+        f"""
+output: set-by-the-test
+accelerator: cpu
+data: {{path: {dataset}, sequence_length: 64, packing: best_fit, lanes: 16}}
+model: {{kind: t5, vocab_size: 700, layers: 2, width: 32, heads: 2, head_width: 16, ffn_width: 64, dropout: 0.1,
+  attention_dropout: 0.0, tied: false, activation: geglu_tanh}}
+objective: {{kind: span_corruption, z_loss: 1e-4}}
+optimizer: {{kind: adafactor, lr: 1e-2, min_dim_size_to_factor: 16}}
+schedule: {{decay: inverse_sqrt, decay_start: 4}}
+training: {{steps: 12, global_batch_size: 10, micro_batch_size: 4, max_grad_norm: null, log_every: 1,
+  collective_timeout: 60}}
+checkpoint: {{every: 1000}}
+"""
+    )
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def t5_experiment(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Span corruption, on a dataset with a SentencePiece tokenizer."""
+    folder = tmp_path_factory.mktemp("t5")
+    return write_t5_experiment(make_dataset(folder / "dataset", "unigram"), folder / "experiment.yaml")
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,13 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer import __version__, log
+from trainer.command import Commands, add_command
 from trainer.errors import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
 
 if TYPE_CHECKING:
@@ -42,24 +43,6 @@ from raw text to a model for transformers:
 `samestep COMMAND --help` explains a command."""
 
 
-def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    summary: str,
-    example: str,
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        name,
-        help=summary,
-        description=summary[0].upper() + summary[1:] + ".",
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
-    return parser
-
-
 def _add_experiment(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="the experiment, a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
@@ -74,25 +57,13 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all sub-commands, those of the other packages included."""
-    parser = argparse.ArgumentParser(
-        prog="samestep",
-        description="Pre-trains and fine-tunes Transformer language models: the same run on any number of devices.",
-        epilog=_WALK_THROUGH,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"samestep {__version__}")
-    parser.add_argument("--traceback", action="store_true", help="show the Python stack of an error")
-    parser.add_argument("--verbose", action="store_true", help="log details")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
-    train = _command(
+def _add_train(commands: Commands) -> None:
+    train = add_command(
         commands,
         "train",
         _train,
         "train a model, or continue the run found in its output folder",
-        "samestep train configs/debug/bert_mini.yaml --processes 2 training.steps=1000",
+        "example:\n  samestep train configs/debug/bert_mini.yaml --processes 2 training.steps=1000",
     )
     _add_experiment(train)
     _add_processes(train)
@@ -108,33 +79,46 @@ def build_parser() -> argparse.ArgumentParser:
         help="where the machines of --elastic meet: one of them, and a free port there (default: this machine alone)",
     )
 
-    config = _command(
+
+def _add_config(commands: Commands) -> None:
+    config = add_command(
         commands,
         "config",
         _config,
         "print an experiment with every setting resolved",
-        "samestep config configs/debug/bert_mini.yaml optimizer.lr=1e-3",
+        "example:\n  samestep config configs/debug/bert_mini.yaml optimizer.lr=1e-3",
     )
     _add_experiment(config)
 
-    evaluate = _command(
+
+def _add_evaluate(commands: Commands) -> None:
+    evaluate = add_command(
         commands,
         "evaluate",
         _evaluate,
         "score a run's newest checkpoint on the held-out documents",
-        "samestep evaluate runs/bert_mini",
+        "example:\n  samestep evaluate runs/bert_mini",
     )
     evaluate.add_argument("run_folder", metavar="RUN", help="the output folder of a run")
     evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
     evaluate.add_argument("--step", type=int, help="the checkpoint to score (default: the newest)")
+    generated = evaluate.add_argument_group("scores of generated texts, instead of the loss")
+    help_ = "generate, with these settings, as beams=4"
+    generated.add_argument("--generate", nargs="*", metavar="key=value", help=help_)
+    generated.add_argument("--metrics", nargs="+", choices=("bleu", "chrf", "rouge_l"), default=["bleu", "chrf"])
+    help_ = "files of pairs like those of the run's dataset (default: its held-out split)"
+    generated.add_argument("--pairs", nargs="+", metavar="FILE", default=[], help=help_)
+    generated.add_argument("--limit", type=int, metavar="N", help="the first N pairs only")
     _add_processes(evaluate)
 
-    export = _command(
+
+def _add_export(commands: Commands) -> None:
+    export = add_command(
         commands,
         "export",
         _export,
         "write a checkpoint as a Hugging Face folder",
-        "samestep export runs/bert_mini exported/bert_mini",
+        "example:\n  samestep export runs/bert_mini exported/bert_mini",
     )
     export.add_argument(
         "checkpoint",
@@ -143,12 +127,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     export.add_argument("folder", metavar="DIR", help="the folder to write")
 
-    fill = _command(
+
+def _add_fill(commands: Commands) -> None:
+    fill = add_command(
         commands,
         "fill",
         _fill,
         "fill the masked words of a text",
-        'samestep fill runs/bert_mini "the man went to the [MASK]"',
+        'example:\n  samestep fill runs/bert_mini "the man went to the [MASK]"',
     )
     fill.add_argument(
         "checkpoint", metavar="CKPT", help="a run or a step, its folder or address; a Hugging Face folder or hf://NAME"
@@ -156,36 +142,42 @@ def build_parser() -> argparse.ArgumentParser:
     fill.add_argument("text", nargs="+", help="texts with [MASK] (or <mask>) in them")
     fill.add_argument("--top", type=int, default=5, metavar="K", help="candidates a mask (default: 5)")
 
-    fetch = _command(
+
+def _add_fetch(commands: Commands) -> None:
+    fetch = add_command(
         commands,
         "fetch",
         _fetch,
         "get models, tokenizers and data ahead, for machines without internet",
-        "samestep fetch hf://bert-base-uncased --to models/bert-base-uncased\n"
+        "example:\n  samestep fetch hf://bert-base-uncased --to models/bert-base-uncased\n"
         "  samestep fetch configs/data/wikipedia_en.yaml limit=1GB --to raw",
     )
     fetch.add_argument("target", help="hf://NAME, or the file of an experiment or dataset: all remote things it names")
     fetch.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
     fetch.add_argument("--to", metavar="DIR", help="where to put it (default: the Hub's cache; for data: fetched/)")
 
-    report = _command(
+
+def _add_report(commands: Commands) -> None:
+    report = add_command(
         commands,
         "report",
         _report,
         "write an HTML page with the curves and settings of one or several runs",
-        "samestep report runs/bert_mini runs/bert_mini_lr2 -o report.html",
+        "example:\n  samestep report runs/bert_mini runs/bert_mini_lr2 -o report.html",
     )
     report.add_argument("runs", nargs="+", metavar="RUN", help="the output folder of a run, finished or not")
     report.add_argument(
         "-o", "--output", metavar="HTML", help="the file to write (default: report.html, in RUN if one)"
     )
 
-    doctor = _command(
+
+def _add_doctor(commands: Commands) -> None:
+    doctor = add_command(
         commands,
         "doctor",
         _doctor,
         "try out what a run will need of this machine",
-        "samestep doctor configs/pretrain/bert_base.yaml",
+        "example:\n  samestep doctor configs/pretrain/bert_base.yaml",
     )
     doctor.add_argument("file", nargs="?", help="the experiment that is to run here (default: the machine alone)")
     doctor.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
@@ -193,6 +185,21 @@ def build_parser() -> argparse.ArgumentParser:
         "--processes", type=int, metavar="N", help="processes of the all-reduce (default: one a GPU, else two)"
     )
 
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all sub-commands, those of the other packages included."""
+    parser = argparse.ArgumentParser(
+        prog="samestep",
+        description="Pre-trains and fine-tunes Transformer language models: the same run on any number of devices.",
+        epilog=_WALK_THROUGH,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"samestep {__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show the Python stack of an error")
+    parser.add_argument("--verbose", action="store_true", help="log details")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add in (_add_train, _add_config, _add_evaluate, _add_export, _add_fill, _add_fetch, _add_report, _add_doctor):
+        add(commands)
     for entry_point in entry_points(group="samestep.commands"):
         entry_point.load()(commands)
     return parser
@@ -257,6 +264,12 @@ def _evaluate(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.run_folder} is no run (no config.yaml in it); name the output folder of a run")
     experiment = load(Experiment, file, args.overrides)
     experiment = dataclasses.replace(experiment, output=args.run_folder)  # wherever the run was when it was trained
+    if args.generate is not None:
+        from trainer import scores
+
+        return _print_scores(
+            scores.evaluate(experiment, args.step, args.generate, args.metrics, args.pairs, args.limit)
+        )
     processes = _processes_to_start(args, experiment)
     if processes > 1:
         step = [] if args.step is None else [f"--step={args.step}"]
@@ -265,7 +278,10 @@ def _evaluate(args: argparse.Namespace) -> int:
         experiment = dataclasses.replace(experiment, strategy=single.Config())
     from trainer.run import evaluate
 
-    scores = evaluate(experiment, args.step)
+    return _print_scores(evaluate(experiment, args.step))
+
+
+def _print_scores(scores: Mapping[str, float]) -> int:
     if os.environ.get("RANK", "0") == "0":
         for name, value in scores.items():
             sys.stdout.write(f"{name:12} {value if isinstance(value, int) else f'{value:.6g}'}\n")
@@ -319,18 +335,19 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Parses the command line; overrides and flags may stand anywhere, which argparse alone does not allow for."""
+    """Parses the command line; overrides, texts and flags may stand anywhere, as argparse alone does not allow."""
     parser = build_parser()
     args, rest = parser.parse_known_args(arguments)
     for flag in ("--traceback", "--verbose"):
         if flag in rest:
             rest.remove(flag)
             setattr(args, flag[2:], True)
-    overrides = [argument for argument in rest if "=" in argument and not argument.startswith("-")]
-    if rest != overrides or (overrides and not hasattr(args, "overrides")):
+    listed = "text" if hasattr(args, "text") else "overrides"
+    more = [argument for argument in rest if not argument.startswith("-") and ("=" in argument or listed == "text")]
+    if rest != more or (more and not hasattr(args, listed)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if overrides:
-        args.overrides = [*args.overrides, *overrides]
+    if more:
+        setattr(args, listed, [*getattr(args, listed), *more])
     return args
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -129,18 +129,3 @@ class Faults:
             window.extend(state["sound"][name])
         if not self._steps:
             self._steps, self._in_a_row = list(state["steps"]), state["in_a_row"]
-
-
-def global_number(taken: int, excluded: Sequence[Sequence[int]]) -> int:
-    """The global example that comes after so many taken ones.
-
-    Args:
-        taken: how many.
-        excluded: ranges [first, end) that are passed over, in order and apart.
-    """
-    number = taken
-    for first, end in excluded:
-        if first > number:
-            break
-        number += end - first
-    return number

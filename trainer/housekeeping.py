@@ -6,26 +6,23 @@ import argparse
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from trainer.command import Commands, add_command, add_group
 from trainer.errors import EXIT_DONE, EXIT_FAILED, CheckpointError
 
 if TYPE_CHECKING:
     from trainer.checkpoint import Config
     from trainer.checkpoint.files import Location
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
 
 def register(commands: Commands) -> None:
     """Adds `checkpoint` and its sub-commands to the `samestep` command."""
-    summary = "list, verify and clean up the checkpoints of a run"
-    parser = commands.add_parser("checkpoint", help=summary, description=summary)
-    subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    subcommands = add_group(commands, "checkpoint", "list, verify and clean up the checkpoints of a run")
     _add(
         subcommands,
         "ls",
@@ -56,15 +53,8 @@ def register(commands: Commands) -> None:
 def _add(
     commands: Commands, name: str, run: Callable[[argparse.Namespace], int], summary: str, epilog: str
 ) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        name,
-        help=summary,
-        description=summary[0].upper() + summary[1:] + ".",
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, name, run, summary, epilog)
     parser.add_argument("folder", metavar="DIR", help="a run, or the folder or address of its checkpoints")
-    parser.set_defaults(run=run)
     return parser
 
 

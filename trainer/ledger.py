@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from trainer.monitoring.jsonl import JsonlTracker
+from trainer.ranges import merged
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ class Ledger:
             self._order, self._basis, self._announce = order, digest, False
             self._excluded, self._corrupt = [], []
             self._append(step, "order", {"order": order, **basis})
-        if _merged([*self._excluded, *excluded]) != self._excluded:
+        if merged([*self._excluded, *excluded]) != self._excluded:
             self.exclude(step, order, excluded, "data.exclude, or as before")
 
     def feed(self, step: int, examples: Sequence[Range], corrupt: Sequence[CorruptShard] = ()) -> None:
@@ -177,7 +178,7 @@ class Ledger:
     def exclude(self, step: int, order: int, examples: Sequence[Range], reason: str) -> None:
         """Writes that examples of a data order are passed over from `step` on."""
         if order == self._order:
-            self._excluded = _merged([*self._excluded, *examples])
+            self._excluded = merged([*self._excluded, *examples])
         ranges = [list(part) for part in examples]
         self._append(step, "excluded", {"order": order, "examples": ranges, "reason": reason})
 
@@ -223,17 +224,6 @@ def _find(path: Path, head: str) -> tuple[str, int] | None:
     return next(
         ((row["head"], end) for row, end in intact_rows(path) if head in (row["head"], row.get("before"))), None
     )
-
-
-def _merged(ranges: Sequence[Range]) -> list[list[int]]:
-    """The same examples in as few ranges, in order."""
-    merged: list[list[int]] = []
-    for first, end in sorted(map(tuple, ranges)):
-        if merged and first <= merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], end)
-        else:
-            merged.append([first, end])
-    return merged
 
 
 def _digest(order: int, basis: Mapping[str, Any]) -> str:

@@ -63,6 +63,7 @@ class Trainer:
         self.checkpointer = checkpointer
         self.snapshots = snapshots
         self.description = description
+        self._cells = [objective.pack_spec(phase.sequence_length).cells for phase in phases]
         self.state = TrainState()
         self.recorder = Recorder(strategy)
         self.guard = Guard(config.faults, strategy, description["config"]["output"])
@@ -198,7 +199,7 @@ class Trainer:
         self.state_check.after_update(self.state.step)
         self.recorder.lap("optimizer")
         self.state.examples += phase.global_batch_size
-        self.state.tokens += phase.global_batch_size * phase.sequence_length
+        self.state.tokens += phase.global_batch_size * self._cells[phase.index]
         if self.state.step == phase.end:
             self._hand_over(phase)
         return None

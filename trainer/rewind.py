@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from trainer.faults import global_number
 from trainer.loop import Trainer
 from trainer.phases import phase_of
+from trainer.ranges import global_number
 
 
 def rewind(trainer: Trainer, fault: str) -> None:

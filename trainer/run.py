@@ -193,7 +193,7 @@ def build_trainer(
     wrapped, optimizer = strategy.prepare(model, build_optimizer, initial)
     open_split = partial(open_loader, experiment, dataset, objective, strategy.replica, largest=strategy.largest)
     phases = tuple(
-        _sized(phase, strategy, open_split, partial(probe, wrapped, optimizer, objective, strategy))
+        _sized(phase, strategy, objective, open_split, partial(probe, wrapped, optimizer, objective, strategy))
         for phase in experiment.resolved_phases()
     )
     return Trainer(
@@ -221,6 +221,7 @@ def _zeros(_name: str, start: int, stop: int) -> torch.Tensor:
 def _sized(
     phase: Phase,
     strategy: Strategy,
+    objective: Objective,
     open_split: Callable[[Phase], Loader],
     measure: Callable[[Callable[[int], Loader], int], int | None],
 ) -> Phase:
@@ -238,7 +239,7 @@ def _sized(
     fits = measure(open_sized, most)
     if wanted != "auto":
         return replace(phase, fits=fits)
-    size = without_probe(most, phase.sequence_length) if fits is None else fits
+    size = without_probe(most, objective.pack_spec(phase.sequence_length).cells) if fits is None else fits
     return replace(phase, micro_batch_size=size, fits=fits)
 
 
@@ -288,15 +289,16 @@ def open_loader(
     """
     size = phase.micro_batch_size
     most = -(-phase.global_batch_size // replica.count)
+    spec = objective.pack_spec(phase.sequence_length)
     return StreamingLoader(
         dataset,
         experiment.data if phase.order == 0 else replace(experiment.data, exclude=()),
         split=split,
-        pack_spec=objective.pack_spec(phase.sequence_length),
+        pack_spec=spec,
         collate=objective.collate,
         seed=phase.seed(experiment.seed) if split == "train" else experiment.seed,
         global_batch_size=phase.global_batch_size,
-        micro_batch_size=without_probe(most, phase.sequence_length) if size == "auto" else size,
+        micro_batch_size=without_probe(most, spec.cells) if size == "auto" else size,
         replica=replica,
         finite=split == "heldout",
         example_after=partial(examples_after, experiment.resolved_phases(), phase.order),

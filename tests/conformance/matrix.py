@@ -16,11 +16,12 @@ from rich.console import Console
 from rich.progress import track
 
 from tests.conformance.worker import Case, Record, run_cases
-from tests.conftest import make_dataset, write_experiment
+from tests.conftest import make_dataset, write_experiment, write_t5_experiment
 from tests.processes import run_ranks
 
 STEPS, BATCHES, RELATIVE = 30, 201, 1e-5
 SETTINGS = (MICRO_BATCHES, THREADS, PACKINGS) = ((1, 4, 8), (0, 1, 3), ("concat", "best_fit"))
+TASKS = {"mlm": SETTINGS, **dict.fromkeys(("span_corruption", "causal_lm"), ((1, 4), (1,), PACKINGS))}
 STRATEGIES = {
     1: ("single", "ddp", "fsdp"),
     2: ("ddp", "fsdp", "hsdp"),
@@ -30,27 +31,31 @@ STRATEGIES = {
 }
 
 
-def compare(case: Case, ranks: list[Record], reference: Record) -> float:
+def compare(ranks: list[Record], reference: Record) -> float:
     """The largest relative difference of a loss from the single process's; infinity when any batch differs."""
     digests = np.sum([record.digests for record in ranks], axis=0, dtype=np.uint64)
-    if not np.array_equal(digests, reference.digests) or len(ranks[0].losses) != STEPS:
+    if not np.array_equal(digests, reference.digests) or len(ranks[0].losses) != len(reference.losses):
         return float("inf")
     return float(np.max(np.abs(np.array(ranks[0].losses) / np.array(reference.losses) - 1)))
 
 
 def main() -> int:
+    worst: dict[tuple[str, int, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        file = write_experiment(make_dataset(Path(folder, "dataset")), Path(folder, "experiment.yaml"))
-        singles = [Case(1, "single", 8, 1, packing) for packing in PACKINGS]
-        (records,) = run_ranks(1, run_cases, file, singles, STEPS, BATCHES, folder)
-        references = {case.packing: record for case, record in zip(singles, records, strict=True)}
-        groups = [(size, strategy) for size, strategies in STRATEGIES.items() for strategy in strategies]
-        worst: dict[tuple[int, str], list[float]] = {}
-        for size, strategy in track(groups, "conformance", console=Console(stderr=True)):
-            cases = [Case(size, strategy, *setting) for setting in itertools.product(*SETTINGS)]
+        bert = write_experiment(make_dataset(Path(folder, "words")), Path(folder, "bert.yaml"))
+        t5 = write_t5_experiment(make_dataset(Path(folder, "pieces"), "unigram"), Path(folder, "t5.yaml"))
+        groups = [(task, size, strategy) for task in TASKS for size in STRATEGIES for strategy in STRATEGIES[size]]
+        references: dict[tuple[str, str], Record] = {}
+        for task, size, strategy in track(groups, "conformance", console=Console(stderr=True)):
+            file, settings = bert if task == "mlm" else t5, TASKS[task]
+            if (task, PACKINGS[0]) not in references:
+                singles = [Case(1, "single", 8, 1, packing, task) for packing in PACKINGS]
+                (records,) = run_ranks(1, run_cases, file, singles, STEPS, BATCHES, folder)
+                references |= {(task, case.packing): record for case, record in zip(singles, records, strict=True)}
+            cases = [Case(size, strategy, *setting, task) for setting in itertools.product(*settings)]
             ranks = run_ranks(size, run_cases, file, cases, STEPS, BATCHES, folder, timeout=1200)
-            worst[size, strategy] = [
-                compare(case, [records[i] for records in ranks], references[case.packing])
+            worst[task, size, strategy] = [
+                compare([records[i] for records in ranks], references[task, case.packing])
                 for i, case in enumerate(cases)
             ]
     Path("docs/conformance.md").write_text(render(worst), encoding="utf-8")
@@ -60,25 +65,28 @@ def main() -> int:
     return 0 if passed == total else 1
 
 
-def render(worst: dict[tuple[int, str], list[float]]) -> str:
-    """The page: one row for each world size and strategy."""
+def render(worst: dict[tuple[str, int, str], list[float]]) -> str:
+    """The page: one row for each objective, world size and strategy."""
     rows = [
-        f"| {size} | {strategy} | {sum(value <= RELATIVE for value in values)} of {len(values)} | {max(values):.1e} |"
-        for (size, strategy), values in worst.items()
+        f"| `{task}` | {size} | {strategy} | {sum(value <= RELATIVE for value in values)} of {len(values)} "
+        f"| {max(values):.1e} |"
+        for (task, size, strategy), values in worst.items()
     ]
     return f"""# Conformance: the same step everywhere
 
-Written by `make conformance`. Every case runs the real loader and the real trainer (a BERT of 2 layers, fp32, dropout
-0.1, a global batch of 10) in real processes that talk over gloo, and is compared with a single process:
+Written by `make conformance`. Every case runs the real loader and the real trainer (2 layers, fp32, dropout 0.1, a
+global batch of 10) in real processes that talk over gloo, and is compared with a single process:
 
 - **batches**: digests of the global batches 0 to {BATCHES - 1} (tokens, masks, labels, dropout keys) are equal;
 - **losses**: each of {STEPS} training losses agrees within {RELATIVE:g} relative.
 
-A row covers micro-batches of at most {_join(MICRO_BATCHES)} examples; {_join(THREADS)} loader threads; the packings
-{_join(PACKINGS)}. `hsdp` is FSDP2 in two replicas.
+`mlm` is a BERT with AdamW; `span_corruption` a T5 v1.1 of 2 + 2 layers and `causal_lm` a GPT-2, both with Adafactor and
+a SentencePiece tokenizer. A row of `mlm` covers micro-batches of at most {_join(MICRO_BATCHES)} examples;
+{_join(THREADS)} loader threads; the packings {_join(PACKINGS)}. One of the others covers micro-batches of at most
+{_join(TASKS["causal_lm"][0])} examples and both packings. `hsdp` is FSDP2 in two replicas.
 
-| processes | strategy | cases that agree | largest relative difference of a loss |
-|---|---|---|---|
+| objective | processes | strategy | cases that agree | largest relative difference of a loss |
+|---|---|---|---|---|
 {chr(10).join(rows)}
 
 {datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, Python {platform.python_version()}, CPU ({platform.machine()}).

@@ -17,6 +17,18 @@ from trainer.loop import Trainer
 from trainer.run import build_trainer, open_checkpointer
 from trainer.strategies.world import World
 
+TASKS = {
+    "mlm": [],
+    "mlm_nsp": ["objective.kind=mlm_nsp", "model.nsp=true"],
+    "span_corruption": [],
+    "causal_lm": [
+        "objective=causal_lm",
+        "model={kind: gpt2, vocab_size: 700, layers: 2, width: 32, heads: 2, ffn_width: 64, max_positions: 64,"
+        " attention_dropout: 0.0}",
+    ],
+}
+"""What the experiment file of the first two, a BERT's, and that of the others, a T5's, are changed by."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -27,15 +39,16 @@ class Case:
     micro_batch_size: int
     threads: int
     packing: str
+    task: str = "mlm"
 
     @property
     def overrides(self) -> list[str]:
         return [
+            *TASKS[self.task],
             f"strategy={self.strategy}" if self.strategy != "hsdp" else "strategy={kind: fsdp, replicas: 2}",
             f"training.micro_batch_size={self.micro_batch_size}",
             f"data.threads={self.threads}",
             f"data.packing={self.packing}",
-            *(["objective.kind=mlm_nsp", "model.nsp=true"] if self.packing == "pairs" else []),
         ]
 
 

@@ -173,6 +173,7 @@ def unshared_folder(folder: Path) -> None:
     folder /= "unshared_folder"
     checkpointer(folder).check_shared()
     assert list(folder.iterdir()) == [], "nothing stays behind"
+    dist.barrier()  # before the other rank saves something
     saver = checkpointer(folder / str(dist.get_rank()), peer_timeout=0.5)
     saver.save(1, {"model/weight": torch.ones(3)}, {})
     for use in (saver.check_shared, saver.wait):

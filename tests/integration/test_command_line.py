@@ -119,7 +119,7 @@ def test_kind(package: str, kind: str) -> None:
     """A module that `kind` can name has a frozen `Config`, which comes back from the tree that it is written as."""
     schema = importlib.import_module(f"{package}.{kind}").Config
     assert schema.__dataclass_params__.frozen
-    required = {"vocab_size": 100, "paths": ["a"], "path": "a"}
+    required = {"vocab_size": 100, "paths": ["a"], "path": "a", "source_paths": ["a"], "target_paths": ["a"]}
     config = decode(schema, {f.name: required[f.name] for f in dataclasses.fields(schema) if f.name in required})
     assert decode(schema, to_tree(config)) == config
     assert Kinds(package).kind_of(config) == kind

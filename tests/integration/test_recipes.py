@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,9 +14,10 @@ import pytest
 import torch
 
 from trainer.config import load
-from trainer.examples import Examples, Vocabulary
+from trainer.examples import Examples, PackSpec, Vocabulary
 from trainer.experiment import Experiment
 from trainer.phases import phase_of
+from trainer.run import train
 
 FOLDER = Path("configs/pretrain")
 Rate = Callable[[int], float]
@@ -44,12 +47,31 @@ def bert(peak: float = 1e-4) -> Rate:
     return decay(peak, 10_000, 1_000_000, begin=0)
 
 
+def inverse_sqrt(step: int) -> float:
+    """T5's, in mesh-tensorflow and t5x."""
+    return 1 / math.sqrt(max(step, 10_000))
+
+
+def cosine(peak: float, last: float, warmup: int, steps: int, first: float = 0.0) -> Rate:
+    """Linear warm-up from a share of `peak`, then half a cosine to `last`."""
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return peak * (first + (1 - first) * step / warmup)
+        return last + (peak - last) * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
+
+    return rate
+
+
 def in_turn(border: int, before: Rate, after: Rate) -> Rate:
     return lambda step: before(step) if step < border else after(step)
 
 
 BERT_ADAM = {"kind": "adamw", "betas": (0.9, 0.999), "eps": 1e-6, "bias_correction": False}
 ADAM = {"kind": "adamw", "betas": (0.9, 0.98), "eps": 1e-6, "bias_correction": True}
+ADAFACTOR = {
+    "kind": "adafactor", "scale_by_rms": True, "clip_threshold": 1.0, "decay_rate": 0.8, "beta1": 0.0, "eps": 1e-30,
+}  # fmt: skip
 LAMB = {"kind": "lamb", "betas": (0.9, 0.999), "eps": 1e-6, "bias_correction": True, "max_trust_ratio": None}
 
 
@@ -62,6 +84,7 @@ class Promise:
         batches: (steps, examples of a step, cells of an example) of each phase.
         rate: the learning rate of a step.
         masked: share of the tokens that are predicted.
+        sides: cells of sources and of targets in an example that has both; none of them is padding.
         decay: of the weights.
         clip: the norm that gradients are clipped to.
         optimizer: its kind and settings.
@@ -74,6 +97,7 @@ class Promise:
     decay: float = 0.01
     clip: float | None = 1.0
     optimizer: Mapping[str, object] = field(default_factory=lambda: BERT_ADAM)
+    sides: tuple[int, int] | None = None
 
 
 SEQUENCES = ((900_000, 256, 128), (100_000, 256, 512))
@@ -84,6 +108,12 @@ LARGE = 336_226_108
 def ladder(batch: int, steps: int, peak: float, warmup: int) -> Promise:
     phases = ((steps * 9 // 10, batch, 128), (steps - steps * 9 // 10, batch, 512))
     return Promise(LARGE, phases, decay(peak, warmup, steps, begin=0), optimizer={**LAMB, "variant": "paper"})
+
+
+def t5(parameters: int, steps: int = 1_000_000, batch: int = 2048) -> Promise:
+    return Promise(
+        parameters, ((steps, batch, 512),), inverse_sqrt, decay=0.0, clip=None, optimizer=ADAFACTOR, sides=(512, 114)
+    )
 
 
 PROMISES = {
@@ -138,6 +168,39 @@ PROMISES = {
     ),
     "roberta_large": Promise(
         355_412_057, ((500_000, 8192, 512),), decay(4e-4, 30_000, 500_000), clip=None, optimizer=ADAM
+    ),
+    "t5_small": t5(60_506_624),
+    "t5_base": t5(222_903_552),
+    "t5_large": t5(737_668_096),
+    "t5_3b": t5(2_851_598_336),
+    "t5_11b": t5(11_307_321_344),
+    "t5_v1_1_small": t5(76_961_152),
+    "t5_v1_1_base": t5(247_577_856),
+    "t5_v1_1_large": t5(783_150_080),
+    "t5_v1_1_xl": t5(2_849_757_184),
+    "t5_v1_1_xxl": t5(11_135_332_352),
+    "nanot5": Promise(
+        247_577_856,
+        ((65_536, 128, 512),),
+        cosine(2e-2, 1e-5, 10_000, 65_536, first=0.5),
+        decay=0.0,
+        optimizer={"kind": "adamw_scale", "betas": (0.9, 0.999), "eps": 1e-6, "bias_correction": True},
+        sides=(512, 114),
+    ),
+    "gpt1": Promise(
+        116_534_784,
+        ((3_000_000, 64, 512),),
+        cosine(2.5e-4, 0.0, 2000, 3_000_000),
+        masked=1.0,
+        optimizer={"kind": "adamw", "betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True},
+    ),
+    "gpt2_small": Promise(
+        124_439_808,
+        ((600_000, 480, 1024),),
+        cosine(6e-4, 6e-5, 2000, 600_000),
+        masked=1.0,
+        decay=0.1,
+        optimizer={"kind": "adamw", "betas": (0.9, 0.95), "eps": 1e-8, "bias_correction": True},
     ),
 }
 
@@ -196,26 +259,83 @@ def test_learning_rate_at_ten_steps(name: str) -> None:
 @recipes
 def test_share_of_tokens_that_is_predicted(name: str) -> None:
     experiment, promise = recipe(name), PROMISES[name]
-    size = experiment.model.vocab_size
-    vocabulary = Vocabulary(size=size, pad=0, cls=1, sep=2, mask=3, special=(0, 1, 2, 3))
+    vocabulary = vocabulary_of(experiment.model.vocab_size)
     objective = experiment.objective.build(vocabulary)
     for phase in experiment.resolved_phases():
-        batch = objective.collate(_examples(phase.sequence_length), phase.sequence_length)
-        tokens = 8 * (phase.sequence_length - 3)
-        assert batch["weights"].sum() / tokens == pytest.approx(promise.masked, abs=0.02)
+        spec = objective.pack_spec(phase.sequence_length)
+        assert (spec.sides and spec.sides.size) == promise.sides
+        batch = objective.collate(_examples(spec), spec.sequence_length)
+        predicted, room = batch["labels"][batch["weights"] > 0], spec.sequence_length - 3 * spec.prefix
+        if promise.sides is not None:
+            assert predicted.size == 8 * promise.sides[1]
+            assert (batch["segments"] == 1).all()
+            predicted = predicted[~np.isin(predicted, vocabulary.special)]
+        assert predicted.size / (8 * room) == pytest.approx(promise.masked, abs=0.02)
 
 
-def _examples(length: int) -> Examples:
+def vocabulary_of(size: int) -> Vocabulary:
+    """All special tokens that any objective needs."""
+    sentinels = tuple(range(size - 1, size - 101, -1))
+    return Vocabulary(size, 0, 1, 2, 3, special=(0, 1, 2, 3, *sentinels), eos=2, sentinels=sentinels)
+
+
+def _examples(spec: PackSpec) -> Examples:
     """Eight rows of two pieces, A and B, with no cell to spare."""
-    room = length - 3
+    room = spec.sequence_length - 3 * spec.prefix
     pieces = np.tile([room // 2, room - room // 2], 8)
     return Examples(
         tokens=np.random.default_rng(0).integers(4, 30_000, size=8 * room, dtype=np.int32),
         row=np.repeat(np.arange(8), 2),
-        column=np.tile([1, 2 + room // 2], 8),
+        column=np.tile([spec.prefix, 2 * spec.prefix + room // 2], 8),
         length=pieces,
         key=np.arange(8, dtype=np.uint64),
         weight=np.ones(8, dtype=np.float32),
         isolated=False,
         random=np.arange(8) % 2 == 0,
     )
+
+
+ARCHITECTURES = Path("configs/t5_architectures")
+LAYER, CROSS, OTHER = 4 * 768**2 + 2 * 768 * 3072 + 2 * 768, 4 * 768**2 + 768, 32_128 * 768 + 32 * 12 + 768
+PARAMETERS = {
+    "encoder_decoder": 24 * LAYER + 12 * CROSS + OTHER + 32 * 12 + 768,
+    "shared": 12 * LAYER + 12 * CROSS + OTHER + 32 * 12,
+    "half_layers": 12 * LAYER + 6 * CROSS + OTHER + 32 * 12 + 768,
+    "language_model": 12 * LAYER + OTHER,
+    "prefix_lm": 12 * LAYER + OTHER,
+}
+
+
+def test_there_is_a_file_for_each_architecture_and_objective() -> None:
+    names = {f"{architecture}_{objective}" for architecture in PARAMETERS for objective in ("denoising", "lm")}
+    assert names == {path.stem for path in ARCHITECTURES.glob("*.yaml")}
+
+
+@pytest.mark.parametrize("objective", ["denoising", "lm"])
+@pytest.mark.parametrize("architecture", PARAMETERS)
+def test_architectures_of_t5_train(architecture: str, objective: str, t5_experiment: str, tmp_path: Path) -> None:
+    """Table 2 of Raffel et al. 2020: so many parameters, 128 texts of about 512 tokens a step. A small one trains."""
+    file = str(ARCHITECTURES / f"{architecture}_{objective}.yaml")
+    experiment = load(Experiment, file)
+    with torch.device("meta"):
+        model = experiment.model.build()
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[architecture]
+    assert experiment.objective.z_loss == 1e-4
+
+    text = experiment.objective.build(vocabulary_of(32_128)).pack_spec(experiment.data.sequence_length).sequence_length
+    texts = 568 if objective == "denoising" else 512
+    assert text * experiment.training.global_batch_size == pytest.approx(128 * texts, rel=0.01)
+
+    small = [
+        f"data.path={load(Experiment, t5_experiment).data.path}",
+        "data.sequence_length=64",
+        "data.lanes=16",
+        "model={layers: 1, width: 16, heads: 2, head_width: 8, ffn_width: 32, vocab_size: 700}",
+        "training={steps: 2, global_batch_size: 4, precision: fp32, evaluate_every: null, log_every: 1}",
+        "strategy=single",
+        "tracking.wandb=null",
+    ]
+    train(load(Experiment, file, [f"output={tmp_path}", *small]))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(6 < row["train/loss"] < 8 for row in rows)  # about log(700)
+    assert [row["step"] for row in rows] == [1, 2]

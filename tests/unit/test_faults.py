@@ -5,7 +5,7 @@ import math
 import pytest
 
 from trainer.errors import ConfigError, SamestepError
-from trainer.faults import Config, Faults, global_number
+from trainer.faults import Config, Faults
 
 
 def filled(sigma: float | None, values: list[float], window: int = 4) -> Faults:
@@ -91,12 +91,6 @@ def test_faults_long_ago_do_not_count() -> None:
         faults.look(1.0, 1.0)
     with pytest.raises(SamestepError, match="2 faults in 1,000 steps"):
         faults.count(2999, "x")
-
-
-def test_global_number_passes_over_what_is_excluded() -> None:
-    excluded = [[2, 4], [5, 7], [20, 30]]
-    kept = [number for number in range(40) if not any(first <= number < end for first, end in excluded)]
-    assert [global_number(taken, excluded) for taken in range(len(kept))] == kept
 
 
 @pytest.mark.parametrize(

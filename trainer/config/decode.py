@@ -17,12 +17,15 @@ from trainer.errors import ConfigError
 
 @dataclass(frozen=True)
 class Kinds:
-    """Marks a field whose schema is the `Config` of the module that its `kind` names, inside `package`."""
+    """Marks a field whose schema is the `Config` of the module that its `kind` names, inside `package`.
+
+    A dash in a kind is an underscore in the module's name, as in Hugging Face's "openai-gpt".
+    """
 
     package: str
 
     def module_name(self, kind: str) -> str:
-        return kind if "." in kind else f"{self.package}.{kind}"
+        return kind if "." in kind else f"{self.package}.{kind.replace('-', '_')}"
 
     def kind_of(self, config: object) -> str:
         """The inverse: the `kind` under which `config` was, or would be, decoded."""

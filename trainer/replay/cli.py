@@ -5,26 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TypeAlias
 
 from rich.console import Console
 
+from trainer.command import Commands, add_command
 from trainer.errors import EXIT_DONE, ConfigError
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def register(commands: Commands) -> None:
     """Adds `replay` to the `samestep` command."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "replay",
-        help="make a step of a run again and rank its examples by loss",
-        description="Makes the global batch of a step again, bit for bit, in one process on the CPU, compares it with "
-        "the run's ledger, and ranks its examples by their loss under the newest checkpoint from before the step.",
-        epilog="example:\n  samestep replay runs/bert_mini 600 --top 20",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _replay,
+        "make a step of a run again and rank its examples by loss",
+        "example:\n  samestep replay runs/bert_mini 600 --top 20",
+        "Makes the global batch of a step again, bit for bit, in one process on the CPU, compares it with the run's "
+        "ledger, and ranks its examples by their loss under the newest checkpoint from before the step.",
     )
-    parser.set_defaults(run=_replay)
     parser.add_argument("run_folder", metavar="RUN", help="the output folder of a run")
     parser.add_argument("step", metavar="STEP", type=int, help="the number of a step, from 1; one after the last, too")
     parser.add_argument("--exact", action="store_true", help="train from the checkpoint up to the step first")

@@ -92,7 +92,7 @@ def test_round_trip_through_yaml(tmp_path: Path) -> None:
         ("steps: 1\ninner: {size: big}", "inner.size must be a whole number or auto, not 'big'"),
         ("steps: 1\ntable: {a: b}", "table.a must be a whole number"),
         ("steps: 1\noptimizer: adamv", "did you mean 'adamw'"),
-        ("steps: 1\noptimizer: {lr: 1}", "optimizer.kind must name one of: adamw"),
+        ("steps: 1\noptimizer: {lr: 1}", "optimizer.kind must name one of: adafactor, adamw"),
         ("steps: 1\noptimizer: {kind: adamw, lrr: 1}", "optimizer.lrr is not a known key; did you mean 'lr'"),
         ("steps: 1\nsteps: 2", "'steps' is given twice"),
         ("steps: [1", "not valid YAML"),

@@ -1,0 +1,47 @@
+"""How sub-commands of `samestep` are made, so that all of them look alike, whatever package they lie in."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TypeAlias
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_command(
+    commands: Commands,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    epilog: str,
+    description: str | None = None,
+) -> argparse.ArgumentParser:
+    """Adds a sub-command.
+
+    Args:
+        commands: to which.
+        name: of the sub-command.
+        run: what it does; returns the exit code.
+        summary: a line for the list of commands, without a capital and a full stop.
+        epilog: what its own help ends with: details, an example.
+        description: what its own help begins with; None takes the summary.
+
+    Returns:
+        Its parser, for the arguments.
+    """
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=description or summary[0].upper() + summary[1:] + ".",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_group(commands: Commands, name: str, summary: str) -> Commands:
+    """Adds a sub-command that has sub-commands of its own; returns these, none so far."""
+    parser = commands.add_parser(name, help=summary, description=summary)
+    return parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
