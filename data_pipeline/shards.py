@@ -23,6 +23,7 @@ import io
 import itertools
 import resource
 import tarfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,10 @@ import numpy.typing as npt
 from data_pipeline.manifest import ShardInfo
 from trainer.errors import CorruptError, DataError
 from trainer.storage import atomic_write
+
+# numpy parses headers as Python. In CPython 3.11.7, threads that do so at a time now and then fail with a SystemError,
+# "AST constructor recursion depth mismatch", and a sound shard would pass for a damaged one.
+_PARSER = threading.Lock()
 
 Tokens: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -228,7 +233,8 @@ def _open_npy(tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[Any
         raise ValueError(f"{member.name} is no file")
     try:
         np.lib.format.read_magic(stream)
-        _, fortran_order, found = np.lib.format.read_array_header_1_0(stream)
+        with _PARSER:
+            _, fortran_order, found = np.lib.format.read_array_header_1_0(stream)
     except Exception as error:  # numpy parses the header as Python: damage raises anything from its tokenizer up
         raise ValueError(f"{member.name} has no readable header") from error
     if fortran_order or found != dtype:

@@ -30,7 +30,6 @@ from trainer.state import TrainState
 from trainer.strategies import Replica, single
 from trainer.strategies.world import World
 
-EXAMPLES = 2506  # of a pass over the data set
 BATCH = 62
 
 
@@ -140,9 +139,10 @@ def test_a_run_with_restarts_batch_sizes_phases_and_exclusions_is_proven(experim
     first_order, second_order = verdict.tallies.values()
     assert {number: first_order.is_over(number) for number in first_order.passes} == {0: True, 1: True, 2: False}
     consumed = [(each.consumed, each.excluded, each.repeated) for each in first_order.passes.values()]
+    examples = second.loaders[0].examples  # of a pass
     fed, passed_over = 10 * BATCH + 50 * 100, 30 + 100
-    assert consumed[0] == (EXAMPLES - passed_over, passed_over, 0)
-    assert consumed[1] == (EXAMPLES, 0, 0)
+    assert consumed[0] == (examples - passed_over, passed_over, 0)
+    assert consumed[1] == (examples, 0, 0)
     assert sum(each for each, _, _ in consumed) == fed
     assert [row["reason"] for row in verdict.exclusions][-1] == "for the test"
     assert second_order.passes[0].consumed == 10 * BATCH
