@@ -62,20 +62,26 @@ class _Attention(nn.Module):
 
         mask: bool, True where attention is allowed, or float, added to the scores; broadcasts to [B, H, T, S].
         """
-        if dropout_key is None or self.dropout == 0:
+        drops = dropout_key is not None and self.dropout > 0
+        # Without a fused kernel SDPA writes out the scores, too, and guards against empty rows, which ours never are.
+        unfused = mask is not None and mask.requires_grad and mask.is_cpu
+        if drops or unfused:
+            mask = causal_mask(query[:, 0, :, 0]) if causal else mask
+            mixed = self._eager(query, key, value, mask, dropout_key)
+        else:
             mixed = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=causal, scale=self.scale
             )
-        else:
-            mask = causal_mask(query[:, 0, :, 0]) if causal else mask
-            mixed = self._eager(query, key, value, mask, dropout_key)
         return mixed.transpose(1, 2).flatten(2)
 
-    def _eager(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_key: Tensor) -> Tensor:
-        """Writes the probabilities out, because the fused kernels cannot take our dropout mask."""
-        scores = query * (query.shape[-1] ** -0.5 if self.scale is None else self.scale) @ key.transpose(-1, -2)
+    def _eager(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_key: Tensor | None
+    ) -> Tensor:
+        """Writes the probabilities out, because fused kernels cannot take our dropout mask, nor all a learned bias."""
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores = (query if scale == 1 else query * scale) @ key.transpose(-1, -2)
         if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+            scores = scores.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else scores.add_(mask)
         probabilities = scores.softmax(-1, dtype=torch.float32)
         return dropout(probabilities, self.dropout, dropout_key).to(value.dtype) @ value
 
