@@ -1,24 +1,101 @@
-"""Tensors that are split over processes: which part this one holds, and norms of the whole."""
+"""Tensors that are split over processes, as DTensors or flat segments: the part here, and norms of the whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+_LONG = 2**16  # elements, more than a bias has
 
-def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The part of a tensor that this process holds, and where it starts in the whole one, per dimension.
 
-    All of a plain tensor; of a DTensor the local part. Its place is computed here, by the rule of `torch.chunk` that
-    DTensor follows; torch's own function for it is private and has moved between releases.
+@dataclass(frozen=True)
+class Segment:
+    """A flat range of a tensor, which one process holds, as ZeRO cuts tensors: anywhere, in the middle of a row, too.
+
+    Attributes:
+        shape: of the whole tensor.
+        start: where in the flattened whole the range begins.
+        group: whose processes hold the ranges of the tensor, each another one.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    group: dist.ProcessGroup
+
+
+class SegmentParameter(nn.Parameter):
+    """The elements [start, start + numel) of a flattened parameter, [numel]. There may be none.
+
+    It shares the memory of `data`. What torch computes from it is a plain tensor; `segment_like` says of one that it
+    lies in the same place.
+
+    Attributes:
+        segment: where it lies in the whole parameter.
+    """
+
+    segment: Segment
+
+    def __new__(cls, data: Tensor, segment: Segment, requires_grad: bool = True) -> SegmentParameter:
+        assert data.ndim == 1, f"{list(data.shape)} is not flat"
+        assert 0 <= segment.start <= math.prod(segment.shape) - len(data), f"{len(data)} elements do not fit {segment}"
+        parameter = super().__new__(cls, data, requires_grad)
+        parameter.segment = segment
+        return parameter
+
+    def detach(self) -> SegmentParameter:
+        """The same elements, in the same place."""
+        return SegmentParameter(super().detach(), self.segment, requires_grad=False)
+
+
+def segment_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A local tensor as a segment of the place where `parameter` lies; itself if that is no segment."""
+    if not isinstance(parameter, SegmentParameter):
+        return tensor
+    return SegmentParameter(tensor.detach(), parameter.segment, requires_grad=False)
+
+
+def whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of the whole tensor, whatever this process holds of it."""
+    return tensor.segment.shape if isinstance(tensor, SegmentParameter) else tuple(tensor.shape)
+
+
+@torch.no_grad()
+def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The parts of tensors that this process holds, as plain tensors: their own memory, to be changed in place."""
+    return [_local(tensor) for tensor in tensors]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor.as_subclass(Tensor) if isinstance(tensor, SegmentParameter) else tensor
+
+
+def local_rectangles(tensor: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """What this process holds of a tensor: rectangles, and where each starts in the whole one, per dimension.
+
+    All of a plain tensor is one, and so is the local part of a DTensor; a segment is several, or none.
+    """
+    if isinstance(tensor, SegmentParameter):
+        return rectangles(_local(tensor), tensor.segment.start, tensor.segment.shape)
+    return [(_local(tensor), _offset(tensor))]
+
+
+def _offset(tensor: Tensor) -> tuple[int, ...]:
+    """Where the local part of a tensor that is no segment starts in the whole one, per dimension.
+
+    For a DTensor it is computed here, by the rule of `torch.chunk` that DTensor follows; torch's own function for it is
+    private and has moved between releases.
     """
     offset = [0] * tensor.ndim
     if not isinstance(tensor, DTensor):
-        return tensor, tuple(offset)
+        return tuple(offset)
     shape = list(tensor.shape)
     for dimension, placement in enumerate(tensor.placements):
         assert type(placement) in (Shard, Replicate), f"{placement} is not a plain split"
@@ -28,26 +105,66 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
             start = min(length, chunk * tensor.device_mesh.get_local_rank(dimension))
             offset[placement.dim] += start
             shape[placement.dim] = min(chunk, length - start)
-    local = tensor.to_local()
-    assert local.shape == tuple(shape), f"{list(local.shape)} here, {shape} by its placements {tensor.placements}"
-    return local, tuple(offset)
+    local = tensor.to_local().shape
+    assert local == tuple(shape), f"{list(local)} here, {shape} by its placements {tensor.placements}"
+    return tuple(offset)
 
 
-@torch.no_grad()
-def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The parts of tensors that this process holds: their own memory, to be changed in place."""
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+def flat_start(tensor: Tensor) -> int:
+    """Where in the flattened whole the part of a tensor begins that this process holds; it must be one flat range."""
+    if isinstance(tensor, SegmentParameter):
+        return tensor.segment.start
+    assert _local(tensor).shape[1:] == tensor.shape[1:], "it is split over another dimension than its first"
+    return math.prod(tensor.shape[1:]) * next(iter(_offset(tensor)), 0)
 
 
-def row_bounds(tensor: Tensor, blocks: int) -> list[int]:
+def block_bounds(tensor: Tensor, blocks: int) -> list[int]:
     """Where, in the part that this process holds, each of `blocks` equal stacks of a tensor's rows begins, and its end.
 
-    Block b is rows [bounds[b], bounds[b + 1]) of the local part: none where it lies with other processes.
+    Block b is [bounds[b], bounds[b + 1]) of the local part's first dimension: rows, or of a segment elements. It is
+    empty where the block lies with other processes.
     """
-    local, offset = local_part(tensor)
-    rows = tensor.shape[0] // blocks
-    assert rows * blocks == tensor.shape[0], f"{tensor.shape[0]} rows are not {blocks} equal blocks"
-    return [min(max(block * rows - offset[0], 0), len(local)) for block in range(blocks + 1)]
+    (rows, *row), part = whole_shape(tensor), _local(tensor)
+    assert rows % blocks == 0, f"{rows} rows are not {blocks} equal blocks"
+    unit = math.prod(part.shape[1:])
+    size, start = rows // blocks * math.prod(row) // unit, flat_start(tensor) // unit
+    return [min(max(block * size - start, 0), len(part)) for block in range(blocks + 1)]
+
+
+def rectangles(part: Tensor, start: int, shape: Sequence[int]) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """Cuts a flat range of a tensor of n dimensions into rectangles of it: at most 2n - 1.
+
+    Args:
+        part: the elements of the flattened tensor from `start` on: [numel], or whole rows.
+        start: where the range begins.
+        shape: of the tensor.
+
+    Returns:
+        Views of `part` with n dimensions, and where each starts in the tensor, per dimension; in the order of memory.
+    """
+    found = list(_cut(tuple(shape), start, start + part.numel()))
+    lengths = [math.prod(size) // math.prod(part.shape[1:]) for _, size in found]
+    views = torch.split(part, lengths) if found else ()
+    return [(view.view(size), offset) for view, (offset, size) in zip(views, found, strict=True)]
+
+
+def _cut(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The offset and size of each rectangle of [start, stop): of a row's end, whole rows, and a row's beginning."""
+    if start == stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first = min(stop, -(-start // row) * row)  # whole rows are [first, last)
+    last = max(first, stop // row * row)
+    for begin, end in ((start, first), (first, last), (last, stop)):
+        number, count = begin // row, (end - begin) // row
+        if count:
+            yield (number, *[0] * len(shape[1:])), (count, *shape[1:])
+        else:
+            for offset, size in _cut(shape[1:], begin - number * row, end - number * row):
+                yield (number, *offset), (1, *size)
 
 
 @torch.no_grad()
@@ -59,11 +176,21 @@ def squared_norms(parts: list[Tensor]) -> Tensor:
     millions of squares one after another.
     """
     if parts[0].device.type == "cpu":
-        rows = [torch.linalg.vector_norm(part, dim=-1) if part.ndim > 1 else part for part in parts]
-        norms = [torch.linalg.vector_norm(row, dtype=torch.float64) for row in rows]
+        norms = [torch.linalg.vector_norm(_row_norms(part), dtype=torch.float64) for part in parts]
     else:
         norms = list(torch._foreach_norm(parts, 2, dtype=torch.float64))
     return torch.stack(norms).square()
+
+
+def _row_norms(part: Tensor) -> Tensor:
+    """Norms of rows, or of a flat part's elements; of a long one, a segment, of 1024 elements at a time."""
+    if part.ndim > 1:
+        norms: Tensor = torch.linalg.vector_norm(part, dim=-1)
+        return norms
+    if part.numel() < _LONG:
+        return part
+    whole = len(part) // 1024 * 1024
+    return torch.cat((_row_norms(part[:whole].view(-1, 1024)), part[whole:]))
 
 
 def add_up(values: Tensor, like: Tensor) -> Tensor:
@@ -76,21 +203,23 @@ def add_up(values: Tensor, like: Tensor) -> Tensor:
     Returns:
         `values`, now equal in all processes.
     """
-    if isinstance(like, DTensor):
+    if isinstance(like, SegmentParameter):
+        dist.all_reduce(values, group=like.segment.group)
+    elif isinstance(like, DTensor):
         for dimension, placement in enumerate(like.placements):
             if isinstance(placement, Shard):
                 dist.all_reduce(values, group=like.device_mesh.get_group(dimension))
     return values
 
 
-def whole_norms(tensors: Sequence[Tensor], like: Tensor | None = None) -> Tensor:
+def whole_norms(tensors: Iterable[Tensor], like: Tensor) -> Tensor:
     """The L2 norms of whole tensors, with one collective for all of them.
 
     Args:
         tensors: DTensors or local parts, all of them split alike.
-        like: a tensor that says how; None asks the first of them.
+        like: a tensor that is split as those are.
 
     Returns:
         [number of tensors], fp64.
     """
-    return add_up(squared_norms(local_parts(tensors)), tensors[0] if like is None else like).sqrt()
+    return add_up(squared_norms(local_parts(tensors)), like).sqrt()

@@ -10,14 +10,13 @@ from typing import Annotated, Any
 
 from trainer.checkpoint import files, huggingface, integrity, manager
 from trainer.checkpoint.files import Location
-from trainer.checkpoint.layout import StoredTensors, local_piece, stored_piece
+from trainer.checkpoint.layout import StoredTensors, group_by_name, local_pieces, stored_piece
 from trainer.checkpoint.together import together
 from trainer.config import Kinds, decode, read_tree
 from trainer.errors import CheckpointError
 from trainer.hub import is_hub_path, model_folder
 
 _MODELS = Kinds("trainer.models")
-_PREFIX = "model/"
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,7 @@ class Weights:
     Attributes:
         config: the `Config` of a module in trainer/models.
         tensors: parameters under our names, on the CPU, read when they are asked for.
+        optimizer: the state of a checkpoint's optimizer, as "exp_avg/<parameter>" and so on, likewise.
         folder: of the checkpoint, or of the Hugging Face model.
         tokenizer: the folder of the tokenizer that goes with them; see `tokenizer_files`.
         step: of the checkpoint; None for a Hugging Face model.
@@ -39,6 +39,7 @@ class Weights:
     tokenizer: Location
     step: int | None = None
     objective: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: StoredTensors = field(default_factory=lambda: StoredTensors({}))
 
     def tokenizer_files(self) -> AbstractContextManager[Path]:
         """The tokenizer's folder on this machine, while the context lasts."""
@@ -69,11 +70,17 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
         folder = integrity.step_folder(root, newest)
     meta, stored = checkpoints.open(folder)
     config = decode(Annotated[Any, _MODELS], meta["config"]["model"], f"{folder}: model")
-    pieces = {name.removeprefix(_PREFIX): found for name, found in stored.pieces.items() if name.startswith(_PREFIX)}
+    tensors, optimizer = (_part(stored, prefix) for prefix in ("model/", "optimizer/"))
     with together(world_size):
         beside = root / "tokenizer"
         tokenizer = beside if (beside / "tokenizer_config.json").exists() else root.parent / "tokenizer"
-    return Weights(config, StoredTensors(pieces), folder, tokenizer, meta["step"], meta["config"]["objective"])
+    return Weights(config, tensors, folder, tokenizer, meta["step"], meta["config"]["objective"], optimizer)
+
+
+def _part(stored: StoredTensors, prefix: str) -> StoredTensors:
+    """The tensors whose names begin so, under the rest of their names."""
+    pieces = {name.removeprefix(prefix): found for name, found in stored.pieces.items() if name.startswith(prefix)}
+    return StoredTensors(pieces)
 
 
 def _from_huggingface(folder: Path) -> Weights:
@@ -81,7 +88,8 @@ def _from_huggingface(folder: Path) -> Weights:
     config = _MODELS.schema(content.get("model_type"), f"{folder / 'config.json'}: model_type")
     config = config.from_huggingface(content, tensors)
     parameters = config.import_tensors(tensors)
-    stored = StoredTensors({name: [stored_piece(local_piece(name, tensor))] for name, tensor in parameters.items()})
+    pieces = [stored_piece(piece) for each in parameters.items() for piece in local_pieces(*each)]
+    stored = StoredTensors(group_by_name(pieces))
     return Weights(config, stored, folder, tokenizer=folder)
 
 

@@ -1,6 +1,6 @@
 """How tensors lie in a checkpoint: as pieces of logical tensors, in one safetensors file per rank.
 
-A piece is a rectangle of a logical (unsharded) tensor. What wrote it (one process, DDP, FSDP2, HSDP) and how many
+A piece is a rectangle of a logical (unsharded) tensor. What wrote it (one process, DDP, FSDP2, ZeRO) and how many
 ranks there were leaves no trace but the way tensors are cut, and reading does not care: it copies the overlap of
 the pieces that are there with the pieces that are wanted. Files follow the safetensors format
 (https://github.com/huggingface/safetensors#format); where a piece lies in its tensor stands in their metadata.
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location
 from trainer.errors import CheckpointError
-from trainer.partition import local_part
+from trainer.partition import SegmentParameter, local_rectangles, whole_shape
 
 _DTYPES = {
     "F64": torch.float64,
@@ -88,17 +88,17 @@ def stored_piece(piece: Piece) -> StoredPiece:
     )
 
 
-def local_piece(name: str, tensor: Tensor) -> Piece:
-    """The piece of a tensor that this process holds: all of a plain tensor, the local part of a DTensor."""
-    local, offset = local_part(tensor.detach())
-    return Piece(name, tuple(tensor.shape), offset, local)
+def local_pieces(name: str, tensor: Tensor) -> list[Piece]:
+    """The pieces of a tensor that this process holds: one of a plain tensor or a DTensor, any number of a segment."""
+    shape = whole_shape(tensor)
+    return [Piece(name, shape, offset, local) for local, offset in local_rectangles(tensor.detach())]
 
 
 def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> list[Piece]:
     """The pieces that `rank` is to write: each one is written by exactly one of the ranks that hold it.
 
     Tensors go, largest first, to the replica with the fewest bytes so far. All ranks come to the same answer
-    without speaking to each other.
+    without speaking to each other. (Of segments each knows its own bytes only; but these have no other replica.)
     """
     pieces = []
     loads: dict[int, list[int]] = {}
@@ -109,12 +109,15 @@ def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, world_size: int) -
         writer = load.index(min(load))
         load[writer] += tensor.nbytes
         if replica == writer:
-            pieces.append(local_piece(name, tensor))
+            pieces += local_pieces(name, tensor)
     return pieces
 
 
 def _replica(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int]:
-    """Which of how many copies of its piece this rank holds."""
+    """Which of how many copies of its part of a tensor this rank holds."""
+    if isinstance(tensor, SegmentParameter):
+        assert tensor.segment.group.size() == world_size, "a tensor must be spread over all ranks"
+        return 0, 1
     if not isinstance(tensor, DTensor):
         return rank, world_size
     assert tensor.device_mesh.size() == world_size, "a tensor must be spread over all ranks"
@@ -311,13 +314,15 @@ class StoredTensors(Mapping[str, Tensor]):
         return rows.flatten()[start - begin * row : stop - begin * row]
 
 
-def check_same_tensors(wanted: Iterable[Piece], stored: Mapping[str, Sequence[StoredPiece]], where: Location) -> None:
+def check_same_tensors(
+    wanted: Mapping[str, Tensor], stored: Mapping[str, Sequence[StoredPiece]], where: Location
+) -> None:
     """Refuses a checkpoint whose tensors differ from the wanted ones in name, shape or element type.
 
     Raises:
         CheckpointError: naming the first few of each difference.
     """
-    ours = {piece.name: _describe(piece.tensor.dtype, piece.shape) for piece in wanted}
+    ours = {name: _describe(tensor.dtype, whole_shape(tensor)) for name, tensor in wanted.items()}
     theirs = {name: _describe(pieces[0].dtype, pieces[0].shape) for name, pieces in stored.items()}
     differences = {
         "missing in it": sorted(ours.keys() - theirs.keys()),

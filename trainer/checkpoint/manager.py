@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import platform
 import threading
@@ -11,15 +10,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-import trainer
 from trainer.checkpoint import files, integrity, layout, retention, writer
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredTensors
@@ -123,18 +119,13 @@ class Checkpointer:
         Args:
             step: the number of optimizer steps taken.
             tensors: by logical name; plain tensors hold the same values on all ranks, DTensors are split or
-                replicated over all ranks.
+                replicated over all ranks, segments split over all.
             meta: what else is needed to go on; anything JSON can hold.
         """
         self.settle()
         if step == self._at:
             return
-        versions = {"samestep": trainer.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        saved = datetime.now(UTC).isoformat(timespec="seconds")
-        header = {"format": integrity.FORMAT, "step": step, "saved": saved, "world_size": self._world_size}
-        header["versions"] = versions
-        assert not header.keys() & meta.keys(), f"reserved: {sorted(header.keys() & meta.keys())}"
-        meta_text = json.dumps(header | dict(meta), indent=1).encode()
+        meta_text = writer.describe(step, self._world_size, meta)
         folder = integrity.step_folder(self.folder, step)
         self._error = None
         try:
@@ -251,7 +242,7 @@ class Checkpointer:
                     integrity.remove_step(integrity.step_folder(self.folder, later))
 
     def restore(self, tensors: Mapping[str, Tensor], step: int | None = None) -> dict[str, Any]:
-        """Fills the given tensors in place, plain or DTensor, whatever world size and strategy wrote them.
+        """Fills the given tensors in place, of any kind, whatever world size and strategy wrote them.
 
         Args:
             tensors: by logical name; exactly those of the checkpoint, in shape and element type.
@@ -268,8 +259,8 @@ class Checkpointer:
         folder = integrity.step_folder(self.folder, step)
         meta, stored = self.open(folder)
         with together(self._world_size):
-            wanted = [layout.local_piece(name, tensor) for name, tensor in tensors.items()]
-            layout.check_same_tensors(wanted, stored.pieces, folder)
+            layout.check_same_tensors(tensors, stored.pieces, folder)
+            wanted = [piece for name, tensor in tensors.items() for piece in layout.local_pieces(name, tensor)]
             layout.fill(wanted, stored.pieces)
         self._at = step
         return meta

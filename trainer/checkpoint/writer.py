@@ -9,14 +9,36 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import platform
 import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
 
+import torch
+
+import trainer
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.files import Location
 from trainer.errors import CheckpointError
 from trainer.storage import Digest
 
 logger = logging.getLogger(__name__)
+
+
+def describe(step: int, world_size: int, meta: Mapping[str, Any]) -> bytes:
+    """The content of meta.json.
+
+    Args:
+        step: the number of optimizer steps taken.
+        world_size: number of ranks that write.
+        meta: what else is needed to go on; anything JSON can hold.
+    """
+    versions = {"samestep": trainer.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    saved = datetime.now(UTC).isoformat(timespec="seconds")
+    header = {"format": integrity.FORMAT, "step": step, "saved": saved, "world_size": world_size, "versions": versions}
+    assert not header.keys() & meta.keys(), f"reserved: {sorted(header.keys() & meta.keys())}"
+    return json.dumps(header | dict(meta), indent=1).encode()
 
 
 def write_step(

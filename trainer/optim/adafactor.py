@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,9 @@ from torch.optim import Optimizer
 from trainer.errors import ConfigError
 from trainer.optim.blockwise import MIN_RMS, Blockwise
 from trainer.optim.groups import parameter_groups
-from trainer.partition import add_up, local_parts, squared_norms
+from trainer.partition import add_up, flat_start, local_parts, rectangles, squared_norms, whole_shape
+
+Place: TypeAlias = tuple[slice, slice]
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,10 @@ class Adafactor(Blockwise):
         x - lr * max(0.001, RMS(x)) * u / max(1, RMS(u) / clip_threshold)    with    u = g / sqrt(v)
 
     where v is the running mean of g^2 + eps, at update t with a decay rate of 1 - t^-decay_rate. Of a matrix only the
-    means r over rows and c over columns are kept, and v_ij = r_i c_j / mean(c). (The paper divides by mean(r), which
-    is the same number; every process has the whole of c.) r is split as the rows are.
+    means r over rows and c over columns are kept, which every process has the whole of, and v_ij = r_i c_j / mean(c).
+    (The paper divides by mean(r), which is the same number.)
 
-    A step takes two collectives, for all tensors together: one of column means and RMS(x), one of RMS(u). The update is
+    A step takes two collectives, for all tensors together: one of these means and RMS(x), one of RMS(u). The update is
     computed in the memory of the gradients, which are lost.
     """
 
@@ -118,11 +121,11 @@ class Adafactor(Blockwise):
 
     def _create_state(self, weight: Tensor) -> None:
         """Second moments as they are where gradients have been 0 so far."""
-        eps, blocks = self._config.eps, len(self._bounds[weight]) - 1
-        state = self.state[weight]
-        if weight.ndim == 2 and min(len(weight) // blocks, weight.shape[1]) >= self._config.min_dim_size_to_factor:
-            state["exp_avg_sq_row"] = torch.full_like(weight.detach()[:, 0], eps)
-            state["exp_avg_sq_col"] = weight.new_full((blocks, weight.shape[1]), eps)
+        eps, shape, state = self._config.eps, whole_shape(weight), self.state[weight]
+        blocks = len(self._block_sizes[weight])
+        if len(shape) == 2 and min(shape[0] // blocks, shape[1]) >= self._config.min_dim_size_to_factor:
+            whole = partial(torch.full, fill_value=eps, dtype=weight.dtype, device=weight.device)
+            state["exp_avg_sq_row"], state["exp_avg_sq_col"] = whole((shape[0],)), whole((blocks, shape[1]))
         else:
             state["exp_avg_sq"] = torch.full_like(weight, eps)
         if self._config.beta1 > 0:
@@ -149,30 +152,50 @@ class Adafactor(Blockwise):
             The sums of `squares`.
         """
         moments: list[Tensor] = []
-        columns: list[Tensor] = []
         means: list[Tensor] = []
-        sums: list[Tensor] = []
+        sums: list[Tensor] = [squares]
+        factored: list[Tensor] = []
         for weight, gradient in zip(weights, gradients, strict=True):
             state, squared = self.state[weight], gradient.square()
             if "exp_avg_sq" in state:
                 moments.append(state["exp_avg_sq"])
                 means.append(squared)
             else:
-                moments.append(state["exp_avg_sq_row"])
-                means.append(squared.mean(1))
-                columns.append(state["exp_avg_sq_col"])
-                rows = len(weight) // len(columns[-1])
-                sums += [block.sum(0) / rows for block in self._blocks([weight], [squared])]
-        totals = add_up(torch.cat([squares, *sums]), weights[0])
-        squares, *whole = torch.split(totals, [len(squares), *(column.numel() for column in columns)])
-        means += [mean.to(means[0].dtype).view(column.shape) for mean, column in zip(whole, columns, strict=True)]
+                factored += [state["exp_avg_sq_row"], state["exp_avg_sq_col"]]
+                sums += self._factor(weight, squared)
+        totals = add_up(torch.cat([each.flatten() for each in sums]), weights[0])
+        squares, *whole = torch.split(totals, [each.numel() for each in sums])
+        means += [mean.to(moment.dtype).view(moment.shape) for mean, moment in zip(whole, factored, strict=True)]
         share = self.param_groups[0]["updates"] ** -self._config.decay_rate
-        parts = local_parts(moments + columns)
+        parts = local_parts(moments + factored)
         self._shrink(parts, share)
         torch._foreach_add_(means, self._config.eps)
         torch._foreach_mul_(means, (share * self._kept(squares)).to(means[0].dtype))
         torch._foreach_add_(parts, means)
         return squares
+
+    def _factor(self, weight: Tensor, squared: Tensor) -> tuple[Tensor, Tensor]:
+        """What this process's part of a matrix adds to the means of the rows and columns of each block."""
+        blocks, rows, columns = self._stack(weight)
+        row_means, column_means = squared.new_zeros(blocks, rows), squared.new_zeros(blocks, columns)
+        for part, row, column in self._rectangles(weight, squared):
+            row_means[row] += part.sum(2) / columns
+            column_means[column] += part.sum(1) / rows
+        return row_means, column_means
+
+    def _stack(self, weight: Tensor) -> tuple[int, int, int]:
+        """A matrix as blocks of rows and columns."""
+        blocks, (rows, columns) = len(self._block_sizes[weight]), whole_shape(weight)
+        return blocks, rows // blocks, columns
+
+    def _rectangles(self, weight: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Place, Place]]:
+        """The part of a matrix that is here, cut into rectangles [blocks, rows, columns] of its blocks.
+
+        Each comes with its place among all [blocks, rows], and that among [blocks, columns].
+        """
+        for rectangle, offset in rectangles(part, flat_start(weight), self._stack(weight)):
+            block, row, column = (slice(i, i + n) for i, n in zip(offset, rectangle.shape, strict=True))
+            yield rectangle, (block, row), (block, column)
 
     def _precondition(self, weights: list[Tensor], gradients: list[Tensor]) -> None:
         """Divides the gradients, local parts, by the roots of their second moments, in place."""
@@ -181,10 +204,11 @@ class Adafactor(Blockwise):
             if "exp_avg_sq" in state:
                 gradient.mul_(local_parts([state["exp_avg_sq"]])[0].rsqrt())
                 continue
-            rows, columns = local_parts([state["exp_avg_sq_row"], state["exp_avg_sq_col"]])
-            gradient.mul_(rows.rsqrt()[:, None])
-            factors = columns.mean(1, keepdim=True).sqrt() * columns.rsqrt()
-            torch._foreach_mul_(self._blocks([weight], [gradient]), list(factors.unbind()))
+            columns = state["exp_avg_sq_col"]
+            row_factors = state["exp_avg_sq_row"].rsqrt().view(len(columns), -1)
+            column_factors = columns.mean(1, keepdim=True).sqrt() * columns.rsqrt()
+            for part, row, column in self._rectangles(weight, gradient):
+                part.mul_(row_factors[row].unsqueeze(2)).mul_(column_factors[column].unsqueeze(1))
 
     def _apply(
         self,

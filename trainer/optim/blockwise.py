@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 
-from trainer.partition import local_parts, row_bounds
+from trainer.partition import block_bounds, local_parts, whole_shape
 
 MIN_RMS = 1e-3  # tensors of zeros must be able to grow: the epsilon_2 of Adafactor's paper, in nanoT5's code, too
 
@@ -22,7 +22,7 @@ class Blockwise(Optimizer):
     """An optimizer of blocks: the tensors of the published algorithms.
 
     A block is a parameter, or one of several tensors of equal size that are stacked in a parameter's rows. A process
-    may hold all of its rows, some, or none.
+    may hold all of it, a part, or nothing.
 
     Updates are counted on the host, in each group's "updates", so that no step waits for the device.
 
@@ -42,12 +42,12 @@ class Blockwise(Optimizer):
     def __init__(self, groups: list[dict[str, Any]], blocks: Mapping[Tensor, int], **settings: Any) -> None:
         super().__init__([{**group, "updates": 0} for group in groups], settings)
         weights = [weight for group in groups for weight in group["params"]]
-        self._bounds = {weight: row_bounds(weight, blocks.get(weight, 1)) for weight in weights}
+        self._bounds = {weight: block_bounds(weight, blocks.get(weight, 1)) for weight in weights}
         self._block_sizes = {weight: self._equal_sizes(weight) for weight in weights}
 
     def _equal_sizes(self, weight: Tensor) -> Tensor:
         blocks = len(self._bounds[weight]) - 1
-        return torch.full((blocks,), weight.numel() / blocks, dtype=torch.float64, device=weight.device)
+        return torch.full((blocks,), math.prod(whole_shape(weight)) / blocks, dtype=torch.float64, device=weight.device)
 
     def _members(self) -> Iterator[tuple[dict[str, Any], list[Tensor], slice]]:
         """Each group with its weights that have a gradient, and which of the blocks of all groups' are theirs."""
@@ -59,7 +59,7 @@ class Blockwise(Optimizer):
             start = stop
 
     def _blocks(self, weights: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
-        """The rows of each block, out of local parts that lie as those of the weights."""
+        """What lies here of each block, out of local parts that lie as those of the weights."""
         bounds = [self._bounds[weight] for weight in weights]
         return [part[i:j] for part, ends in zip(parts, bounds, strict=True) for i, j in pairwise(ends)]
 

@@ -12,6 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.partition import segment_like, whole_shape
+
+_WHOLE = ("exp_avg_sq_row", "exp_avg_sq_col")  # Adafactor's means, which every process has the whole of
+
 
 def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
     """Splits the trainable parameters: matrices decay; biases and norm weights, all of one dimension, do not.
@@ -20,8 +24,8 @@ def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weigh
         One or two groups for `torch.optim`, none of them empty.
     """
     parameters = [parameter for _, parameter in named_parameters if parameter.requires_grad]
-    decay = [parameter for parameter in parameters if parameter.ndim > 1]
-    no_decay = [parameter for parameter in parameters if parameter.ndim <= 1]
+    decay = [parameter for parameter in parameters if len(whole_shape(parameter)) > 1]
+    no_decay = [parameter for parameter in parameters if len(whole_shape(parameter)) <= 1]
     groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
@@ -62,8 +66,8 @@ def set_step(optimizer: Optimizer, step: int) -> None:
 def state_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
     """The state of a primed optimizer as "exp_avg/<parameter name>" and so on; step counts are left out.
 
-    The tensors are the optimizer's own: fill them in place. Under FSDP2 they are split like their parameters, but for
-    Adafactor's means over columns, of which every process has the whole.
+    The tensors share the optimizer's memory: fill them in place. They are split like their parameters, but for
+    Adafactor's means over rows and columns, of which every process has the whole.
     """
     tensors = {}
     for name, parameter in named_parameters:
@@ -71,5 +75,5 @@ def state_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn
             assert parameter in optimizer.state, f"{name} has no optimizer state; call prime first"
             for key, value in optimizer.state[parameter].items():
                 if key != "step":
-                    tensors[f"{key}/{name}"] = value
+                    tensors[f"{key}/{name}"] = value if key in _WHOLE else segment_like(value, parameter)
     return tensors

@@ -16,7 +16,7 @@ from trainer.errors import ConfigError
 from trainer.optim import adamw
 from trainer.optim.blockwise import BlockwiseAdam
 from trainer.optim.groups import parameter_groups
-from trainer.partition import local_parts, whole_norms
+from trainer.partition import local_parts, whole_norms, whole_shape
 
 
 @dataclass(frozen=True)
@@ -86,5 +86,6 @@ class Lamb(BlockwiseAdam):
             ratios = ratios.clamp(max=self.defaults["max_trust_ratio"])
         kept = self._kept(ratios)
         ratios, one = (ratios * kept).to(blocks[0].dtype), kept.to(blocks[0].dtype)
-        scaled = (block.ndim > 1 or self.defaults["scale_vectors"] for block in blocks)
+        dimensions = [len(whole_shape(weight)) for weight in weights for _ in self._bounds[weight][1:]]
+        scaled = (count > 1 or self.defaults["scale_vectors"] for count in dimensions)
         return [ratio if each else one for ratio, each in zip(ratios, scaled, strict=True)]

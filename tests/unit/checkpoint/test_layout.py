@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.processes import run_ranks
 from trainer.checkpoint import files, layout
 from trainer.checkpoint.layout import Piece, StoredPiece
 from trainer.errors import CheckpointError
+from trainer.partition import Segment, SegmentParameter
 
 
 def write(path: Path, pieces: list[Piece]) -> None:
@@ -21,7 +28,8 @@ def write(path: Path, pieces: list[Piece]) -> None:
 
 
 def whole(name: str, tensor: Tensor) -> Piece:
-    return layout.local_piece(name, tensor)
+    (piece,) = layout.local_pieces(name, tensor)
+    return piece
 
 
 def stored(pieces: Iterable[Piece]) -> dict[str, list[StoredPiece]]:
@@ -153,9 +161,65 @@ def test_a_hole_is_found() -> None:
         layout.fill([whole("w", torch.zeros(4, 2))], stored([pieces[0], pieces[2]]))
 
 
+SHAPES: dict[str, tuple[int, ...]] = {
+    "scalar": (),
+    "one": (1, 1),
+    "bias": (7,),
+    "matrix": (11, 6),
+    "stack": (5, 3, 4),
+    "kernel": (2, 3, 2, 5),
+}
+
+
+def split(name: str, shape: tuple[int, ...], kind: str) -> Tensor:
+    """A tensor of zeros as this process holds it: a part of its rows, or whatever lies between two random places."""
+    whole = torch.zeros(shape, dtype=torch.bfloat16 if name == "stack" else torch.float32)
+    if kind == "rows":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        return distribute_tensor(whole, mesh, [Shard(0) if shape else Replicate()], src_data_rank=None)
+    numbers, rank, group = np.random.default_rng(len(name)), dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    ends = [0, *sorted(numbers.integers(0, whole.numel() + 1, group.size() - 1).tolist()), whole.numel()]
+    part = whole.flatten()[ends[rank] : ends[rank + 1]]
+    return SegmentParameter(part, Segment(shape, ends[rank], group), requires_grad=False)
+
+
+def carry(source: Path, target: Path, kind: str) -> None:
+    """Restores what others have saved, and saves it, split in another way."""
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tensors = {name: split(name, shape, kind) for name, shape in SHAPES.items()}
+    found = layout.group_by_name(piece for path in source.iterdir() for piece in layout.read_pieces(path))
+    layout.check_same_tensors(tensors, found, source)
+    layout.fill([piece for each in tensors.items() for piece in layout.local_pieces(*each)], found)
+    write(target / str(rank), layout.pieces_to_write(tensors, rank, world_size))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_any_split_restores_as_any_other(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    tensors["stack"] = tensors["stack"].bfloat16()
+    folders = [tmp_path / str(number) for number in range(5)]
+    for folder in folders:
+        folder.mkdir()
+    write(folders[0] / "0", layout.pieces_to_write(tensors, 0, 1))
+    for i, (world_size, kind) in enumerate([(4, "segments"), (3, "rows"), (3, "segments"), (2, "rows")]):
+        run_ranks(world_size, carry, folders[i], folders[i + 1], kind)
+        files_of_ranks = list(folders[i + 1].iterdir())
+        assert len(files_of_ranks) == world_size
+        pieces = layout.group_by_name(piece for path in files_of_ranks for piece in layout.read_pieces(path))
+        assert {name: sum(math.prod(piece.lengths) for piece in found) for name, found in pieces.items()} == {
+            name: tensor.numel() for name, tensor in tensors.items()
+        }, "each element is written once"
+        moved = layout.StoredTensors(pieces)
+        assert all(torch.equal(moved[name], tensor) for name, tensor in tensors.items())
+
+
 def test_differences_are_named_and_counted() -> None:
     found = stored(whole(name, torch.zeros(2)) for name in ["a", "b", "c", "d", "e", "same"])
-    wanted = [whole("same", torch.zeros(2)), whole("a", torch.zeros(3)), whole("new", torch.zeros(1))]
+    wanted = {"same": torch.zeros(2), "a": torch.zeros(3), "new": torch.zeros(1)}
     with pytest.raises(CheckpointError) as caught:
         layout.check_same_tensors(wanted, found, Path("run/step-00000001"))
     message = str(caught.value)
@@ -168,4 +232,4 @@ def test_differences_are_named_and_counted() -> None:
 def test_another_element_type_is_refused() -> None:
     found = stored([whole("a", torch.zeros(2))])
     with pytest.raises(CheckpointError, match=r"float32 \[2\] in it, bfloat16 \[2\] in this run"):
-        layout.check_same_tensors([whole("a", torch.zeros(2).bfloat16())], found, Path("x"))
+        layout.check_same_tensors({"a": torch.zeros(2).bfloat16()}, found, Path("x"))
