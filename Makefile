@@ -21,8 +21,11 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "this Python cannot make virtual environments; on Debian/Ubuntu: apt-get install python3-venv"; exit 1; }
 	@echo "installing samestep and its tools into $(VENV) (a few minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf,http,parquet,plot,s3,tensorboard,text,wandb]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy setuptools
+	@# DeepSpeed comes as source, looks for torch when it is built, and would compile for the hardware that it finds.
+	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --constraint constraints.txt \
+	  --no-build-isolation deepspeed
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[accelerate,deepspeed,dev,hf,http,parquet,plot,s3,tensorboard,text,wandb]'
 	@touch $@
 
 demo: install  ## pre-train a tiny BERT, kill it, resume it on more processes, export it (CPU, a few minutes)
@@ -35,7 +38,7 @@ check: install
 	$(BIN)/lint-imports --no-cache
 
 test: check  ## format, lint, types, import contracts and tests, as CI runs them
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 conformance: install  ## the full same-step matrix (an hour), written to docs/conformance.md
 	$(BIN)/python -m tests.conformance.matrix

@@ -10,6 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from data_pipeline.mixed import AnyDataset
 from data_pipeline.tokenization import Tokenizer
+from trainer.config import to_tree
 from trainer.errors import CheckpointError, ConfigError
 from trainer.experiment import Experiment
 from trainer.objectives import Objective
@@ -46,6 +47,8 @@ def check_fit(experiment: Experiment, dataset: AnyDataset, objective: Objective,
                 f"{name} {phase.sequence_length} is over the model's position table of {model.max_sequence_length}; "
                 f"use a shorter sequence, or set model.max_positions to {phase.sequence_length} or more"
             )
+    if hasattr(experiment.strategy, "check"):
+        experiment.strategy.check(to_tree(experiment))
     _check_architecture(experiment, objective)
     has, needed = getattr(experiment.model, "nsp", False), objective.model_settings.get("nsp", False)
     if has != needed:

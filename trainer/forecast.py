@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ import torch
 from trainer.experiment import Experiment
 from trainer.loop import Trainer
 from trainer.monitoring.throughput import Throughput
+from trainer.partition import whole_shape
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ def report(experiment: Experiment, trainer: Trainer) -> None:
     """Says before the first step what is about to run, how much work it is and how long it may take."""
     settings, count = experiment.training, trainer.strategy.replica.count
     accelerator = trainer.strategy.accelerator
-    parameters = sum(parameter.numel() for parameter in trainer.strategy.parameters.values())
+    parameters = sum(math.prod(whole_shape(parameter)) for parameter in trainer.strategy.parameters.values())
     done = flops_until(experiment, trainer)
     flops = done(settings.steps) - done(trainer.state.step)
     speed = accelerator.expected_flops(settings.precision)

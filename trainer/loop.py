@@ -280,6 +280,7 @@ class Trainer:
         groups.prime(self.optimizer)
         self.state_check.forget()
         meta = (checkpointer or self.checkpointer).restore(self._tensors(), step)
+        self.strategy.refresh()
         changes = self._changes_since(meta["config"])
         self.state.load_state_dict(meta["state"])
         groups.set_step(self.optimizer, self.state.step)

@@ -20,7 +20,7 @@ from trainer.strategies import Strategy
 
 logger = logging.getLogger(__name__)
 
-_SHARE = 0.9  # of the memory; the rest is for what fragmentation wastes and for collectives' buffers
+SHARE = 0.9  # of the memory; the rest is for what fragmentation wastes and for collectives' buffers
 _HOST_CELLS = 4096  # of a micro-batch on devices without memory of their own; larger ones are no faster on a CPU
 
 
@@ -99,4 +99,4 @@ def probe(
         return over_ranks(accelerator.peak_memory() or 0)
 
     with torch.compiler.set_stance("force_eager"):  # or each size would be compiled for
-        return largest(peak, -over_ranks(-int(_SHARE * memory)), most)
+        return largest(peak, -over_ranks(-int(SHARE * memory)), most)

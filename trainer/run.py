@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -184,7 +185,8 @@ def build_trainer(
     """
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
     model = _build_model(experiment, dataset, objective)
-    initial: InitialValues = partial(model.initial_values, seed=experiment.seed)
+    shapes = copy.deepcopy(model)  # of its own parameters the strategy may leave nothing but names
+    initial: InitialValues = partial(shapes.initial_values, seed=experiment.seed)
     if weights is not None:
         initial = stored_values(load_weights(weights, strategy.world.rank, strategy.world.size), model, dataset)
     elif to_restore:
@@ -306,17 +308,22 @@ def open_loader(
     )
 
 
-def _open_records(experiment: Experiment, dataset: AnyDataset, trainer: Trainer) -> tuple[list[Tracker], Path | None]:
-    """Makes the run's folder self-contained and opens what is written into it, on rank 0; the others write nothing."""
-    if trainer.strategy.replica.index > 0:
-        return [], None
+def write_description(experiment: Experiment, dataset: AnyDataset) -> None:
+    """Writes the settings and the tokenizer into the run's folder; the latter also to where its checkpoints are."""
     folder = Path(experiment.output)
     storage.write_text(folder / "config.yaml", dump(experiment))
     dataset.tokenizer.save(folder / "tokenizer")
     if experiment.checkpoint.folder is not None:
-        files.copy_folder(folder / "tokenizer", trainer.checkpointer.folder / "tokenizer")
+        files.copy_folder(folder / "tokenizer", checkpoint_folder(experiment) / "tokenizer")
+
+
+def _open_records(experiment: Experiment, dataset: AnyDataset, trainer: Trainer) -> tuple[list[Tracker], Path | None]:
+    """Makes the run's folder self-contained and opens what is written into it, on rank 0; the others write nothing."""
+    if trainer.strategy.replica.index > 0:
+        return [], None
+    write_description(experiment, dataset)
     forecast.report(experiment, trainer)
-    return records.open_records(experiment, trainer), folder / "ledger.jsonl"
+    return records.open_records(experiment, trainer), Path(experiment.output) / "ledger.jsonl"
 
 
 def _out_of_memory(experiment: Experiment, strategy: Strategy, phase: Phase | None, error: Exception) -> SamestepError:

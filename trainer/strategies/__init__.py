@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.accelerators import Accelerator, Precision
-from trainer.partition import local_part, whole_norms
+from trainer.partition import flat_start, local_parts, whole_norms
 from trainer.strategies.loss_scale import LossScale
 from trainer.strategies.world import World
 
@@ -92,7 +92,7 @@ class Strategy(ABC):
         Under fp16, both norms are those without the loss scale, which stays in the gradients until `step`.
         """
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        norm: Tensor = torch.linalg.vector_norm(whole_norms(gradients)).float()
+        norm: Tensor = torch.linalg.vector_norm(whole_norms(gradients, next(iter(self.parameters.values())))).float()
         if self.loss_scale is not None:
             norm = norm / self.loss_scale.factor
         if max_norm is not None:
@@ -105,6 +105,10 @@ class Strategy(ABC):
             optimizer.step()
         else:
             self.loss_scale.step(optimizer, grad_norm)
+        self.refresh()
+
+    def refresh(self) -> None:  # noqa: B027
+        """Brings what passes compute with up to date, after `parameters` were changed by `step` or a restore."""
 
     def all_reduce(self, value: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
         """Sums a tensor over all replicas, or takes its largest values, in place."""
@@ -125,9 +129,11 @@ class Strategy(ABC):
         """Gives a meta model memory on the device and fills the partition that this process holds."""
         model.to_empty(device=self.accelerator.device)
         self.parameters = dict(model.named_parameters())
+        self._fill(initial_values)
+
+    @torch.no_grad()
+    def _fill(self, initial_values: InitialValues) -> None:
+        """Gives `parameters` their values, as much of them as this process holds."""
         for name, parameter in self.parameters.items():
-            local, offset = local_part(parameter)
-            assert local.shape[1:] == parameter.shape[1:], f"{name} is split over another dimension than its first"
-            start = sum(place * stride for place, stride in zip(offset, parameter.stride(), strict=True))
-            with torch.no_grad():
-                local.copy_(initial_values(name, start, start + local.numel()).view(local.shape))
+            (local,), start = local_parts([parameter]), flat_start(parameter)
+            local.copy_(initial_values(name, start, start + local.numel()).view(local.shape))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,10 +38,11 @@ class DataParallel(Strategy):
         self, model: nn.Module, build_optimizer: BuildOptimizer, initial_values: InitialValues
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         self._materialise(model, initial_values)
-        self._wrapped = DistributedDataParallel(
-            model, bucket_cap_mb=self._config.bucket_mb, gradient_as_bucket_view=True
-        )
+        self._wrapped = self._wrap(model)
         return self._wrapped, build_optimizer(self.parameters.items())
 
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(model, bucket_cap_mb=self._config.bucket_mb, gradient_as_bucket_view=True)
+
     def accumulate(self, last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if last else cast(AbstractContextManager[object], self._wrapped.no_sync())
+        return nullcontext() if last else cast(AbstractContextManager[object], cast(Any, self._wrapped).no_sync())

@@ -34,10 +34,12 @@ class LossScale:
         learning rate, in bias correction and in checkpoints.
         """
         overflow = (~grad_norm.isfinite()).float()
-        optimizer.grad_scale, optimizer.found_inf = self.factor, overflow  # type: ignore[attr-defined]
+        device = optimizer.param_groups[0]["params"][0].device  # the host, where the optimizer is offloaded
+        skipped = overflow.to(device)
+        optimizer.grad_scale, optimizer.found_inf = self.factor.to(device), skipped  # type: ignore[attr-defined]
         optimizer.step()
         if counts := [state["step"] for state in optimizer.state.values() if "step" in state]:
-            torch._foreach_add_(counts, overflow)  # the kernel has taken a skipped step back
+            torch._foreach_add_(counts, skipped)  # the kernel has taken a skipped step back
         self._skipped += overflow
         torch._amp_update_scale_(self.factor, self._since, overflow, _GROWTH, _BACKOFF, _GROWTH_INTERVAL)
 
