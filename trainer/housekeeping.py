@@ -1,4 +1,4 @@
-"""`samestep checkpoint ls|verify|gc`: looking after the checkpoints of a run, wherever they lie."""
+"""`samestep checkpoint ls|verify|gc|convert`: looking after the checkpoints of a run, wherever they lie."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from trainer.command import Commands, add_command, add_group
-from trainer.errors import EXIT_DONE, EXIT_FAILED, CheckpointError
+from trainer.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from trainer.checkpoint import Config
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 def register(commands: Commands) -> None:
     """Adds `checkpoint` and its sub-commands to the `samestep` command."""
-    subcommands = add_group(commands, "checkpoint", "list, verify and clean up the checkpoints of a run")
+    subcommands = add_group(commands, "checkpoint", "list, verify, clean up and convert the checkpoints of a run")
     _add(
         subcommands,
         "ls",
@@ -48,13 +49,32 @@ def register(commands: Commands) -> None:
     )
     gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     gc.add_argument("--keep-last", type=int, metavar="N", help="sound ones to keep, 2 or more (default: the run's own)")
+    convert = _add(
+        subcommands,
+        "convert",
+        _convert,
+        "take over a run of DeepSpeed, or hand a run over to it",
+        "Weights, moments and the number of updates go over; see docs/deepspeed.md.\n\n"
+        "examples:\n  samestep checkpoint convert deepspeed_run pretrain.yaml output=runs/bert\n"
+        "  samestep checkpoint convert runs/bert for_deepspeed",
+        source="a checkpoint of DeepSpeed (ZeRO stage 1 to 3, or universal); or a run or checkpoint of samestep",
+    )
+    help_ = "the experiment that is to go on from DeepSpeed's, a YAML file; or a folder for DeepSpeed's checkpoint"
+    convert.add_argument("target", metavar="EXPERIMENT|DIR", help=help_)
+    help_ = "settings that replace those of the experiment, e.g. output=runs/bert"
+    convert.add_argument("overrides", nargs="*", metavar="key=value", help=help_)
 
 
 def _add(
-    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], summary: str, epilog: str
+    commands: Commands,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    epilog: str,
+    source: str = "a run, or the folder or address of its checkpoints",
 ) -> argparse.ArgumentParser:
     parser = add_command(commands, name, run, summary, epilog)
-    parser.add_argument("folder", metavar="DIR", help="a run, or the folder or address of its checkpoints")
+    parser.add_argument("folder", metavar="DIR", help=source)
     return parser
 
 
@@ -131,6 +151,22 @@ def _gc(args: argparse.Namespace) -> int:
             console.print(f"{said} {folder}, {decimal(size)}")
             freed += size
     console.print(f"{said} {len(going)} folders, {decimal(freed)}")
+    return EXIT_DONE
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from trainer import conversion
+    from trainer.config import load
+    from trainer.experiment import Experiment
+
+    if Path(args.target).suffix in (".yaml", ".yml"):
+        conversion.take_over(Path(args.folder), load(Experiment, args.target, args.overrides))
+    elif args.overrides:
+        raise ConfigError(
+            f"{args.target} is no experiment (a YAML file), so {args.overrides[0]} has nothing to replace; leave it out"
+        )
+    else:
+        conversion.hand_over(args.folder, args.target)
     return EXIT_DONE
 
 

@@ -7,6 +7,7 @@ A row is a line of RUN/ledger.jsonl, {"step", "time", "kind", ..., "head"}, and 
     excluded  global examples that are passed over, and why
     corrupt   a shard that is passed over from a global example on, because its bytes have changed
     lost      the rows before this one were missing or damaged when the run was continued
+    taken     the steps up to this one were taken elsewhere, by another program; the first row of such a run
 
 A head is the SHA-256 of the head before and the row's content. The time is not part of it, nor is anything else that
 may differ between two runs of the same steps: equal heads mean that two runs were fed the same, from the first step on.
@@ -181,6 +182,10 @@ class Ledger:
             self._excluded = merged([*self._excluded, *examples])
         ranges = [list(part) for part in examples]
         self._append(step, "excluded", {"order": order, "examples": ranges, "reason": reason})
+
+    def take_over(self, step: int, program: str) -> None:
+        """Begins the ledger of a run whose first `step` steps another program has taken."""
+        self._append(step, "taken", {"by": program})
 
     def _append(self, step: int, kind: str, content: Mapping[str, Any]) -> None:
         row = {"kind": kind, **content}

@@ -38,13 +38,15 @@ class Verdict:
     """What the ledger of a run has to say.
 
     Attributes:
-        steps: that it covers.
+        steps: that the run has taken.
+        elsewhere: how many of these another program took, of which the ledger says nothing.
         tallies: by the number of the data order and the name of the source.
         exclusions: the rows about examples that the run passed over.
         problems: what is wrong, a sentence each; none is a proof.
     """
 
     steps: int = 0
+    elsewhere: int = 0
     tallies: dict[tuple[int, str], Tally] = field(default_factory=dict)
     exclusions: list[Row] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -134,6 +136,8 @@ def _excluded(rows: Sequence[Row], order: int) -> Exclusions:
 def _uncovered(run: Run, verdict: Verdict) -> Iterator[str]:
     """Follows steps and examples from row to row."""
     following: dict[int, int] = {}
+    if run.rows and run.rows[0]["kind"] == "taken":
+        verdict.steps = verdict.elsewhere = run.rows[0]["step"]
     fed = [row for row in run.rows if row["kind"] == "fed"]
     exclusions = {order: _excluded(run.rows, order) for order in {row["order"] for row in fed}}
     for row in fed:
@@ -243,7 +247,9 @@ def report(verdict: Verdict, console: Console) -> None:
     if more := verdict.problems[_MOST_PROBLEMS:]:
         console.print(f"and {len(more)} more such findings", style="red")
     consumed = sum(each.consumed for tally in verdict.tallies.values() for each in tally.passes.values())
-    said = f"{verdict.steps:,} steps consumed {consumed:,} examples"
+    said = f"{verdict.steps - verdict.elsewhere:,} steps consumed {consumed:,} examples"
+    if verdict.elsewhere:
+        said = f"after {verdict.elsewhere:,} steps of another program, of which the ledger says nothing, {said}"
     if verdict.problems:
         console.print(f"NOT VERIFIED, for the reasons above; by what is left of the ledger, {said}")
     else:
