@@ -313,9 +313,10 @@ def _fetch(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     from trainer.monitoring.report import default_output, write_report
+    from trainer.plan.plan import memory_of_run
 
     output = Path(args.output) if args.output else default_output(args.runs)
-    write_report(args.runs, output)
+    write_report(args.runs, output, memory_of_run)
     sys.stdout.write(f"{output}\n")
     return EXIT_DONE
 

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -33,12 +33,15 @@ _NOT_SMOOTHED = ("train/lr", "heldout/")
 _TOTALS = ("train/tokens", "train/examples", "perf/eta_seconds", "perf/energy_joules")  # no curves of interest
 
 
-def write_report(runs: Sequence[str], output: Path) -> None:
+def write_report(
+    runs: Sequence[str], output: Path, planned_memory: Callable[[Path], float | None] = lambda run: None
+) -> None:
     """Writes the page; a run may be under way.
 
     Args:
         runs: folders of runs, 10 at most.
         output: the HTML file.
+        planned_memory: what `samestep plan` says of a run's peak, in GiB of a device; None where it says nothing.
 
     Raises:
         ConfigError: too many runs, or a folder that is none.
@@ -50,6 +53,8 @@ def write_report(runs: Sequence[str], output: Path) -> None:
     described = [_describe(Path(run), name) for run, name in zip(runs, _names(runs), strict=True)]
     if not any(run["series"] for run in described):
         raise DataError(f"{', '.join(runs)} has no metrics to draw yet; train first, for training.log_every steps")
+    for run in described:
+        run["summary"]["planned_memory_gib"] = planned_memory(Path(run["path"]))
     configs = [run.pop("config") for run in described]
     data = {"runs": described, "settings": _settings(configs)}
     page, style, script = (_resource(f"page.{kind}") for kind in ("html", "css", "js"))
@@ -219,6 +224,7 @@ def _summary(
         "mfu_useful": figure("perf/mfu_useful", np.median),
         "padding": figure("data/padding_fraction", np.mean),
         "peak_memory_gib": figure("perf/peak_memory_gib", np.max),
+        "peak_rss_gib": figure("perf/peak_rss_gib", np.max),
         "energy_kwh": figure("perf/energy_joules", lambda values: values.sum() / 3.6e6),
         "communication": figure("time/communication_exposed", np.mean),
         "restarts": len(starts) - 1 if starts else None,

@@ -229,7 +229,9 @@ function summary() {
     ["Best held‑out", s => number(s.best_heldout_loss), s => s.best_heldout_loss],
     ["Tokens/s", s => number(s.tokens_per_second), s => s.tokens_per_second], ["MFU", s => percent(s.mfu), s => s.mfu],
     ["MFU of real tokens", s => percent(s.mfu_useful), s => s.mfu_useful], ["Padding", s => percent(s.padding), s => s.padding],
+    ["Planned memory", s => `${number(s.planned_memory_gib, 3)} GiB`, s => s.planned_memory_gib],
     ["Peak memory", s => `${number(s.peak_memory_gib, 3)} GiB`, s => s.peak_memory_gib],
+    ["Peak RSS", s => `${number(s.peak_rss_gib, 3)} GiB`, s => s.peak_rss_gib],
     ["Energy", s => `${number(s.energy_kwh, 3)} kWh`, s => s.energy_kwh],
     ["Exposed communication", s => percent(s.communication), s => s.communication], ["Restarts", s => String(s.restarts), s => s.restarts],
   ].filter(([, , value]) => data.runs.some(run => value(run.summary) !== null));
