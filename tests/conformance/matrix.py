@@ -20,8 +20,9 @@ from tests.conftest import make_dataset, write_experiment, write_t5_experiment
 from tests.processes import run_ranks
 
 STEPS, BATCHES, RELATIVE = 30, 201, 1e-5
+TASKS = ("mlm", "mlm_lamb", "span_corruption", "causal_lm")
 SETTINGS = (MICRO_BATCHES, THREADS, PACKINGS) = ((1, 4, 8), (0, 1, 3), ("concat", "best_fit"))
-TASKS = {"mlm": SETTINGS, **dict.fromkeys(("span_corruption", "causal_lm"), ((1, 4), (1,), PACKINGS))}
+FEWER = ((1, 4), (1,), PACKINGS)
 STRATEGIES = {
     1: ("single", "ddp", "fsdp"),
     2: ("ddp", "fsdp", "hsdp"),
@@ -29,6 +30,7 @@ STRATEGIES = {
     4: ("ddp", "fsdp", "hsdp"),
     5: ("ddp", "fsdp"),
 }
+BACKENDS = dict.fromkeys((2, 3), ("zero-1", "zero-2", "zero-3", "accelerate"))
 
 
 def compare(ranks: list[Record], reference: Record) -> float:
@@ -44,10 +46,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         bert = write_experiment(make_dataset(Path(folder, "words")), Path(folder, "bert.yaml"))
         t5 = write_t5_experiment(make_dataset(Path(folder, "pieces"), "unigram"), Path(folder, "t5.yaml"))
-        groups = [(task, size, strategy) for task in TASKS for size in STRATEGIES for strategy in STRATEGIES[size]]
+        groups = [
+            (task, size, strategy)
+            for task in TASKS
+            for size in STRATEGIES
+            for strategy in (*STRATEGIES[size], *BACKENDS.get(size, ()))
+        ]
         references: dict[tuple[str, str], Record] = {}
         for task, size, strategy in track(groups, "conformance", console=Console(stderr=True)):
-            file, settings = bert if task == "mlm" else t5, TASKS[task]
+            file = bert if task.startswith("mlm") else t5
+            settings = SETTINGS if task == "mlm" and strategy in STRATEGIES[size] else FEWER
             if (task, PACKINGS[0]) not in references:
                 singles = [Case(1, "single", 8, 1, packing, task) for packing in PACKINGS]
                 (records,) = run_ranks(1, run_cases, file, singles, STEPS, BATCHES, folder)
@@ -80,10 +88,11 @@ global batch of 10) in real processes that talk over gloo, and is compared with 
 - **batches**: digests of the global batches 0 to {BATCHES - 1} (tokens, masks, labels, dropout keys) are equal;
 - **losses**: each of {STEPS} training losses agrees within {RELATIVE:g} relative.
 
-`mlm` is a BERT with AdamW; `span_corruption` a T5 v1.1 of 2 + 2 layers and `causal_lm` a GPT-2, both with Adafactor and
-a SentencePiece tokenizer. A row of `mlm` covers micro-batches of at most {_join(MICRO_BATCHES)} examples;
-{_join(THREADS)} loader threads; the packings {_join(PACKINGS)}. One of the others covers micro-batches of at most
-{_join(TASKS["causal_lm"][0])} examples and both packings. `hsdp` is FSDP2 in two replicas.
+`mlm` is a BERT with AdamW, `mlm_lamb` the same with LAMB; `span_corruption` a T5 v1.1 of 2 + 2 layers and `causal_lm` a
+GPT-2, both with Adafactor and a SentencePiece tokenizer. A row of `mlm` covers micro-batches of at most
+{_join(MICRO_BATCHES)} examples; {_join(THREADS)} loader threads; the packings {_join(PACKINGS)}. The others, and those
+of ZeRO and Accelerate, cover micro-batches of at most {_join(FEWER[0])} examples and both packings. `hsdp` is FSDP2 in
+two replicas; `zero-1` to `zero-3` are the stages of DeepSpeed's ZeRO; `accelerate` is DDP in Hugging Face Accelerate.
 
 | objective | processes | strategy | cases that agree | largest relative difference of a loss |
 |---|---|---|---|---|

@@ -19,6 +19,7 @@ from trainer.strategies.world import World
 
 TASKS = {
     "mlm": [],
+    "mlm_lamb": ["optimizer={kind: lamb, lr: 1e-2}"],
     "mlm_nsp": ["objective.kind=mlm_nsp", "model.nsp=true"],
     "span_corruption": [],
     "causal_lm": [
@@ -27,7 +28,13 @@ TASKS = {
         " attention_dropout: 0.0}",
     ],
 }
-"""What the experiment file of the first two, a BERT's, and that of the others, a T5's, are changed by."""
+"""What the experiment file of those called mlm, a BERT's, and that of the others, a T5's, are changed by."""
+
+STRATEGIES = {
+    "hsdp": "{kind: fsdp, replicas: 2}",
+    **{f"zero-{stage}": f"{{kind: deepspeed, stage: {stage}}}" for stage in (1, 2, 3)},
+}
+"""Names for strategies that are more than a kind."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Case:
     def overrides(self) -> list[str]:
         return [
             *TASKS[self.task],
-            f"strategy={self.strategy}" if self.strategy != "hsdp" else "strategy={kind: fsdp, replicas: 2}",
+            f"strategy={STRATEGIES.get(self.strategy, self.strategy)}",
             f"training.micro_batch_size={self.micro_batch_size}",
             f"data.threads={self.threads}",
             f"data.packing={self.packing}",
