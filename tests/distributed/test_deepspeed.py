@@ -34,8 +34,6 @@ from trainer.strategies import deepspeed
 from trainer.strategies.world import World
 from trainer.weights import load_weights
 
-pytestmark = pytest.mark.xdist_group(__name__)  # what the fixtures run is run once
-
 ADAMW = ["optimizer={kind: adamw, lr: 1e-3}", "training.evaluate_every=6", "training.evaluate_batches=2"]
 LAMB = ["optimizer={kind: lamb, lr: 1e-2}", "training.verify_state_every=2"]
 # Without the last line, ZeRO-3 would keep all parameters of so small a model gathered.

@@ -24,8 +24,6 @@ from trainer.models import bert
 from trainer.optim import adamw, groups
 from trainer.weights import load_weights
 
-pytestmark = pytest.mark.xdist_group(__name__)  # what the fixtures run is run once
-
 SAVED, STEPS = 3, 6
 SETTINGS = [
     "data.sequence_length=30",

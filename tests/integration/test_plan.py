@@ -23,8 +23,6 @@ from trainer.plan.strategies import Collective
 from trainer.plan.trace import Activations, Step
 from trainer.strategies.world import World
 
-pytestmark = pytest.mark.xdist_group(__name__)  # what the fixtures run is run once
-
 _NONE = Activations(0, 0, 0, 0)
 
 
