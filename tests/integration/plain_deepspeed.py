@@ -44,7 +44,7 @@ def batch(step: int) -> torch.Tensor:
     return torch.randint(600, (12, 16), generator=torch.Generator().manual_seed(step))
 
 
-def engine(stage: int, universal: bool = False) -> deepspeed.DeepSpeedEngine:
+def engine(stage: int, universal: bool = False, bf16: bool = False) -> deepspeed.DeepSpeedEngine:
     bert = model()
     decaying = [each for each in bert.parameters() if each.ndim > 1]
     others = [each for each in bert.parameters() if each.ndim <= 1]
@@ -55,6 +55,7 @@ def engine(stage: int, universal: bool = False) -> deepspeed.DeepSpeedEngine:
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": bf16},
         "checkpoint": {"load_universal": universal},
     }
     optimizer = torch.optim.AdamW(groups, lr=1e-3, eps=1e-6)
@@ -83,6 +84,9 @@ def write(folder: Path) -> None:
         losses = train(bert, SAVED, STEPS)
         if dist.get_rank() == 0:
             (folder / f"{stage}.json").write_text(json.dumps(losses))
+        bert = engine(stage, bf16=True)
+        train(bert, 0, SAVED)
+        bert.save_checkpoint(str(folder / f"bf16-{stage}"))
 
 
 def make_universal(folder: Path) -> None:

@@ -157,6 +157,24 @@ def test_a_plain_deepspeed_run_is_taken_over(
     assert continued(tmp_path / "checkpoints") == pytest.approx(following, rel=1e-5)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_masters_of_a_bf16_run_are_taken_over(
+    plain: Plain, reference: dict[str, dict[str, Tensor]], stage: int
+) -> None:
+    """They are in fp32, and what they were trained to differs by the rounding of passes from what fp32 gives."""
+    folder = deepspeed.step_folder(plain.folder / f"bf16-{stage}")
+    assert folder is not None
+    assert next(folder.glob("bf16_zero_pp_rank_1_*")).is_file()
+    state = deepspeed.open_checkpoint(folder)
+    assert state.step == SAVED
+    for kind, tensors in state.tensors.items():
+        found = MODEL.import_tensors(dict(tensors))
+        assert found.keys() == reference[kind].keys()
+        for name, tensor in reference[kind].items():
+            assert found[name].dtype == torch.float32
+            assert (found[name] - tensor).norm() <= 0.4 * tensor.norm(), (kind, name)
+
+
 def test_the_run_goes_on_from_it_and_its_ledger_begins_there(
     plain: Plain, samestep: Samestep, experiment_file: str, tmp_path: Path
 ) -> None:

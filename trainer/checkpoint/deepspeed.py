@@ -240,7 +240,7 @@ def _elements(ranges: Sequence[Range], what: str, is_square: bool, start: int, s
     found, position = [], 0
     for flat, begin, length in ranges:
         first, end = (min(max(place - position, 0), length) for place in (start, stop))
-        found.append(flat[begin + first : begin + end])
+        found.append(flat.detach()[begin + first : begin + end])
         position += length
     elements = torch.cat(found).float()
     if not elements.isfinite().all() or (is_square and (elements < 0).any()):
