@@ -38,7 +38,7 @@ check: install
 	$(BIN)/lint-imports --no-cache
 
 test: check  ## format, lint, types, import contracts and tests, as CI runs them
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2
 
 conformance: install  ## the full same-step matrix (an hour), written to docs/conformance.md
 	$(BIN)/python -m tests.conformance.matrix
