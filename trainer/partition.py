@@ -1,4 +1,4 @@
-"""Tensors that are split over processes, as DTensors or flat segments: the part here, and norms of the whole."""
+"""Tensors that are split over processes, as DTensors or segments, or stacked: the part here, norms of the whole."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Segment:
 class SegmentParameter(nn.Parameter):
     """The elements [start, start + numel) of a flattened parameter, [numel]. There may be none.
 
-    It shares the memory of `data`. What torch computes from it is a plain tensor; `segment_like` says of one that it
+    It shares the memory of `data`. What torch computes from it is a plain tensor; `state_like` says of one that it
     lies in the same place.
 
     Attributes:
@@ -53,16 +53,51 @@ class SegmentParameter(nn.Parameter):
         return SegmentParameter(super().detach(), self.segment, requires_grad=False)
 
 
-def segment_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A local tensor as a segment of the place where `parameter` lies; itself if that is no segment."""
-    if not isinstance(parameter, SegmentParameter):
-        return tensor
-    return SegmentParameter(tensor.detach(), parameter.segment, requires_grad=False)
+class StackedParameter(nn.Parameter):
+    """Equal parameters of several layers as one tensor, [layers, ...]; the optimizer updates each as it would alone.
+
+    What torch computes from it is a plain tensor.
+
+    Attributes:
+        members: the names of the parameters.
+    """
+
+    members: tuple[str, ...]
+
+    def __new__(cls, data: Tensor, names: tuple[str, ...], requires_grad: bool = True) -> StackedParameter:
+        assert len(data) == len(names), f"{list(data.shape)} for {len(names)} names"
+        parameter = super().__new__(cls, data, requires_grad)
+        parameter.members = names
+        return parameter
+
+    def detach(self) -> StackedParameter:
+        """The same elements, of the same names."""
+        return StackedParameter(super().detach(), self.members, requires_grad=False)
+
+
+def state_like(tensor: Tensor, parameter: Tensor, whole: bool = False) -> Tensor:
+    """A local tensor of the optimizer's state, described as its parameter is; itself if that is plain or a DTensor.
+
+    Args:
+        tensor: a segment of the place where the parameter lies, or a stack as that is.
+        parameter: what it is the state of.
+        whole: whether every process has all of it, and no segment.
+    """
+    if isinstance(parameter, StackedParameter):
+        return StackedParameter(tensor.detach(), parameter.members, requires_grad=False)
+    if isinstance(parameter, SegmentParameter) and not whole:
+        return SegmentParameter(tensor.detach(), parameter.segment, requires_grad=False)
+    return tensor
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:
     """The shape of the whole tensor, whatever this process holds of it."""
     return tensor.segment.shape if isinstance(tensor, SegmentParameter) else tuple(tensor.shape)
+
+
+def layer_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of a whole parameter; of stacked ones that of each."""
+    return whole_shape(tensor)[1:] if isinstance(tensor, StackedParameter) else whole_shape(tensor)
 
 
 @torch.no_grad()
@@ -168,18 +203,27 @@ def _cut(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[
 
 
 @torch.no_grad()
-def squared_norms(parts: list[Tensor]) -> Tensor:
-    """The squared L2 norms of local parts: [number of parts], fp64.
+def squared_norms(parts: list[Tensor], counts: Sequence[int] | None = None) -> Tensor:
+    """The squared L2 norms of local parts: [number of parts], fp64; of a part that is a stack those of each in it.
 
-    They must not depend on how a tensor is split, so squares are summed in fp64. On the CPU those of a row are summed
-    in fp32, which is 10 times as fast; of a whole matrix that would be wrong by 1e-3, as torch's kernel adds up
-    millions of squares one after another.
+    Args:
+        parts: the tensors.
+        counts: how many tensors of equal numbers of rows each part is a stack of; None: all are single ones.
+
+    They must not depend on how a tensor is split, so squares are summed in fp64. Except on GPUs those of a row are
+    summed in fp32, which on a CPU is 10 times as fast (TPUs have no fp64 at all, it is put together from fp32); of a
+    whole matrix that would be wrong by 1e-3, as torch's kernel adds up millions of squares one after another.
     """
-    if parts[0].device.type == "cpu":
-        norms = [torch.linalg.vector_norm(_row_norms(part), dtype=torch.float64) for part in parts]
+    if parts[0].is_cuda:
+        assert counts is None or max(counts) == 1, "stacks are for XLA"
+        norms = [norm[None] for norm in torch._foreach_norm(parts, 2, dtype=torch.float64)]
     else:
-        norms = list(torch._foreach_norm(parts, 2, dtype=torch.float64))
-    return torch.stack(norms).square()
+        each = [
+            _row_norms(part).view(count, -1) if count > 1 else _row_norms(part).flatten()[None]
+            for part, count in zip(parts, counts or [1] * len(parts), strict=True)
+        ]
+        norms = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in each]
+    return torch.cat(norms).square()
 
 
 def _row_norms(part: Tensor) -> Tensor:
@@ -212,14 +256,15 @@ def add_up(values: Tensor, like: Tensor) -> Tensor:
     return values
 
 
-def whole_norms(tensors: Iterable[Tensor], like: Tensor) -> Tensor:
+def whole_norms(tensors: Iterable[Tensor], like: Tensor, counts: Sequence[int] | None = None) -> Tensor:
     """The L2 norms of whole tensors, with one collective for all of them.
 
     Args:
         tensors: DTensors or local parts, all of them split alike.
         like: a tensor that is split as those are.
+        counts: as of `squared_norms`.
 
     Returns:
         [number of tensors], fp64.
     """
-    return add_up(squared_norms(local_parts(tensors)), like).sqrt()
+    return add_up(squared_norms(local_parts(tensors), counts), like).sqrt()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,7 +36,11 @@ def take(x: Tensor, cells: Tensor | None) -> Tensor:
 
 
 class _Attention(nn.Module):
-    """What both kinds of attention share: heads, scale, dropout, and the output projection."""
+    """What both kinds of attention share: heads, scale, dropout, and the output projection.
+
+    Attributes:
+        kernel: computes attention without dropout; a strategy may put another function in its place.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -42,6 +48,7 @@ class _Attention(nn.Module):
         self.inner = config.heads * config.head_width
         self.scale = config.attention_scale
         self.dropout = config.attention_dropout
+        self.kernel: Callable[..., Tensor] = F.scaled_dot_product_attention
 
     def split(self, projected: Tensor, parts: int) -> tuple[Tensor, ...]:
         """[B, S, parts * H * K] -> `parts` times [B, H, S, K]."""
@@ -60,7 +67,8 @@ class _Attention(nn.Module):
     ) -> Tensor:
         """Mixes the values: query [B, H, T, K], key and value [B, H, S, K] -> [B, T, H * K].
 
-        mask: bool, True where attention is allowed, or float, added to the scores; broadcasts to [B, H, T, S].
+        mask: bool, True where attention is allowed, or float, added to the scores; broadcasts to [B, H, T, S]. Or
+            what the kernel takes instead.
         """
         drops = dropout_key is not None and self.dropout > 0
         # Without a fused kernel SDPA writes out the scores, too, and guards against empty rows, which ours never are.
@@ -69,9 +77,7 @@ class _Attention(nn.Module):
             mask = causal_mask(query[:, 0, :, 0]) if causal else mask
             mixed = self._eager(query, key, value, mask, dropout_key)
         else:
-            mixed = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=causal, scale=self.scale
-            )
+            mixed = self.kernel(query, key, value, attn_mask=mask, is_causal=causal, scale=self.scale)
         return mixed.transpose(1, 2).flatten(2)
 
     def _eager(
@@ -105,13 +111,16 @@ class SelfAttention(_Attention):
     ) -> Tensor:
         """[B, S, D] -> [B, S, D], or [B, P, D] for cells [B, P] alone.
 
-        mask: as `attend` takes it; None allows all, or in a causal model all that is not later.
+        mask: as `attend` takes it; None allows all, or in a causal model all that is not later. Segments [B, S], for
+            kernels that know them, allow those of the same number among these.
         cache: holds the cells before these, and gets these.
         """
         query, key, value = self.split(self.qkv(hidden), 3)
         if cache is not None:
             key, value = cache.append(key, value)
-        mixed = self.attend(query, key, value, mask, dropout_key, causal=self.causal and mask is None)
+        mixed = self.attend(
+            query, key, value, mask, dropout_key, causal=self.causal and (mask is None or mask.ndim == 2)
+        )
         out: Tensor = self.out(take(mixed, cells))
         return out
 

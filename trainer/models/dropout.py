@@ -17,11 +17,16 @@ _GOLDEN = 0x9E3779B9 - 2**32
 
 def _mix(x: Tensor) -> Tensor:
     """Scrambles each int32; a bijection."""
-    x = x ^ (x >> 16 & 0xFFFF)
+    x = x ^ (_shift(x, 16) & 0xFFFF)
     x = x * _MIX_1
-    x = x ^ (x >> 15 & 0x1FFFF)
+    x = x ^ (_shift(x, 15) & 0x1FFFF)
     x = x * _MIX_2
-    return x ^ (x >> 16 & 0xFFFF)
+    return x ^ (_shift(x, 16) & 0xFFFF)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """x >> bits, which torch-xla 2.9 takes for a division, and so rounds towards 0."""
+    return torch.bitwise_right_shift(x, torch.tensor(bits, dtype=torch.int32))
 
 
 def split_key(key: Tensor, count: int) -> Tensor:
@@ -60,7 +65,7 @@ def dropout(x: Tensor, p: float, key: Tensor | None, cells: Tensor | None = None
     # comparison looks at the high bits first, which the last product leaves best mixed.
     bits = _mix(place) ^ key[:, None]
     bits *= _MIX_1
-    bits ^= (bits >> 15).bitwise_and_(0x1FFFF)
+    bits ^= _shift(bits, 15).bitwise_and_(0x1FFFF)
     bits *= _MIX_2
     # 1 where bits >= threshold, else 0, by arithmetic: comparisons and masked_fill are several times slower on CPUs.
     keep = bits.clamp_(threshold - 1, threshold).sub_(threshold - 1)

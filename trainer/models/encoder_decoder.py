@@ -91,7 +91,7 @@ class EncoderDecoder(Model):
         encoded = self._encode(source, segments, layer_keys[:encoder_layers], after_encoder)
         memory = Memory(encoded, _between(target_segments, segments))
         mask = self._decoder_mask(target_tokens, target_segments)
-        hidden = run_layers(
+        hidden = self.run_layers(
             self.decoder,
             hidden,
             mask,
@@ -118,7 +118,7 @@ class EncoderDecoder(Model):
         """The encoder's output: [B, S, D] -> [B, S, D]."""
         length = hidden.shape[1]
         mask = self.encoder_bias(length, length, None if segments is None else segment_mask(segments))
-        hidden = run_layers(self._encoder_layers, hidden, mask, layer_keys, checkpointing=self._checkpointing)
+        hidden = self.run_layers(self._encoder_layers, hidden, mask, layer_keys, checkpointing=self._checkpointing)
         norm = self.decoder_norm if self.encoder_norm is None else self.encoder_norm
         return dropout(norm(hidden), self.config.dropout, final_key)
 

@@ -129,11 +129,13 @@ def run_layers(
     memory: Memory | None = None,
     cache: Cache | None = None,
     checkpointing: bool = False,
+    segments: Tensor | None = None,
 ) -> Tensor:
     """Runs layers one after the other; arguments as of `Layer.forward`.
 
     dropout_keys: int32 [layers, dropout_places, B], or None for each layer; cells: those that the last layer computes;
-    checkpointing: whether to recompute each layer in the backward pass.
+    checkpointing: whether to recompute each layer in the backward pass; segments: int [B, S], if they say all that
+    the mask does but for the order of cells, so that a strategy may hand them to a kernel in its place.
     """
     for index, (layer, keys) in enumerate(zip(layers, dropout_keys, strict=True)):
         read = cells if index == len(layers) - 1 else None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from trainer.models.config import TransformerConfig
 from trainer.models.initialization import initial_values
+from trainer.models.layers import run_layers
 
 
 class Model(nn.Module):
@@ -15,12 +18,14 @@ class Model(nn.Module):
     Attributes:
         config: what it was built from.
         activation_checkpointing: recomputes each layer in the backward pass instead of keeping its activations.
+        run_layers: runs a stack of layers; a strategy may put another way to do so in its place.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
         self.activation_checkpointing = False
+        self.run_layers: Callable[..., Tensor] = run_layers
         self.head: nn.Module
 
     def stacked(self) -> dict[str, int]:

@@ -91,7 +91,10 @@ class Transformer(Model):
             read = F.pad(predicted, (1, 0))
         checkpointing = self.activation_checkpointing and self.training
         mask = self._mask(tokens, segments, prefix)
-        hidden = run_layers(self.layers, hidden, mask, layer_keys, cells=read, checkpointing=checkpointing)
+        alone = segments if prefix is None and self.relative_bias is None else None  # all that the mask says
+        hidden = self.run_layers(
+            self.layers, hidden, mask, layer_keys, cells=read, checkpointing=checkpointing, segments=alone
+        )
         hidden = self._finish(hidden, final_key, read)
         if not next_sentence:
             logits: Tensor = self.head(hidden, matrix)

@@ -14,9 +14,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigError
-from trainer.optim.blockwise import MIN_RMS, Blockwise
+from trainer.optim.blockwise import MIN_RMS, Blockwise, number
 from trainer.optim.groups import parameter_groups
-from trainer.partition import add_up, flat_start, local_parts, rectangles, squared_norms, whole_shape
+from trainer.partition import (
+    StackedParameter,
+    add_up,
+    flat_start,
+    layer_shape,
+    local_parts,
+    rectangles,
+    squared_norms,
+    whole_shape,
+)
 
 Place: TypeAlias = tuple[slice, slice]
 
@@ -107,25 +116,27 @@ class Adafactor(Blockwise):
         for group in self.param_groups:
             group["updates"] += 1
         blocks, gradients = self._blocks(weights, local_parts(weights)), self._gradients(weights)
-        weight_squares = self._update_moments(weights, gradients, squared_norms(blocks))
+        counts = self._counts_of(weights)
+        weight_squares = self._update_moments(weights, gradients, squared_norms(blocks, counts))
         self._precondition(weights, gradients)
         changes = self._blocks(weights, gradients)
         sizes = self._sizes(weights)
-        update_rms = (add_up(squared_norms(changes), weights[0]) / sizes).sqrt()
+        update_rms = (add_up(squared_norms(changes, counts), weights[0]) / sizes).sqrt()
         scales = 1 / (update_rms / self._config.clip_threshold).clamp(min=1)
         if self._config.scale_by_rms:
             scales *= (weight_squares / sizes).sqrt().clamp(min=MIN_RMS)
-        factors = list(scales.to(blocks[0].dtype).unbind())
+        factors = self._factors(scales, weights, blocks)
         for group, some, part in members:
             self._apply(group, some, blocks[part], changes[part], factors[part])
 
     def _create_state(self, weight: Tensor) -> None:
         """Second moments as they are where gradients have been 0 so far."""
-        eps, shape, state = self._config.eps, whole_shape(weight), self.state[weight]
-        blocks = len(self._block_sizes[weight])
-        if len(shape) == 2 and min(shape[0] // blocks, shape[1]) >= self._config.min_dim_size_to_factor:
+        eps, state = self._config.eps, self.state[weight]
+        if len(layer_shape(weight)) == 2 and min(self._stack(weight)[1:]) >= self._config.min_dim_size_to_factor:
             whole = partial(torch.full, fill_value=eps, dtype=weight.dtype, device=weight.device)
-            state["exp_avg_sq_row"], state["exp_avg_sq_col"] = whole((shape[0],)), whole((blocks, shape[1]))
+            (*stack, rows, columns), (_, height, _) = whole_shape(weight), self._stack(weight)
+            state["exp_avg_sq_row"] = whole((*stack, rows))
+            state["exp_avg_sq_col"] = whole((*stack, rows // height, columns))
         else:
             state["exp_avg_sq"] = torch.full_like(weight, eps)
         if self._config.beta1 > 0:
@@ -170,13 +181,16 @@ class Adafactor(Blockwise):
         parts = local_parts(moments + factored)
         self._shrink(parts, share)
         torch._foreach_add_(means, self._config.eps)
-        torch._foreach_mul_(means, (share * self._kept(squares)).to(means[0].dtype))
+        torch._foreach_mul_(means, (number(share, squares) * self._kept(squares)).to(means[0].dtype))
         torch._foreach_add_(parts, means)
         return squares
 
     def _factor(self, weight: Tensor, squared: Tensor) -> tuple[Tensor, Tensor]:
         """What this process's part of a matrix adds to the means of the rows and columns of each block."""
         blocks, rows, columns = self._stack(weight)
+        if isinstance(weight, StackedParameter):
+            inside = [squared.where(each, 0).sum(1) for each in _masks(squared, rows)]
+            return squared.sum(2) / columns, torch.stack(inside, 1) / rows
         row_means, column_means = squared.new_zeros(blocks, rows), squared.new_zeros(blocks, columns)
         for part, row, column in self._rectangles(weight, squared):
             row_means[row] += part.sum(2) / columns
@@ -185,8 +199,8 @@ class Adafactor(Blockwise):
 
     def _stack(self, weight: Tensor) -> tuple[int, int, int]:
         """A matrix as blocks of rows and columns."""
-        blocks, (rows, columns) = len(self._block_sizes[weight]), whole_shape(weight)
-        return blocks, rows // blocks, columns
+        blocks, shape = len(self._block_sizes[weight]), whole_shape(weight)
+        return blocks, math.prod(shape[:-1]) // blocks, shape[-1]
 
     def _rectangles(self, weight: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Place, Place]]:
         """The part of a matrix that is here, cut into rectangles [blocks, rows, columns] of its blocks.
@@ -204,6 +218,15 @@ class Adafactor(Blockwise):
             if "exp_avg_sq" in state:
                 gradient.mul_(local_parts([state["exp_avg_sq"]])[0].rsqrt())
                 continue
+            if isinstance(weight, StackedParameter):
+                columns = state["exp_avg_sq_col"]
+                gradient.mul_(state["exp_avg_sq_row"].rsqrt().unsqueeze(2))
+                column_factors = columns.mean(2, keepdim=True).sqrt() * columns.rsqrt()
+                for each, factor in zip(
+                    _masks(gradient, self._stack(weight)[1]), column_factors.unbind(1), strict=True
+                ):
+                    gradient.mul_(torch.where(each, factor.unsqueeze(1), 1.0))
+                continue
             columns = state["exp_avg_sq_col"]
             row_factors = state["exp_avg_sq_row"].rsqrt().view(len(columns), -1)
             column_factors = columns.mean(1, keepdim=True).sqrt() * columns.rsqrt()
@@ -219,12 +242,22 @@ class Adafactor(Blockwise):
         factors: list[Tensor],
     ) -> None:
         """Changes the blocks of a group's weights by lr * factor * change, or the running mean of that."""
-        lr, beta1 = group["lr"], self._config.beta1
+        beta1 = self._config.beta1
         if group["weight_decay"]:
-            self._shrink(blocks, lr * group["weight_decay"])
+            self._shrink(blocks, group["lr"] * group["weight_decay"])
+        factors = list(torch._foreach_mul(factors, number(group["lr"], blocks[0])))
         if beta1 > 0:
             means = self._blocks(weights, local_parts(self.state[weight]["exp_avg"] for weight in weights))
             self._shrink(means, 1 - beta1)
-            torch._foreach_addcmul_(means, changes, factors, value=lr * (1 - beta1))
-            changes, factors, lr = means, [self._kept(means[0]).to(means[0].dtype)] * len(means), 1.0
-        torch._foreach_addcmul_(blocks, changes, factors, value=-lr)
+            torch._foreach_addcmul_(means, changes, factors, value=1 - beta1)
+            changes, factors = means, [self._kept(means[0]).to(means[0].dtype)] * len(means)
+        torch._foreach_addcmul_(blocks, changes, factors, value=-1.0)
+
+
+def _masks(stack: Tensor, height: int) -> list[Tensor]:
+    """Which rows of each matrix [R, C] of a stack are of its first block of so many rows, its second and so on: [R, 1].
+
+    (Cutting the stack would have devices that hold some rows each send others.)
+    """
+    rows = torch.arange(stack.shape[1], device=stack.device).unsqueeze(1)
+    return [(rows >= first) & (rows < first + height) for first in range(0, len(rows), height)]

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from trainer.errors import ConfigError
+from trainer.optim.blockwise import FUSED, DecayedAdam
 from trainer.optim.groups import parameter_groups
 
 
@@ -54,9 +56,10 @@ class Config:
                 Each element has an update of its own here, so that makes no difference.
         """
         groups = parameter_groups(parameters, self.weight_decay)
-        fused = all(parameter.device.type in ("cpu", "cuda") for group in groups for parameter in group["params"])
-        optimizer = AdamW if self.bias_correction else UncorrectedAdamW
-        return optimizer(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused or None)
+        settings: dict[str, Any] = {"lr": self.lr, "betas": self.betas, "eps": self.eps}
+        if groups[0]["params"][0].device.type not in FUSED:
+            return TracedAdamW(groups, {}, bias_correction=self.bias_correction, **settings)
+        return (AdamW if self.bias_correction else UncorrectedAdamW)(groups, fused=True, **settings)
 
 
 class UncorrectedAdamW(AdamW):
@@ -92,3 +95,10 @@ class UncorrectedAdamW(AdamW):
             for group, setting in zip(self.param_groups, settings, strict=True):
                 group.update(setting)
         return loss
+
+
+class TracedAdamW(DecayedAdam):
+    """AdamW of plain operations, for devices that torch has no fused kernels for."""
+
+    def _scales(self, weights: list[Tensor], blocks: list[Tensor], changes: list[Tensor]) -> list[Tensor]:
+        return list(torch.ones(len(blocks), dtype=blocks[0].dtype, device=blocks[0].device).unbind())

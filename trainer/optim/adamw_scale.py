@@ -73,5 +73,5 @@ class AdamWScale(BlockwiseAdam):
         return super()._adam(group, weights)
 
     def _scales(self, weights: list[Tensor], blocks: list[Tensor], changes: list[Tensor]) -> list[Tensor]:
-        rms = whole_norms(blocks, weights[0]) / self._sizes(weights).sqrt()
-        return list(rms.clamp(min=MIN_RMS).to(blocks[0].dtype).unbind())
+        rms = whole_norms(blocks, weights[0], self._counts_of(weights)) / self._sizes(weights).sqrt()
+        return self._factors(rms.clamp(min=MIN_RMS), weights, blocks)

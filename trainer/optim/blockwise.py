@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 
-from trainer.partition import block_bounds, local_parts, whole_shape
+from trainer.partition import StackedParameter, block_bounds, local_parts, whole_shape
 
+FUSED = ("cpu", "cuda")  # devices that torch has fused kernels for
 MIN_RMS = 1e-3  # tensors of zeros must be able to grow: the epsilon_2 of Adafactor's paper, in nanoT5's code, too
 
 
@@ -22,7 +23,7 @@ class Blockwise(Optimizer):
     """An optimizer of blocks: the tensors of the published algorithms.
 
     A block is a parameter, or one of several tensors of equal size that are stacked in a parameter's rows. A process
-    may hold all of it, a part, or nothing.
+    may hold all of it, a part, or nothing. Those of stacked parameters, which are whole, stay together in one tensor.
 
     Updates are counted on the host, in each group's "updates", so that no step waits for the device.
 
@@ -42,26 +43,47 @@ class Blockwise(Optimizer):
     def __init__(self, groups: list[dict[str, Any]], blocks: Mapping[Tensor, int], **settings: Any) -> None:
         super().__init__([{**group, "updates": 0} for group in groups], settings)
         weights = [weight for group in groups for weight in group["params"]]
-        self._bounds = {weight: block_bounds(weight, blocks.get(weight, 1)) for weight in weights}
+        self._counts = {weight: _counts(weight, blocks.get(weight, 1)) for weight in weights}
+        apart = [weight for weight in weights if not isinstance(weight, StackedParameter)]
+        self._bounds = {weight: block_bounds(weight, blocks.get(weight, 1)) for weight in apart}
         self._block_sizes = {weight: self._equal_sizes(weight) for weight in weights}
 
     def _equal_sizes(self, weight: Tensor) -> Tensor:
-        blocks = len(self._bounds[weight]) - 1
-        return torch.full((blocks,), math.prod(whole_shape(weight)) / blocks, dtype=torch.float64, device=weight.device)
+        count = sum(self._counts[weight])
+        size = math.prod(whole_shape(weight)) / count
+        return torch.full((count,), size, dtype=torch.float64, device=weight.device)
 
     def _members(self) -> Iterator[tuple[dict[str, Any], list[Tensor], slice]]:
-        """Each group with its weights that have a gradient, and which of the blocks of all groups' are theirs."""
+        """Each group with its weights that have a gradient, and which of the tensors of `_blocks` are theirs."""
         start = 0
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
-            stop = start + sum(len(self._bounds[weight]) - 1 for weight in weights)
+            stop = start + len(self._counts_of(weights))
             yield group, weights, slice(start, stop)
             start = stop
 
     def _blocks(self, weights: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
-        """What lies here of each block, out of local parts that lie as those of the weights."""
-        bounds = [self._bounds[weight] for weight in weights]
-        return [part[i:j] for part, ends in zip(parts, bounds, strict=True) for i, j in pairwise(ends)]
+        """What lies here of each block, out of local parts that lie as those of the weights; or stacks of blocks."""
+        blocks = []
+        for weight, part in zip(weights, parts, strict=True):
+            counts = self._counts[weight]
+            if isinstance(weight, StackedParameter):
+                blocks.append(part.view(*counts, -1) if part.ndim == 2 else part)
+            else:
+                blocks += [part[i:j] for i, j in pairwise(self._bounds[weight])]
+        return blocks
+
+    def _counts_of(self, weights: list[Tensor]) -> list[int]:
+        """How many blocks each of the tensors of `_blocks` holds."""
+        return [count for weight in weights for count in self._counts[weight]]
+
+    def _factors(self, values: Tensor, weights: list[Tensor], blocks: list[Tensor]) -> list[Tensor]:
+        """A value of each block, [blocks], as what each of the tensors of `_blocks` can be multiplied by."""
+        parts = torch.split(values.to(blocks[0].dtype), self._counts_of(weights))
+        return [
+            part.view(()) if len(part) == 1 else of_rows(part, block.shape[:-1])
+            for part, block in zip(parts, blocks, strict=True)
+        ]
 
     def _sizes(self, weights: list[Tensor]) -> Tensor:
         """The number of elements of each block, whole: [blocks], fp64."""
@@ -75,7 +97,8 @@ class Blockwise(Optimizer):
 
     def _shrink(self, tensors: list[Tensor], share: float) -> None:
         """Takes a share of the tensors away, unless gradients overflowed."""
-        torch._foreach_mul_(tensors, (1 - share * self._kept(tensors[0])).to(tensors[0].dtype))
+        kept = self._kept(tensors[0])
+        torch._foreach_mul_(tensors, (1 - number(share, kept) * kept).to(tensors[0].dtype))
 
 
 class BlockwiseAdam(Blockwise):
@@ -92,36 +115,45 @@ class BlockwiseAdam(Blockwise):
         blocks, changes = self._blocks(weights, local_parts(weights)), self._blocks(weights, updates)
         scales = self._scales(weights, blocks, changes)
         for group, _, part in members:
-            torch._foreach_addcmul_(blocks[part], changes[part], scales[part], value=-group["lr"])
+            factors = torch._foreach_mul(scales[part], number(-group["lr"], blocks[0]))
+            torch._foreach_addcmul_(blocks[part], changes[part], factors)
 
     @abstractmethod
     def _scales(self, weights: list[Tensor], blocks: list[Tensor], changes: list[Tensor]) -> list[Tensor]:
-        """The factor of each block: scalars on the device, of the weights' type.
+        """What the update of each block is multiplied by: as of `_factors`, or scalars on the device.
 
         Args:
             weights: those that are updated.
-            blocks: their blocks, as much of them as this process holds.
+            blocks: their blocks, as much of them as this process holds, as of `_blocks`.
             changes: the u of each block, likewise.
         """
 
     def _adam(self, group: dict[str, Any], weights: list[Tensor]) -> list[Tensor]:
-        """Brings the running means up to date; returns the u of each weight, as much of it as this process holds.
-
-        Torch's fused kernel, started from zeros with a learning rate of -1, leaves m / (sqrt(v) + eps) behind.
-        """
+        """Brings the running means up to date; returns the u of each weight, as much of it as this process holds."""
         for weight in weights:
             if not self.state[weight]:
                 self.state[weight] = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
-        updates = [torch.zeros_like(part) for part in local_parts(weights)]
+        gradients = local_parts(weight.grad for weight in weights if weight.grad is not None)
+        means, squares = (
+            local_parts(self.state[weight][name] for weight in weights) for name in ("exp_avg", "exp_avg_sq")
+        )
+        compute = self._fused_adam if weights[0].device.type in FUSED else self._traced_adam
+        return compute(group, gradients, means, squares)
+
+    def _fused_adam(
+        self, group: dict[str, Any], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]
+    ) -> list[Tensor]:
+        """By torch's fused kernel: from zeros, with a learning rate of -1, it leaves m / (sqrt(v) + eps) behind."""
+        updates = [torch.zeros_like(gradient) for gradient in gradients]
         # The kernel adds 1 itself, and its correction, 1 - beta ** step, is exactly 1 after infinitely many steps.
         step = group["updates"] - 1.0 if group["bias_correction"] else math.inf
         adam(
             updates,
-            local_parts(weight.grad for weight in weights if weight.grad is not None),
-            local_parts(self.state[weight]["exp_avg"] for weight in weights),
-            local_parts(self.state[weight]["exp_avg_sq"] for weight in weights),
+            gradients,
+            means,
+            squares,
             max_exp_avg_sqs=[],
-            state_steps=list(torch.full((len(weights),), step, device=weights[0].device).unbind()),
+            state_steps=list(torch.full((len(updates),), step, device=updates[0].device).unbind()),
             fused=True,
             grad_scale=self.grad_scale,
             found_inf=self.found_inf,
@@ -134,3 +166,48 @@ class BlockwiseAdam(Blockwise):
             maximize=False,
         )
         return updates
+
+    def _traced_adam(
+        self, group: dict[str, Any], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]
+    ) -> list[Tensor]:
+        """By plain operations, for devices without such a kernel: numbers that change from step to step are tensors."""
+        (beta1, beta2), t = group["betas"], group["updates"] if group["bias_correction"] else math.inf
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_div_(roots, number(math.sqrt(1 - beta2**t), roots[0]))
+        torch._foreach_add_(roots, [number(group["eps"], roots[0])] * len(roots))
+        updates = torch._foreach_div(means, number(1 - beta1**t, roots[0]))
+        torch._foreach_div_(updates, roots)
+        return list(updates)
+
+
+def of_rows(values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Values of blocks as values of their rows: [blocks] -> [*shape, 1], where `shape` has equally many rows of each.
+
+    Reshaping a whole tensor instead would have devices that hold some rows each gather all of them.
+    """
+    return values.unsqueeze(1).expand(-1, math.prod(shape) // len(values)).reshape(*shape, 1)
+
+
+def _counts(weight: Tensor, blocks: int) -> list[int]:
+    """How many blocks lie in each of the tensors that a weight is cut into: all of them in one if it is a stack."""
+    return [blocks * len(weight)] if isinstance(weight, StackedParameter) else [1] * blocks
+
+
+class DecayedAdam(BlockwiseAdam):
+    """Adam whose u has the decay of the weights in it: m / (sqrt(v) + eps) + decay * x."""
+
+    def _adam(self, group: dict[str, Any], weights: list[Tensor]) -> list[Tensor]:
+        updates = super()._adam(group, weights)
+        torch._foreach_add_(updates, local_parts(weights), alpha=group["weight_decay"])
+        return updates
+
+
+def number(value: float, like: Tensor) -> Tensor:
+    """A number that changes from step to step, as a scalar where `like` is: data, where graphs are compiled."""
+    if like.device.type in FUSED:
+        return torch.full((), value, dtype=like.dtype, device=like.device)
+    # Of a tensor without dimensions, torch-xla would look at the value: 0 and 1 are constants to it.
+    return torch.tensor([value], dtype=like.dtype).to(like.device, non_blocking=True).view(())

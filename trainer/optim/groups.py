@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.partition import segment_like, whole_shape
+from trainer.partition import layer_shape, state_like
 
 _WHOLE = ("exp_avg_sq_row", "exp_avg_sq_col")  # Adafactor's means, which every process has the whole of
 
@@ -24,8 +24,8 @@ def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weigh
         One or two groups for `torch.optim`, none of them empty.
     """
     parameters = [parameter for _, parameter in named_parameters if parameter.requires_grad]
-    decay = [parameter for parameter in parameters if len(whole_shape(parameter)) > 1]
-    no_decay = [parameter for parameter in parameters if len(whole_shape(parameter)) <= 1]
+    decay = [parameter for parameter in parameters if len(layer_shape(parameter)) > 1]
+    no_decay = [parameter for parameter in parameters if len(layer_shape(parameter)) <= 1]
     groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
@@ -75,5 +75,5 @@ def state_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn
             assert parameter in optimizer.state, f"{name} has no optimizer state; call prime first"
             for key, value in optimizer.state[parameter].items():
                 if key != "step":
-                    tensors[f"{key}/{name}"] = value if key in _WHOLE else segment_like(value, parameter)
+                    tensors[f"{key}/{name}"] = state_like(value, parameter, whole=key in _WHOLE)
     return tensors

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from trainer.errors import ConfigError
 from trainer.optim import adamw
-from trainer.optim.blockwise import BlockwiseAdam
+from trainer.optim.blockwise import DecayedAdam
 from trainer.optim.groups import parameter_groups
-from trainer.partition import local_parts, whole_norms, whole_shape
+from trainer.partition import layer_shape, whole_norms
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Config(adamw.Config):
         )
 
 
-class Lamb(BlockwiseAdam):
+class Lamb(DecayedAdam):
     r"""LAMB, algorithm 2 of the paper. A tensor x of weights becomes
 
         x - lr * ratio * u    with    u = m / (sqrt(v) + eps) + decay * x    and    ratio = |x| / |u|
@@ -74,18 +74,14 @@ class Lamb(BlockwiseAdam):
     they are split; the rest is local.
     """
 
-    def _adam(self, group: dict[str, Any], weights: list[Tensor]) -> list[Tensor]:
-        updates = super()._adam(group, weights)
-        torch._foreach_add_(updates, local_parts(weights), alpha=group["weight_decay"])
-        return updates
-
     def _scales(self, weights: list[Tensor], blocks: list[Tensor], changes: list[Tensor]) -> list[Tensor]:
-        weight_norms, update_norms = whole_norms([*blocks, *changes], weights[0]).chunk(2)
+        counts = self._counts_of(weights)
+        weight_norms, update_norms = whole_norms([*blocks, *changes], weights[0], counts + counts).chunk(2)
         ratios = torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0)
         if self.defaults["max_trust_ratio"] is not None:
             ratios = ratios.clamp(max=self.defaults["max_trust_ratio"])
         kept = self._kept(ratios)
-        ratios, one = (ratios * kept).to(blocks[0].dtype), kept.to(blocks[0].dtype)
-        dimensions = [len(whole_shape(weight)) for weight in weights for _ in self._bounds[weight][1:]]
+        factors, one = self._factors(ratios * kept, weights, blocks), kept.to(blocks[0].dtype)
+        dimensions = [len(layer_shape(weight)) for weight in weights for _ in self._counts[weight]]
         scaled = (count > 1 or self.defaults["scale_vectors"] for count in dimensions)
-        return [ratio if each else one for ratio, each in zip(ratios, scaled, strict=True)]
+        return [factor if each else one for factor, each in zip(factors, scaled, strict=True)]

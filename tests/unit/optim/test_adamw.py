@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer.config import decode
 from trainer.errors import ConfigError
-from trainer.optim import groups
+from trainer.optim import adamw, blockwise, groups
 from trainer.optim.adamw import Config
 
 BERT_SHAPES = {
@@ -203,3 +203,21 @@ def test_state_of_an_optimizer_that_was_not_primed_is_a_programmer_error():
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, object]):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         decode(Config, settings, "optimizer")
+
+
+@pytest.mark.parametrize("bias_correction", [True, False])
+def test_plain_operations_compute_what_fused_kernels_do(monkeypatch: pytest.MonkeyPatch, bias_correction: bool):
+    """As on devices that have no such kernels."""
+    config = Config(lr=1e-2, weight_decay=0.1, bias_correction=bias_correction)
+    fused, traced = make_parameters(), make_parameters()
+    train(config.build(fused.items()), fused, 20)
+    monkeypatch.setattr(adamw, "FUSED", ())
+    monkeypatch.setattr(blockwise, "FUSED", ())
+    optimizer = config.build(traced.items())
+    assert isinstance(optimizer, adamw.TracedAdamW)
+    train(optimizer, traced, 20)
+    for name, weight in fused.items():
+        torch.testing.assert_close(traced[name].detach(), weight.detach(), rtol=0, atol=2e-6)
+    assert list(groups.state_tensors(optimizer, traced.items())) == [
+        f"{key}/{name}" for name in BERT_SHAPES for key in ("exp_avg", "exp_avg_sq")
+    ]
