@@ -257,7 +257,6 @@ def _evaluate(args: argparse.Namespace) -> int:
     from trainer import agent
     from trainer.config import load
     from trainer.experiment import Experiment
-    from trainer.strategies import single
 
     file = os.path.join(args.run_folder, "config.yaml")
     if not os.path.isfile(file):
@@ -274,8 +273,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     if processes > 1:
         step = [] if args.step is None else [f"--step={args.step}"]
         return agent.run_workers(main, _worker_arguments(args, "evaluate", args.run_folder, *step), processes)
-    if processes == 1:  # as the run's own strategy may need more
-        experiment = dataclasses.replace(experiment, strategy=single.Config())
+    if processes == 1:
+        experiment = experiment.in_one_process()
     from trainer.run import evaluate
 
     return _print_scores(evaluate(experiment, args.step))
@@ -324,14 +323,14 @@ def _report(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from trainer import doctor
+    from trainer import doctor, findings
     from trainer.config import load
     from trainer.experiment import Experiment
 
     if args.processes is not None and args.processes < 1:
         raise ConfigError(f"--processes must be at least 1, not {args.processes}")
     experiment = load(Experiment, args.file, args.overrides) if args.file else None
-    sound = doctor.report(doctor.examine(experiment, args.processes), Console())
+    sound = findings.report(doctor.examine(experiment, args.processes), Console())
     return EXIT_DONE if sound else EXIT_FAILED
 
 

@@ -11,67 +11,36 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from torch import Tensor
 
-from trainer import accelerators, storage
-from trainer.accelerators import Accelerator, Precision, cpu, cuda
+from trainer import __version__, accelerators, storage
+from trainer.accelerators import Accelerator, Precision, chips, cpu, cuda, tpu, version_of, xla
 from trainer.errors import SamestepError
 from trainer.experiment import Experiment
+from trainer.findings import Finding, State
 from trainer.monitoring import wandb
+from trainer.strategies import flash, xla_spmd
 from trainer.strategies.world import World
+from trainer.strategies.xla_trial import XlaTrial
 
-State = Literal["ok", "warning", "failed"]
+Check: TypeAlias = tuple[str, Callable[[], Iterator[Finding]]]  # what is looked at, and what does that
 
-_STYLES: dict[State, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 _REDUCE_BYTES = 64 * 2**20
 _DISK_BYTES = 64 * 2**20
 _SLOW_DISK = 50e6  # bytes per second
 _SPAWN_SECONDS = 120.0
 _NETWORK_SECONDS = 5.0
+_ATTENTION_ERROR = 0.02  # of numbers with 8 bits
 _BYTES_PER_PARAMETER = 12  # of a checkpoint: the weight and Adam's two moments in fp32
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one check found.
-
-    Attributes:
-        subject: what was looked at.
-        state: whether a run can rely on it.
-        found: what was seen.
-        fix: what to do about it; empty where there is nothing to do.
-    """
-
-    subject: str
-    state: State
-    found: str
-    fix: str = ""
-
-
-def report(findings: Iterable[Finding], console: Console) -> bool:
-    """Prints a table of findings; returns whether a run can go ahead."""
-    table, states = Table(show_header=False, box=None, padding=(0, 2, 0, 0)), []
-    with console.status("trying things out"):
-        for finding in findings:
-            states.append(finding.state)
-            text = Text(finding.found)
-            if finding.fix:
-                text.append(f"\n→ {finding.fix}", style="dim" if finding.state == "ok" else "bold")
-            table.add_row(Text(finding.state, style=_STYLES[finding.state]), finding.subject, text)
-    console.print(table)
-    return "failed" not in states
 
 
 def examine(experiment: Experiment | None, processes: int | None) -> Iterator[Finding]:
@@ -82,39 +51,51 @@ def examine(experiment: Experiment | None, processes: int | None) -> Iterator[Fi
         processes: how many are to meet for the all-reduce; None takes one a GPU, or two on the CPU.
     """
     wanted = None if experiment is None else experiment.accelerator
-    on_cpu = isinstance(wanted, cpu.Config)
-    gpus = 0 if on_cpu else torch.cuda.device_count()
-    precision: Precision = "bf16" if gpus else "fp32"
-    if experiment is not None:
-        precision = experiment.training.precision
-    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
-        ("software", _software),
-        ("devices", lambda: _devices(wanted)),
-        *((f"device {i}", lambda i=i: _matmul(cuda.CudaAccelerator(i), f"device {i}", precision)) for i in range(gpus)),
-    ]
-    if not gpus:
-        checks.append(("processor", lambda: _matmul(cpu.CpuAccelerator(), "processor", precision)))
-    checks.append(("all-reduce", lambda: _all_reduce(gpus, processes or gpus or 2)))
+    checks: list[Check] = [("software", _software)]
+    if isinstance(config := wanted or accelerators.best(), xla.Config):
+        checks.append(("devices", lambda: _xla(config, experiment)))
+    elif isinstance(config, tpu.Config):
+        checks += [("devices", lambda: _devices(config)), ("device", lambda: _matmul(config.build(), "device", "bf16"))]
+    else:
+        checks += _checks_of_devices(wanted, experiment, processes)
     if experiment is None:
         checks.append(("disk", lambda: _disk("disk", Path.cwd(), 0)))
     else:
         checks += _checks_of(experiment)
     checks += [("W&B", lambda: _wandb(experiment)), ("Hugging Face", _hugging_face)]
-    for subject, check in checks:
-        try:
-            yield from check()
-        except SamestepError as error:
-            yield Finding(subject, "failed", str(error))
-        except Exception as error:
-            yield Finding(subject, "failed", f"{type(error).__name__}: {error}")
+    for check in checks:
+        yield from _tried(*check)
 
 
-def _checks_of(experiment: Experiment) -> list[tuple[str, Callable[[], Iterator[Finding]]]]:
+def _tried(subject: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    try:
+        yield from check()
+    except SamestepError as error:
+        yield Finding(subject, "failed", str(error))
+    except Exception as error:
+        yield Finding(subject, "failed", f"{type(error).__name__}: {error}")
+
+
+def _checks_of_devices(wanted: Any, experiment: Experiment | None, processes: int | None) -> list[Check]:
+    gpus = 0 if isinstance(wanted, cpu.Config) else torch.cuda.device_count()
+    precision: Precision = "bf16" if gpus else "fp32"
+    if experiment is not None:
+        precision = experiment.training.precision
+    checks: list[Check] = [
+        ("devices", lambda: _devices(wanted)),
+        *((f"device {i}", lambda i=i: _matmul(cuda.CudaAccelerator(i), f"device {i}", precision)) for i in range(gpus)),
+    ]
+    if not gpus:
+        checks.append(("processor", lambda: _matmul(cpu.CpuAccelerator(), "processor", precision)))
+    return [*checks, ("all-reduce", lambda: _all_reduce(gpus, processes or gpus or 2))]
+
+
+def _checks_of(experiment: Experiment) -> list[Check]:
     checkpoints = experiment.checkpoint.folder
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in experiment.model.build().parameters())
     needed = parameters * _BYTES_PER_PARAMETER * (experiment.checkpoint.keep_last + 1)
-    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [("dataset", lambda: _dataset(experiment))]
+    checks: list[Check] = [("dataset", lambda: _dataset(experiment))]
     checks.append(("output", lambda: _disk("output", Path(experiment.output), 0 if checkpoints else needed)))
     if checkpoints and storage.is_url(checkpoints):
         checks.append(("checkpoints", lambda: _object_store(checkpoints)))
@@ -130,25 +111,23 @@ def _software() -> Iterator[Finding]:
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
     if torch.cuda.is_available() and dist.is_nccl_available():
         build += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
-    versions = f"samestep {metadata.version('samestep')}, torch {torch.__version__} ({build})"
+    versions = f"samestep {__version__}, torch {torch.__version__} ({build})"
+    for package in ("torch-xla", "torch_tpu", "libtpu", "jax"):
+        if version := version_of(package):
+            versions += f", {package} {version}"
     yield Finding("software", "ok", f"{versions}, Python {platform.python_version()}")
+    if version_of("samestep") is None:  # it runs from the folder of its source
+        return
     extras: dict[str, list[str]] = {}
     for requirement in metadata.requires("samestep") or ():
         if match := re.match(r"([\w.-]+).*; *extra *== *['\"](\w+)", requirement):
             extras.setdefault(match[2], []).append(match[1])
     extras.pop("dev", None)
-    missing = [extra for extra, packages in extras.items() if not all(map(_installed, packages))]
+    extras.pop("tpu", None)  # which needs an environment of its own
+    missing = [extra for extra, packages in extras.items() if not all(map(version_of, packages))]
     there = ", ".join(extra for extra in extras if extra not in missing)
     fix = f"if you need them: pip install 'samestep[{','.join(missing)}]'" if missing else ""
     yield Finding("extras", "ok", f"{there or 'none'}{'; not there: ' * bool(missing)}{', '.join(missing)}", fix)
-
-
-def _installed(distribution: str) -> bool:
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _devices(wanted: Any) -> Iterator[Finding]:
@@ -161,21 +140,74 @@ def _devices(wanted: Any) -> Iterator[Finding]:
             major, minor = torch.cuda.get_device_capability(index)
             free = accelerator.memory() / 2**30
             yield Finding(f"device {index}", "ok", f"{accelerator.description}, {free:.0f} free, sm_{major}{minor}")
-    elif wanted is not None:
-        wanted.build()  # says why it cannot be had
+    elif not isinstance(config := wanted or accelerators.best(), cpu.Config):
+        yield Finding("devices", "ok", config.build().description)  # or why it cannot be had
     elif reason := cuda.unusable():
         yield Finding("devices", "failed", f"training would run on the CPU: {reason}")
+    elif chips.count():
+        fix = "pip install 'samestep[tpu]', in an environment of its own"
+        yield Finding("devices", "failed", "training would run on the CPU, although this machine has TPUs", fix)
     else:
         yield Finding("devices", "ok", "no GPU: training would run on the CPU")
 
 
-def _matmul(accelerator: Accelerator, subject: str, precision: Precision) -> Iterator[Finding]:
-    """The right result of a product, and the speed of large ones.
+def _xla(config: xla.Config, experiment: Experiment | None) -> Iterator[Finding]:
+    """The devices of XLA. Those of several machines are tried out together, so all of them have to run this."""
+    accelerator = config.build()
+    trial = XlaTrial(accelerator)
+    yield Finding("devices", "ok", accelerator.description)
+    strategy = xla_spmd.Config() if experiment is None else experiment.strategy
+    if not isinstance(strategy, xla_spmd.Config):
+        yield Finding("topology", "failed", f"{trial.topology}; the strategy is for other devices", "strategy=xla_spmd")
+    elif trial.devices % strategy.replicas:
+        fix = f"use a divisor of {trial.devices}"
+        yield Finding("topology", "failed", f"strategy.replicas={strategy.replicas} on {trial.topology}", fix)
+    else:
+        mesh = f"{strategy.replicas} (replicate) x {trial.devices // strategy.replicas} (shard)"
+        yield Finding("topology", "ok", f"{trial.topology}; mesh {mesh}")
+    fastest: Precision = "bf16" if accelerator.peak_flops("bf16") else "fp32"
+    precision = fastest if experiment is None else experiment.training.precision
+    peak = accelerator.peak_flops(precision)
+    yield from _tried("products", lambda: _products(trial, precision, peak and peak / accelerator.devices))
+    if flash.usable(accelerator):
+        yield from _tried("attention", lambda: _attention(trial))
+    if trial.devices > 1:
+        yield from _tried("all-reduce", lambda: _sum(trial, 4 * _REDUCE_BYTES if peak else _REDUCE_BYTES // 16))
 
-    Entries of -1, 0 and 1 and sums of 128 terms are exact in every precision and every order of summation.
-    """
-    dtype = accelerators.DTYPES[precision]
-    exact = ((7 * torch.arange(512).unsqueeze(1) + torch.arange(128) ** 2) % 3 - 1).double()
+
+def _products(trial: XlaTrial, precision: Precision, peak: float | None) -> Iterator[Finding]:
+    left, expected = _exact().to(accelerators.DTYPES[precision]), _exact() @ _exact().T
+    if wrong := ", ".join(trial.wrong(left, left.T.contiguous(), expected)):
+        yield Finding("products", "failed", f"wrong on {wrong}", "take this machine out of use")
+        return
+    speed = trial.product_speed(8192 if peak else 512, precision, 1.0 if peak else 0.2)
+    found = f"right results, {speed / 1e12:.3g} TFLOP/s in {precision} on each device"
+    yield _compared("products", found, speed, peak, "compare with another machine of its kind")
+
+
+def _attention(trial: XlaTrial) -> Iterator[Finding]:
+    error = trial.attention_error(640, 64)
+    found = f"by JAX's kernel, gradients included: within {error:.1%} of fp32 on the host"
+    if error < _ATTENTION_ERROR:
+        yield Finding("attention", "ok", found)
+    else:
+        yield Finding("attention", "failed", found, "strategy.flash_attention_from=null does without the kernel")
+
+
+def _sum(trial: XlaTrial, size: int) -> Iterator[Finding]:
+    right, speed = trial.sum_speed(size)
+    found = f"{trial.devices} devices by XLA: {speed / 1e9:.3g} GB/s"
+    yield Finding("all-reduce", "ok" if right else "failed", found if right else f"{found}, and a wrong result")
+
+
+def _exact() -> Tensor:
+    """A matrix of -1, 0 and 1: its products, sums of 128 terms, are exact in every precision and order of summation."""
+    return ((7 * torch.arange(512).unsqueeze(1) + torch.arange(128) ** 2) % 3 - 1).double()
+
+
+def _matmul(accelerator: Accelerator, subject: str, precision: Precision) -> Iterator[Finding]:
+    """The right result of a product, and the speed of large ones."""
+    dtype, exact = accelerators.DTYPES[precision], _exact()
     left = exact.to(accelerator.device, dtype)
     if not torch.equal((left @ left.T).double().cpu(), exact @ exact.T):
         yield Finding(subject, "failed", "a matrix product has a wrong result", "take this device out of use")
@@ -190,11 +222,14 @@ def _matmul(accelerator: Accelerator, subject: str, precision: Precision) -> Ite
         repeats += 1
     speed = repeats * 2 * size**3 / accelerator.seconds(begin, accelerator.mark())
     found = f"right result, {speed / 1e12:.3g} TFLOP/s in {precision}"
+    yield _compared(subject, found, speed, peak, "see nvidia-smi -q for other processes, heat and power limits")
+
+
+def _compared(subject: str, found: str, speed: float, peak: float | None, fix: str) -> Finding:
+    """A finding about FLOP/s beside those of the data sheet, if that has any."""
     if peak and speed < 0.4 * peak:
-        fix = "see nvidia-smi -q for other processes, heat and power limits"
-        yield Finding(subject, "warning", f"{found}: {speed / peak:.0%} of the data sheet's", fix)
-    else:
-        yield Finding(subject, "ok", found + (f", {speed / peak:.0%} of the data sheet's" if peak else ""))
+        return Finding(subject, "warning", f"{found}: {speed / peak:.0%} of the data sheet's", fix)
+    return Finding(subject, "ok", found + (f", {speed / peak:.0%} of the data sheet's" if peak else ""))
 
 
 def _all_reduce(gpus: int, processes: int) -> Iterator[Finding]:
@@ -307,7 +342,7 @@ def _object_store(url: str) -> Iterator[Finding]:
 
 def _wandb(experiment: Experiment | None) -> Iterator[Finding]:
     config = None if experiment is None else experiment.tracking.wandb
-    if not _installed("wandb"):
+    if not version_of("wandb"):
         fix = "pip install 'samestep[wandb]', or tracking.wandb=null" if config else ""
         yield Finding("W&B", "failed" if config else "ok", "the package wandb is not installed", fix)
         return
@@ -331,7 +366,7 @@ def _wandb(experiment: Experiment | None) -> Iterator[Finding]:
 
 
 def _hugging_face() -> Iterator[Finding]:
-    if not _installed("huggingface-hub"):
+    if not version_of("huggingface-hub"):
         yield Finding("Hugging Face", "ok", "the package huggingface-hub is not installed")
         return
     from huggingface_hub import constants, get_token

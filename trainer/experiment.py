@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from data_pipeline.config import Config as DataConfig
+from trainer.accelerators import cpu, cuda
 from trainer.checkpoint import manager
 from trainer.config import Kinds
 from trainer.errors import ConfigError
@@ -13,7 +14,7 @@ from trainer.monitoring import profiler, tensorboard, wandb
 from trainer.optim import schedules
 from trainer.phases import Config as PhaseConfig
 from trainer.phases import Phase, resolve
-from trainer.strategies import fsdp
+from trainer.strategies import fsdp, single, xla_spmd
 from trainer.training import Config as TrainingConfig
 
 
@@ -47,8 +48,8 @@ class Experiment:
         optimizer: a module of trainer/optim with a `Config`.
         schedule: the learning rate over the run.
         strategy: how the model is split over processes (a module of trainer/strategies).
-        accelerator: the hardware (a module of trainer/accelerators); None takes a GPU where there is one, else
-            the CPU, and says which.
+        accelerator: the hardware (a module of trainer/accelerators); None takes a GPU where there is one, else a TPU,
+            else the CPU, and says which.
         checkpoint: how often to save and what to keep.
         tracking: Weights & Biases, TensorBoard, profiles.
         seed: the root of every random choice.
@@ -80,6 +81,11 @@ class Experiment:
                 "address that checkpoints go to"
             )
         self.resolved_phases()  # refuses those that do not fit the run
+
+    def in_one_process(self) -> Experiment:
+        """With a strategy for one process, where the run's own may need more."""
+        fits = isinstance(self.strategy, xla_spmd.Config) and not isinstance(self.accelerator, cpu.Config | cuda.Config)
+        return self if fits else replace(self, strategy=single.Config())
 
     def resolved_phases(self) -> tuple[Phase, ...]:
         """The phases with all their settings; at least one.

@@ -155,7 +155,7 @@ class TextGenerator:
         weights = load_weights(checkpoint)
         with weights.tokenizer_files() as folder:
             self._tokenizer = Tokenizer.load(folder)
-        device = accelerators.detect().device
+        device = accelerators.for_any_shapes().device
         model = weights.config.build()
         model.load_state_dict(dict(weights.tensors))
         self._generate = Generator(model.to(device), self._tokenizer.vocabulary, config, device)

@@ -39,16 +39,20 @@ class Guard:
             The gradients, and what was wrong with them both times; None where nothing is.
         """
         gradients = compute()
-        if not self._config.looks or (fault := self._faults.look(*step_numbers(*gradients, self._strategy))) is None:
+        if not self._config.looks or (fault := self._faults.look(*self._numbers(gradients))) is None:
             return gradients, None
         self._warn("step %d: %s; it is computed again from the same batch", step, fault)
         gradients = compute()
-        loss, grad_norm = step_numbers(*gradients, self._strategy)
+        loss, grad_norm = self._numbers(gradients)
         if (fault := self._faults.look(loss, grad_norm)) is None:
             self._warn(
                 "step %d: now the loss is %.6g and the gradient norm %.6g: a passing fault", step, loss, grad_norm
             )
         return gradients, fault
+
+    def _numbers(self, gradients: Gradients) -> tuple[float, float]:
+        with self._strategy.accelerator.graph("loss and norm"):
+            return step_numbers(*gradients, self._strategy)
 
     def skips(self, step: int, fault: str) -> bool:
         """Whether the step with a fault is to be skipped; if not, the run is to go back to a checkpoint.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,9 @@ class Trainer:
         self.recorder = Recorder(strategy)
         self.guard = Guard(config.faults, strategy, description["config"]["output"])
         self.heartbeat = Heartbeat(strategy.world, config.hang_timeout, Path(description["config"]["output"], "stacks"))
-        self.state_check = StateCheck(strategy, self._tensors, config.verify_state_every)
+        # A look at a compiled step's state would cut its graph in two.
+        every = None if strategy.accelerator.compiles else config.verify_state_every
+        self.state_check = StateCheck(strategy, self._tensors, every)
         self._profiler: Profiler | None = None
         self._stop: StopRequest | None = None
         self._grad_norm = torch.zeros(())
@@ -183,18 +186,19 @@ class Trainer:
         phase = self.phase
         lr = self.optimizer.defaults["lr"] if phase.lr is None else phase.lr
         groups.set_lr(self.optimizer, lr * phase.lr_fraction(self.state.step))
-        (metrics, self._grad_norm), fault = self.guard.examine(
-            self.state.step + 1, lambda: self._compute_gradients(micro_batches)
-        )
-        if fault:
-            return fault
-        for each in metrics:
-            self.recorder.add(each)
-        self.recorder.add_fed(self.state.step + 1, micro_batches, self.loader)
-        self.state_check.before_update(self.state.step)
-        self.strategy.step(self.optimizer, self._grad_norm)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.strategy.accelerator.step_boundary()
+        with self._graph("step", apart=not self.config.faults.looks):
+            (metrics, self._grad_norm), fault = self.guard.examine(
+                self.state.step + 1, lambda: self._compute_gradients(micro_batches)
+            )
+            if fault:
+                return fault
+            self.recorder.add_fed(self.state.step + 1, micro_batches, self.loader)
+            self.state_check.before_update(self.state.step)
+            with self._graph("update", apart=self.config.faults.looks):
+                for each in metrics:
+                    self.recorder.add(each)
+                self.strategy.step(self.optimizer, self._grad_norm)
+                self.optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
         self.state_check.after_update(self.state.step)
         self.recorder.lap("optimizer")
@@ -207,8 +211,19 @@ class Trainer:
     def _compute_gradients(self, micro_batches: MicroBatches) -> Gradients:
         self.optimizer.zero_grad(set_to_none=True)
         lap = self.recorder.lap
-        metrics = accumulate_gradients(self.model, self.objective, self.strategy, micro_batches, lap)
-        return metrics, self.strategy.clip_grad_norm(self.config.max_grad_norm)
+        with self._graph("gradients", apart=self.config.faults.looks):
+            metrics = accumulate_gradients(self.model, self.objective, self.strategy, micro_batches, lap)
+            return metrics, self.strategy.clip_grad_norm(self.config.max_grad_norm)
+
+    def _graph(self, work: str, apart: bool) -> AbstractContextManager[object]:
+        """Surrounds work of this phase that is a graph of its own, or part of another."""
+        if not apart:
+            return nullcontext()
+        return self.strategy.accelerator.graph(self._named(work, self.phase))
+
+    def _named(self, work: str, phase: Phase) -> str:
+        """Each phase has shapes of its own, and so graphs."""
+        return work if len(self.phases) == 1 else f"{work} of phase {phase.index}"
 
     def pass_over(self, examples: Sequence[Sequence[int]], reason: str) -> None:
         """Goes on without global examples [first, end) from the next step on, and says so.
@@ -231,7 +246,9 @@ class Trainer:
 
     def evaluate(self, phase: Phase) -> dict[str, float]:
         """Scores the model on the held-out documents, in examples as those of the phase."""
-        scores = score(self.model, self.objective, self.strategy, self.heldout(phase), self.config.evaluate_batches)
+        work = self._named("evaluation", phase)
+        batches = self.config.evaluate_batches
+        scores = score(self.model, self.objective, self.strategy, self.heldout(phase), batches, work)
         self.model.train()
         return scores
 
@@ -247,12 +264,13 @@ class Trainer:
         """Makes ready for saves, now that the optimizer has its state."""
         for checkpointer in (self.checkpointer, self.snapshots):
             if checkpointer is not None:
-                checkpointer.reserve(self._tensors())
+                checkpointer.reserve(self.strategy.to_host(self._tensors(), copy=False))
 
     def save(self, checkpointers: Sequence[Checkpointer]) -> None:
         """Starts checkpoints of everything that the next step depends on."""
-        window = self.recorder.state_dict()
-        self._require_finite({name: total for name, (total, _) in window["window"].items()})
+        with self.strategy.accelerator.graph("metrics"):
+            window = self.recorder.state_dict()
+        self._require_finite({name: total for name, (total, _) in window["window"].items()}, float(self._grad_norm))
         meta = {
             **self.description,
             "state": self.state.state_dict(),
@@ -264,8 +282,9 @@ class Trainer:
         if self.strategy.loss_scale is not None:
             meta["loss_scale"] = self.strategy.loss_scale.state_dict()
         self.state_check.before_save(self.state.step)
+        tensors = self.strategy.to_host(self._tensors())
         for checkpointer in checkpointers:
-            checkpointer.save(self.state.step, self._tensors(), meta)
+            checkpointer.save(self.state.step, tensors, meta)
 
     def restore(self, step: int | None, checkpointer: Checkpointer | None = None) -> str:
         """Continues from a checkpoint that any world size and strategy may have written.
@@ -277,9 +296,11 @@ class Trainer:
         Returns:
             The settings that have changed since, for the user.
         """
-        groups.prime(self.optimizer)
         self.state_check.forget()
-        meta = (checkpointer or self.checkpointer).restore(self._tensors(), step)
+        tensors = self._tensors()
+        host = self.strategy.to_host(tensors, copy=False)
+        meta = (checkpointer or self.checkpointer).restore(host, step)
+        self.strategy.from_host(tensors)
         self.strategy.refresh()
         changes = self._changes_since(meta["config"])
         self.state.load_state_dict(meta["state"])
@@ -325,7 +346,7 @@ class Trainer:
         moments = groups.state_tensors(self.optimizer, parameters.items())
         return tensors | {f"optimizer/{name}": tensor for name, tensor in moments.items()}
 
-    def _require_finite(self, values: Mapping[str, float]) -> None:
+    def _require_finite(self, values: Mapping[str, float], grad_norm: float) -> None:
         """Stops, on all ranks at once as the values are those of all, before sound checkpoints make way for others.
 
         Raises:
@@ -333,7 +354,7 @@ class Trainer:
         """
         fix = "set training.precision=bf16 or fp32, as fp16 overflows in the forward pass,"
         if self.strategy.loss_scale is None:  # with one, a step whose gradient is not finite is skipped
-            values = {**values, "grad_norm": float(self._grad_norm)}
+            values = {**values, "grad_norm": grad_norm}
             fix = "lower optimizer.lr or training.max_grad_norm"
         for name, value in values.items():
             if not math.isfinite(value):
@@ -348,10 +369,12 @@ class Trainer:
 
     def _log_training(self) -> None:
         """One row of metrics: means since the last row, and the state they led to. Waits for the device."""
-        means = self.recorder.means()
-        self._require_finite(means)
+        with self.strategy.accelerator.graph("metrics"):
+            means = self.recorder.means()
+        grad_norm = float(self._grad_norm)
+        self._require_finite(means, grad_norm)
         row = {f"train/{name}": value for name, value in means.items()}
         row["train/lr"] = self.optimizer.param_groups[0]["lr"]
-        if math.isfinite(grad_norm := float(self._grad_norm)):  # fp16 skips steps where it is not
+        if math.isfinite(grad_norm):  # fp16 skips steps where it is not
             row["train/grad_norm"] = grad_norm
         self.recorder.log(self.state.step, row | self.recorder.rates(self.state))

@@ -14,24 +14,23 @@ import torch
 from torch import nn
 
 from trainer.objectives import Objective
-from trainer.optim import groups
 from trainer.passes import Loader, accumulate_gradients
 from trainer.strategies import Strategy
 
 logger = logging.getLogger(__name__)
 
 SHARE = 0.9  # of the memory; the rest is for what fragmentation wastes and for collectives' buffers
-_HOST_CELLS = 4096  # of a micro-batch on devices without memory of their own; larger ones are no faster on a CPU
+_CELLS = 4096  # of a micro-batch where memory is not measured; larger ones are no faster on a CPU
 
 
 def without_probe(most: int, cells: int) -> int:
-    """The micro-batch where memory sets no limit that could be measured, as on the CPU.
+    """The micro-batch where memory sets no limit that could be measured, as on the CPU and under XLA.
 
     Args:
         most: examples that a device has to do in a step.
         cells: of an example.
     """
-    return max(1, min(most, _HOST_CELLS // cells))
+    return max(1, min(most, _CELLS // cells))
 
 
 def largest(peak: Callable[[int], int], budget: int, most: int) -> int:
@@ -68,7 +67,7 @@ def probe(
     """Measures how many examples fit on the devices of all ranks alike. Collective; parameters stay as they are.
 
     Args:
-        model, optimizer: as `strategy.prepare` returns them.
+        model, optimizer: as `strategy.prepare` returns them; the optimizer has its state, which takes memory, too.
         objective: what is computed.
         strategy: that of the model.
         open_loader: opens a loader whose steps are micro-batches of so many examples.
@@ -81,11 +80,10 @@ def probe(
     memory = accelerator.memory()
     if memory is None:
         return None
-    groups.prime(optimizer)  # its state takes memory, too
     model.train()
 
     def over_ranks(value: int) -> int:
-        return int(strategy.all_reduce(torch.tensor(value, device=accelerator.device), "max"))
+        return int(strategy.all_reduce(torch.tensor(value), "max"))
 
     def peak(rows: int) -> int:
         for parameter in strategy.parameters.values():

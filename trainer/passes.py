@@ -41,7 +41,12 @@ class Loader(Protocol):
 
 @torch.no_grad()
 def score(
-    model: nn.Module, objective: Objective, strategy: Strategy, loader: Loader, batches: int | None
+    model: nn.Module,
+    objective: Objective,
+    strategy: Strategy,
+    loader: Loader,
+    batches: int | None,
+    work: str = "evaluation",
 ) -> dict[str, float]:
     """Scores a model: means over the batches of a loader, which it closes, and the loss as perplexity.
 
@@ -51,20 +56,23 @@ def score(
         strategy: that of the model.
         loader: whose batches; this replica's part of them.
         batches: how many global batches to take; None takes all.
+        work: the name of this for `Accelerator.graph`.
 
     Returns:
         Means by name, and the perplexity of the predicted tokens.
     """
     model.eval()
-    meter = Meter()
+    meter = Meter(strategy.accelerator.to_device)
     for micro_batches in itertools.islice(loader, batches):
-        totals = _totals(objective, strategy, micro_batches)
-        for host_batch in micro_batches:
-            batch = _to_device(strategy, host_batch)
-            with strategy.autocast():
-                meter.add(objective.loss(model, batch, totals).metrics)
+        with strategy.accelerator.graph(work):
+            totals = _totals(objective, strategy, micro_batches)
+            for host_batch in micro_batches:
+                batch = _to_device(strategy, host_batch)
+                with strategy.autocast():
+                    meter.add(objective.loss(model, batch, totals).metrics)
     loader.close()
-    means = meter.compute(strategy.all_reduce)
+    with strategy.accelerator.graph(f"metrics of {work}"):
+        means = meter.compute(strategy.all_reduce)
     of_tokens = means.get("mlm_loss", means["loss"])  # where another task is part of the loss
     return {**means, "perplexity": math.exp(min(of_tokens, 700.0))}
 
@@ -125,9 +133,9 @@ def step_numbers(metrics: Sequence[Metrics], grad_norm: Tensor, strategy: Strate
         strategy: that of the model.
     """
     loss = torch.stack([torch.stack(each["loss"]) for each in metrics]).double().sum(0)
-    numbers = strategy.all_reduce(torch.cat((loss.detach(), grad_norm.detach().double().reshape(1))))
+    numbers = strategy.all_reduce(torch.cat((loss.detach(), grad_norm.detach().double().reshape(1))), "mean")
     total, weight, norm = numbers.tolist()
-    return total / weight if weight else total, norm / strategy.replica.count
+    return total / weight if weight else total, norm
 
 
 def _totals(objective: Objective, strategy: Strategy, micro_batches: MicroBatches) -> dict[str, Tensor]:
@@ -136,16 +144,19 @@ def _totals(objective: Objective, strategy: Strategy, micro_batches: MicroBatche
     for batch in micro_batches:
         for name, weight in objective.weights(batch).items():
             sums[name] = sums.get(name, 0.0) + weight
-    totals = torch.tensor(list(sums.values()), dtype=torch.float64)  # float32 cannot count beyond 2**24
-    totals = totals.to(strategy.accelerator.device, non_blocking=True)
+    totals = strategy.all_reduce(torch.tensor(list(sums.values()), dtype=torch.float64))  # float32 counts to 2**24
     # Where nothing is predicted, as in a tiny batch of words too long to mask, the loss is 0 and not 0 / 0.
-    return dict(zip(sums, strategy.all_reduce(totals).clamp_(min=1).float(), strict=True))
+    totals = totals.clamp_(min=1).float().to(strategy.accelerator.device, non_blocking=True)
+    return dict(zip(sums, totals, strict=True))
 
 
 def _to_device(strategy: Strategy, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies what the device needs; without segments where each row is one, so that attention needs no mask."""
+    """Copies what the device needs; without segments where each row is one, so that attention needs no mask.
+
+    (Where graphs are compiled, they must not depend on that.)
+    """
     columns = {name: column for name, column in batch.items() if name not in HOST_COLUMNS}
     segments = columns.keys() & {"segments", "target_segments"}
-    if all(bool((columns[name] == 1).all()) for name in segments):
+    if not strategy.accelerator.compiles and all(bool((columns[name] == 1).all()) for name in segments):
         columns = {name: column for name, column in columns.items() if name not in segments}
-    return strategy.accelerator.to_device(columns)
+    return strategy.to_device(columns)

@@ -33,7 +33,7 @@ class Recorder:
         self._trackers: Sequence[Tracker] = ()
         self._ledger = Ledger()
         self._throughput: Throughput | None = None
-        self._meter = Meter()
+        self._meter = Meter(strategy.accelerator.to_device)
         self._clock = Clock(strategy.accelerator)
         self._resources = Resources(strategy.accelerator)
         self._logged_tokens = self._digest = self._filled = 0
@@ -96,6 +96,8 @@ class Recorder:
         rates |= self._resources.memory() | stragglers.slowest([each / 1e6 for each in own], sum(seconds.values()))
         if self._throughput is not None:
             rates |= self._throughput.measure(state.step, state.tokens - self._logged_tokens, filled, seconds)
+        if self._strategy.accelerator.compiles:
+            rates["perf/compilations"] = float(sum(self._strategy.accelerator.compilations.values()))
         if joules:
             rates["perf/energy_joules"] = joules
         if self._strategy.loss_scale is not None:
@@ -128,19 +130,18 @@ class Recorder:
             state: as `state_dict` gives it, and the `step`.
             tokens: the run's count at that moment.
         """
-        self._logged_tokens, self._digest, self._filled, self._meter = tokens, 0, 0, Meter()
+        self._logged_tokens, self._digest, self._filled = tokens, 0, 0
         if "ledger" in state:  # or of a version that had none
             self._ledger.load_state_dict(state["ledger"], state["step"])
-        if self._strategy.replica.index == 0:  # these are sums over all replicas
+        self._meter = Meter(self._strategy.accelerator.to_device, state["window"])
+        if self._strategy.replica.index == 0:  # it is a sum over all replicas
             self._digest = int(state["digest"], 16)
-            window = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in state["window"].items()}
-            self._meter.add({name: (pair[0], pair[1]) for name, pair in window.items()})
 
     def _over_replicas(self, *mine: int) -> list[int]:
         """Sums of integers over all replicas, modulo 2**64 and signed."""
         signed = [(value + 2**63) % 2**64 - 2**63 for value in mine]
-        sums = self._strategy.all_reduce(torch.tensor(signed, device=self._strategy.accelerator.device))
-        return [int(value) for value in sums]
+        sums: list[int] = self._strategy.all_reduce(torch.tensor(signed)).tolist()
+        return sums
 
 
 def _hexadecimal(digest: int) -> str:

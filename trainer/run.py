@@ -27,6 +27,7 @@ from trainer.loop import Trainer
 from trainer.micro_batch import probe, without_probe
 from trainer.monitoring import Tracker
 from trainer.objectives import Objective
+from trainer.optim import groups
 from trainer.passes import Loader, score
 from trainer.phases import Phase, examples_after, phase_of
 from trainer.preemption import StopRequest
@@ -116,7 +117,8 @@ def _evaluate(experiment: Experiment, step: int | None, strategy: Strategy) -> d
     weights = load_weights(source, strategy.world.rank, strategy.world.size)
     model = _build_model(experiment, dataset, objective)
     # The optimizer that comes with it has no state yet, and so takes no memory.
-    model, _ = strategy.prepare(model, experiment.optimizer.build, stored_values(weights, model, dataset))
+    with strategy.accelerator.graph("start"):
+        model, _ = strategy.prepare(model, experiment.optimizer.build, stored_values(weights, model, dataset))
     assert weights.step is not None
     phase = phase_of(experiment.resolved_phases(), weights.step - 1)
     heldout = open_loader(
@@ -192,7 +194,9 @@ def build_trainer(
     elif to_restore:
         initial = _zeros
     build_optimizer = partial(experiment.optimizer.build, stacked=model.stacked())
-    wrapped, optimizer = strategy.prepare(model, build_optimizer, initial)
+    with strategy.accelerator.graph("start"):
+        wrapped, optimizer = strategy.prepare(model, build_optimizer, initial)
+        groups.prime(optimizer)
     open_split = partial(open_loader, experiment, dataset, objective, strategy.replica, largest=strategy.largest)
     phases = tuple(
         _sized(phase, strategy, objective, open_split, partial(probe, wrapped, optimizer, objective, strategy))
@@ -228,7 +232,7 @@ def _sized(
     measure: Callable[[Callable[[int], Loader], int], int | None],
 ) -> Phase:
     """The phase with its micro-batch as a number: as it was set, or what fits into the memory of the devices."""
-    replicas, wanted = strategy.replica.count, phase.micro_batch_size
+    replicas, wanted = strategy.replica.count * strategy.replica.devices, phase.micro_batch_size
     most = -(-phase.global_batch_size // replicas)
     most = most if wanted == "auto" else min(wanted, most)
 
@@ -290,7 +294,7 @@ def open_loader(
     Each phase has an order, masks and dropout of its own; evaluation has the same masks in all of them.
     """
     size = phase.micro_batch_size
-    most = -(-phase.global_batch_size // replica.count)
+    most = -(-phase.global_batch_size // (replica.count * replica.devices))
     spec = objective.pack_spec(phase.sequence_length)
     return StreamingLoader(
         dataset,

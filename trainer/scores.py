@@ -77,7 +77,7 @@ def evaluate(
     model = weights.config.build()
     stored_values(weights, model, dataset)  # refuses another tokenizer
     model.load_state_dict(dict(weights.tensors))
-    accelerator = experiment.accelerator.build() if experiment.accelerator else accelerators.detect()
+    accelerator = accelerators.for_any_shapes(experiment.accelerator)
     device = accelerator.device
     generate = Generator(model.to(device), dataset.tokenizer.vocabulary, config, device)
     pairs = _of_files(dataset, tuple(files)) if files else _heldout(dataset)

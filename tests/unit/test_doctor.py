@@ -20,8 +20,8 @@ from trainer import doctor
 from trainer.accelerators import cuda
 from trainer.accelerators.cpu import CpuAccelerator
 from trainer.config import load
-from trainer.doctor import Finding
 from trainer.experiment import Experiment
+from trainer.findings import Finding, report
 
 
 @pytest.fixture(autouse=True)
@@ -140,8 +140,8 @@ def test_wandb_is_asked_where_it_is_and_waited_for_briefly(monkeypatch: pytest.M
 def test_the_table_shows_every_finding_and_a_failure_decides():
     console = Console(file=io.StringIO(), width=100)
     findings = [Finding("disk", "ok", "[bold]1 GB[/]"), Finding("W&B", "failed", "no key", "wandb login")]
-    assert not doctor.report(findings, console)
+    assert not report(findings, console)
     text = console.file.getvalue()
     for words in ("[bold]1 GB[/]", "failed", "→ wandb login"):
         assert words in text
-    assert doctor.report(findings[:1], console)
+    assert report(findings[:1], console)

@@ -65,8 +65,9 @@ class LimitedMemory(CpuAccelerator):
         self.rows = self.passes = 0
 
     def to_device(self, batch):  # type: ignore[no-untyped-def]
-        self.rows = len(batch["tokens"])
-        self.passes += 1
+        if "tokens" in batch:
+            self.rows = len(batch["tokens"])
+            self.passes += 1
         return super().to_device(batch)
 
     def peak_memory(self) -> int:  # type: ignore[override]

@@ -28,7 +28,11 @@ class Spy:
 @pytest.fixture
 def strategy() -> Single:
     accelerator: Any = SimpleNamespace(
-        device=torch.device("cpu"), to_device=dict, autocast=lambda _: torch.enable_grad()
+        device=torch.device("cpu"),
+        compiles=False,
+        precisions=("fp32",),
+        to_device=dict,
+        autocast=lambda _: torch.enable_grad(),
     )
     strategy = Single(accelerator, SimpleNamespace(rank=0, size=1), "fp32")
     strategy.all_reduce = lambda value: value

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, TypeAlias
+from importlib import metadata
+from types import MappingProxyType
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +20,7 @@ from trainer.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
+_EXPECTED_SHARE = 0.4  # of the peak
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -30,16 +34,53 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def local_device(count: int, kind: str) -> int:
+    """The number of this process's device on its machine, one a process.
+
+    Args:
+        count: how many devices the machine has.
+        kind: what they are called.
+
+    Raises:
+        ConfigError: there are more processes than devices.
+    """
+    if local_rank() >= count:
+        raise ConfigError(
+            f"process {local_rank()} of this machine has no {kind}: there are {count}; start at most that many "
+            "processes"
+        )
+    return local_rank()
+
+
+class Config(Protocol):
+    """What each module of this package has under that name: the section `accelerator` of an experiment."""
+
+    def build(self) -> Accelerator:
+        """Takes the device.
+
+        Raises:
+            ConfigError: it cannot be had.
+        """
+        ...
+
+
 class Accelerator(ABC):
     """The device of this process.
 
     Attributes:
         device: where parameters and batches live.
-        collective_backend: what torch.distributed uses between such devices.
+        collective_backend: what torch.distributed uses between the processes of a run on such devices.
+        precisions: what it computes matrix products with.
+        compiles: whether it records operations into graphs and compiles these, which then must not change from step to
+            step: neither in their shapes nor in their numbers that are not tensors.
+        compilations: of each graph by its name, so far; at most 1 each, or the run would not go on.
     """
 
     device: torch.device
     collective_backend: str
+    precisions: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
+    compiles: bool = False
+    compilations: Mapping[str, int] = MappingProxyType({})
 
     @property
     @abstractmethod
@@ -48,31 +89,34 @@ class Accelerator(ABC):
 
     @abstractmethod
     def peak_flops(self, precision: Precision) -> float | None:
-        """The data sheet's dense FLOP/s of one device, or None where there is no such figure."""
+        """The data sheet's dense FLOP/s of what this process drives, or None where there is no such figure."""
 
-    @abstractmethod
     def expected_flops(self, precision: Precision) -> float | None:
-        """FLOP/s that a training step may be expected to reach on one device, for the estimate of a run's time."""
+        """FLOP/s that a training step may be expected to reach on that, for the estimate of a run's time."""
+        peak = self.peak_flops(precision)
+        return _EXPECTED_SHARE * peak if peak else None
 
-    @abstractmethod
     def memory(self) -> int | None:
-        """The bytes of device memory that this process may use, or None where the device has none of its own."""
+        """The bytes of device memory that this process may use, or None where there is none of its own to measure."""
+        return None
 
-    @abstractmethod
     def peak_memory(self) -> int | None:
         """The most bytes of it that this process has held since it began, or since `reset_peak_memory`."""
+        return None
 
-    @abstractmethod
-    def reset_peak_memory(self) -> None:
+    def reset_peak_memory(self) -> None:  # noqa: B027
         """Gives back what is cached, and starts to measure anew."""
 
-    @abstractmethod
     def mark(self) -> Any:
-        """Marks the place in the device's work that has been reached so far, without waiting for the device."""
+        """Marks the place in the device's work that has been reached so far, without waiting for the device.
 
-    @abstractmethod
+        By the host's clock, unless the device has one.
+        """
+        return time.perf_counter()
+
     def seconds(self, begin: Any, end: Any) -> float:
         """What the device took from one mark to another, idle time included; waits until it gets there."""
+        return float(end - begin)
 
     def energy(self) -> float | None:
         """Joules that the device has used since some time in the past, or None where it does not tell."""
@@ -88,19 +132,55 @@ class Accelerator(ABC):
         """Copies a batch of CPU tensors to the device, without waiting for the copy where the device allows."""
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
-    def step_boundary(self) -> None:
-        """Marks the end of an optimizer step; back-ends that trace graphs cut them here."""
-        return
+    def graph(self, work: str) -> AbstractContextManager[object]:
+        """Surrounds work on the device that is one graph where it `compiles`, the same one for the same name."""
+        return nullcontext()
+
+
+def version_of(distribution: str) -> str | None:
+    """The version of a package that is installed, which is not imported for that; else None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def best() -> Config:
+    """The configuration of the best device that this machine has, and the software for."""
+    from trainer.accelerators import chips, cpu, cuda, tpu, xla
+
+    if torch.cuda.is_available():
+        return cuda.Config()
+    if version_of("torch_tpu") and chips.count():
+        return tpu.Config()
+    if version_of("torch-xla") and ("PJRT_DEVICE" in os.environ or chips.count()):
+        return xla.Config()
+    return cpu.Config()
+
+
+def for_any_shapes(config: Config | None = None) -> Accelerator:
+    """An accelerator for work whose shapes change, as they do while text grows: the CPU in place of one that compiles.
+
+    Args:
+        config: the one that is asked for; None takes the best.
+    """
+    from trainer.accelerators import cpu, xla
+
+    if isinstance(config or best(), xla.Config):
+        return cpu.Config().build()
+    return detect() if config is None else config.build()
 
 
 def detect() -> Accelerator:
-    """The best device that this machine has; warns where that is the CPU although there are GPUs."""
-    from trainer.accelerators import cpu, cuda
+    """The best device that this machine has; warns where that is the CPU although there are better ones."""
+    from trainer.accelerators import chips, cpu, cuda
 
-    if torch.cuda.is_available():
-        return cuda.Config().build()
-    if reason := cuda.unusable():
-        logger.warning(
-            "training on the CPU, although this machine has GPUs: %s; accelerator=cpu says it is meant so", reason
-        )
-    return cpu.Config().build()
+    config = best()
+    if isinstance(config, cpu.Config):
+        meant = "accelerator=cpu says it is meant so"
+        if reason := cuda.unusable():
+            logger.warning("training on the CPU, although this machine has GPUs: %s; %s", reason, meant)
+        elif chips.count():
+            install = "pip install 'samestep[tpu]', in an environment of its own"
+            logger.warning("training on the CPU, although this machine has TPUs: %s; %s", install, meant)
+    return config.build()

@@ -47,18 +47,3 @@ class CpuAccelerator(Accelerator):
             matrix @ matrix
             repeats += 1
         return 0.5 * repeats * 2 * size**3 / (time.perf_counter() - start)
-
-    def memory(self) -> None:
-        return None
-
-    def peak_memory(self) -> None:
-        return None
-
-    def reset_peak_memory(self) -> None:
-        return
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin

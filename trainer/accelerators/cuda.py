@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trainer.accelerators import Accelerator, Precision, local_rank
+from trainer.accelerators import Accelerator, Precision, local_device
 from trainer.errors import ConfigError
 
 # Dense TFLOP/s in bf16 and fp16 from NVIDIA's data sheets, by a part of the device's name; the first match counts.
@@ -30,7 +30,6 @@ _TFLOPS = {
     "A10": 125,
 }
 _FP16_TFLOPS = {"V100-PCIE": 112, "V100": 125, "T4": 65}  # of GPUs without bf16
-_EXPECTED_SHARE = 0.4
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,10 @@ class Config:
         if not torch.cuda.is_available():
             reason = unusable() or "nvidia-smi lists none; install a driver, or use accelerator=cpu"
             raise ConfigError(f"accelerator: cuda was asked for and torch finds no GPU: {reason}")
-        if local_rank() >= torch.cuda.device_count():
-            raise ConfigError(
-                f"process {local_rank()} of this machine has no GPU: there are "
-                f"{torch.cuda.device_count()}; start at most that many processes"
-            )
+        index = local_device(torch.cuda.device_count(), "GPU")
         torch.backends.cuda.matmul.allow_tf32 = self.tf32
         torch.backends.cudnn.allow_tf32 = self.tf32
-        return CudaAccelerator(local_rank())
+        return CudaAccelerator(index)
 
 
 def unusable() -> str | None:
@@ -110,10 +105,6 @@ class CudaAccelerator(Accelerator):
         name = torch.cuda.get_device_name(self.device)
         figures = {"fp32": {}, "bf16": _TFLOPS, "fp16": _TFLOPS | _FP16_TFLOPS}[precision]
         return next((tflops * 1e12 for part, tflops in figures.items() if re.search(rf"\b{part}\b", name)), None)
-
-    def expected_flops(self, precision: Precision) -> float | None:
-        peak = self.peak_flops(precision)
-        return _EXPECTED_SHARE * peak if peak else None
 
     def memory(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.device)

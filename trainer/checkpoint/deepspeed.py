@@ -133,15 +133,19 @@ def _spans(shapes: Mapping[str, Sequence[int]], rank: int, ranks: int) -> Iterat
     """Where a rank has its parts of the parameters of a group, and their lengths without padding, in stage 3."""
     start = 0
     for name, shape in shapes.items():
-        size = math.prod(shape)
-        part = -(-size // ranks)
+        size, part = math.prod(shape), _padded_part(shape, ranks)
         yield name, start, min(max(size - rank * part, 0), part)
         start += part
 
 
+def _padded_part(shape: Sequence[int], ranks: int) -> int:
+    """The elements that each rank has of a parameter in stage 3, padding included."""
+    return -(-math.prod(shape) // ranks)
+
+
 def _check_lengths(shapes: Mapping[str, Sequence[int]], ranks: int, flats: Mapping[str, Any], path: Path) -> None:
     """Refuses what is shorter or longer than the parts of a group that a rank has in stage 3, padding included."""
-    due = sum(-(-math.prod(shape) // ranks) for shape in shapes.values())
+    due = sum(_padded_part(shape, ranks) for shape in shapes.values())
     for kind in (WEIGHTS, *MOMENTS):
         if flats[kind].numel() != due:
             raise CheckpointError(

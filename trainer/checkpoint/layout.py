@@ -98,7 +98,7 @@ def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, world_size: int) -
     """The pieces that `rank` is to write: each one is written by exactly one of the ranks that hold it.
 
     Tensors go, largest first, to the replica with the fewest bytes so far. All ranks come to the same answer
-    without speaking to each other. (Of segments each knows its own bytes only; but these have no other replica.)
+    without speaking to each other. (Of segments each knows its own bytes only; but its replicas know the same.)
     """
     pieces = []
     loads: dict[int, list[int]] = {}
@@ -115,9 +115,9 @@ def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, world_size: int) -
 
 def _replica(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int]:
     """Which of how many copies of its part of a tensor this rank holds."""
-    if isinstance(tensor, SegmentParameter):
-        assert tensor.segment.group.size() == world_size, "a tensor must be spread over all ranks"
-        return 0, 1
+    if isinstance(tensor, SegmentParameter):  # each copy is spread over ranks in a row
+        ranks = tensor.segment.group.size()
+        return rank // ranks, world_size // ranks
     if not isinstance(tensor, DTensor):
         return rank, world_size
     assert tensor.device_mesh.size() == world_size, "a tensor must be spread over all ranks"

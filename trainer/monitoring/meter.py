@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -12,18 +13,28 @@ class Meter:
     """Adds up (sum, weight) pairs on the device until `compute` turns them into means.
 
     Every replica must add the same names in the same order.
+
+    Args:
+        to_device: copies tensors from the host to where metrics are computed.
+        before: totals over all replicas to go on from, as `totals` gives them.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        to_device: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
+        before: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    ) -> None:
+        self._to_device = to_device
         self._totals: dict[str, Tensor] = {}
+        self._before = {name: (total, weight) for name, (total, weight) in before.items()}
 
     def add(self, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Adds scalars (sum, weight) by name; only enqueues work on the device."""
         for name, pair in metrics.items():
             addend = torch.stack(pair).detach().double()
-            total = self._totals.get(name)
-            # A total restored from a checkpoint is in host memory until the first addend arrives.
-            self._totals[name] = addend if total is None else total.to(addend.device) + addend
+            if name not in self._totals:  # zeros from the host, so that the first addition is like all others
+                self._totals |= self._to_device({name: torch.zeros(2, dtype=torch.float64)})
+            self._totals[name] = self._totals[name] + addend
 
     def totals(self, all_reduce: Callable[[Tensor], Tensor]) -> dict[str, tuple[float, float]]:
         """Returns (sum, weight) by name over all replicas: one all-reduce, one copy to the host.
@@ -31,13 +42,16 @@ class Meter:
         Args:
             all_reduce: sums a tensor over the replicas and returns the result.
         """
-        if not self._totals:
-            return {}
-        stacked = all_reduce(torch.stack(list(self._totals.values())))
-        return {name: (total, weight) for name, (total, weight) in zip(self._totals, stacked.tolist(), strict=True)}
+        found = dict(self._before)
+        if self._totals:
+            stacked = all_reduce(torch.stack(list(self._totals.values()))).tolist()
+            for name, (total, weight) in zip(self._totals, stacked, strict=True):
+                before = self._before.get(name, (0.0, 0.0))
+                found[name] = (before[0] + total, before[1] + weight)
+        return found
 
     def compute(self, all_reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Returns the weighted means over all replicas, without those of weight 0, and starts anew."""
         totals = self.totals(all_reduce)
-        self._totals = {}
+        self._totals, self._before = {}, {}
         return {name: total / weight for name, (total, weight) in totals.items() if weight}

@@ -31,6 +31,10 @@ _FITS = (
     "Fits: the largest micro-batch for 90 % of the memory; the rest is for fragmentation and libraries. Between one "
     "example and a device's share of the batch, activations are interpolated linearly, which is never too little."
 )
+_XLA = (
+    "TPUs under XLA: the row of fsdp (or hsdp, with replicas) is what devices hold between steps; within one, XLA "
+    "reuses memory and recomputes by its own rules, so take activations, buffers and update as an estimate."
+)
 
 
 def register(commands: Commands) -> None:
@@ -62,6 +66,7 @@ def _plan(args: argparse.Namespace) -> int:
     from trainer.experiment import Experiment
     from trainer.plan.plan import STRATEGIES, Planner, as_json, copies_of
     from trainer.plan.trace import Step, device_of
+    from trainer.strategies import xla_spmd
 
     names = [name for name in args.strategy if "=" not in name]
     overrides = [*args.overrides, *(name for name in args.strategy if "=" in name)]
@@ -91,7 +96,8 @@ def _plan(args: argparse.Namespace) -> int:
     parameters = sum(each.elements for each in step.parameters.values())
     for phase, plans in found:
         console.print(_table(_title(experiment, phase, parameters, args.devices), plans, memory is not None))
-    console.print(_NOTES if memory is None else f"{_NOTES}\n{_FITS}", style="dim")
+    notes = [_NOTES] + [_FITS] * (memory is not None) + [_XLA] * isinstance(experiment.strategy, xla_spmd.Config)
+    console.print("\n".join(notes), style="dim")
     return EXIT_DONE
 
 

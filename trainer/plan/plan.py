@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from trainer.phases import Phase
 from trainer.plan.batch import example, stand_in
 from trainer.plan.strategies import Collective, Division, Held, Ranges, Rows, Whole, interpolate
 from trainer.plan.trace import Activations, Device, Step
-from trainer.strategies import deepspeed, fsdp
+from trainer.strategies import deepspeed, fsdp, xla_spmd
 
 STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
 _NODE = 8  # devices that HSDP splits a copy of the model over, unless the experiment says otherwise
@@ -77,14 +76,13 @@ class Planner:
         most = -(-self._phase.global_batch_size // devices)
         division = divide(strategy, self._experiment, self._step, devices)
 
-        def held(rows: int, traced: Callable[[int], Activations]) -> Held:
-            return division.held(traced(rows), accumulates=rows < most)
+        def held(rows: int, activations: Activations) -> Held:
+            return division.held(activations, accumulates=rows < most)
 
         largest = None
         if memory is not None:
             bounds = [(rows, self._activations(rows)) for rows in sorted({1, most})]
-            estimate = partial(held, traced=partial(interpolate, traced=bounds))
-            largest = _largest(lambda rows: estimate(rows).total, int(SHARE * memory), most)
+            largest = _largest(lambda rows: held(rows, interpolate(rows, bounds)).total, int(SHARE * memory), most)
         wanted = self._phase.micro_batch_size
         rows = min(most, wanted) if isinstance(wanted, int) else largest or 1
         micro_batches = -(-most // rows)
@@ -92,7 +90,7 @@ class Planner:
             strategy,
             rows,
             micro_batches,
-            held(rows, self._activations),
+            held(rows, self._activations(rows)),
             division.exchanged(micro_batches),
             largest,
         )
@@ -142,7 +140,7 @@ def divide(strategy: str, experiment: Experiment, step: Step, devices: int) -> D
 def copies_of(experiment: Experiment, devices: int) -> int:
     """Copies of the model under HSDP: the experiment's, or one for each node of 8 devices, or two."""
     own = experiment.strategy
-    if isinstance(own, fsdp.Config) and own.replicas > 1:
+    if isinstance(own, fsdp.Config | xla_spmd.Config) and own.replicas > 1:
         return own.replicas
     return devices // _NODE if devices > _NODE and devices % _NODE == 0 else 2
 
@@ -150,7 +148,7 @@ def copies_of(experiment: Experiment, devices: int) -> int:
 def own_strategy(experiment: Experiment) -> str | None:
     """What the experiment's strategy is called here; None if it is none of `STRATEGIES`."""
     kind, config = type(experiment.strategy).__module__.rpartition(".")[2], experiment.strategy
-    if isinstance(config, fsdp.Config):
+    if isinstance(config, fsdp.Config | xla_spmd.Config):
         return "hsdp" if config.replicas > 1 else "fsdp"
     if isinstance(config, deepspeed.Config):
         return f"zero{config.stage}"

@@ -14,9 +14,9 @@ from itertools import pairwise
 from typing import Literal
 
 from trainer.plan.trace import Activations, Parameter
+from trainer.strategies.deepspeed import BUCKET
 
 _FP32 = 4
-_BUCKET = 50_000_000  # elements, of `trainer.strategies.deepspeed`
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Ranges(Division):
     ) -> None:
         super().__init__(parameters, update, width, devices)
         self.stage, self._offloads, self._overlap, self._prefetch = stage, offloads, overlap, prefetch
-        self._bucket = min(_BUCKET, self.elements) if bucket is None else bucket
+        self._bucket = min(BUCKET, self.elements) if bucket is None else bucket
         self._persistent = sum(each.elements for each in self.parameters if each.elements <= persistent)
         self._gathered = self.elements - self._persistent
         self._kept = min(self._gathered, reuse // 2)  # from the forward pass, the last layers, to the backward pass

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.accelerators import Accelerator, Precision
+from trainer.errors import ConfigError
 from trainer.partition import flat_start, local_parts, whole_norms
 from trainer.strategies.loss_scale import LossScale
 from trainer.strategies.world import World
@@ -33,10 +34,35 @@ class Shardable(Protocol):
 
 @dataclass(frozen=True)
 class Replica:
-    """The data-parallel coordinate of this process: it feeds slice `index` of `count` of each global batch."""
+    """The data-parallel coordinate of this process: it feeds slice `index` of `count` of each global batch.
+
+    It splits its rows evenly over `devices`.
+    """
 
     index: int
     count: int
+    devices: int = 1
+
+
+def check_accelerator(
+    module: str, accelerator: Accelerator, compiles: bool = False, devices: Sequence[str] | None = None
+) -> None:
+    """Refuses an accelerator that a strategy is not for.
+
+    Args:
+        module: the strategy's.
+        accelerator: the run's.
+        compiles: whether the strategy is for accelerators that do.
+        devices: the types that it is for; None: all.
+
+    Raises:
+        ConfigError: naming a strategy that is.
+    """
+    if accelerator.compiles != compiles or (devices is not None and accelerator.device.type not in devices):
+        kind = module.removeprefix("trainer.strategies.").partition(".")[0]
+        fix = "strategy=fsdp" + (", or accelerator=xla" if compiles else "")
+        fix = "strategy=xla_spmd" if accelerator.compiles else fix
+        raise ConfigError(f"strategy {kind} does not fit {accelerator.description}; use {fix}")
 
 
 class Strategy(ABC):
@@ -48,12 +74,20 @@ class Strategy(ABC):
         loss_scale: under fp16, what keeps small gradients from vanishing; else None.
         partitions: how many parts the state is split into. Rank r holds part r % partitions of it, and all ranks that
             hold the same part are replicas of each other.
+        compiles: whether it is for accelerators that do.
     """
 
     parameters: dict[str, nn.Parameter]
     partitions: int = 1
+    compiles: ClassVar[bool] = False
 
     def __init__(self, accelerator: Accelerator, world: World, precision: Precision) -> None:
+        check_accelerator(type(self).__module__, accelerator, self.compiles)
+        if precision not in accelerator.precisions:
+            raise ConfigError(
+                f"training.precision is {precision}, which {accelerator.description} does not compute with; use bf16 "
+                "or fp32"
+            )
         self.accelerator = accelerator
         self.world = world
         self.precision = precision
@@ -110,10 +144,38 @@ class Strategy(ABC):
     def refresh(self) -> None:  # noqa: B027
         """Brings what passes compute with up to date, after `parameters` were changed by `step` or a restore."""
 
-    def all_reduce(self, value: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """Sums a tensor over all replicas, or takes its largest values, in place."""
-        dist.all_reduce(value, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
-        return value
+    def all_reduce(self, value: Tensor, op: Literal["sum", "mean", "max"] = "sum") -> Tensor:
+        """Sums a tensor over all replicas, or takes the mean or the largest values.
+
+        Args:
+            value: of this replica's rows, on the device or the host; it may be overwritten.
+            op: what is taken.
+
+        Returns:
+            The result, where collectives take place: of what is on the host that may be the device, too.
+        """
+        value = value.to(self.accelerator.device, non_blocking=True)
+        dist.all_reduce(value, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+        return value / self.replica.count if op == "mean" else value
+
+    def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies this replica's rows, CPU tensors, to where the model computes."""
+        return self.accelerator.to_device(batch)
+
+    def to_host(self, tensors: Mapping[str, Tensor], copy: bool = True) -> Mapping[str, Tensor]:
+        """State as it can be saved, and overwritten when it is restored: itself, where the host reaches it in place.
+
+        Args:
+            tensors: parameters and optimizer state by name, split and stacked as `prepare` has made them.
+            copy: whether values matter; if not, nothing is copied.
+
+        Returns:
+            By name, what this process holds of it; stacked ones come one by one.
+        """
+        return tensors
+
+    def from_host(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Brings state up to date after what `to_host` has given for it was overwritten."""
 
     def largest(self, value: int) -> int:
         """The largest of the replicas' values, told to all of them; the device has no part in it."""

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _BEAT_SECONDS = 1.0
 _LOOKS = 20  # at least so many looks must find the main thread in the same place
+_LONG = ("compilation", "checkpoint")  # what may take its time
 _GRACE = 3  # beats in which a living process gives another sign of life
 _HUNG = "hung"
 _ORDER = [*dict.fromkeys(PARTS.values()), ELSEWHERE]  # who is in an earlier part of the same step is behind
@@ -49,7 +50,7 @@ class Beat:
         collective: the collective that it is in, or "".
         seconds: since when it is there.
         what: the address that it has asked for longest, while it waits for data; else "".
-        patient: whether it may take its time: in the first step of a phase, which compiles, or a checkpoint.
+        patient: whether it may take its time: in the first step of a phase, or to compile, or for a checkpoint.
     """
 
     rank: int
@@ -70,8 +71,8 @@ class Heartbeat:
     A process hangs when neither its step nor the place in its program has changed for the time-out, looked at once a
     second. It then reads what the others have published. A rank without a sign of life is to blame (a stopped process,
     a dead machine); otherwise the rank that is furthest behind among those that are in no collective. The first step
-    of a phase, which compiles, and checkpoints, which wait for storage, are waited for while all ranks live; what is
-    wrong there ends at the time-outs of collectives and checkpoints.
+    of a phase, which compiles, other compilations, and checkpoints, which wait for storage, are waited for while all
+    ranks live; what is wrong there ends at the time-outs of collectives and checkpoints.
 
     Use as a context manager, in the thread that trains, around nothing but `Trainer.fit`.
 
@@ -145,7 +146,7 @@ class Heartbeat:
             collective=place.collective,
             seconds=seconds,
             what=asked[0] if asked else "",
-            patient=self._patient or place.doing == "checkpoint",
+            patient=self._patient or place.doing in _LONG,
         )
 
     def _read(self, store: Store | None, mine: Beat) -> dict[int, Beat]:

@@ -6,6 +6,8 @@ import itertools
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -108,6 +110,16 @@ def test_replicated_tensors_are_written_once_and_evenly(world_size: int) -> None
     assert sorted(written) == sorted(tensors)
     loads = [sum(piece.tensor.nbytes for piece in pieces) for pieces in ranks]
     assert max(loads) - min(loads) <= 400, "they differ by less than the largest tensor"
+
+
+def test_copies_of_segments_are_written_once() -> None:
+    """As machines of a TPU slice hold them, where each copy of the model lies on several."""
+    pair = cast(dist.ProcessGroup, SimpleNamespace(size=lambda: 2))
+    written = []
+    for rank in range(4):
+        part = SegmentParameter(torch.zeros(6), Segment((4, 3), 6 * (rank % 2), pair), requires_grad=False)
+        written += [(rank, piece.offset) for piece in layout.pieces_to_write({"w": part}, rank, 4)]
+    assert written == [(0, (0, 0)), (1, (2, 0))]
 
 
 def cut(tensor: Tensor, row_cuts: list[int], column_cuts: list[int]) -> list[Piece]:

@@ -1,7 +1,7 @@
 """Loaders of small datasets, and what all replicas together get from them; for tests."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,10 @@ from data_pipeline.config import Config
 from data_pipeline.dataset import Dataset
 from data_pipeline.loader import MicroBatch, StreamingLoader
 from trainer.examples import Batch, Examples, PackSpec
+from trainer.strategies import Replica
 
 SPEC = PackSpec(32, 1, 1)
 Rows = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Replica:
-    index: int
-    count: int
 
 
 def lay_out(examples: Examples, sequence_length: int) -> Batch:
@@ -42,8 +37,8 @@ def make_loader(folder: Path, index: int = 0, count: int = 1, **changes: Any) ->
             name: changes.pop(name) for name in ("packing", "lanes", "window", "prefetch", "exclude") if name in changes
         },
     )
-    settings = {**settings, "collate": lay_out, **changes}
-    return StreamingLoader(Dataset.open(folder), config, replica=Replica(index, count), **settings)
+    settings = {**settings, "collate": lay_out, "replica": Replica(index, count), **changes}
+    return StreamingLoader(Dataset.open(folder), config, **settings)
 
 
 def valid_rows(step: list[MicroBatch]) -> Rows:

@@ -20,6 +20,7 @@ from data_pipeline.dataset import Dataset
 from tests.unit.data_pipeline.loaders import assert_same, global_batches, join, lay_out, make_loader, valid_rows
 from trainer.errors import ConfigError, DataError
 from trainer.examples import Batch, Examples, PackSpec
+from trainer.strategies import Replica
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "padded"])
@@ -204,6 +205,16 @@ def test_no_more_rows_are_computed_than_the_largest_share_needs(write_dataset, c
     assert (len(step), len(step[0]["example"])) == shape
 
 
+def test_a_replica_of_several_devices_makes_rows_for_each(write_dataset) -> None:
+    """24 examples on 2 replicas of 5 devices: at most 3 rows a device, and so two micro-batches of 2 rows a device."""
+    replica = Replica(0, 2, devices=5)
+    step = next(make_loader(write_dataset(), micro_batch_size=2, replica=replica))
+    assert (len(step), len(step[0]["example"])) == (2, 10)
+    assert torch.cat([part["weight"] for part in step]).sum() == 12
+    with pytest.raises(ConfigError, match="global_batch_size 24 is less than the 26 data-parallel devices"):
+        make_loader(write_dataset(), replica=Replica(0, 2, devices=13))
+
+
 def test_evaluation_is_one_pass_in_fixed_order_with_the_same_keys_each_time(write_dataset) -> None:
     folder = write_dataset(heldout=3)
     loader = make_loader(folder, split="heldout", finite=True, threads=1)
@@ -331,7 +342,7 @@ import sys
 sys.path[:0] = {sys.path!r}
 from data_pipeline.config import *
 from data_pipeline.loader import *
-class Alone: index, count = 0, 1
+class Alone: index, count, devices = 0, 1, 1
 loader = StreamingLoader(Dataset.open({str(write_dataset())!r}), Config(path=""), pack_spec=PackSpec(32, 1, 1), seed=0,
     collate=lambda e, s: {{"tokens": np.ones((len(e.key), s), np.int32)}}, global_batch_size=64, micro_batch_size=64,
     replica=Alone())

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,10 @@ from data_pipeline.remote import TOKENIZER_FILES, RemoteDataset
 from trainer import storage
 from trainer.errors import ConfigError, DataError
 from trainer.examples import Batch, Examples, PackSpec
+from trainer.strategies import Replica
 
 SHARDS, BATCH = 12, 12
 WORKING_SET = 4  # shards: two lanes with windows of one shard, each of which may overlap two
-
-
-@dataclass(frozen=True)
-class Replica:
-    index: int
-    count: int
 
 
 def lay_out(examples: Examples, sequence_length: int) -> Batch:
@@ -43,9 +37,10 @@ def lay_out(examples: Examples, sequence_length: int) -> Batch:
     return {"tokens": tokens}
 
 
-def make_loader(
-    path: object | None, cache: Path | None, replica: Replica = Replica(0, 1), **changes: Any
-) -> StreamingLoader:
+ALONE = Replica(0, 1)
+
+
+def make_loader(path: object | None, cache: Path | None, replica: Replica = ALONE, **changes: Any) -> StreamingLoader:
     settings: dict[str, Any] = {"lanes": 2, "window": 1, "threads": 0, **changes}
     path = None if path is None else str(path)
     config = Config(path=path, sequence_length=32, cache=None if cache is None else str(cache), **settings)

@@ -25,6 +25,7 @@ from data_pipeline.verify import verify
 from trainer.errors import ConfigError, DataError
 from trainer.examples import PackSpec
 from trainer.objectives import mlm, mlm_nsp
+from trainer.strategies import Replica
 
 DOCUMENTS = 240
 
@@ -129,12 +130,6 @@ def test_damaged_boundaries_are_refused(built, tmp_path) -> None:
     with pytest.raises(DataError, match="the sentences of chunk 000000 do not fit its documents"):
         dataclasses.replace(dataset, path=tmp_path).open_shard(info, sentences=True)
     dataclasses.replace(dataset, path=tmp_path).open_shard(info)
-
-
-@dataclasses.dataclass(frozen=True)
-class Replica:
-    index: int
-    count: int
 
 
 def make_loader(folder: Path, index: int = 0, count: int = 1, nsp: bool = True, **settings) -> StreamingLoader:

@@ -56,13 +56,20 @@ def test_a_metric_of_weight_zero_is_left_out():
 
 
 def test_totals_can_be_stored_and_put_back():
-    meter, restored = Meter(), Meter()
-    meter.add({"loss": pair(0.1, 3)})
-    stored = json.loads(json.dumps(meter.totals(alone)))
-    restored.add({name: pair(*values) for name, values in stored.items()})
+    meter = Meter()
+    meter.add({"loss": pair(0.1, 3), "early": pair(1, 1)})
+    restored = Meter(before=json.loads(json.dumps(meter.totals(alone))))
+    assert restored.totals(lambda _: pytest.fail("there is nothing to reduce")) == meter.totals(alone)
     for each in (meter, restored):
         each.add({"loss": pair(0.7, 2)})
-    assert meter.compute(alone) == restored.compute(alone)
+    assert meter.compute(alone) == pytest.approx(restored.compute(alone))
+    assert restored.compute(alone) == {}
+
+
+def test_stored_totals_are_of_all_replicas_already():
+    meter = Meter(before={"loss": (4.0, 2.0)})
+    meter.add({"loss": pair(1, 1)})
+    assert meter.totals(lambda value: 3 * value) == {"loss": (7.0, 5.0)}
 
 
 def test_adding_keeps_no_graph_and_low_precision_is_summed_in_float32():

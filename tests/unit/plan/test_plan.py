@@ -93,6 +93,14 @@ def test_the_table_names_what_it_shows(samestep: Samestep, experiment_file: str)
     assert "zero2" in result.out
     assert "ddp" not in result.out
     assert "on 2 devices" in " ".join(result.out.split())
+    assert "XLA" not in result.out
+
+
+def test_what_a_plan_says_of_tpus_is_said(samestep: Samestep, experiment_file: str) -> None:
+    settings = ("accelerator=xla", "strategy={kind: xla_spmd, replicas: 4}", "model.layers=1")
+    result = samestep("plan", experiment_file, "--devices", 8, "--strategy", "hsdp", *settings)
+    assert result.code == 0, result.err
+    assert "TPUs under XLA: the row of fsdp (or hsdp, with replicas)" in " ".join(result.out.split())
 
 
 @pytest.mark.parametrize(

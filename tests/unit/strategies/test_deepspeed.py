@@ -137,6 +137,7 @@ def test_sizes_are_those_of_the_phases(path: Path) -> None:
     "content",
     [
         {"gradient_accumulation_steps": 1, "gradient_predivide_factor": 1.0, "communication_data_type": None},
+        {"communication_data_type": "fp32", "optimizer": {"type": "auto"}},
         {"prescale_gradients": False, "zero_optimization": {"zero_quantized_weights": False}},
         {"activation_checkpointing": {"enabled": False}, "flops_profiler": {"enabled": False, "profile_step": 1}},
     ],

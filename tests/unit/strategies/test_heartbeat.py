@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib
 import operator
+import sys
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from trainer import storage
+from trainer.accelerators.xla import XlaAccelerator
 from trainer.checkpoint import Checkpointer, Config
 from trainer.storage.attempts import attempt
+from trainer.strategies import heartbeat
 from trainer.strategies.heartbeat import Beat, explain
 from trainer.strategies.stacks import PARTS, place_of
 
@@ -74,6 +78,18 @@ def test_waiting_for_the_last_save_is_part_of_a_checkpoint(tmp_path: Path):
     assert place_of(waiting.ident or 0).doing == "checkpoint"
     written.set()
     waiting.join()
+
+
+def test_a_graph_that_is_compiled_may_take_its_time(monkeypatch: pytest.MonkeyPatch):
+    compiled = threading.Event()
+    monkeypatch.setitem(sys.modules, "torch_xla", SimpleNamespace(sync=compiled.wait))
+    accelerator = object.__new__(XlaAccelerator)
+    compiling = threading.Thread(target=accelerator._compile)
+    compiling.start()
+    time.sleep(0.2)
+    assert place_of(compiling.ident or 0).doing in heartbeat._LONG
+    compiled.set()
+    compiling.join()
 
 
 def test_requests_under_way_are_known_by_their_addresses():

@@ -13,20 +13,19 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from trainer.accelerators import DTYPES, Accelerator, Precision
+from trainer.accelerators import DTYPES, Accelerator, Precision, version_of
 from trainer.errors import ConfigError, MissingExtra
-from trainer.strategies import BuildOptimizer, InitialValues, Strategy
+from trainer.strategies import BuildOptimizer, InitialValues, Strategy, check_accelerator
 from trainer.strategies.deepspeed import settings
 from trainer.strategies.world import World
 
 _VERSION = "0.19"
-_BUCKET = 50_000_000  # elements at most; DeepSpeed's own default takes 2 GB
+BUCKET = 50_000_000  # elements at most; DeepSpeed's own default takes 2 GB
 _PRECISION: dict[Precision, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
@@ -70,10 +69,9 @@ class Config:
             settings.check(self.config, settings.read(self.config), experiment)
 
     def build(self, accelerator: Accelerator, world: World, precision: Precision) -> DeepSpeed:
-        try:
-            version = metadata.version("deepspeed")
-        except metadata.PackageNotFoundError as error:
-            raise MissingExtra("deepspeed", "deepspeed", "strategy deepspeed") from error
+        check_accelerator(__name__, accelerator, devices=("cpu", "cuda"))
+        if (version := version_of("deepspeed")) is None:
+            raise MissingExtra("deepspeed", "deepspeed", "strategy deepspeed")
         if not version.startswith(f"{_VERSION}."):
             raise ConfigError(
                 f"strategy deepspeed works on the internals of DeepSpeed {_VERSION}, and {version} is installed; "
@@ -126,8 +124,8 @@ class DeepSpeed(Strategy):
     def _settings(self, model: nn.Module) -> dict[str, Any]:
         """What DeepSpeed is told. It takes no step, so it needs to know nothing of batches and clipping."""
         config = self._config
-        bucket = min(_BUCKET, sum(parameter.numel() for parameter in model.parameters()))
-        zero: dict[str, Any] = {"reduce_bucket_size": bucket, "allgather_bucket_size": _BUCKET}
+        bucket = min(BUCKET, sum(parameter.numel() for parameter in model.parameters()))
+        zero: dict[str, Any] = {"reduce_bucket_size": bucket, "allgather_bucket_size": BUCKET}
         zero |= settings.zero_section(settings.read(config.config)) if config.config else {}
         for key, offload in (
             ("offload_optimizer", config.offload_optimizer),

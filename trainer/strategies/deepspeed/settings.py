@@ -57,7 +57,7 @@ _WITHOUT_EFFECT = {  # they are about DeepSpeed's own step, log, optimizer and c
     ),
 }
 _HARMLESS: dict[str, Any] = {  # the values at which these are what they are here
-    "communication_data_type": None,
+    "communication_data_type": "fp32",
     "gradient_accumulation_steps": 1,
     "gradient_predivide_factor": 1.0,
     "seq_parallel_communication_data_type": "fp32",
@@ -179,7 +179,9 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
         name = prefix + key
         if isinstance(value, dict):
             yield from _flat(value, f"{name}.")
+        elif value == "auto":
+            continue
         elif name == "optimizer.type":
             yield name, _KINDS.get(str(value).lower(), str(value).lower())
-        elif value != "auto":
+        else:
             yield name, value

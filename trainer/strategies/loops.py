@@ -1,0 +1,151 @@
+"""Loops inside a compiled graph, JAX's `lax.scan`, by the means of `torch_xla.experimental.scan` of torch-xla 2.9.
+
+That records and builds the loops of every call anew, which takes the host longer than all the rest of a step, and asks
+JAX how gradients are to be split. Here each loop is built once, and whoever calls says how tensors are split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from trainer.accelerators.xla import XlaAccelerator
+
+Tree: TypeAlias = Any
+"""Tensors in dictionaries and tuples."""
+Body: TypeAlias = Callable[[Tree, Tree], tuple[Tree, Tree]]
+"""(carried, one of each stack) -> (carried, what is to be stacked)."""
+
+
+class _Loop(NamedTuple):
+    """A loop as XLA's computation, and what it takes besides the tensors that it is called with."""
+
+    computation: Any
+    results: list[Tensor]  # of stacks that it fills, shapes and types
+    constants: list[Tensor]
+    unflatten_carried: Callable[[list[Tensor]], Tree]
+    unflatten_results: Callable[[list[Tensor]], Tree]
+
+
+class Loops:
+    """Runs bodies over stacks of tensors, and differentiates them.
+
+    Args:
+        accelerator: records what is computed.
+    """
+
+    def __init__(self, accelerator: XlaAccelerator) -> None:
+        self._accelerator = accelerator
+        self._traced: dict[tuple[object, ...], tuple[Any, Any, Any]] = {}
+        self._built: dict[Callable[..., Any], _Loop] = {}
+
+    def scan(self, body: Body, carried: Tree, stacked: Tree, partition: Callable[..., Any]) -> tuple[Tree, Tree]:
+        """Calls `body` for each element along the first dimension of the stacks.
+
+        Args:
+            body: a function of its arguments alone, the same object in every step.
+            carried: floating-point tensors that one call hands to the next.
+            stacked: tensors [N, ...].
+            partition: what divides forward and backward pass, as AOTAutograd takes it.
+
+        Returns:
+            What the last call handed on, and stacks of what calls returned besides.
+        """
+        from torch_xla.experimental.scan import value_and_grad_partitioned
+
+        carried = tree_map(Tensor.clone, carried)  # views are recorded again when they are next used: here, and now
+        leaves = tree_leaves((carried, stacked))
+        key = (body, partition, *((leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves))
+        with self._accelerator.unwatched():
+            if key not in self._traced:
+                self._traced[key] = value_and_grad_partitioned(body, carried, stacked, partition)
+        with torch.autocast(leaves[0].device.type, enabled=False):  # what it casts has been recorded
+            found: tuple[Tree, Tree] = _scan()(self, *self._traced[key], carried, stacked)
+            return found
+
+    def run(self, step: Callable[..., Any], carried: Tree, stacked: Tree, reverse: bool = False) -> tuple[Tree, Tree]:
+        """Calls a step that is not differentiated, as `scan` does."""
+        from torch_xla import _XLAC
+        from torch_xla.experimental.scan import tree_flatten_none
+
+        with self._accelerator.unwatched():
+            if step not in self._built:
+                self._built[step] = _build(step, carried, stacked, reverse)
+        loop = self._built[step]
+        (flat, _), (stacks, _) = tree_flatten_none(carried), tree_flatten_none(stacked)
+        device = flat[0].device
+        results = [torch.zeros(each.shape, dtype=each.dtype, device=device) for each in loop.results]
+        inputs = [torch.tensor(0, device=device), *flat, *stacks, *results, *loop.constants]
+        outputs = list(_XLAC._xla_user_computation("xla::scan", inputs, loop.computation))[1:]
+        begin = len(flat) + len(stacks)
+        return loop.unflatten_carried(outputs[: len(flat)]), loop.unflatten_results(
+            outputs[begin : begin + len(results)]
+        )
+
+
+def _build(step: Callable[..., Any], carried: Tree, stacked: Tree, reverse: bool) -> _Loop:
+    """Has torch-xla build a loop, and keeps what it would compute."""
+    from torch_xla.experimental import scan
+
+    with _kept_computations() as kept:
+        after, results = scan._scan_impl_pytree(step, carried, stacked, reverse)
+    ((inputs, computation),) = kept
+    (flat, unflatten_carried), (stacks, _) = scan.tree_flatten_none(after), scan.tree_flatten_none(stacked)
+    filled, unflatten_results = scan.tree_flatten_none(results)
+    constants = 1 + len(flat) + len(stacks) + len(filled)
+    filled = [torch.empty_like(each, device="meta") for each in filled]
+    return _Loop(computation, filled, list(inputs[constants:]), unflatten_carried, unflatten_results)
+
+
+@contextmanager
+def _kept_computations() -> Iterator[list[tuple[Any, Any]]]:
+    """The inputs and computations of the loops that torch-xla is handed meanwhile."""
+    from torch_xla import _XLAC
+
+    kept, hand_over = [], _XLAC._xla_user_computation
+
+    def keep(name: str, inputs: Any, computation: Any) -> Any:
+        if name == "xla::scan":  # the body may call others
+            kept.append((inputs, computation))
+        return hand_over(name, inputs, computation)
+
+    _XLAC._xla_user_computation = keep
+    try:
+        yield kept
+    finally:
+        _XLAC._xla_user_computation = hand_over
+
+
+@cache
+def _scan() -> Callable[..., Any]:
+    """The function that autograd sees; made when it is first needed, as torch-xla may not be installed."""
+    from torch_xla.experimental.pytreeify import pytreeify
+
+    scan: Callable[..., Any] = pytreeify(_Scan).apply
+    return scan
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, loops: Loops, forward: Any, with_inputs: Any, backward: Any, carried: Tree, stacked: Tree
+    ) -> tuple[Tree, Tree]:
+        with torch.no_grad():
+            after, (results, activations) = loops.run(forward, carried, stacked)
+        saved = with_inputs(activations, stacked)
+        ctx.save_for_backward(*saved)
+        ctx.loops, ctx.backward_step = loops, backward
+        return after, results
+
+    @staticmethod
+    def backward(ctx: Any, grad_after: Tree, grad_results: Tree) -> tuple[Any, ...]:
+        with torch.no_grad():
+            stacked = (grad_results, tuple(ctx.saved_tensors))
+            grads = ctx.loops.run(ctx.backward_step, grad_after, stacked, reverse=True)
+        return None, None, None, None, *grads

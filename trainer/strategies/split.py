@@ -1,0 +1,65 @@
+"""Says inside of a graph how a tensor, and with it its gradient, is split over devices: `mark_sharding` as a function.
+
+torch-xla's own such function hands the mesh over as text, and makes and keeps another mesh in each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_AXES = (None, "shard", ("replicate", "shard"))
+_MESHES: list[Any] = []  # operations take numbers
+
+
+def register(mesh: Any) -> int:
+    """Makes a mesh with the axes "replicate" and "shard" known; returns its number."""
+    _MESHES.append(mesh)
+    return len(_MESHES) - 1
+
+
+def mesh_of(number: int) -> Any:
+    """The mesh that was registered as `number`."""
+    return _MESHES[number]
+
+
+def split(tensor: Tensor, mesh: int, axes: Sequence[Any]) -> Tensor:
+    """The same tensor, split over devices; so is its gradient.
+
+    Args:
+        tensor: in a graph.
+        mesh: the number of a mesh.
+        axes: for each dimension None, "shard" or both axes of the mesh.
+    """
+    out: Tensor = _operation()(tensor, mesh, [_AXES.index(axis) for axis in axes])
+    return out
+
+
+@cache
+def _operation() -> Any:
+    """The operation as torch knows it, so that AOTAutograd may record it."""
+
+    @torch.library.custom_op("samestep::split", mutates_args=())
+    def marked(tensor: Tensor, mesh: int, axes: list[int]) -> Tensor:
+        from torch_xla.distributed.spmd import mark_sharding
+
+        out = tensor.clone()
+        mark_sharding(out, mesh_of(mesh), tuple(_AXES[axis] for axis in axes))
+        return out
+
+    @marked.register_fake
+    def _(tensor: Tensor, mesh: int, axes: list[int]) -> Tensor:
+        return torch.empty_like(tensor)
+
+    def keep(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.mesh, ctx.axes = inputs
+
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return marked(gradient, ctx.mesh, ctx.axes), None, None
+
+    marked.register_autograd(backward, setup_context=keep)
+    return marked
