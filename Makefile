@@ -6,11 +6,14 @@ STAMP := $(VENV)/.installed
 BENCH := .venv-bench
 DATA_BENCHMARKS := build loader resume stream
 OTHER_BENCHMARKS := span_corruption step step_t5 generation
+# torch-xla needs a torch of its own, 7 GB in all: an environment outside the checkout, one for each set of pins.
+XLA_PINS := $(shell { cat constraints-xla.txt; $(PYTHON) --version; } | sha256sum | cut -c1-12)
+XLA_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/samestep/xla-$(XLA_PINS)
 
-.PHONY: help install demo test check conformance chaos bench clean
+.PHONY: help install demo test test-xla check conformance chaos bench clean
 
 help:
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 install: $(STAMP)  ## make .venv with everything that the other targets need
 
@@ -39,6 +42,15 @@ check: install
 
 test: check  ## format, lint, types, import contracts and tests, as CI runs them
 	$(BIN)/python -m pytest -n 2
+
+test-xla: install $(XLA_ENV)/.installed  ## the tests of TPUs' code, on XLA's CPU back-end (an environment of 7 GB the first time)
+	SAMESTEP_XLA_PYTHON=$(XLA_ENV)/bin/python $(BIN)/python -m pytest -n 2 tests/xla
+
+$(XLA_ENV)/.installed:
+	@echo "installing torch 2.9 and torch-xla into $(XLA_ENV) (some minutes)"
+	@test -x $(XLA_ENV)/bin/python || $(PYTHON) -m venv $(XLA_ENV)
+	@$(XLA_ENV)/bin/python -m pip install --quiet --no-cache-dir --requirement constraints-xla.txt
+	@touch $@
 
 conformance: install  ## the full same-step matrix (an hour), written to docs/conformance.md
 	$(BIN)/python -m tests.conformance.matrix

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TypeAlias
 
 import numpy as np
@@ -30,6 +29,7 @@ from data_pipeline.dataset import Dataset
 from data_pipeline.loader import StreamingLoader
 from trainer.hashing import combine
 from trainer.objectives import mlm
+from trainer.strategies import Replica
 
 Rows: TypeAlias = npt.NDArray[np.uint16]
 Collate: TypeAlias = Callable[[Sequence[Rows]], object]
@@ -53,7 +53,7 @@ def open_loader(
         seed=0,
         global_batch_size=batch_size,
         micro_batch_size=batch_size,
-        replica=SimpleNamespace(index=0, count=1),
+        replica=Replica(0, 1),
         finite=finite,
     )
 

@@ -15,6 +15,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
+
+import fsspec
 
 from benchmarks.corpus import data_arguments, prepare_dataset
 from benchmarks.loader import open_loader
@@ -45,14 +48,20 @@ def object_store() -> Iterator[None]:
         [sys.executable, "-c", _SERVER], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
     ) as server:
         assert server.stdout is not None
-        os.environ.update(
-            AWS_ENDPOINT_URL=server.stdout.readline().decode().strip(),
-            AWS_ACCESS_KEY_ID="test",
-            AWS_SECRET_ACCESS_KEY="test",
-            AWS_DEFAULT_REGION="us-east-1",
-        )
-        boto3.client("s3").create_bucket(Bucket="bucket")
-        yield
+        environment = {
+            "AWS_ENDPOINT_URL": server.stdout.readline().decode().strip(),
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        clients = fsspec.get_filesystem_class("s3")  # remember where their server was
+        with patch.dict(os.environ, environment):
+            clients.clear_instance_cache()
+            boto3.client("s3").create_bucket(Bucket="bucket")
+            try:
+                yield
+            finally:
+                clients.clear_instance_cache()
 
 
 def one_pass(dataset: Dataset) -> float:

@@ -31,7 +31,7 @@ class BatchMaker:
         counts: int64 [shards], examples in each shard.
         rows: makes the rows.
         global_batch_size: examples of a step.
-        micro_batch_size: the most rows of a micro-batch.
+        micro_batch_size: the most rows of a micro-batch on a device.
         row_cells: cells of a row.
         replica: whose rows.
         prefetcher: is told which shards will be needed.
@@ -52,9 +52,9 @@ class BatchMaker:
         self.order = order
         self._counts, self._row_maker, self._prefetcher = counts, rows, prefetcher
         self._batch_size, self._replica = global_batch_size, replica
-        most_rows = -(-global_batch_size // replica.count)
+        most_rows = -(-global_batch_size // (replica.count * replica.devices))  # of a device
         self.micro_batches = -(-most_rows // micro_batch_size)
-        self._rows = -(-most_rows // self.micro_batches)
+        self._rows = -(-most_rows // self.micro_batches) * replica.devices
         # Numpy is slow with small arrays and wants memory for large ones: rows are made in blocks of micro-batches.
         together = max(1, _BLOCK_CELLS // (self._rows * row_cells))
         self._block_rows = together * self._rows

@@ -65,7 +65,7 @@ class StreamingLoader:
         collate: the objective's; makes the arrays of a micro-batch from its examples and `pack_spec.sequence_length`.
         seed: the run's seed.
         global_batch_size: examples of one optimizer step, over all replicas.
-        micro_batch_size: the most rows of one forward pass.
+        micro_batch_size: the most rows of one forward pass on a device.
         replica: this process's share of each batch.
         finite: one pass in a fixed order (`SinglePass`) with fixed keys, anew for every `iter()`, the last batch
             padded: evaluation. Otherwise endless, shuffled, and `iter()` goes on where the loader is.
@@ -75,7 +75,7 @@ class StreamingLoader:
             step where `config.on_corrupt` is skip.
 
     Raises:
-        ConfigError: fewer examples in the batch than replicas, or in the split than lanes; or more shards to read from
+        ConfigError: fewer examples in the batch than devices, or in the split than lanes; or more shards to read from
             at a time than may be kept open.
         DataError: the split is empty or a shard is damaged.
     """
@@ -96,10 +96,11 @@ class StreamingLoader:
         example_after: Callable[[int], int] | None = None,
         largest: Callable[[int], int] = int,
     ) -> None:
-        if global_batch_size < replica.count:
+        devices = replica.count * replica.devices
+        if global_batch_size < devices:
             raise ConfigError(
-                f"global_batch_size {global_batch_size} is less than the {replica.count} data-parallel replicas, so "
-                f"some would have nothing to do; use at least {replica.count}, or fewer devices"
+                f"global_batch_size {global_batch_size} is less than the {devices} data-parallel devices, so "
+                f"some would have nothing to do; use at least {devices}, or fewer devices"
             )
         if micro_batch_size < 1:
             raise ConfigError(f"micro_batch_size must be at least 1, not {micro_batch_size}")

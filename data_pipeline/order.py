@@ -235,13 +235,16 @@ class SinglePass:
 
 
 class Replica(Protocol):
-    """Which data-parallel replica this process belongs to: `index` of `count`."""
+    """Which data-parallel replica this process belongs to: `index` of `count`; its rows are split over `devices`."""
 
     @property
     def index(self) -> int: ...
 
     @property
     def count(self) -> int: ...
+
+    @property
+    def devices(self) -> int: ...
 
 
 def share(size: int, index: int, count: int) -> slice:

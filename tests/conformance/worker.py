@@ -68,14 +68,14 @@ class Record:
 
 
 class Losses:
-    """A tracker that keeps the training losses."""
+    """A tracker that keeps losses, those of training or of any names."""
 
-    def __init__(self) -> None:
+    def __init__(self, *names: str) -> None:
+        self._names = names or ("train/loss",)
         self.values: list[float] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if "train/loss" in metrics:
-            self.values.append(metrics["train/loss"])
+        self.values += [metrics[name] for name in self._names if name in metrics]
 
     def close(self) -> None: ...
 

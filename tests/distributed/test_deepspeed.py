@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 
 from tests.conformance.matrix import RELATIVE
-from tests.conformance.worker import make_trainer
+from tests.conformance.worker import Losses, make_trainer
 from tests.integration.commands import Samestep
 from trainer.accelerators import cpu
 from trainer.audit.batches import Run
@@ -69,18 +69,6 @@ CHAIN = [(2, "{kind: deepspeed, stage: 3}"), (4, "fsdp"), (3, "ddp"), (2, "{kind
 EACH = 5  # steps of each link
 
 
-class Losses:
-    """A tracker that keeps the losses of training and evaluation."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.values += [metrics[name] for name in ("train/loss", "heldout/loss") if name in metrics]
-
-    def close(self) -> None: ...
-
-
 def train(file: str, overrides: list[str], world: World, sick: bool = False, ledger: Path | None = None) -> Losses:
     """The losses of a run, from its newest checkpoint on; with `sick`, step 3 has a gradient that is not finite."""
     experiment = load(Experiment, file, overrides)
@@ -94,7 +82,7 @@ def train(file: str, overrides: list[str], world: World, sick: bool = False, led
     trainer.strategy.backward = injected  # type: ignore[method-assign]
     if (step := trainer.checkpointer.latest()) is not None:
         trainer.restore(step)
-    tracker = Losses()
+    tracker = Losses("train/loss", "heldout/loss")
     trainer.fit([tracker], ledger if world.rank == 0 else None)
     trainer.close()
     if ledger is not None and world.rank == 0:
@@ -232,9 +220,12 @@ def run(folder: Path, *jobs: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=500,
     )
     assert script.returncode == 0, script.stdout
+
+
+pytestmark = pytest.mark.timeout(600)  # all runs together are 60 s of work
 
 
 @pytest.fixture(scope="module")

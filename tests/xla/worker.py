@@ -1,0 +1,67 @@
+"""What runs under torch-xla: a run as an experiment describes it, and afterwards what XLA says of it, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+
+import torch_xla
+from torch import Tensor
+from torch_xla.debug import metrics as xla_metrics
+
+from tests.conformance.worker import Losses, make_trainer
+from trainer.config import load
+from trainer.experiment import Experiment
+from trainer.strategies.world import World
+
+_READING = "aten::_local_scalar_dense"  # float(tensor), as for logging
+
+
+class Transfers(Losses):
+    """Keeps, besides the losses, how many transfers from the devices there had been at each row of metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transfers: list[int] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        super().log(step, metrics)
+        self.transfers.append(_count("TransferFromDeviceTime"))
+
+
+def main() -> None:
+    file, resume, *overrides = sys.argv[1:]
+    experiment = load(Experiment, file, overrides)
+    world = World.start(60)
+    world.connect("gloo")
+    trainer = make_trainer(experiment, world)
+    if resume != "start":
+        trainer.restore(int(resume))
+    tracker = Transfers()
+    trainer.fit([tracker])
+    trainer.loader.close()
+    report = {
+        "losses": tracker.values,
+        "compilations": trainer.strategy.accelerator.compilations,
+        "compiled": _count("CompileTime"),
+        "transfers": tracker.transfers,
+        "fallbacks": [name for name in xla_metrics.counter_names() if name.startswith("aten::") and name != _READING],
+        "splits": {name: torch_xla._XLAC._get_xla_sharding_spec(each) for name, each in trainer._tensors().items()},
+        "shards": {name: _shards(each) for name, each in trainer._tensors().items()},
+    }
+    sys.stdout.write(json.dumps(report))
+
+
+def _shards(tensor: Tensor) -> list[list[int]]:
+    torch_xla.core.xla_model.wait_device_ops()
+    return [list(shard.shape) for shard, _ in torch_xla._XLAC._get_local_shards([tensor])[0]]
+
+
+def _count(metric: str) -> int:
+    data = xla_metrics.metric_data(metric)
+    return 0 if data is None else data[0]
+
+
+if __name__ == "__main__":
+    main()
