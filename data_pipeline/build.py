@@ -3,11 +3,12 @@
 One coordinator reads the source in order and cuts it into units (`units`); worker processes turn each unit into its
 shards and leave its outcome in `DIR/.build`. A build that was stopped, at any moment and by anything, goes on with the
 units that have no outcome of the same input and settings. The manifest gathers the outcomes and is written last.
+
+The units may also be shared out among several builds at once, on one machine or many (`slices`).
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -18,7 +19,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,9 +29,11 @@ from data_pipeline import pool, tokenization
 from data_pipeline.manifest import FORMAT, MANIFEST, Manifest, ShardInfo, token_dtype
 from data_pipeline.progress import Meter
 from data_pipeline.sentences import Splitter, splitter_version
+from data_pipeline.slices import Claim, Slice
 from data_pipeline.sources import BadRecord, PairSource, Source
 from data_pipeline.tokenization import Tokenizer
 from data_pipeline.units import Outcome, Unit, UnitWriter, cut, hashed_share, limited, outcome_path
+from data_pipeline.verify import verify
 from trainer.config import Kinds, Tree, to_tree
 from trainer.config.sizes import parse_size
 from trainer.errors import ConfigError, DataError
@@ -100,14 +103,30 @@ def build(config: Config, force: bool = False) -> Manifest:
         ConfigError: the source has no files.
         DataError: a record is bad and `on_error` is "stop", the folder is not free for this, or it cannot be written.
     """
-    return _Build(config).run(force)
+    built = _Build(config).run(force)
+    assert built is not None
+    return built
+
+
+def build_slice(config: Config, part: Slice) -> Manifest | None:
+    """Builds a slice of a dataset; the one that finds the units of all others there makes the dataset of them.
+
+    Returns:
+        The manifest, also where the finished dataset was there already; None where others still have units to make.
+
+    Raises:
+        ConfigError: the source has no files.
+        DataError: as `build`; or the same slice is being built by another process, or the finished dataset is damaged.
+    """
+    return _Build(config, part).run()
 
 
 class _Build:
     """One build: what it makes, where, and what it has counted."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, part: Slice | None = None) -> None:
         self.config = config
+        self.part = part
         self.folder = Path(config.output)
         self.tokenizer = Tokenizer.load(config.tokenizer.path)
         self.source: Source = config.source.build()
@@ -127,28 +146,40 @@ class _Build:
             self.source_tree[name] = [shown(path) for path in self.source_tree[name]]
         recipe = [FORMAT, self.tokenizer.fingerprint, self.source_tree, self.settings]
         self.digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-        self.units = 0
+        self.units: list[str] = []  # digest of each, of other slices too
         self.unknown = 0
         self.stopped_by: list[tuple[int, tuple[int, int, str]]] = []  # unit, its first rejected record
 
-    def run(self, force: bool) -> Manifest:
-        if (self.folder / MANIFEST).exists() and not force:
+    def run(self, force: bool = False) -> Manifest | None:
+        if not force and (self.folder / MANIFEST).exists() and not (self.folder / ".build").exists():
             return self._finished_already()
-        with _claimed(self.folder):
-            (self.folder / MANIFEST).unlink(missing_ok=True)
-            self.tokenizer.save(self.folder / "tokenizer")
-            before = _cpu_seconds()
-            try:
-                with Meter("building") as meter:
-                    self._make_units(meter)
-            except KeyboardInterrupt:
-                logger.warning("stopped; the shards finished so far are kept: run the same command again to go on")
-                raise
-            built = self._gather()
-            built.save(self.folder)
-            _remove_strays(self.folder, built)
-            shutil.rmtree(self.folder / ".build")
+        before = _cpu_seconds()
+        with Claim(self.folder, self.part) as claim:
+            with claim.door():
+                alone = claim.enter()
+                # Finished while this one waited, or by one killed before all was tidy. Listed, since a network file
+                # system asks its server for a list, and may remember of a single name that it was missing.
+                if not force and MANIFEST in os.listdir(self.folder):
+                    found = self._finished_already()
+                    if alone:
+                        self._tidy(found)
+                    return found
+                if alone:
+                    (self.folder / MANIFEST).unlink(missing_ok=True)
+                    self.tokenizer.save(self.folder / "tokenizer")
+                claim.stay(self.digest, alone)
+            meter = self._make_units()
+            with claim.door():
+                if self.part is not None and not self._is_last(claim.end()):
+                    return None
+                built = self._gather()
+                built.save(self.folder)
+                self._tidy(built)
         self._report(built, meter, _cpu_seconds() - before)
+        if self.part is not None and (problems := verify(self.folder)):
+            raise DataError(
+                f"{self.folder} is damaged ({len(problems)} problems): {problems[0]}; build it again with --force"
+            )
         return built
 
     def _finished_already(self) -> Manifest:
@@ -162,40 +193,80 @@ class _Build:
         logger.info("%s is built already; if the source files have changed, build it again with --force", self.folder)
         return found
 
-    def _make_units(self, meter: Meter) -> None:
-        """Makes every unit that is not there yet."""
+    def _make_units(self) -> Meter:
+        """Makes every unit of this build that is not there yet; returns what was counted."""
         settings = (self.config.heldout_fraction, self.digest, self.config.sentences)
         start = partial(UnitWriter, self.folder, self.source, *settings)
         workers = self.config.workers or _cores()
-        with closing(pool.process(self._missing_units(meter), start, workers)) as results:
-            for unit, outcome in results:
-                self._check(unit, outcome)
-                meter.advance(unit.share, unit.size, outcome.documents_in)
-        if self.stopped_by:
-            raise _rejection(self.source, *min(self.stopped_by)[1])
+        try:
+            with (
+                Meter("building" if self.part is None else f"building slice {self.part}") as meter,
+                closing(pool.process(self._missing_units(meter), start, workers)) as results,
+            ):
+                for unit, outcome in results:
+                    self._check(unit.index, outcome)
+                    meter.advance(unit.share, unit.size, outcome.documents_in)
+        except KeyboardInterrupt:
+            logger.warning("stopped; the shards finished so far are kept: run the same command again to go on")
+            raise
+        self._stop_if_rejected()
+        if self.part is not None and self.part.index > len(self.units):
+            logger.info("slice %s has nothing to make: the source gives %d units only", self.part, len(self.units))
+        return meter
 
     def _missing_units(self, meter: Meter) -> Iterator[Unit]:
         for unit in cut(limited(self.source.records(), self.config.limit_bytes), self.config.shard_bytes):
             if self.stopped_by:  # units that came before are finished still: the first bad record of all is reported
                 return
-            self.units += 1
-            outcome = Outcome.load(outcome_path(self.folder, unit.index))
-            if outcome and self._is_valid(outcome, unit):
-                self._check(unit, outcome)
+            self.units.append(unit.digest)
+            if self.part is not None and not self.part.has(unit.index):
+                meter.advance(unit.share, 0, len(unit.records))
+            elif outcome := self._outcome(unit.index):
+                self._check(unit.index, outcome)
                 meter.advance(unit.share, 0, outcome.documents_in)
             else:
                 yield unit
 
-    def _is_valid(self, outcome: Outcome, unit: Unit) -> bool:
-        """Whether an outcome found on disk is what the unit would give now, and its shards are whole."""
-        if (outcome.build, outcome.digest) != (self.digest, unit.digest):
-            return False
+    def _outcome(self, index: int) -> Outcome | None:
+        """The outcome on disk of a unit if it is what the unit would give now, and its shards are whole."""
+        outcome = Outcome.load(outcome_path(self.folder, index))
+        if outcome is None or (outcome.build, outcome.digest) != (self.digest, self.units[index]):
+            return None
         paths = {self.folder / shard.name: shard.bytes for shard in outcome.shards.values()}
-        return all(path.exists() and path.stat().st_size == size for path, size in paths.items())
+        return outcome if all(path.exists() and path.stat().st_size == size for path, size in paths.items()) else None
 
-    def _check(self, unit: Unit, outcome: Outcome) -> None:
+    def _check(self, index: int, outcome: Outcome) -> None:
         if outcome.rejected and self.config.on_error == "stop":
-            self.stopped_by.append((unit.index, outcome.rejected[0]))
+            self.stopped_by.append((index, outcome.rejected[0]))
+
+    def _stop_if_rejected(self) -> None:
+        if self.stopped_by:
+            raise _rejection(self.source, *min(self.stopped_by)[1])
+
+    def _is_last(self, alone: bool) -> bool:
+        """Whether this slice finds all units there and nobody else at work, and so merges; if not, says why.
+
+        Raises:
+            DataError: a unit of another slice has a bad record.
+        """
+        there = set(os.listdir(self.folder / ".build"))  # before any is opened, as in `run`
+        missing = 0
+        for index in range(len(self.units)):
+            if outcome_path(self.folder, index).name not in there:
+                missing += 1
+            elif alone:  # else others may wait at the door meanwhile, and the last of them looks closely
+                if outcome := self._outcome(index):
+                    self._check(index, outcome)
+                else:
+                    missing += 1
+        if alone and not missing:
+            self._stop_if_rejected()
+            return True
+        left = (
+            f"others still have to make {missing} of {len(self.units)} units" if missing else "others are at work still"
+        )
+        logger.info("slice %s of %s is done: %s, and the last one merges", self.part, self.folder, left)
+        return False
 
     def _gather(self) -> Manifest:
         """Makes the manifest of the outcomes, and lists what was rejected."""
@@ -203,7 +274,7 @@ class _Build:
         reasons: Counter[str] = Counter()
         documents_in = 0
         with atomic_write(self.folder / "rejected.jsonl") as file:
-            for index in range(self.units):
+            for index in range(len(self.units)):
                 outcome = Outcome.load(outcome_path(self.folder, index))
                 assert outcome is not None
                 documents_in += outcome.documents_in
@@ -235,6 +306,14 @@ class _Build:
             settings=self.settings,
         )
 
+    def _tidy(self, built: Manifest) -> None:
+        """Removes the outcomes, and shards and temporary files that stopped builds of other settings or input left."""
+        names = {shard.name for shard in built.shards}
+        for path in self.folder.iterdir():
+            if path.name.endswith(".tmp") or (_SHARD_NAME.fullmatch(path.name) and path.name not in names):
+                path.unlink()
+        shutil.rmtree(self.folder / ".build", ignore_errors=True)  # of NFS, for one: see Claim
+
     def _report(self, built: Manifest, meter: Meter, cpu_seconds: float) -> None:
         for reason, count in built.documents_rejected.items():
             logger.warning("rejected %d: %s (each listed in %s/rejected.jsonl)", count, reason, self.folder)
@@ -265,39 +344,6 @@ def _rejection(source: Source, file: int, line: int, reason: str) -> DataError:
         f"{shown(source.files[file])}:{line}: {reason}; correct it, or leave such documents out with on_error=skip, "
         f"which counts and lists them"
     )
-
-
-@contextmanager
-def _claimed(folder: Path) -> Iterator[None]:
-    """Holds the folder for one build.
-
-    Raises:
-        DataError: it holds something else, another build is writing it, or it cannot be written.
-    """
-    mark = folder / ".build"
-    try:
-        if folder.exists() and not mark.exists() and not (folder / MANIFEST).exists() and any(folder.iterdir()):
-            raise DataError(f"{folder} is neither empty nor a dataset; choose another folder with output=DIR")
-        mark.mkdir(parents=True, exist_ok=True)
-        lock = (mark / "lock").open("w")
-    except OSError as error:
-        raise DataError(f"cannot write the dataset {folder}: {error.strerror}; choose another output=DIR") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"another build is writing {folder}; wait for it, or choose another output=DIR") from None
-        except OSError as error:  # some network file systems have no locks
-            logger.warning("%s cannot be locked (%s): let no other build write in it", folder, error)
-        yield
-
-
-def _remove_strays(folder: Path, built: Manifest) -> None:
-    """Removes shards and temporary files that earlier, stopped builds of other settings or input left."""
-    names = {shard.name for shard in built.shards}
-    for path in folder.iterdir():
-        if path.name.endswith(".tmp") or (_SHARD_NAME.fullmatch(path.name) and path.name not in names):
-            path.unlink()
 
 
 def _cores() -> int:

@@ -13,10 +13,11 @@ from data_pipeline.dataset import Dataset
 from data_pipeline.inspection import inspect, plot, report
 from data_pipeline.push import push
 from data_pipeline.remote import load_manifest
+from data_pipeline.slices import Slice
 from data_pipeline.verify import verify
 from trainer.command import Commands, add_command, add_group
 from trainer.config import load
-from trainer.errors import EXIT_DONE, EXIT_FAILED
+from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 
 _OVERRIDES = "settings that replace those of the file, e.g. output=datasets/mine on_error=skip"
 
@@ -63,9 +64,13 @@ def add_build(commands: Commands) -> None:
         "tokenise raw text into a dataset of shards",
         "Stopped at any moment, even by kill -9, it goes on where it was when it is run again. The result depends\n"
         "on the text and the settings only, not on the number of workers.\n\n"
-        "example:\n  samestep data build configs/data/python_docs.yaml output=datasets/docs workers=4",
+        "With --slice I/N, for I from 1 to N, commands on any machines that share the folder share the work, in any\n"
+        "order, at once or not. The last one to be done merges and verifies; the result is that of one build.\n\n"
+        "examples:\n  samestep data build configs/data/python_docs.yaml output=datasets/docs workers=4\n"
+        "  samestep data build configs/data/python_docs.yaml output=/shared/docs --slice 3/8",
     )
     add_config(parser)
+    parser.add_argument("--slice", metavar="I/N", help="make one of N equal shares only, I from 1 to N")
     parser.add_argument("--force", action="store_true", help="replace the finished dataset that is there")
 
 
@@ -139,7 +144,17 @@ def _tokenizer(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
-    build.build(load(build.Config, args.config, args.overrides), force=args.force)
+    part = None if args.slice is None else Slice.parse(args.slice)
+    if part is not None and args.force:
+        raise ConfigError(
+            f"--force does not go with --slice {part}: each slice would remove what the others have made; replace the "
+            f"finished dataset with one samestep data build --force, or choose another output=DIR"
+        )
+    config = load(build.Config, args.config, args.overrides)
+    if part is None:
+        build.build(config, force=args.force)
+    else:
+        build.build_slice(config, part)
     return EXIT_DONE
 
 
