@@ -24,11 +24,10 @@ from trainer.optim import groups
 from trainer.passes import Loader, MicroBatches, accumulate_gradients, score
 from trainer.phases import Phase, phase_of
 from trainer.preemption import StopRequest
-from trainer.recorder import Recorder
+from trainer.recorder import AlertingHeartbeat, Recorder
 from trainer.state import TrainState
 from trainer.strategies import Strategy
 from trainer.strategies.fingerprint import StateCheck
-from trainer.strategies.heartbeat import Heartbeat
 from trainer.training import Config
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,8 @@ class Trainer:
         self.state = TrainState()
         self.recorder = Recorder(strategy)
         self.guard = Guard(config.faults, strategy, description["config"]["output"])
-        self.heartbeat = Heartbeat(strategy.world, config.hang_timeout, Path(description["config"]["output"], "stacks"))
+        stacks = Path(description["config"]["output"], "stacks")
+        self.heartbeat = AlertingHeartbeat(self.recorder, strategy.world, config.hang_timeout, stacks)
         # A look at a compiled step's state would cut its graph in two.
         every = None if strategy.accelerator.compiles else config.verify_state_every
         self.state_check = StateCheck(strategy, self._tensors, every)
@@ -128,6 +128,7 @@ class Trainer:
             if fault := self.train_step(micro_batches):
                 if not self.guard.skips(self.state.step + 1, fault):
                     return fault
+                self.recorder.alert("WARN", "A step was skipped", f"step {self.state.step + 1}: {fault}")
                 self.pass_over(self.loader.fed, fault)
                 continue
             if self.state.step == began + 1:

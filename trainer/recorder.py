@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.ledger import Ledger, Range
-from trainer.monitoring import Tracker, stragglers
+from trainer.monitoring import Level, Tracker, stragglers
 from trainer.monitoring.clock import Clock
 from trainer.monitoring.meter import Meter
 from trainer.monitoring.resources import Resources
@@ -19,6 +19,8 @@ from trainer.passes import Loader, MicroBatches
 from trainer.phases import Phase
 from trainer.state import TrainState
 from trainer.strategies import Strategy
+from trainer.strategies.heartbeat import Beat, Heartbeat, explain
+from trainer.strategies.world import World
 
 
 class Recorder:
@@ -115,6 +117,11 @@ class Recorder:
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
+    def alert(self, level: Level, title: str, text: str) -> None:
+        """Tells people, on the rank that has the trackers."""
+        for tracker in self._trackers:
+            tracker.alert(level, title, text)
+
     def state_dict(self) -> dict[str, Any]:
         """What has been added up since the last row, over all replicas, and the ledger's head; a collective."""
         return {
@@ -142,6 +149,27 @@ class Recorder:
         signed = [(value + 2**63) % 2**64 - 2**63 for value in mine]
         sums: list[int] = self._strategy.all_reduce(torch.tensor(signed)).tolist()
         return sums
+
+
+class AlertingHeartbeat(Heartbeat):
+    """Tells people of a hang, on the rank that has the trackers: nobody else could before the process ends.
+
+    Args:
+        recorder: has the trackers.
+        world: as in `Heartbeat`.
+        timeout: as in `Heartbeat`.
+        folder: as in `Heartbeat`.
+    """
+
+    def __init__(self, recorder: Recorder, world: World, timeout: float | None, folder: Path) -> None:
+        super().__init__(world, timeout, folder)
+        self._recorder = recorder
+
+    def _write_stacks(self, mine: Beat) -> None:
+        """Each rank that lives comes by here once, whichever it is that ends the run some beats later."""
+        super()._write_stacks(mine)
+        where = f"{explain({mine.rank: mine}, [])}; the log's last line and the stacks in {self._folder} say who it is"
+        self._recorder.alert("ERROR", "The run hangs", where)
 
 
 def _hexadecimal(digest: int) -> str:

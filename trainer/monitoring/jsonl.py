@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import SamestepError
+from trainer.monitoring import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """Appends rows to metrics.jsonl; each is handed to the operating system at once, so a killed process loses none.
 
     While the disk is full, rows wait in memory, and training goes on.

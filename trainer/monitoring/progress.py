@@ -9,10 +9,12 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from trainer.monitoring import Tracker
+
 logger = logging.getLogger(__name__)
 
 
-class ProgressTracker:
+class ProgressTracker(Tracker):
     """Shows step, loss, learning rate, tokens per second and time left.
 
     Args:

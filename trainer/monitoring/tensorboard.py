@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from trainer.errors import MissingExtra
+from trainer.monitoring import Tracker
 from trainer.monitoring.jsonl import read_rows
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class Config:
         return TensorBoardTracker(folder, description)
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Writes metrics as scalars. Nothing that goes wrong here stops training: it is reported once."""
 
     def __init__(self, folder: Path, description: Mapping[str, Any]) -> None:

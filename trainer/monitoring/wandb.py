@@ -16,13 +16,17 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
 from typing import Any, Literal
 from urllib.parse import urlparse
 
-from trainer.errors import MissingExtra
+from trainer import storage
+from trainer.errors import ConfigError, MissingExtra
+from trainer.monitoring import Level, Tracker
 from trainer.monitoring.artifacts import CheckpointArtifacts
 from trainer.monitoring.jsonl import read_rows
 
@@ -30,6 +34,14 @@ logger = logging.getLogger(__name__)
 
 FINISH_SECONDS = 60.0
 """How long the end of a run waits for uploads; what is not sent by then can be sent with `wandb sync`."""
+
+ALERT_SECONDS = 3.0
+"""How long an alert may hold up a run, or its end: 5 seconds after other processes have ended, the agent kills this."""
+
+_FILE = "wandb_run.json"
+# W&B's process sends one thing after the other, and Python's end waits for it: no request may take many minutes.
+_REQUEST_SECONDS = 15.0
+_REQUEST_RETRIES = 2
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,7 @@ class Config:
             found (in WANDB_API_KEY or netrc) and offline if none is; disabled switches W&B off.
         log_checkpoints: whether to log committed checkpoints as artifacts: those in folders are uploaded, those in
             object stores referred to.
+        alerts: whether W&B tells people when the run fails or hangs, passes over a step, or was started again.
     """
 
     project: str = "samestep"
@@ -55,9 +68,31 @@ class Config:
     tags: tuple[str, ...] = ()
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     log_checkpoints: bool = False
+    alerts: bool = True
+
+    def claim(self, folder: Path) -> None:
+        """Makes a folder that of this trial of a sweep, if this is one: before anything of a run there is looked at.
+
+        Raises:
+            ConfigError: it is that of another run, which the trial would go on with.
+        """
+        if (trial := _trial()) is None:
+            return
+        started, known = (folder / "starts.jsonl").exists(), (folder / _FILE).exists()
+        if (started and not known) or _run_id(folder) != trial:
+            held = f"the W&B run {_run_id(folder)}" if known else "a run without W&B"
+            raise ConfigError(
+                f"output {folder} holds {held}, and this is the trial {trial} of a sweep, which would go on with it; "
+                "give each trial a folder of its own, such as output=runs/sweep/$WANDB_RUN_ID (see "
+                "configs/sweeps/bert_mini.yaml)"
+            )
 
     def build(
-        self, folder: Path, description: Mapping[str, Any], checkpoints: Callable[[], Sequence[str]]
+        self,
+        folder: Path,
+        description: Mapping[str, Any],
+        checkpoints: Callable[[], Sequence[str]],
+        summary: Mapping[str, str | int],
     ) -> WandbTracker:
         """Makes the tracker of a run folder, whose metrics.jsonl has been cut back to where training continues.
 
@@ -65,14 +100,15 @@ class Config:
             folder: the run's.
             description: the experiment's configuration.
             checkpoints: lists the folders or URLs of the committed checkpoints, oldest first.
+            summary: what is to be known of the run besides its metrics, as the newest start has it.
 
         Raises:
             MissingExtra: the package wandb is not installed.
         """
-        return WandbTracker(self, folder, description, checkpoints)
+        return WandbTracker(self, folder, description, checkpoints, summary)
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """Sends metrics to one W&B run. Nothing that goes wrong in W&B stops training: it is reported once."""
 
     def __init__(
@@ -81,22 +117,30 @@ class WandbTracker:
         folder: Path,
         description: Mapping[str, Any],
         checkpoints: Callable[[], Sequence[str]],
+        summary: Mapping[str, str | int],
     ) -> None:
         self._run: Any = None
+        self._alerts = config.alerts
         self._artifacts: CheckpointArtifacts | None = None
         self._last_held = -1  # the last step that W&B already has
         mode = resolve_mode(config.mode)
         if mode != "disabled":
             wandb = _import()
             try:
-                self._start(wandb, config, mode, folder, description)
+                self._start(wandb, config, mode, folder, description, summary)
                 if config.log_checkpoints:
                     self._artifacts = CheckpointArtifacts(wandb, self._run, checkpoints)
             except Exception as error:
                 self._give_up(error)
 
     def _start(
-        self, wandb: ModuleType, config: Config, mode: str, folder: Path, description: Mapping[str, Any]
+        self,
+        wandb: ModuleType,
+        config: Config,
+        mode: str,
+        folder: Path,
+        description: Mapping[str, Any],
+        summary: Mapping[str, str | int],
     ) -> None:
         run_id = _run_id(folder)
         replaced = list((folder / "wandb").glob(f"offline-run-*-{run_id}"))
@@ -111,8 +155,15 @@ class WandbTracker:
             id=run_id,
             mode=mode,
             resume="allow" if mode == "online" else None,
-            settings=wandb.Settings(silent=True, console="off", finish_timeout=FINISH_SECONDS),
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                finish_timeout=FINISH_SECONDS,
+                x_graphql_timeout_seconds=_REQUEST_SECONDS,
+                x_graphql_retry_max=_REQUEST_RETRIES,
+            ),
         )
+        self._run.summary.update(dict(summary))
         self._last_held = self._run.starting_step - 1
         for row in read_rows(folder / "metrics.jsonl"):
             row["_timestamp"] = row.pop("time")
@@ -134,6 +185,26 @@ class WandbTracker:
         if self._artifacts is not None:
             self._artifacts.look()
 
+    def alert(self, level: Level, title: str, text: str) -> None:
+        """Sends an alert; after an ERROR also all that is held back, and the W&B run has failed.
+
+        In a thread, as the one that trains may hang within W&B, or W&B itself.
+        """
+        if self._run is not None and self._alerts:
+            sending = Thread(target=self._send, args=(level, title, text), name="wandb-alert", daemon=True)
+            sending.start()
+            sending.join(ALERT_SECONDS)
+
+    def _send(self, level: Level, title: str, text: str) -> None:
+        try:
+            self._run.alert(title=title, text=storage.shown(text), level=level)
+        except Exception as error:
+            self._give_up(error)
+        if level == "ERROR" and self._run is not None:  # the process may end before W&B's own has heard of the alert
+            run, self._run = self._run, None
+            with suppress(Exception):  # W&B says so itself
+                run.finish(exit_code=1)
+
     def close(self) -> None:
         """Waits for uploads, a minute at most."""
         if self._run is not None:
@@ -143,6 +214,7 @@ class WandbTracker:
                 self._run.finish()
             except Exception as error:
                 self._give_up(error)
+            self._run = None
 
     def _give_up(self, error: Exception) -> None:
         self._run = self._artifacts = None
@@ -182,9 +254,12 @@ def has_key() -> bool:
 
 def _run_id(folder: Path) -> str:
     """The W&B id of the run in this folder, the same after every restart."""
-    path = folder / "wandb_run.json"
-    if path.exists():
-        return str(json.loads(path.read_text(encoding="utf-8"))["id"])
-    run_id = uuid.uuid4().hex[:8]
-    path.write_text(json.dumps({"id": run_id}) + "\n", encoding="utf-8")
-    return run_id
+    path = folder / _FILE
+    if not path.exists():
+        storage.write_text(path, json.dumps({"id": _trial() or uuid.uuid4().hex[:8]}) + "\n")
+    return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+
+
+def _trial() -> str | None:
+    """The W&B id of this run where the agent of a sweep has started it: then W&B takes no other."""
+    return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None

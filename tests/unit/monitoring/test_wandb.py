@@ -6,12 +6,10 @@ import json
 import logging
 import os
 import signal
-import struct
 import subprocess
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.server import QuietServer
+from tests.unit.monitoring.offline_wandb import offline_alerts, offline_records, offline_rows, offline_summary, wait_for
 from trainer.config import decode
 from trainer.errors import ConfigError, MissingExtra
 from trainer.monitoring import wandb as tracking
@@ -39,52 +38,6 @@ def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", "1")
 
 
-def records(path: Path) -> Iterator[bytes]:
-    """Reads a .wandb file: a LevelDB log of 32 KiB blocks whose records are (crc, length, type, data)."""
-    data = path.read_bytes()
-    position, record = 7, b""
-    while position + 7 <= len(data):
-        if 32768 - position % 32768 < 7:  # the rest of a block that has no room for a header
-            position += 32768 - position % 32768
-            continue
-        checksum, length, kind = struct.unpack_from("<IHB", data, position)
-        body = data[position + 7 : position + 7 + length]
-        if len(body) < length or zlib.crc32(bytes([kind]) + body) != checksum:
-            return
-        position += 7 + length
-        record += body
-        if kind in (1, 4):  # whole, or last part
-            yield record
-            record = b""
-
-
-def offline_records(folder: Path, kind: str) -> Iterator[Any]:
-    """The records of a kind in all offline runs of a folder, in the order in which `wandb sync` reads them."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        for data in records(path):
-            record = Record.FromString(data)
-            if record.WhichOneof("record_type") == kind:
-                yield getattr(record, kind)
-
-
-def offline_rows(folder: Path) -> list[dict[str, Any]]:
-    """The history rows in all offline runs of a folder."""
-    rows = []
-    for history in offline_records(folder, "history"):
-        items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in history.item}
-        rows.append({**items, "_step": history.step.num})
-    return rows
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 CHILD = """
 import sys, time
 from pathlib import Path
@@ -93,7 +46,7 @@ from trainer.monitoring.wandb import Config
 
 folder, mode, first, last, end = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
 trackers = [JsonlTracker(folder / "metrics.jsonl", resume_step=first - 1)]
-trackers.append(Config(project="p", entity="e", mode=mode).build(folder, {"seed": 1}, list))
+trackers.append(Config(project="p", entity="e", mode=mode).build(folder, {"seed": 1}, list, {"restarts": 1}))
 for step in range(first, last + 1):
     for tracker in trackers:
         tracker.log(step, {"train/loss": 1 / step})
@@ -145,6 +98,9 @@ class FakeServer(QuietServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), FakeHandler)
         self.lines: dict[int, str] = {}
+        self.alerts: list[dict[str, Any]] = []
+        self.silent_at_alerts = False
+        self.silent, self.over = threading.Event(), threading.Event()
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -160,6 +116,11 @@ class FakeServer(QuietServer):
             return {"model": {**project, "bucket": {**run, **counts, **tails}} if self.lines else None}
         if "upsertBucket" in query:
             return {"upsertBucket": {"bucket": run, "inserted": not self.lines}}
+        if "notifyScriptableRunAlert" in query:
+            self.alerts.append(variables)
+            if self.silent_at_alerts:
+                self.silent.set()
+            return {"notifyScriptableRunAlert": {"success": True}}
         if "createRunFiles" in query:
             return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": []}}
         return {}
@@ -181,6 +142,8 @@ class FakeHandler(BaseHTTPRequestHandler):
             for name, chunk in json.loads(body).get("files", {}).items():
                 if name == "wandb-history.jsonl":
                     self.server.lines.update(enumerate(chunk["content"], start=chunk["offset"]))
+        if self.server.silent.is_set():
+            self.server.over.wait()
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps(reply).encode())
@@ -194,6 +157,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
         monkeypatch.setenv("WANDB__FILE_STREAM_TRANSMIT_INTERVAL", "1")
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
+        server.over.set()
         server.shutdown()
 
 
@@ -211,6 +175,7 @@ class FakeRun:
     def __init__(self, starting_step: int) -> None:
         self.starting_step = starting_step
         self.steps: list[int] = []
+        self.summary: dict[str, Any] = {}
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self.steps.append(step)
@@ -234,7 +199,9 @@ def test_online_the_server_gets_what_it_lacks_and_nothing_twice(
         jsonl.log(step, {"train/loss": 1 / step})
     jsonl.close()
     JsonlTracker(tmp_path / "metrics.jsonl", resume_step=checkpoint).close()
-    tracker = tracking.Config(mode="online", entity="e", group="g", tags=("a",)).build(tmp_path, {"seed": 1}, list)
+    tracker = tracking.Config(mode="online", entity="e", group="g", tags=("a",)).build(
+        tmp_path, {"seed": 1}, list, {"restarts": 1}
+    )
     for step in range(checkpoint + 1, 13):
         tracker.log(step, {"train/loss": 1 / step})
     assert run.steps == sent
@@ -250,7 +217,7 @@ def test_a_failure_of_wandb_is_reported_once_and_training_goes_on(
     run = FakeRun(0)
     monkeypatch.setattr(wandb, "init", lambda **_: run)
     monkeypatch.setattr(run, "log", lambda *_, **__: 1 / 0)
-    tracker = tracking.Config(mode="online").build(tmp_path, {}, list)
+    tracker = tracking.Config(mode="online").build(tmp_path, {}, list, {})
     for step in range(3):
         tracker.log(step, {"train/loss": 1.0})
     tracker.close()
@@ -263,17 +230,118 @@ def test_a_server_that_does_not_answer_is_reported_and_training_goes_on(
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
-    tracker = tracking.Config(mode="online").build(tmp_path, {}, list)
+    tracker = tracking.Config(mode="online").build(tmp_path, {}, list, {})
     tracker.log(1, {"train/loss": 1.0})
     tracker.close()
     assert "Training goes on" in caplog.text
+
+
+FAILING_CHILD = """
+import os, sys
+from pathlib import Path
+from trainer.monitoring import wandb as tracking
+
+folder, mode, last_step = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+tracker = tracking.Config(mode=mode).build(folder, {"seed": 1}, list, {"restarts": 3})
+tracker.log(1, {"train/loss": 1.0})
+tracker.alert("WARN", "A step was skipped", "https://me:pass@host/data.tar?X-Amz-Signature=abc is odd")
+tracker.alert("ERROR", "The run has failed", "why")
+tracker.log(2, {"train/loss": 1.0})
+exec(last_step)
+"""
+ALERTS = [("WARN", "A step was skipped", "https://host/data.tar is odd"), ("ERROR", "The run has failed", "why")]
+
+
+def fail(folder: Path, mode: str, last_step: str, before: str = "") -> None:
+    """Runs, in a process, a tracker to which an error happens."""
+    code = FAILING_CHILD.replace("tracker = ", f"{before}\ntracker = ", 1)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    arguments = [sys.executable, "-c", code, str(folder), mode, last_step]
+    assert subprocess.run(arguments, env=environment, timeout=100).returncode == 1
+
+
+def test_an_alert_says_no_secrets_and_an_error_is_written_though_the_process_ends_at_once(tmp_path: Path):
+    """As it does under a launcher."""
+    fail(tmp_path, "offline", "os._exit(1)")
+    wait_for(lambda: any(offline_records(tmp_path, "exit")))
+    assert offline_alerts(tmp_path) == ALERTS
+    assert [row["_step"] for row in offline_rows(tmp_path)] == [1]
+    assert [ended.exit_code for ended in offline_records(tmp_path, "exit")] == [1]
+    assert offline_summary(tmp_path)["restarts"] == 3
+
+
+def test_alerts_reach_the_server(tmp_path: Path, server: FakeServer):
+    fail(tmp_path, "online", "os._exit(1)")
+    assert [(alert["severity"], alert["title"], alert["text"]) for alert in server.alerts] == ALERTS
+
+
+def test_a_server_that_falls_silent_at_an_alert_does_not_keep_the_process(tmp_path: Path, server: FakeServer):
+    """Left to itself, W&B would try again for many minutes, and the end of Python waits for W&B."""
+    server.silent_at_alerts = True
+    shorter = "tracking.FINISH_SECONDS, tracking._REQUEST_SECONDS, tracking._REQUEST_RETRIES = 3.0, 1.0, 1"
+    fail(tmp_path, "online", "sys.exit(1)", before=shorter)
+    assert server.silent.is_set()
+
+
+@pytest.mark.parametrize("hangs", ["alert", "finish"])
+def test_an_alert_holds_up_nobody_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hangs: str
+):
+    """Though W&B hangs; and one that fails stops nothing."""
+    monkeypatch.setattr(tracking, "ALERT_SECONDS", 0.1)
+    release, run = threading.Event(), FakeRun(0)
+    monkeypatch.setattr(run, "alert", lambda **_: None, raising=False)
+    monkeypatch.setattr(run, hangs, lambda **_: release.wait(60), raising=False)
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    tracker, began = tracking.Config(mode="online").build(tmp_path, {}, list, {}), time.monotonic()
+    tracker.alert("ERROR", "The run hangs", "in forward")
+    assert time.monotonic() - began < 10
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "wandb-alert")
+    release.set()
+
+    run = FakeRun(0)  # which cannot alert
+    tracker = tracking.Config(mode="online").build(tmp_path, {}, list, {})
+    tracker.alert("WARN", "A step was skipped", "")
+    tracker.log(1, {})
+    assert "'FakeRun' object has no attribute 'alert'" in caplog.text
+
+
+def test_alerts_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = FakeRun(0)
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    tracker = tracking.Config(mode="online", alerts=False).build(tmp_path, {}, list, {})
+    tracker.alert("ERROR", "The run has failed", "")
+    tracker.log(1, {})
+    assert run.steps == [1]
+
+
+def test_a_trial_of_a_sweep_takes_the_id_of_its_agent_and_no_folder_of_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config, own = tracking.Config(), tmp_path / "own"
+    monkeypatch.setenv("WANDB_RUN_ID", "trial1")
+    config.claim(own)
+    assert not own.exists()  # without a sweep, the variable is not about this run
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep")
+    own.mkdir()
+    for _ in range(2):
+        config.claim(own)
+    assert json.loads((own / "wandb_run.json").read_text()) == {"id": "trial1"}
+    monkeypatch.setenv("WANDB_RUN_ID", "trial2")
+    with pytest.raises(ConfigError, match="holds the W&B run trial1, and this is the trial trial2"):
+        config.claim(own)
+    (other := tmp_path / "other").mkdir()
+    (other / "starts.jsonl").touch()
+    with pytest.raises(ConfigError, match="holds a run without W&B"):
+        config.claim(other)
+    assert [file.name for file in other.iterdir()] == ["starts.jsonl"]
 
 
 def test_committed_checkpoints_become_artifacts_whose_files_are_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staging"))
     committed: list[str] = []
     config = tracking.Config(mode="offline", log_checkpoints=True)
-    tracker = config.build(tmp_path, {}, lambda: committed)
+    tracker = config.build(tmp_path, {}, lambda: committed, {})
     for step in (1, 2, 3):
         folder = tmp_path / "checkpoints" / f"step-{step:08d}"
         folder.mkdir(parents=True)
@@ -319,12 +387,12 @@ def test_artifacts_that_fail_or_hang_do_not_hold_up_the_end_of_a_run(caplog: pyt
 
 def test_disabled_needs_no_package_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    tracker = tracking.Config(mode="disabled").build(tmp_path, {}, list)
+    tracker = tracking.Config(mode="disabled").build(tmp_path, {}, list, {})
     tracker.log(1, {"train/loss": 1.0})
     tracker.close()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(MissingExtra, match=r"samestep\[wandb\]"):
-        tracking.Config(mode="offline").build(tmp_path, {}, list)
+        tracking.Config(mode="offline").build(tmp_path, {}, list, {})
 
 
 def test_auto_is_online_only_where_a_key_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,69 @@
+"""Reading what W&B has written offline, as `wandb sync` would."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+def records(path: Path) -> Iterator[bytes]:
+    """Reads a .wandb file: a LevelDB log of 32 KiB blocks whose records are (crc, length, type, data)."""
+    data = path.read_bytes()
+    position, record = 7, b""
+    while position + 7 <= len(data):
+        if 32768 - position % 32768 < 7:  # the rest of a block that has no room for a header
+            position += 32768 - position % 32768
+            continue
+        checksum, length, kind = struct.unpack_from("<IHB", data, position)
+        body = data[position + 7 : position + 7 + length]
+        if len(body) < length or zlib.crc32(bytes([kind]) + body) != checksum:
+            return
+        position += 7 + length
+        record += body
+        if kind in (1, 4):  # whole, or last part
+            yield record
+            record = b""
+
+
+def offline_records(folder: Path, kind: str) -> Iterator[Any]:
+    """The records of a kind in all offline runs of a folder, in the order in which `wandb sync` reads them."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        for data in records(path):
+            record = Record.FromString(data)
+            if record.WhichOneof("record_type") == kind:
+                yield getattr(record, kind)
+
+
+def offline_rows(folder: Path) -> list[dict[str, Any]]:
+    """The history rows in all offline runs of a folder."""
+    rows = []
+    for history in offline_records(folder, "history"):
+        items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in history.item}
+        rows.append({**items, "_step": history.step.num})
+    return rows
+
+
+def offline_summary(folder: Path) -> dict[str, Any]:
+    """The summary that the records of all offline runs of a folder come to."""
+    updates = (item for summary in offline_records(folder, "summary") for item in summary.update)
+    return {item.key or item.nested_key[0]: json.loads(item.value_json) for item in updates}
+
+
+def offline_alerts(folder: Path) -> list[tuple[str, str, str]]:
+    """Level, title and text of the alerts in all offline runs of a folder."""
+    return [(alert.level, alert.title, alert.text) for alert in offline_records(folder, "alert")]
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Returns when a condition holds; fails if that takes a minute."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
