@@ -108,6 +108,10 @@ def build(config: Config, force: bool = False) -> Manifest:
     return built
 
 
+def check(config: Config) -> None:
+    _Build(config)  # refuses what `build` would, before it reads any text
+
+
 def build_slice(config: Config, part: Slice) -> Manifest | None:
     """Builds a slice of a dataset; the one that finds the units of all others there makes the dataset of them.
 
@@ -115,8 +119,7 @@ def build_slice(config: Config, part: Slice) -> Manifest | None:
         The manifest, also where the finished dataset was there already; None where others still have units to make.
 
     Raises:
-        ConfigError: the source has no files.
-        DataError: as `build`; or the same slice is being built by another process, or the finished dataset is damaged.
+        SamestepError: as `build`; or another process builds the same slice, or the finished dataset is damaged.
     """
     return _Build(config, part).run()
 

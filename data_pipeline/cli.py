@@ -72,6 +72,7 @@ def add_build(commands: Commands) -> None:
     add_config(parser)
     parser.add_argument("--slice", metavar="I/N", help="make one of N equal shares only, I from 1 to N")
     parser.add_argument("--force", action="store_true", help="replace the finished dataset that is there")
+    parser.add_argument("--check", action="store_true", help="look whether it could begin: source, tokenizer, settings")
 
 
 def add_verify(commands: Commands) -> None:
@@ -151,7 +152,9 @@ def _build(args: argparse.Namespace) -> int:
             f"finished dataset with one samestep data build --force, or choose another output=DIR"
         )
     config = load(build.Config, args.config, args.overrides)
-    if part is None:
+    if args.check:
+        build.check(config)
+    elif part is None:
         build.build(config, force=args.force)
     else:
         build.build_slice(config, part)

@@ -35,6 +35,19 @@ logger = logging.getLogger(__name__)
 MicroBatch: TypeAlias = dict[str, torch.Tensor]
 
 
+def check_batch(global_batch_size: int, devices: int) -> None:
+    """Refuses a batch that some devices would have no example of.
+
+    Raises:
+        ConfigError: naming the smallest batch.
+    """
+    if global_batch_size < devices:
+        raise ConfigError(
+            f"global_batch_size {global_batch_size} is less than the {devices} data-parallel devices, so "
+            f"some would have nothing to do; use at least {devices}, or fewer devices"
+        )
+
+
 class StreamingLoader:
     """Yields one optimizer step's micro-batches at a time, for one replica.
 
@@ -97,11 +110,7 @@ class StreamingLoader:
         largest: Callable[[int], int] = int,
     ) -> None:
         devices = replica.count * replica.devices
-        if global_batch_size < devices:
-            raise ConfigError(
-                f"global_batch_size {global_batch_size} is less than the {devices} data-parallel devices, so "
-                f"some would have nothing to do; use at least {devices}, or fewer devices"
-            )
+        check_batch(global_batch_size, devices)
         if micro_batch_size < 1:
             raise ConfigError(f"micro_batch_size must be at least 1, not {micro_batch_size}")
         named = named_sources(dataset)

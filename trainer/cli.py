@@ -86,9 +86,23 @@ def _add_config(commands: Commands) -> None:
         "config",
         _config,
         "print an experiment with every setting resolved",
-        "example:\n  samestep config configs/debug/bert_mini.yaml optimizer.lr=1e-3",
+        "With --devices it also says what would keep the run from starting there: a batch that is too small, a\n"
+        "strategy or model that does not fit, a dataset that cannot be read, an output folder that cannot be written."
+        "\n\n"
+        "examples:\n  samestep config configs/debug/bert_mini.yaml optimizer.lr=1e-3\n"
+        "  samestep config configs/pretrain/bert_large_lamb.yaml --devices 256",
     )
     _add_experiment(config)
+    config.add_argument(
+        "--devices",
+        metavar="N[,N]",
+        help="check the run for so many devices (for each of several numbers); here: for those that this machine has",
+    )
+    config.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="the run's folders are not on this machine: of its data, only addresses are looked at",
+    )
 
 
 def _add_evaluate(commands: Commands) -> None:
@@ -186,8 +200,12 @@ def _add_doctor(commands: Commands) -> None:
     )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all sub-commands, those of the other packages included."""
+def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
+    """The parser of all sub-commands, those of the other packages included.
+
+    Args:
+        wanted: the sub-command that is to be run. Where another package has it, nothing else is imported.
+    """
     parser = argparse.ArgumentParser(
         prog="samestep",
         description="Pre-trains and fine-tunes Transformer language models: the same run on any number of devices.",
@@ -200,7 +218,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in (_add_train, _add_config, _add_evaluate, _add_export, _add_fill, _add_fetch, _add_report, _add_doctor):
         add(commands)
-    for entry_point in entry_points(group="samestep.commands"):
+    others = entry_points(group="samestep.commands")
+    for entry_point in [each for each in others if each.name == wanted] or others:
         entry_point.load()(commands)
     return parser
 
@@ -209,7 +228,17 @@ def _config(args: argparse.Namespace) -> int:
     from trainer.config import dump, load
     from trainer.experiment import Experiment
 
-    sys.stdout.write(dump(load(Experiment, args.file, args.overrides)))
+    experiment = load(Experiment, args.file, args.overrides)
+    if args.devices is not None:
+        from trainer import agent, preflight
+
+        here = str(agent.default_processes(_on_cpu(experiment)))
+        numbers = args.devices.replace("here", here).split(",")
+        if not all(number.isdecimal() and int(number) for number in numbers):
+            raise ConfigError(f"--devices must be at least 1, or here, not {args.devices}")
+        for number in numbers:
+            preflight.check(experiment, int(number), elsewhere=args.elsewhere)
+    sys.stdout.write(dump(experiment))
     return EXIT_DONE
 
 
@@ -336,7 +365,8 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parses the command line; overrides, texts and flags may stand anywhere, as argparse alone does not allow."""
-    parser = build_parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = build_parser(next((argument for argument in arguments if not argument.startswith("-")), None))
     args, rest = parser.parse_known_args(arguments)
     for flag in ("--traceback", "--verbose"):
         if flag in rest:

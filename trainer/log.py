@@ -1,4 +1,4 @@
-"""Logging set-up: INFO from rank 0, warnings from every rank with its number."""
+"""Logging set-up: INFO from rank 0, warnings from every rank with its number; all of it in files, where asked for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import logging
 import os
 import sys
 import warnings
+from pathlib import Path
+
+FILES = "SAMESTEP_LOGS"
+"""The environment variable that names a folder for a file of each rank, with its INFO, too."""
 
 
 class _StderrHandler(logging.Handler):
@@ -21,10 +25,14 @@ class _StderrHandler(logging.Handler):
 def set_up(rank: int = 0, verbose: bool = False) -> None:
     """Sends log records to stderr; ranks other than 0 only speak from WARNING up, and say who they are."""
     who = "" if rank == 0 else f"[rank {rank}] "
-    handler = _StderrHandler()
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {who}%(message)s", datefmt="%H:%M:%S"))
-    level = logging.WARNING if rank else logging.DEBUG if verbose else logging.INFO
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    level = logging.DEBUG if verbose else logging.INFO
+    stderr = _StderrHandler(logging.WARNING if rank else level)
+    stderr.setFormatter(logging.Formatter(f"%(asctime)s {who}%(message)s", datefmt="%H:%M:%S"))
+    handlers: list[logging.Handler] = [stderr]
+    if (folder := Path(os.environ.get(FILES, ""))).name and "RANK" in os.environ and folder.is_dir():
+        handlers.append(logging.FileHandler(folder / f"rank-{rank:05}.log"))
+        handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
     for package in ("trainer", "data_pipeline", "launch"):
         logging.getLogger(package).setLevel(level)
     for noisy in ("torch.distributed", "torch.distributed.elastic"):

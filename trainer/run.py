@@ -46,11 +46,15 @@ def train(experiment: Experiment) -> int:
     Returns:
         The exit code: 0 at the end; else 75 or 76, see `trainer.preemption`.
     """
+    trackers: list[Tracker] = []
     with (
         StopRequest(experiment.training.preemption) as stop,
         meeting(experiment) as strategy,
+        records.failures_told(trackers),
         _only_writer(experiment, strategy.world.rank),
     ):
+        if experiment.tracking.wandb is not None and strategy.world.rank == 0:
+            experiment.tracking.wandb.claim(Path(experiment.output))
         stop.join(strategy.world.size)
         dataset = experiment.data.open()
         checkpointer = open_checkpointer(experiment, strategy.world)
@@ -70,8 +74,9 @@ def train(experiment: Experiment) -> int:
                 logger.info("continuing   at step %d%s", step, f" with {changes}" if changes else "")
             strategy.world.tell_progress(trainer.state.step)
             profiler = experiment.tracking.profile.build(Path(experiment.output), strategy.world.rank)
+            fault: str | None = None
             while True:
-                trackers, ledger = _open_records(experiment, dataset, trainer)
+                trackers[:], ledger = _open_records(experiment, dataset, trainer, fault)
                 fault = trainer.fit(trackers, ledger, forecast.throughput(experiment, trainer), profiler, stop)
                 for tracker in trackers:
                     tracker.close()
@@ -115,7 +120,7 @@ def _evaluate(experiment: Experiment, step: int | None, strategy: Strategy) -> d
     checkpoints = checkpoint_folder(experiment)
     source = checkpoints if step is None else integrity.step_folder(checkpoints, step)
     weights = load_weights(source, strategy.world.rank, strategy.world.size)
-    model = _build_model(experiment, dataset, objective)
+    model = build_model(experiment, dataset, objective)
     # The optimizer that comes with it has no state yet, and so takes no memory.
     with strategy.accelerator.graph("start"):
         model, _ = strategy.prepare(model, experiment.optimizer.build, stored_values(weights, model, dataset))
@@ -186,7 +191,7 @@ def build_trainer(
         CheckpointError: the weights are of another model.
     """
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
-    model = _build_model(experiment, dataset, objective)
+    model = build_model(experiment, dataset, objective)
     shapes = copy.deepcopy(model)  # of its own parameters the strategy may leave nothing but names
     initial: InitialValues = partial(shapes.initial_values, seed=experiment.seed)
     if weights is not None:
@@ -249,8 +254,12 @@ def _sized(
     return replace(phase, micro_batch_size=size, fits=fits)
 
 
-def _build_model(experiment: Experiment, dataset: AnyDataset, objective: Objective) -> Any:
-    """The model on the meta device: it fits the dataset, and its parameters have no values yet."""
+def build_model(experiment: Experiment, dataset: AnyDataset, objective: Objective) -> Any:
+    """The model on the meta device: its parameters have no values yet.
+
+    Raises:
+        ConfigError: it does not fit the dataset or the objective.
+    """
     with torch.device("meta"):
         model: Any = experiment.model.build()
     check_fit(experiment, dataset, objective, model)
@@ -321,13 +330,15 @@ def write_description(experiment: Experiment, dataset: AnyDataset) -> None:
         files.copy_folder(folder / "tokenizer", checkpoint_folder(experiment) / "tokenizer")
 
 
-def _open_records(experiment: Experiment, dataset: AnyDataset, trainer: Trainer) -> tuple[list[Tracker], Path | None]:
+def _open_records(
+    experiment: Experiment, dataset: AnyDataset, trainer: Trainer, fault: str | None
+) -> tuple[list[Tracker], Path | None]:
     """Makes the run's folder self-contained and opens what is written into it, on rank 0; the others write nothing."""
     if trainer.strategy.replica.index > 0:
         return [], None
     write_description(experiment, dataset)
     forecast.report(experiment, trainer)
-    return records.open_records(experiment, trainer), Path(experiment.output) / "ledger.jsonl"
+    return records.open_records(experiment, trainer, fault), Path(experiment.output) / "ledger.jsonl"
 
 
 def _out_of_memory(experiment: Experiment, strategy: Strategy, phase: Phase | None, error: Exception) -> SamestepError:

@@ -138,7 +138,7 @@ def test_failing_rank(start: Start, objective: str, experiment_file: str, tmp_pa
 def test_mistake_that_all_ranks_notice(start: Start, experiment_file: str, tmp_path: Path) -> None:
     result = start("train", experiment_file, *overrides(tmp_path), "strategy=single", "--processes", 2).wait()
     assert result.code == 2
-    assert "strategy single runs in one process, and 2 were started" in result.message
+    assert "strategy single runs in one process, and there are 2" in result.message
 
 
 def test_bug(samestep: Samestep, objective: str, experiment_file: str, tmp_path: Path) -> None:

@@ -40,12 +40,20 @@ class Config:
         if self.replicas < 1:
             raise ConfigError(f"replicas must be at least 1, not {self.replicas}")
 
-    def build(self, accelerator: Accelerator, world: World, precision: Precision) -> FullyShardedDataParallel:
-        if world.size % self.replicas:
+    def check_devices(self, devices: int) -> None:
+        """Refuses devices that do not split into `replicas` equal groups.
+
+        Raises:
+            ConfigError: naming the numbers that fit.
+        """
+        if devices % self.replicas:
             raise ConfigError(
-                f"strategy.replicas {self.replicas} does not divide the {world.size} processes; "
-                f"use one of {[r for r in range(1, world.size + 1) if world.size % r == 0]}"
+                f"strategy.replicas {self.replicas} does not divide the {devices} devices; "
+                f"use one of {[r for r in range(1, devices + 1) if devices % r == 0]}"
             )
+
+    def build(self, accelerator: Accelerator, world: World, precision: Precision) -> FullyShardedDataParallel:
+        self.check_devices(world.size)
         return FullyShardedDataParallel(accelerator, world, precision, self)
 
 

@@ -17,12 +17,20 @@ from trainer.strategies.world import World
 class Config:
     """No splitting at all: the reference that the other strategies are compared with."""
 
-    def build(self, accelerator: Accelerator, world: World, precision: Precision) -> Single:
-        if world.size != 1:
+    def check_devices(self, devices: int) -> None:
+        """Refuses more devices than one.
+
+        Raises:
+            ConfigError: naming strategies for several.
+        """
+        if devices != 1:
             raise ConfigError(
-                f"strategy single runs in one process, and {world.size} were started; "
+                f"strategy single runs in one process, and there are {devices}; "
                 "use strategy=fsdp or strategy=ddp, or start one process"
             )
+
+    def build(self, accelerator: Accelerator, world: World, precision: Precision) -> Single:
+        self.check_devices(world.size)
         return Single(accelerator, world, precision)
 
 

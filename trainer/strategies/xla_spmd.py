@@ -69,6 +69,26 @@ class Config:
                 "that what is to be computed again has been computed already, and keep it"
             )
 
+    def check_devices(self, devices: int) -> None:
+        """Refuses devices that do not split into `replicas` equal groups.
+
+        Raises:
+            ConfigError: naming the numbers that fit.
+        """
+        self._check_replicas([n for n in range(1, devices + 1) if devices % n == 0], devices)
+
+    def check_slice(self, devices: int, here: int) -> None:
+        """As `check_devices`, once it is known that each machine has `here` of them: a copy's share is whole machines,
+        or whole copies lie on one."""
+        parts = {n: devices // n for n in range(1, devices + 1) if devices % n == 0}
+        self._check_replicas([n for n, of in parts.items() if of % here == 0 or here % of == 0], devices)
+
+    def _check_replicas(self, fitting: list[int], devices: int) -> None:
+        if self.replicas not in fitting:
+            raise ConfigError(
+                f"strategy.replicas {self.replicas} does not divide the {devices} devices; use one of {fitting}"
+            )
+
     def build(self, accelerator: Accelerator, world: World, precision: Precision) -> XlaSpmd:
         return XlaSpmd(accelerator, world, precision, self)
 
@@ -89,16 +109,7 @@ class XlaSpmd(Strategy):
                 f"the slice has {machines} machine{'s' if machines > 1 else ''} and {world.size} processes were "
                 "started; start one process on each machine"
             )
-        here = accelerator.devices
-        fitting = [
-            n
-            for n in range(1, devices + 1)
-            if devices % n == 0 and (devices // n % here == 0 or here % (devices // n) == 0)
-        ]
-        if config.replicas not in fitting:
-            raise ConfigError(
-                f"strategy.replicas {config.replicas} does not divide the {devices} devices; use one of {fitting}"
-            )
+        config.check_slice(devices, accelerator.devices)
         self.replica = Replica(world.rank, world.size, accelerator.devices)
         self._scan_layers = config.scan_layers
         self._flash_from = config.flash_attention_from if flash.usable(accelerator) else None
