@@ -1,0 +1,286 @@
+"""The process beside a job on Cloud TPU that asks for its slice again when it is taken away, and deletes it in the end.
+
+A request for spot machines that were taken away stays SUSPENDED for ever, and a slice whose run has ended costs as much
+as before: somebody has to look. `samestep launch` starts this; `python -m launch.tpu_supervisor FOLDER`, with the job's
+folder or a copy of it, does so on any machine with gcloud. It may be killed and started again at any time, and two of
+them do no harm: what it has begun is written down before, and Google's names are the lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from launch import tpu_slice
+from launch.tpu_slice import Resource, Slice
+from trainer.errors import EXIT_DONE, EXIT_FAILED, LaunchError
+
+logger = logging.getLogger("launch.tpu_supervisor")  # also when this module is run as __main__
+
+LOG = "supervisor.log"
+_LOCK = "supervisor.lock"
+_MEMORY = "supervisor.json"
+_GRACE_SECONDS = 120.0  # for the machines that are last to end
+_LONGEST_WAIT = 600.0  # while Google does not answer
+_VAIN_REQUESTS = 3  # that fail in a row before there was a machine
+_LOST = ("PREEMPTED", "TERMINATED", "")
+
+Action: TypeAlias = Literal["wait", "create", "delete", "done"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a supervisor has to know after it was started again.
+
+    Attributes:
+        phase: of the job; in `recreating` and `ending` the slice is on its way out.
+        restarts: how often the slice was asked for again.
+        vain: requests in a row that failed before they were served.
+        was_active: whether the present request has been served.
+        code: the run's exit code, once that is known.
+        why: it is in its phase.
+    """
+
+    phase: Literal["running", "recreating", "ending"] = "running"
+    restarts: int = 0
+    vain: int = 0
+    was_active: bool = False
+    code: int | None = None
+    why: str = ""
+
+    @classmethod
+    def of(cls, folder: Path) -> Memory:
+        """That of a job's folder."""
+        try:
+            return cls(**json.loads((folder / _MEMORY).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return cls()
+
+    def save(self, folder: Path) -> None:
+        """Writes it down, whole or not at all."""
+        new = folder / f"{_MEMORY}.new"
+        new.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        os.replace(new, folder / _MEMORY)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a look at the cloud has shown.
+
+    Attributes:
+        state: of the queued resource; empty where there is none.
+        by_user: whether a person has suspended it.
+        complaint: of Google, about a request that failed.
+        node: the state of its node; empty where there is none.
+        healthy: whether its machines are in order.
+        code: the run's exit code; None while it goes on.
+        stop: whether the job was cancelled.
+        stopped: whether the run has had its time for that.
+    """
+
+    state: str
+    by_user: bool = False
+    complaint: str = ""
+    node: str = ""
+    healthy: bool = True
+    code: int | None = None
+    stop: bool = False
+    stopped: bool = False
+
+
+def decide(memory: Memory, sight: Sight) -> tuple[Memory, Action]:
+    """What is to be done now, and to be remembered before it is done."""
+    if memory.phase == "ending":
+        return memory, "done" if not sight.state else "wait" if sight.state == "DELETING" else "delete"
+    if sight.stop:
+        if sight.state and not sight.stopped:
+            return memory, "wait"
+        return _ending(memory, sight, "cancelled")
+    if memory.phase == "recreating":
+        return memory, "create" if not sight.state else "wait" if sight.state == "DELETING" else "delete"
+    if not sight.state:
+        return _ending(memory, sight, "the queued resource is gone: somebody has deleted it")
+    if sight.code is not None:
+        if sight.code != EXIT_DONE and not sight.healthy:
+            return _again(memory, f"the run ended with exit code {sight.code} on machines that are not in order")
+        return _ending(memory, sight, f"the run has ended with exit code {sight.code}")
+    if sight.state == "ACTIVE":
+        if sight.node in _LOST and memory.was_active:  # a node may take a while to show up
+            return _again(memory, f"the machines are {sight.node.lower() or 'gone'}")
+        return replace(memory, was_active=True, vain=0), "wait"
+    if sight.state not in ("SUSPENDED", "FAILED"):
+        return memory, "wait"
+    if sight.by_user:
+        return _ending(memory, sight, "suspended by a person, who has deleted the machines")
+    if sight.state == "SUSPENDED" or memory.was_active:
+        return _again(memory, "the machines were taken away")
+    if memory.vain < _VAIN_REQUESTS:
+        return _again(replace(memory, vain=memory.vain + 1), f"the request has failed: {sight.complaint}")
+    failed = replace(sight, code=EXIT_FAILED)
+    return _ending(memory, failed, f"the request fails again and again: {sight.complaint}")
+
+
+def _again(memory: Memory, why: str) -> tuple[Memory, Action]:
+    return replace(memory, phase="recreating", restarts=memory.restarts + 1, was_active=False, why=why), "delete"
+
+
+def _ending(memory: Memory, sight: Sight, why: str) -> tuple[Memory, Action]:
+    memory = replace(memory, phase="ending", code=sight.code, why=why)
+    return memory, "delete" if sight.state else "done"
+
+
+class Supervisor:
+    """Looks after the job of a folder.
+
+    Args:
+        folder: of the job.
+
+    Raises:
+        LaunchError: it is none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._slice = folder, Slice.of(folder)
+        self._memory = Memory.of(folder)
+        self._said = ""
+        self._since: dict[str, float] = {}  # when something was seen first
+
+    def run(self) -> None:
+        """Returns when the job has ended and nothing of it is left that costs money."""
+        delay = self._slice.poll_seconds
+        while True:
+            try:
+                if self.step():
+                    return
+                delay = self._slice.poll_seconds
+            except LaunchError as error:
+                delay = min(2 * delay, max(_LONGEST_WAIT, self._slice.poll_seconds))
+                logger.warning("%s; next try in %.0f s", error, delay)
+            time.sleep(delay)
+
+    def step(self) -> bool:
+        """One look, and what follows from it; whether all is over.
+
+        Raises:
+            LaunchError: gcloud could not tell or do something; another try may help.
+        """
+        sight = self._look()
+        memory, action = decide(self._memory, sight)
+        if memory.phase != self._memory.phase:
+            logger.info("%s", memory.why)
+        if memory != self._memory:
+            memory.save(self._folder)
+            self._memory = memory
+        if action == "delete":
+            logger.info("deleting %s", self._slice.name)
+            self._slice.delete()
+        elif action == "create":
+            self._create()
+        elif action == "done":
+            tpu_slice.note_end(self._folder, memory.code)
+            logger.info("%s is deleted; nothing of it costs money, except for what lies in buckets", self._slice.name)
+        return action == "done"
+
+    def _create(self) -> None:
+        self._slice.forget_exits()
+        logger.info("asking for %s again, restart %d", self._slice.name, self._memory.restarts)
+        try:
+            self._slice.request(self._folder)
+        except LaunchError as error:
+            if "ALREADY_EXISTS" not in str(error):  # else another supervisor was faster
+                raise
+        self._memory = replace(self._memory, phase="running")
+        self._memory.save(self._folder)
+        if "stop" in self._slice.objects():  # whoever cancelled meanwhile found nothing to delete
+            self._slice.delete()
+
+    def _look(self) -> Sight:
+        resource = self._slice.queued()
+        state = tpu_slice.state_of(resource)
+        if state != self._said:
+            self._said = state
+            logger.info("%s: %s", self._slice.name, state.lower() or "not there")
+        objects = self._slice.objects()
+        exits, stop = self._slice.exits(objects), "stop" in objects
+        node = self._slice.node() if state == "ACTIVE" else None
+        machines = tpu_slice.machines(node) if state == "ACTIVE" and not self._waited("exit", bool(exits)) else 1
+        code = tpu_slice.outcome(exits, machines)
+        return Sight(
+            state,
+            by_user=(resource or {}).get("state", {}).get("stateInitiator") == "USER",
+            complaint=tpu_slice.complaint(resource or {}),
+            node=str((node or {}).get("state", "")),
+            healthy=state == "ACTIVE" and (node is None or _in_order(node)),
+            code=code,
+            stop=stop,
+            stopped=self._waited("stop", stop, self._slice.stop_seconds) or state != "ACTIVE" or code is not None,
+        )
+
+    def _waited(self, what: str, seen: bool, seconds: float = 0.0) -> bool:
+        """Whether something has been there for so long, and the grace."""
+        if not seen:
+            self._since.pop(what, None)
+            return False
+        return time.monotonic() - self._since.setdefault(what, time.monotonic()) > seconds + _GRACE_SECONDS
+
+
+def _in_order(node: Resource) -> bool:
+    return node.get("state") == "READY" and node.get("health") != "UNHEALTHY_MAINTENANCE"
+
+
+def start(folder: Path) -> subprocess.Popen[bytes]:
+    """Starts the supervisor of a job, which goes on when the terminal is closed."""
+    with (folder / LOG).open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "launch.tpu_supervisor", str(folder)],  # -P: not what lies in this folder
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def is_running(folder: Path) -> bool:
+    """Whether one is at work on this machine."""
+    try:
+        with (folder / _LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def main(arguments: list[str]) -> int:
+    """`python -m launch.tpu_supervisor FOLDER`."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    if len(arguments) != 1:
+        logger.error("give the folder of one job: where `samestep launch` said that it is kept, or a copy of it")
+        return EXIT_FAILED
+    folder = Path(arguments[0]).absolute()
+    try:
+        Slice.of(folder)
+    except LaunchError as error:
+        logger.error("%s", error)
+        return EXIT_FAILED
+    with (folder / _LOCK).open("wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("another one looks after %s already", folder)
+            return EXIT_DONE
+        Supervisor(folder).run()
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

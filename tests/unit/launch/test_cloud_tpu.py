@@ -1,0 +1,521 @@
+"""Cloud TPU without one: the real gcloud talks to a control plane on loopback.
+
+Buckets and ssh are the tests' own. Where the real gcloud would add nothing but seconds, it is the tests' own, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from google.cloud import tpu_v2, tpu_v2alpha1
+
+from launch import records, submit, tpu_slice, tpu_supervisor
+from launch.cloud_tpu import Config
+from launch.job import EXIT, JobSpec, Record
+from launch.tpu_slice import FILE, HINTS, STARTUP, Slice
+from launch.tpu_supervisor import Memory
+from tests.unit.launch.tpu_control_plane import REAL_GCLOUD, TOKEN, ControlPlane, install, until
+from trainer.config import decode, to_tree
+from trainer.errors import ConfigError, LaunchError
+
+STRANGE = 'it\'s a "run" $(touch pwned) `touch pwned`\n; touch pwned & %s \\ end'
+CLUSTER = Config("v4-8", "my-project", "us-central2-b", "gs://bucket/a folder")
+NAME = "samestep-run-001"
+needs_gcloud = pytest.mark.skipif(not Path(REAL_GCLOUD).exists(), reason="gcloud is not installed")
+
+
+def job(
+    folder: Path, config: str = "output: runs/run\ncheckpoint: {folder: gs://bucket/run}\n", **more: Any
+) -> JobSpec:
+    return JobSpec("run", "train", config, folder / "001", folder, **{"code": True, **more})
+
+
+@pytest.fixture
+def plane() -> Iterator[ControlPlane]:
+    plane = ControlPlane()
+    yield plane
+    plane.close()
+
+
+@pytest.fixture
+def thin(plane: ControlPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A gcloud that is quick; its folder."""
+    for name, value in install(tmp_path / "gcloud", plane, thin=True).items():
+        monkeypatch.setenv(name, value)
+    return tmp_path / "gcloud"
+
+
+@pytest.fixture
+def real(plane: ControlPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The real gcloud, but for buckets, secrets and ssh; the folder of these."""
+    for name, value in install(tmp_path / "gcloud", plane, thin=False).items():
+        monkeypatch.setenv(name, value)
+    return tmp_path / "gcloud"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to submit from: a cluster, an experiment, and a snapshot that could be installed."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    tree = {"kind": "cloud_tpu", **to_tree(replace(CLUSTER, poll_seconds=0.1, secrets={"WANDB_API_KEY": "wandb"}))}
+    (folder / "tpu.yaml").write_text(yaml.safe_dump(tree))
+    (folder / "run.yaml").write_text(
+        "output: runs/run\nstrategy: xla_spmd\ndata: {path: gs://bucket/data}\ncheckpoint: {folder: gs://bucket/run}\n"
+    )
+    (folder / "pyproject.toml").write_text("[project]\nname = 'samestep'\n")
+    subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(tpu_slice, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(tpu_slice, "_LOG_SECONDS", 0.05)
+    return folder
+
+
+def launched(*overrides: str) -> Record:
+    return submit.submit(submit.prepare("tpu.yaml", "run.yaml", overrides))
+
+
+def staging(gcloud: Path) -> Path:
+    return next((gcloud / "buckets" / "bucket" / "a folder").glob("run-*/001"))
+
+
+# What is asked for
+
+
+@pytest.mark.parametrize(
+    ("accelerator_type", "topology", "devices"),
+    [
+        ("v4-8", None, 4),
+        ("v5litepod-16", None, 16),
+        ("v5p-32", None, 16),
+        ("v6e-8", None, 8),
+        ("v3-8", None, 8),
+        ("v4", "2x2x4", 16),
+        ("v6e", "4x4", 16),
+        ("v2", "2x2", 8),
+    ],
+)
+def test_devices_are_those_that_xla_sees(accelerator_type: str, topology: str | None, devices: int) -> None:
+    assert replace(CLUSTER, accelerator_type=accelerator_type, topology=topology).devices == (devices,)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"accelerator_type": "v9-8"}, "v9-8"),
+        ({"accelerator_type": "v4"}, "v4-8"),
+        ({"accelerator_type": "v4-7"}, "v4-7"),
+        ({"accelerator_type": "v4-8", "topology": "2x2"}, "topology"),
+        ({"project": "My Project"}, "project"),
+        ({"zone": "us-central2"}, "zone"),
+        ({"staging": "gs://bucket"}, "a folder in it"),
+        ({"staging": "s3://bucket/x"}, "staging"),
+        ({"staging": "gs://bucket/x*"}, "staging"),
+        ({"mounts": {"data": "gs://bucket/data"}}, "mounts"),
+        ({"mounts": {"/data": "bucket/data"}}, "mounts./data"),
+        ({"labels": {"Team": "x"}}, "labels"),
+        ({"secrets": {"WANDB_API_KEY": "not a name"}}, "secrets.WANDB_API_KEY"),
+        ({"variables": {"WANDB_API_KEY": "x"}}, "variables.WANDB_API_KEY"),
+        ({"reservation": "mine"}, "reserved"),
+        ({"code": "installed"}, "package"),
+        ({"options": ["-x"]}, "options"),
+        ({"user": "root; reboot"}, "user"),
+        ({"poll_seconds": 0}, "poll_seconds"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        decode(Config, to_tree(CLUSTER) | settings)
+
+
+def test_settings_survive_yaml() -> None:
+    config = replace(CLUSTER, mounts={"/a": "gs://b/c"}, setup=(STRANGE,), secrets={"KEY": "key"}, labels={"a": ""})
+    assert decode(Config, yaml.safe_load(yaml.safe_dump(to_tree(config)))) == config
+
+
+def test_datasets_are_built_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="samestep data push"):
+        CLUSTER.render(replace(job(tmp_path), action="build"))
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("strategy=fsdp", "strategy=xla_spmd"),
+        ("data.path=datasets/x", "data.path datasets/x"),
+        ("data.sources=[{path: /data/x}]", "data.sources.0.path"),
+        ("init_from=runs/x", "init_from"),
+        ("checkpoint.folder=null", "checkpoint.folder"),
+        ("checkpoint.folder=/mnt/x", "checkpoint.folder"),
+    ],
+)
+def test_what_the_machines_would_lose_is_refused(thin: Path, project: Path, override: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        launched(override)
+    assert not (thin / "calls").exists()
+
+
+def test_what_cannot_be_installed_is_refused(thin: Path, project: Path) -> None:
+    (project / "pyproject.toml").unlink()
+    with pytest.raises(LaunchError, match=r"cluster\.package"):
+        launched()
+    assert launched("cluster.package=samestep", "cluster.supervise=false").id == NAME
+
+
+BODIES: dict[str, tuple[Config, str, dict[str, Any]]] = {
+    "spot": (CLUSTER, "v2", {"spot": {}}),
+    "on_demand": (replace(CLUSTER, capacity="on_demand", internal_ips=True, network="n", subnetwork="s"), "v2", {}),
+    "reserved": (
+        replace(CLUSTER, capacity="reserved", service_account="me@my-project.iam.gserviceaccount.com"),
+        "v2",
+        {"reservationName": "projects/my-project/locations/us-central2-b/reservations/-"},
+    ),
+    "reservation": (
+        replace(CLUSTER, capacity="reserved", reservation="mine", labels={"team": "a"}),
+        "v2alpha1",
+        {
+            "guaranteed": {"reserved": True},
+            "provisioningModel": "STANDARD",
+            "reservationName": "projects/my-project/locations/us-central2-b/reservations/mine",
+        },
+    ),
+    "topology": (
+        replace(CLUSTER, accelerator_type="v6e", topology="4x4", options=("--tags=a",)),
+        "v2alpha1",
+        {"spot": {}, "provisioningModel": "SPOT"},
+    ),
+}
+
+
+@needs_gcloud
+@pytest.mark.parametrize("case", BODIES)
+def test_bodies_that_gcloud_posts_are_googles(real: Path, plane: ControlPlane, tmp_path: Path, case: str) -> None:
+    config, version, tier = BODIES[case]
+    submission = config.render(job(tmp_path, f"output: {json.dumps(STRANGE)}\n"))
+    for name, text in submission.files.items():
+        (tmp_path / name).write_text(text)
+    Slice.of(tmp_path).request(tmp_path)
+    [(posted_to, body)] = plane.bodies
+    assert posted_to == version
+    assert {key: value for key, value in body.items() if key != "tpu"} == tier
+    body.pop("provisioningModel", None)  # which Google's client of 2026 does not know
+    # A topology goes as `type: V6E`, an enumeration, so the client would refuse a kind that does not exist.
+    module = tpu_v2 if version == "v2" else tpu_v2alpha1
+    [spec] = module.QueuedResource.from_json(json.dumps(body)).tpu.node_spec
+    assert (spec.parent, spec.node_id) == ("projects/my-project/locations/us-central2-b", NAME)
+    assert spec.node.accelerator_type == ("" if config.topology else "v4-8")
+    assert spec.node.accelerator_config.topology == (config.topology or "")
+    assert spec.node.metadata["startup-script"] == submission.files[STARTUP]
+    assert dict(spec.node.labels) == {"samestep": "run"} | config.labels
+    assert spec.node.network_config.enable_external_ips is not config.internal_ips
+    assert spec.node.network_config.network == (config.network or "default")
+    assert spec.node.service_account.email == (config.service_account or "")
+    assert list(spec.node.tags) == (["a"] if config.options else [])
+
+
+# What Google says
+
+
+@needs_gcloud
+def test_refusals_of_google_come_with_a_hint(real: Path, plane: ControlPlane) -> None:
+    CLUSTER.check()
+    with pytest.raises(LaunchError, match=r"no v4-4096: of these it has v4-8, v4-16;"):
+        replace(CLUSTER, accelerator_type="v4-4096").check()
+    (real / "token").write_text("expired")
+    with pytest.raises(LaunchError, match="gcloud auth login"):
+        CLUSTER.check()
+    (real / "token").write_text(TOKEN)
+    plane.refusal = (403, "PERMISSION_DENIED", "Cloud TPU API has not been used in project p before or it is disabled.")
+    with pytest.raises(LaunchError, match="gcloud services enable"):
+        CLUSTER.check()
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [  # each was heard from gcloud 528
+        ("You do not currently have an active account selected.\nPlease run:\n\n  $ gcloud auth login", "log in"),
+        ("UNAUTHENTICATED: Request had invalid authentication credentials. Expected OAuth 2 access token", "log in"),
+        ("There was a problem refreshing your current auth tokens: ('invalid_grant: Bad Request')", "log in"),
+        (
+            "PERMISSION_DENIED: Cloud TPU API has not been used in project p before or it is disabled.",
+            "services enable",
+        ),
+        ("PERMISSION_DENIED: Permission tpu.queuedResources.list denied on resource //tpu.googleapis.com", "TPU Admin"),
+        ("RESOURCE_EXHAUSTED: Quota limit TPUV4sPreemptiblePodPerProjectPerZoneForTPUAPI has been", "ask for more"),
+        ("NOT_FOUND: Location us-central9-z is not found or access is unauthorized.", "locations list"),
+        ("ALREADY_EXISTS: Resource projects/p/locations/z/queuedResources/q already exists", "taken"),
+        ("HTTPError 412: At least one of the pre-conditions you specified did not hold.", "another launch"),
+        ("gs://nobuck not found: 404.", "make the bucket"),
+        ("gcloud crashed (ConnectionError): HTTPConnectionPool(host='x'): Max retries exceeded", "cannot be reached"),
+        ("HttpError accessing <x>: response: <{'status': 503}>, content <UNAVAILABLE>", "cannot be reached"),
+    ],
+)
+def test_what_gcloud_says_has_the_right_hint(
+    said: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "gcloud"
+    program.write_text('#!/bin/sh\ncat "$0.says" >&2\nexit 1\n')
+    program.chmod(0o755)
+    (tmp_path / "gcloud.says").write_text(f"ERROR: (gcloud.x) {said}\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(LaunchError) as caught:
+        CLUSTER.check()
+    message = str(caught.value)
+    assert said.split()[0] in message
+    assert sum(each in message for each in HINTS.values()) == 1
+    assert hint in message.partition("; ")[2] or hint in message
+
+
+def test_gcloud_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match="install it"):
+        CLUSTER.check()
+
+
+@pytest.mark.parametrize(
+    ("refusal", "deletes"),
+    [((429, "RESOURCE_EXHAUSTED", "Quota limit"), True), ((409, "ALREADY_EXISTS", "Resource x already exists"), False)],
+)
+def test_nothing_is_left_when_google_refuses(
+    thin: Path, project: Path, plane: ControlPlane, refusal: tuple[int, str, str], deletes: bool
+) -> None:
+    plane.refusal = refusal
+    with pytest.raises(LaunchError, match=refusal[1]):
+        launched()
+    calls = (thin / "calls").read_text()
+    assert ('"delete"' in calls) is deletes, "a slice of that name is somebody else's"
+    assert not list((thin / "buckets" / "bucket" / "a folder").glob("run-*/*"))
+    assert not (records.state_folder() / "launches").exists()
+
+
+def test_files_of_another_launch_are_not_touched(thin: Path, project: Path, plane: ControlPlane) -> None:
+    launched("cluster.supervise=false")
+    shutil.rmtree(records.state_folder())  # as if it had been another machine
+    (staging(thin) / "config.yaml").write_text("theirs")
+    with pytest.raises(LaunchError, match="another launch"):
+        launched("cluster.supervise=false")
+    assert (staging(thin) / "config.yaml").read_text() == "theirs"
+    assert len(plane.bodies) == 1
+
+
+# Who looks after it
+
+
+@pytest.fixture
+def looked_after(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Record]]:
+    """Launches, and kills what is left of supervisors in the end."""
+    started: list[subprocess.Popen[bytes]] = []
+    start = tpu_supervisor.start
+    monkeypatch.setattr(tpu_supervisor, "start", lambda folder: started.append(start(folder)))
+    yield launched
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    "gcloud", ["thin", pytest.param("real", marks=[pytest.mark.chaos, needs_gcloud], id="real: 25 s of gcloud")]
+)
+def test_a_slice_is_asked_for_again_and_deleted_in_the_end(
+    gcloud: str, looked_after: Callable[..., Record], plane: ControlPlane, request: pytest.FixtureRequest
+) -> None:
+    folder: Path = request.getfixturevalue(gcloud)
+    record = looked_after()
+    assert record.id == NAME
+    until(lambda: plane.state(NAME) == "ACTIVE")
+    plane.preempt(NAME)
+    until(lambda: len(plane.bodies) == 2 and plane.state(NAME) == "ACTIVE")
+    assert plane.bodies[0] == plane.bodies[1]
+    assert tpu_supervisor.is_running(record.folder)
+    assert Memory.of(record.folder).restarts == 1
+    assert not (record.folder / EXIT).exists()
+    (staging(folder) / "exit-0").write_text("0 0\n")
+    until((record.folder / EXIT).exists)
+    assert (record.folder / EXIT).read_text() == "0\n"
+    assert plane.queued == {}
+    assert plane.deleted == [NAME, NAME]
+    until(lambda: not tpu_supervisor.is_running(record.folder))
+    log = (record.folder / tpu_supervisor.LOG).read_text()
+    assert "taken away" in log
+    assert "nothing of it costs money" in log
+
+
+@needs_gcloud
+def test_what_the_real_gcloud_lists_is_understood(real: Path, project: Path, plane: ControlPlane) -> None:
+    place = Slice.of(launched("cluster.supervise=false").folder)
+    with pytest.raises(LaunchError, match=r"ALREADY_EXISTS.*; the name is taken"):
+        place.request(project / ".." / "state" / "samestep" / "launches" / "run" / "001")
+    plane.machines = 4
+    plane.become(NAME, "ACTIVE")
+    assert tpu_slice.state_of(place.queued()) == "ACTIVE"
+    assert tpu_slice.machines(place.node()) == 4
+    place.delete()
+    place.queued()
+    assert plane.deleted == [NAME]
+    place.delete()  # there is nothing
+
+
+def test_a_supervisor_that_is_killed_can_be_started_again(
+    thin: Path, plane: ControlPlane, looked_after: Callable[..., Record]
+) -> None:
+    record = looked_after("cluster.supervise=false")
+    Memory(phase="recreating", restarts=1).save(record.folder)  # killed between deletion and request
+    with plane.lock:
+        plane.queued.clear()
+    tpu_supervisor.start(record.folder)
+    until(lambda: plane.state(NAME) == "ACTIVE")
+    assert len(plane.bodies) == 2
+    again = subprocess.run(
+        [sys.executable, "-m", "launch.tpu_supervisor", str(record.folder)], capture_output=True, text=True
+    )
+    assert again.returncode == 0
+    assert "another one looks after" in again.stderr
+
+
+def test_a_supervisor_waits_for_google_and_tries_again(
+    thin: Path, plane: ControlPlane, looked_after: Callable[..., Record]
+) -> None:
+    record = looked_after()
+    until(lambda: plane.state(NAME) == "ACTIVE")
+    plane.refusal = (503, "UNAVAILABLE", "The service is currently unavailable.")
+    until(lambda: (record.folder / tpu_supervisor.LOG).read_text().count("next try in") > 2)
+    assert "UNAVAILABLE" in (record.folder / tpu_supervisor.LOG).read_text()
+    plane.refusal = None
+    (staging(thin) / "exit-0").write_text("0 1\n")
+    until((record.folder / EXIT).exists)
+    assert (record.folder / EXIT).read_text() == "1\n"
+    assert plane.queued == {}
+
+
+def test_requests_that_fail_again_and_again_are_given_up(
+    thin: Path, plane: ControlPlane, looked_after: Callable[..., Record]
+) -> None:
+    record = looked_after()
+    failed = {"failedData": {"error": {"code": 8, "message": "no\n such  capacity"}}}
+    while not (record.folder / EXIT).exists():
+        if plane.state(NAME) in ("WAITING_FOR_RESOURCES", "PROVISIONING"):
+            plane.become(NAME, "FAILED", **failed)
+        time.sleep(0.01)
+    assert len(plane.bodies) == 4
+    assert plane.queued == {}
+    assert "again and again: no such capacity" in (record.folder / tpu_supervisor.LOG).read_text()
+    assert record_state(record).word == "failed"
+
+
+# Jobs, logs, cancellation
+
+
+def record_state(record: Record) -> Any:
+    return records.cluster_of(record).states([record])[record.id]
+
+
+def test_states_are_googles_until_the_run_has_ended(thin: Path, project: Path, plane: ControlPlane) -> None:
+    record = launched("cluster.supervise=false")
+    state = record_state(record)
+    assert (state.word, state.active, state.nodes, state.restarts) == ("waiting_for_resources", True, "", 0)
+    assert record_state(record).word == "provisioning"
+    state = record_state(record)
+    assert (state.word, state.active, state.nodes) == ("active", True, NAME)
+    plane.become(NAME, "SUSPENDED")
+    assert record_state(record).active is False
+    with plane.lock:
+        plane.queued.clear()
+    assert record_state(record).word == "gone"
+    (staging(thin) / "exit-0").write_text("0 1\n")  # the machines had said so before they went
+    state = record_state(record)
+    assert (state.word, state.active) == ("failed", False)
+
+
+def test_a_slice_that_is_about_to_come_back_is_active(thin: Path, project: Path, plane: ControlPlane) -> None:
+    record = launched("cluster.supervise=false")
+    described = yaml.safe_load((record.folder / FILE).read_text()) | {"supervise": True}
+    (record.folder / FILE).write_text(json.dumps(described))
+    assert "python -m launch.tpu_supervisor" in record_state(record).detail
+    Memory(phase="recreating", restarts=2, why="the machines were taken away").save(record.folder)
+    with plane.lock:
+        plane.queued.clear()
+    state = record_state(record)
+    assert (state.active, state.restarts) == (True, 2)
+
+
+def test_logs_come_from_the_machines_or_from_what_they_kept(
+    thin: Path, project: Path, plane: ControlPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tpu_slice, "WORK", str(tmp_path / "machine"))
+    record = launched("cluster.supervise=false")
+    cluster = records.cluster_of(record)
+    with pytest.raises(LaunchError, match="no log"):
+        list(cluster.logs(record, False))
+    (staging(thin) / "log").mkdir()
+    kept = staging(thin) / "log" / "20261120-101500-worker-0.log"
+    kept.write_text("step 1 ü\n")
+    plane.become(NAME, "ACTIVE")
+    assert "step 1" in "".join(cluster.logs(record, False)), "they cannot be reached"
+    (tmp_path / "machine" / NAME).mkdir(parents=True)
+    (tmp_path / "machine" / NAME / "job.log").write_text("live\n")
+    assert "".join(cluster.logs(record, False)) == "live\n"
+    following = cluster.logs(record, True)
+    assert next(following) == "==> 20261120-101500-worker-0.log\nstep 1 ü\n"
+    kept.write_text("step 1 ü\nstep 2\n")
+    assert next(following) == "step 2\n"
+    kept.with_name("20261120-111500-worker-0.log").write_text("step 3\n")  # of another slice
+    (staging(thin) / "exit-0").write_text("0 0\n")
+    assert "".join(following) == "==> 20261120-111500-worker-0.log\nstep 3\n"
+    with plane.lock:
+        plane.queued.clear()
+    assert "step 2" in "".join(cluster.logs(record, False))
+
+
+def test_cancel_lets_the_run_stop_and_leaves_nothing(
+    thin: Path, plane: ControlPlane, looked_after: Callable[..., Record]
+) -> None:
+    record = looked_after()
+    until(lambda: plane.state(NAME) == "ACTIVE")
+    plane.machines = 2
+    plane.become(NAME, "ACTIVE")
+    script = f"until [ -e '{staging(thin)}/stop' ]; do sleep 0.1; done; cd '{staging(thin)}'; "
+    script += "echo 1 75 > exit-1; sleep 1; echo 0 75 > exit-0"
+    machines = subprocess.Popen(["bash", "-c", script])
+    records.cluster_of(record).cancel(record)
+    assert machines.wait() == 0, "it was deleted before all machines had saved"
+    assert plane.queued == {}
+    assert len(plane.bodies) == 1
+    until(lambda: not tpu_supervisor.is_running(record.folder))
+    assert record_state(record).word == "stopped"
+    with pytest.raises(LaunchError, match="ended already"):
+        records.cluster_of(record).cancel(record)
+
+
+def test_cancel_of_what_waits_is_immediate(
+    thin: Path, plane: ControlPlane, looked_after: Callable[..., Record]
+) -> None:
+    record = looked_after("cluster.poll_seconds=600")
+    records.cluster_of(record).cancel(record)
+    assert plane.queued == {}
+    assert record_state(record).active is False
+    assert '"ssh"' not in (thin / "calls").read_text()
+
+
+def test_cancel_between_deletion_and_request(
+    thin: Path, plane: ControlPlane, looked_after: Callable[..., Record]
+) -> None:
+    record = looked_after("cluster.supervise=false")
+    with plane.lock:
+        plane.queued.clear()
+    Memory(phase="recreating", restarts=1).save(record.folder)
+    records.cluster_of(record).cancel(record)
+    tpu_supervisor.start(record.folder)
+    until(lambda: "nothing of it costs money" in (record.folder / tpu_supervisor.LOG).read_text())
+    assert len(plane.bodies) == 1

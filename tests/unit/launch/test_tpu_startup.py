@@ -1,0 +1,359 @@
+"""The script that machines of a slice boot with, run for real in a folder.
+
+Metadata comes from a server on loopback; gcloud's buckets, uv, pip and samestep are programs of the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from launch import tpu_slice, tpu_startup
+from launch.tpu_slice import STARTUP, Slice
+from launch.tpu_startup import Startup
+from tests.unit.launch.tpu_control_plane import ControlPlane, install, until
+
+NAME = "samestep-run-001"
+STRANGE = 'it\'s a "run" $(touch pwned) `touch pwned`\n; touch pwned & %s \\ end'
+SECRET = "the-value-of-the-secret"
+
+STARTUPS: dict[str, Startup] = {
+    "plain": Startup(
+        name=NAME,
+        staging="gs://bucket/stage",
+        kept="gs://bucket/kept",
+        output="runs/run",
+        project="my-project",
+        user="root",
+        code=True,
+        package=None,
+        extras=("gcs", "tpu"),
+        mounts={},
+        secrets={"WANDB_API_KEY": "wandb"},
+        variables={},
+        setup=(),
+    )
+}
+STARTUPS["strange"] = replace(
+    STARTUPS["plain"],
+    staging=f"gs://bucket/{STRANGE.splitlines()[0]}",
+    kept="gs://bucket/kept it's",
+    output=f"runs/{STRANGE}",
+    variables={"STRANGE": STRANGE},
+    mounts={"/mnt/it's $(touch pwned)": "gs://bucket/a folder/$(touch pwned)", "/whole": "gs://other"},
+    setup=(f"printf '%s\\n' {json.dumps('$STRANGE')} > setup-ran", "touch setup-ran-2"),
+)
+STARTUPS["package"] = replace(STARTUPS["plain"], package="samestep[tpu]==1.0; python_version > '3'", user="samestep")
+STARTUPS["wheel"] = replace(STARTUPS["plain"], package="gs://bucket/wheels/samestep-1.0-py3-none-any.whl", code=False)
+
+UV = """#!/bin/bash
+echo "uv $*" >> "$RECORD"
+[ "$1" = venv ] || exit 1
+mkdir -p "${@: -1}/bin"
+printf '%s\\n' '#!/bin/bash' 'echo "pip $*" >> "$RECORD"' '[ ! -e "$RECORD.no-pip" ]' > "${@: -1}/bin/pip"
+cp "$SAMESTEP" "${@: -1}/bin/samestep"
+chmod +x "${@: -1}"/bin/*
+"""
+SAMESTEP = """#!/bin/bash
+trap 'echo signalled >> "$RECORD"; exit 75' TERM
+echo "samestep $*" >> "$RECORD"
+env -0 > "$RECORD.environment"
+output="${OUTPUT:-runs/run}"
+mkdir -p "$output/checkpoints" && echo metrics >> "$output/metrics.jsonl"
+touch "$output"/.owner "$output"/checkpoints/x
+read -r code rest < "$RECORD.codes"
+echo "$rest" > "$RECORD.codes"
+echo "step 1 of a run that ends with $code"
+printf 'no text: \\377\\n'
+if [ "$code" = wait ]; then for _ in $(seq 600); do /bin/sleep 0.05; done; fi
+exit "$code"
+"""
+PROGRAMS = {
+    "curl": '#!/bin/bash\n[[ "$*" == *astral.sh* ]] || exec /usr/bin/curl "$@"\n'
+    'echo \'mkdir -p "$UV_INSTALL_DIR" && cp "$UV" "$UV_INSTALL_DIR/uv" && chmod +x "$UV_INSTALL_DIR/uv"\'\n',
+    "sleep": '#!/bin/bash\nexec /bin/sleep "$(echo "$1" | awk \'{print $1 / 200}\')"\n',
+    "gcsfuse": '#!/bin/bash\necho "gcsfuse $*" >> "$RECORD"\n',
+    "mountpoint": "#!/bin/bash\nexit 1\n",
+    "useradd": '#!/bin/bash\necho "useradd $*" >> "$RECORD"\n',
+    "chown": "#!/bin/bash\nexit 0\n",
+    "setpriv": '#!/bin/bash\necho "setpriv $1 $2 $3" >> "$RECORD"\nexec "${@:4}"\n',
+}
+
+
+@dataclass
+class Machine:
+    """A machine of a slice that boots in a folder.
+
+    Attributes:
+        folder: with what its programs leave.
+        work: where the run lives.
+        plane: its metadata server.
+        environment: of the script.
+        startup: what it boots with.
+    """
+
+    folder: Path
+    work: Path
+    plane: ControlPlane
+    environment: Mapping[str, str]
+    startup: Startup
+
+    def boots(self, *codes: object) -> subprocess.Popen[bytes]:
+        """Starts the script; the run's processes will exit with these codes, or wait for a signal."""
+        (self.folder / "record.codes").write_text(" ".join(map(str, codes)) + "\n")
+        (self.folder / STARTUP).write_text(self.startup.render())
+        return subprocess.Popen(["bash", STARTUP], cwd=self.folder, env=self.environment)
+
+    def runs(self, *codes: object) -> int:
+        return self.boots(*codes).wait(timeout=100)
+
+    @property
+    def record(self) -> list[str]:
+        file = self.folder / "record"
+        return file.read_text().splitlines() if file.exists() else []
+
+    @property
+    def starts(self) -> list[str]:
+        return [line for line in self.record if line.startswith("samestep ")]
+
+    def bucket(self, name: str = "") -> Path:
+        return self.folder / "buckets" / "bucket" / name
+
+    @property
+    def log(self) -> str:
+        return (self.work / "job.log").read_text(errors="replace")
+
+
+@pytest.fixture
+def plane() -> Iterator[ControlPlane]:
+    plane = ControlPlane()
+    yield plane
+    plane.close()
+
+
+@pytest.fixture
+def machine(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """One that other users of this machine may enter, too."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        environment = {"HOME": str(folder), **install(folder, plane, thin=True), "RECORD": str(folder / "record")}
+        programs = folder / "programs"
+        programs.mkdir()
+        for program, text in (PROGRAMS | {"uv": UV, "samestep": SAMESTEP}).items():
+            place = programs / program if program in ("uv", "samestep") else folder / "bin" / program
+            place.write_text(text)
+            place.chmod(0o755)
+        environment |= {"UV": str(programs / "uv"), "SAMESTEP": str(programs / "samestep")}
+        (folder / "secrets" / "wandb").write_text(SECRET)
+        monkeypatch.setattr(tpu_startup, "WORK", str(folder / "work"))
+        startup = STARTUPS[getattr(request, "param", "plain")]
+        stage = folder / "buckets" / startup.staging.removeprefix("gs://")
+        stage.mkdir(parents=True)
+        (stage / "config.yaml").write_text("output: runs/run\n")
+        (folder / "pyproject.toml").write_text("")
+        subprocess.run(["tar", "-czf", stage / "code.tar.gz", "-C", folder, "pyproject.toml"], check=True)
+        plane.metadata |= {
+            "attributes/agent-worker-number": "0",
+            "attributes/worker-network-endpoints": "unknown:unknown:10.0.0.1",
+            "preempted": "FALSE",
+        }
+        yield Machine(folder, folder / "work" / startup.name, plane, environment, startup)
+
+
+@pytest.mark.parametrize("case", STARTUPS)
+def test_scripts_are_sound(case: str, tmp_path: Path) -> None:
+    script = tmp_path / STARTUP
+    script.write_text(STARTUPS[case].render())
+    subprocess.run(["bash", "-n", script], check=True)
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    done = subprocess.run(
+        [shellcheck, "--exclude=SC2016", script], capture_output=True, text=True
+    )  # $ in names is meant
+    assert done.stdout == ""
+    assert SECRET not in script.read_text()
+
+
+def test_a_run_that_was_stopped_is_started_again_until_it_is_done(machine: Machine) -> None:
+    assert machine.runs(75, 143, 0) == 0
+    assert machine.starts == [f"samestep train {machine.work}/config.yaml --elastic 1"] * 3
+    assert machine.bucket("stage/exit-0").read_text() == "0 0\n"
+    assert [line for line in machine.record if line.startswith("pip")] == [
+        f"pip install --quiet {machine.work}/home/code[gcs,tpu]"
+    ]
+    environment = dict(
+        each.partition("=")[::2] for each in (machine.folder / "record.environment").read_text().split("\0")
+    )
+    assert environment["SAMESTEP_JOB"] == NAME
+    assert environment["SAMESTEP_NODES"] == "10.0.0.1"
+    assert environment["WANDB_API_KEY"] == SECRET
+    assert environment["HOME"] == f"{machine.work}/home"
+    [log] = machine.bucket("stage/log").iterdir()
+    assert log.name.endswith("-worker-0.log")
+    assert "step 1 of a run that ends with 0" in log.read_text(), "what is kept is valid text, whatever was written"
+    kept = {str(each.relative_to(machine.bucket("kept"))) for each in machine.bucket("kept").rglob("*")}
+    assert kept == {"metrics.jsonl"}
+    written = [machine.log, log.read_text(), *machine.record, (machine.folder / "calls").read_text()]
+    assert not any(SECRET in each for each in written)
+
+
+def test_machines_of_a_slice_meet_at_the_first(machine: Machine) -> None:
+    endpoints = ",".join(f"unknown:unknown:10.0.0.{i + 1}" for i in range(4))
+    machine.plane.metadata |= {
+        "attributes/agent-worker-number": "2",
+        "attributes/worker-network-endpoints": endpoints,
+    }
+    assert machine.runs(0) == 0
+    assert machine.starts == [f"samestep train {machine.work}/config.yaml --elastic 4 --rendezvous 10.0.0.1:29400"]
+    assert machine.bucket("stage/exit-2").read_text() == "2 0\n"
+    assert not machine.bucket("kept").exists(), "the first machine keeps the run's folder"
+
+
+@pytest.mark.parametrize(("codes", "starts"), [((1,), 1), ((2,), 1), ((75,) * 9, 6)])
+def test_runs_that_fail_are_not_started_again_for_ever(machine: Machine, codes: tuple[int, ...], starts: int) -> None:
+    assert machine.runs(*codes) == codes[0]
+    assert len(machine.starts) == starts
+    assert machine.bucket("stage/exit-0").read_text() == f"0 {codes[0]}\n"
+
+
+def test_a_run_on_a_machine_that_is_taken_away_goes_on_at_the_next_boot(machine: Machine) -> None:
+    script = machine.boots("wait")
+    until(lambda: machine.starts)
+    machine.plane.metadata["preempted"] = "TRUE"
+    assert script.wait(timeout=100) == 0
+    assert machine.record[-1] == "signalled"
+    assert not machine.bucket("stage/exit-0").exists(), "the run has not ended"
+    assert "taken away" in next(machine.bucket("stage/log").iterdir()).read_text()
+    machine.plane.metadata["preempted"] = "FALSE"
+    assert machine.runs(0) == 0
+    assert len(machine.starts) == 2
+    assert len([line for line in machine.record if line.startswith("pip")]) == 1
+    assert machine.bucket("stage/exit-0").read_text() == "0 0\n"
+    assert machine.runs("never") == 0, "a boot after the end does nothing"
+    assert len(machine.starts) == 2
+
+
+def test_the_systems_own_shutdown_is_passed_on(machine: Machine) -> None:
+    script = machine.boots("wait")
+    until(lambda: machine.starts)
+    script.send_signal(signal.SIGTERM)
+    assert script.wait(timeout=100) == 0
+    assert machine.record.count("signalled") == 1
+    assert not machine.bucket("stage/exit-0").exists()
+
+
+def test_cancellation_reaches_the_run_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = machine.boots("wait")
+    until(lambda: machine.starts)
+    sudo = machine.folder / "bin" / "sudo"
+    sudo.write_text('#!/bin/sh\nexec "$@"\n')
+    sudo.chmod(0o755)
+    for name, value in machine.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(tpu_slice, "WORK", tpu_startup.WORK)
+    machine.bucket("stage/stop").write_text("")
+    place = Slice(NAME, "my-project", "us-central2-b", "gs://bucket/stage", (), 20.0, True, 1.0)
+    machine.plane.nodes[NAME] = {"name": NAME, "state": "READY", "apiVersion": "V2"}
+    assert place.end_run() == 75
+    assert script.wait(timeout=100) == 75
+    assert machine.record.count("signalled") == 1
+    assert machine.runs("never") == 0
+    assert len(machine.starts) == 1
+
+
+def test_the_note_is_enough_where_ssh_does_not_lead(machine: Machine) -> None:
+    script = machine.boots("wait")
+    until(lambda: machine.starts)
+    machine.bucket("stage/stop").write_text("")
+    assert script.wait(timeout=100) == 75
+    assert machine.bucket("stage/exit-0").read_text() == "0 75\n"
+
+
+def test_what_cannot_be_installed_ends_the_job(machine: Machine) -> None:
+    (machine.folder / "record.no-pip").touch()
+    assert machine.runs(0) == 1
+    assert machine.starts == []
+    assert machine.bucket("stage/exit-0").read_text() == "0 1\n"
+    assert "install has failed; again in 2 s" in next(machine.bucket("stage/log").iterdir()).read_text()
+
+
+def test_a_secret_that_is_not_there_ends_the_job(machine: Machine) -> None:
+    (machine.folder / "secrets" / "wandb").unlink()
+    assert machine.runs(0) == 1
+    assert machine.starts == []
+
+
+def test_a_new_machine_gets_the_runs_folder(machine: Machine) -> None:
+    machine.bucket("kept").mkdir()
+    (machine.bucket("kept") / "metrics.jsonl").write_text("before\n")
+    assert machine.runs(0) == 0
+    assert (machine.bucket("kept") / "metrics.jsonl").read_text() == "before\nmetrics\n"
+
+
+@pytest.mark.parametrize("machine", ["strange"], indirect=True)
+def test_strange_names_are_names(machine: Machine) -> None:
+    machine.environment = {**machine.environment, "OUTPUT": machine.startup.output}
+    assert machine.runs(0) == 0
+    environment = dict(
+        each.partition("=")[::2] for each in (machine.folder / "record.environment").read_text().split("\0")
+    )
+    assert environment["STRANGE"] == STRANGE
+    stage = machine.folder / "buckets" / machine.startup.staging.removeprefix("gs://")
+    assert (stage / "exit-0").read_text() == "0 0\n"
+    assert machine.bucket("kept it's/metrics.jsonl").read_text() == "metrics\n"
+    assert not list(machine.folder.rglob("pwned"))
+    assert (machine.work / "setup-ran-2").exists()
+    [first, second] = [line for line in machine.record if line.startswith("gcsfuse")]
+    assert first.endswith("--only-dir a folder/$(touch pwned) bucket /mnt/it's $(touch pwned)")
+    assert second.endswith("other /whole")
+
+
+@pytest.mark.parametrize("machine", ["package"], indirect=True)
+def test_a_package_goes_below_the_snapshot(machine: Machine) -> None:
+    assert machine.runs(0) == 0
+    assert [line for line in machine.record if line.startswith("pip")] == [
+        "pip install --quiet samestep[tpu]==1.0; python_version > '3'"
+    ]
+    environment = (machine.folder / "record.environment").read_text().split("\0")
+    assert f"PYTHONPATH={machine.work}/home/code" in environment
+    assert "USER=samestep" in environment
+    assert [line for line in machine.record if line.startswith("useradd")] != []
+
+
+@pytest.mark.parametrize("machine", ["wheel"], indirect=True)
+def test_a_wheel_comes_from_a_bucket(machine: Machine) -> None:
+    machine.bucket("wheels").mkdir()
+    (machine.bucket("wheels") / "samestep-1.0-py3-none-any.whl").touch()
+    assert machine.runs(0) == 0
+    home = machine.work / "home"
+    assert (home / "samestep-1.0-py3-none-any.whl").exists()
+    assert f"pip install --quiet {home}/samestep-1.0-py3-none-any.whl[gcs,tpu]" in machine.record
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_the_run_is_of_another_user(machine: Machine) -> None:
+    for name in ("setpriv", "chown"):
+        (machine.folder / "bin" / name).unlink()
+    with suppress(FileNotFoundError):
+        (machine.folder / "record").unlink()
+    for name in ("record", "record.codes", "record.environment"):
+        (machine.folder / name).touch()
+        (machine.folder / name).chmod(0o666)
+    machine.startup = replace(machine.startup, user="daemon")
+    script = machine.boots("wait")
+    until(lambda: (machine.work / "pid").exists() and machine.starts)
+    pid = int((machine.work / "pid").read_text())
+    assert Path(f"/proc/{pid}").stat().st_uid != 0
+    machine.plane.metadata["preempted"] = "TRUE"
+    assert script.wait(timeout=100) == 0
+    assert machine.record[-1] == "signalled"
