@@ -10,7 +10,7 @@ OTHER_BENCHMARKS := span_corruption step step_t5 generation
 XLA_PINS := $(shell { cat constraints-xla.txt; $(PYTHON) --version; } | sha256sum | cut -c1-12)
 XLA_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/samestep/xla-$(XLA_PINS)
 
-.PHONY: help install demo test test-xla check conformance chaos bench clean
+.PHONY: help install demo test test-images test-slurm test-xla check conformance chaos bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,6 +43,11 @@ check: install
 test: check  ## format, lint, types, import contracts and tests, as CI runs them
 	$(BIN)/python -m pytest -n 2
 
+test-slurm: install  ## runs launched on a real Slurm of three virtual nodes (installs Debian's packages; needs root)
+	@command -v munged slurmctld slurmd >/dev/null || { echo "installing slurm-wlm and munge"; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes slurm-wlm munge >/dev/null; }
+	SAMESTEP_SLURM=1 $(BIN)/python -m pytest tests/slurm
+
 test-xla: install $(XLA_ENV)/.installed  ## the tests of TPUs' code, on XLA's CPU back-end (an environment of 7 GB the first time)
 	SAMESTEP_XLA_PYTHON=$(XLA_ENV)/bin/python $(BIN)/python -m pytest -n 2 tests/xla
 
@@ -51,6 +56,9 @@ $(XLA_ENV)/.installed:
 	@test -x $(XLA_ENV)/bin/python || $(PYTHON) -m venv $(XLA_ENV)
 	@$(XLA_ENV)/bin/python -m pip install --quiet --no-cache-dir --requirement constraints-xla.txt
 	@touch $@
+
+test-images: install  ## build both images and run the demo in them (buildah and debootstrap, as root; half an hour)
+	SAMESTEP_TEST_IMAGES=cuda,tpu $(BIN)/python -m pytest tests/docker
 
 conformance: install  ## the full same-step matrix (an hour), written to docs/conformance.md
 	$(BIN)/python -m tests.conformance.matrix

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from data_pipeline import build
+from launch.records import KINDS
 from trainer.config.decode import kinds_of
 from trainer.experiment import Experiment
 
@@ -27,7 +28,13 @@ def render() -> str:
     """The whole page."""
     experiment = _section(Experiment, "", "An experiment: `samestep train FILE`")
     dataset = _section(build.Config, "", "A dataset: `samestep data build FILE`")
-    return "\n".join([HEADER, *experiment, *dataset])
+    return "\n".join([HEADER, *experiment, *dataset, *_clusters()])
+
+
+def _clusters() -> Iterator[str]:
+    yield "## A cluster: `samestep launch CLUSTER FILE`\n\n`cluster.key=value` sets one of these.\n"
+    for kind in KINDS.available():
+        yield from _section(KINDS.schema(kind, "cluster"), "cluster", f"`kind: {kind}`")
 
 
 def _section(schema: type[Any], path: str, title: str) -> Iterator[str]:

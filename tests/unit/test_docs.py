@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline import build
+from launch import submit
 from trainer.cli import build_parser
 from trainer.config import load
 from trainer.experiment import Experiment
@@ -40,6 +41,10 @@ def test_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch):
         args, rest = build_parser().parse_known_args(arguments)
         overrides = [*getattr(args, "overrides", []), *rest]
         assert all(re.match(r"[\w.]+=", override) for override in overrides), command
+        if hasattr(args, "cluster"):
+            if args.cluster.startswith("configs/") and args.file.startswith("configs/"):
+                submit.prepare(args.cluster, args.file, overrides)
+            continue
         schema, file = (build.Config, args.config) if hasattr(args, "config") else (Experiment, vars(args).get("file"))
         if str(file).startswith("configs/") and WRONG_ON_PURPOSE not in overrides:
             load(schema, file, overrides)

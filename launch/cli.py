@@ -1,0 +1,130 @@
+"""`samestep launch`, `jobs`, `logs` and `cancel`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+
+from launch import records, submit
+from launch.job import Record
+from trainer.command import Commands, add_command
+from trainer.errors import EXIT_DONE, EXIT_FAILED
+
+_JOB = "a job's id, or the folder of its run"
+_OVERRIDES = "settings that replace those of the file; cluster.key=value those of the cluster"
+
+
+def register_launch(commands: Commands) -> None:
+    """Adds `launch` to the `samestep` command."""
+    parser = add_command(
+        commands,
+        "launch",
+        _launch,
+        "submit a run, or the build of a dataset, to a cluster",
+        "Before it submits, it makes sure that the run could start: that its settings fit the devices, that its data\n"
+        "can be read and its output written. What was submitted is kept in OUTPUT/launch: the script, the settings,\n"
+        "a snapshot of the code, the log.\n\n"
+        "examples:\n"
+        "  samestep launch configs/launch/local.yaml configs/debug/bert_mini.yaml --follow\n"
+        "  samestep launch configs/launch/slurm.yaml configs/pretrain/bert_large.yaml cluster.nodes=4-8 --dry-run\n"
+        "  samestep launch configs/launch/slurm.yaml configs/data/c4_en.yaml --tasks 64",
+        "Submits a run, or the build of a dataset, to a cluster: to this machine, Slurm, Kubernetes or Cloud TPU.",
+    )
+    parser.add_argument("cluster", metavar="CLUSTER", help="the cluster, a YAML file as in configs/launch")
+    parser.add_argument("file", metavar="CONFIG", help="an experiment to train, or a dataset to build")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    parser.add_argument("--tasks", type=int, metavar="N", help="build a dataset by N jobs at once (default: 1)")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and do nothing")
+    parser.add_argument("--follow", action="store_true", help="print the job's log until it ends, and exit as it does")
+
+
+def register_jobs(commands: Commands) -> None:
+    """Adds `jobs`."""
+    parser = add_command(
+        commands,
+        "jobs",
+        _jobs,
+        "list the jobs submitted from here, and how they stand",
+        "example:\n  samestep jobs",
+    )
+    parser.add_argument("--all", action="store_true", help="also those that ended, beyond the newest ten")
+
+
+def register_logs(commands: Commands) -> None:
+    """Adds `logs`."""
+    parser = add_command(
+        commands,
+        "logs",
+        _logs,
+        "print what a job has written",
+        "example:\n  samestep logs 1234 --follow",
+    )
+    parser.add_argument("job", metavar="JOB", help=_JOB)
+    parser.add_argument("--follow", action="store_true", help="go on until the job ends, and exit as it does")
+
+
+def register_cancel(commands: Commands) -> None:
+    """Adds `cancel`."""
+    parser = add_command(
+        commands,
+        "cancel",
+        _cancel,
+        "end a job; a run saves a checkpoint first, to go on from when it is launched again",
+        "example:\n  samestep cancel 1234",
+    )
+    parser.add_argument("job", metavar="JOB", help=_JOB)
+
+
+def _launch(args: argparse.Namespace) -> int:
+    launch = submit.prepare(args.cluster, args.file, args.overrides, args.tasks)
+    if args.dry_run:
+        for name, text in launch.submission.files.items():
+            sys.stdout.write(f"--- {launch.job.folder / name}\n{text}\n")
+        sys.stdout.write(f"--- submitted with\n{shlex.join(launch.submission.command)}\n")
+        return EXIT_DONE
+    submit.check(launch)
+    record = submit.submit(launch)
+    sys.stdout.write(f"submitted {record.name} as {record.kind} job {record.id}; kept in {record.folder}\n")
+    if args.follow:
+        return _follow(record)
+    sys.stdout.write(f"  samestep logs {record.id} --follow\n  samestep jobs\n  samestep cancel {record.id}\n")
+    return EXIT_DONE
+
+
+def _jobs(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from launch import table
+
+    table.show(Console(highlight=False, markup=False), everything=args.all)
+    return EXIT_DONE
+
+
+def _logs(args: argparse.Namespace) -> int:
+    record = records.find(args.job)
+    if args.follow:
+        return _follow(record)
+    sys.stdout.writelines(records.cluster_of(record).logs(record, False))
+    return EXIT_DONE
+
+
+def _follow(record: Record) -> int:
+    cluster = records.cluster_of(record)
+    try:
+        for text in cluster.logs(record, True):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.stdout.write(f"\nthe job goes on; `samestep cancel {record.id}` ends it\n")
+        return EXIT_DONE
+    state = cluster.states([record]).get(record.id)
+    sys.stdout.write(f"job {record.id}: {state.word if state else 'gone'}\n")
+    return EXIT_DONE if state is not None and state.word == "done" else EXIT_FAILED
+
+
+def _cancel(args: argparse.Namespace) -> int:
+    record = records.find(args.job)
+    records.cluster_of(record).cancel(record)
+    sys.stdout.write(f"job {record.id} is asked to end\n")
+    return EXIT_DONE

@@ -1,0 +1,52 @@
+"""Running a cluster's own client, and saying in one line what it has against something."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainer.errors import LaunchError
+
+_SECONDS = 120.0  # that a client gets: controllers under load take long to answer
+
+
+def require(client: str, hint: str) -> None:
+    """Looks for a client.
+
+    Raises:
+        LaunchError: it is not here.
+    """
+    if shutil.which(client) is None:
+        raise LaunchError(f"{client} is not on this machine; {hint}")
+
+
+def run(command: Sequence[str], hints: Mapping[str, str], folder: Path | None = None, text: str | None = None) -> str:
+    """What a client prints.
+
+    Args:
+        command: the client and its arguments.
+        hints: what to do, by patterns of what the client says when it fails.
+        folder: where it is run.
+        text: what it reads.
+
+    Raises:
+        LaunchError: with the client's own words, and the hint for them.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, input=text, timeout=_SECONDS)
+    except FileNotFoundError as error:
+        raise LaunchError(f"{command[0]} is not on this machine") from error
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(
+            f"{command[0]} has not answered for {_SECONDS:.0f} s; look whether the cluster is up, and whether this "
+            "machine reaches it"
+        ) from error
+    if done.returncode == 0:
+        return done.stdout
+    lines = (done.stderr.strip() or done.stdout.strip() or f"it exited with {done.returncode}").splitlines()
+    said = ". ".join(re.sub(r"^(\w+: )?(error|fatal): ", "", line.strip(), flags=re.IGNORECASE) for line in lines)
+    hint = next((hint for pattern, hint in hints.items() if re.search(pattern, said, re.IGNORECASE)), "")
+    raise LaunchError(f"{command[0]}: {said}" + (f"; {hint}" if hint else ""))

@@ -1,0 +1,54 @@
+"""What jobs leave in their folder: the log, and how they ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from launch.job import EXIT, State
+from trainer.errors import EXIT_DONE, EXIT_PREEMPTED, LaunchError
+
+_POLL_SECONDS = 0.5
+_CHUNK = 2**16
+
+
+def read(folder: Path, goes_on: Callable[[], bool]) -> Iterator[str]:
+    """The text of a job's log files, those of an array's tasks one after the other.
+
+    Args:
+        folder: of the launch.
+        goes_on: whether more may come; asked when there is no more.
+
+    Raises:
+        LaunchError: there is none, and none will come.
+    """
+    places: dict[Path, int] = {}
+    while True:
+        last_look = not goes_on()
+        for file in sorted(folder.glob("job*.log"), key=lambda path: (len(path.name), path.name)):
+            while text := _from(file, places.get(file, 0)):
+                places[file] = places.get(file, 0) + len(text)
+                yield text.decode(errors="replace")
+        if last_look:
+            break
+        time.sleep(_POLL_SECONDS)
+    if not places:
+        raise LaunchError(f"the job has written no log into {folder} yet; `samestep jobs` says whether it has started")
+
+
+def _from(file: Path, start: int) -> bytes:
+    with file.open("rb") as stream:
+        stream.seek(start)
+        return stream.read(_CHUNK)
+
+
+def state_of_ended(folder: Path) -> State:
+    """How a job that waits and runs no more has ended, by the code that its script has left."""
+    try:
+        code = int((folder / EXIT).read_text())
+    except (OSError, ValueError):
+        return State("gone", False, detail="cancelled or killed: its script left no exit code")
+    if code in (EXIT_DONE, EXIT_PREEMPTED):
+        return State("done" if code == EXIT_DONE else "stopped", False)
+    return State("failed", False, detail=f"exit code {code}: see its log")

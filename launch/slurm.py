@@ -1,0 +1,305 @@
+"""Slurm: a batch script whose only step is one `samestep train --elastic` a node."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+import signal
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from launch import command_line, logs
+from launch.environment import Environment
+from launch.job import EXIT, LOG, SCRIPT, JobSpec, Record, State, Submission
+from trainer.errors import EXIT_PREEMPTED, ConfigError, LaunchError
+
+_WORD = re.compile(r"[\w.:,@+\-*/&|()\[\]=%]+")
+_TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?")
+_HINTS = {
+    "invalid partition": "`sinfo --summarize` lists the partitions; set cluster.partition to one of them",
+    "invalid account": "`sacctmgr show associations user=$USER` lists your accounts; set cluster.account to one",
+    "node configuration is not available|node count specification invalid|more processors requested": (
+        "no node of the partition has that many GPUs, cores or that much memory, or it has too few nodes: see "
+        "`sinfo --Node --long`, and lower cluster.gpus_per_node or cluster.nodes"
+    ),
+    "invalid generic resource|invalid gres": "its nodes have no such GPUs: see `sinfo --format='%N %G'`",
+    "time limit": "`sinfo` shows the partition's limit; lower cluster.time: the run goes on in a requeued job",
+    "unable to contact slurm controller|connection refused|configuration source": (
+        "Slurm's controller cannot be reached from here; try on a login node, or ask `scontrol ping`"
+    ),
+    "invalid user|access/permission denied|expired|munge": "log in again, and see `munge -n | unmunge`",
+    "invalid job id": "`samestep jobs` lists yours",
+}
+_SELECTION = ("nodes", "partition", "account", "qos", "constraint", "memory", "gpu_type")
+
+
+@dataclass(frozen=True)
+class Container:
+    """An image that the command runs in.
+
+    Attributes:
+        kind: pyxis (srun's --container-image, with enroot) or apptainer.
+        image: a file, or a name that the kind knows how to find.
+        mounts: further folders that are seen inside, at the same place, or FROM:TO. Those of the run and of the launch
+            are there already.
+    """
+
+    image: str
+    kind: Literal["pyxis", "apptainer"] = "pyxis"
+    mounts: tuple[str, ...] = ()
+
+    def words(self, folders: Iterable[str], gpus: bool) -> list[str]:
+        """What goes between srun and the command."""
+        mounts = [*(f"{folder}:{folder}" for folder in folders), *self.mounts]
+        if wrong := [mount for mount in mounts if "," in mount or mount.count(":") > 1]:
+            raise ConfigError(f"container.mounts: {wrong[0]!r} has a comma or colon in it, which separate mounts")
+        if self.kind == "pyxis":
+            return [f"--container-image={self.image}", f"--container-mounts={','.join(mounts)}"]
+        return ["apptainer", "exec", *["--nv"] * gpus, "--bind", ",".join(mounts), self.image]
+
+
+@dataclass(frozen=True)
+class Config:
+    """A partition of a Slurm cluster whose nodes share files with the machine that submits.
+
+    Attributes:
+        nodes: a number, or a range as 2-8: the run starts as soon as it can have the fewest, and each time it is
+            requeued with what is free then.
+        gpus_per_node: GPUs, with one process for each; 0 trains on the CPU.
+        gpu_type: Slurm's name of the GPUs, where it has several types.
+        processes_per_node: without GPUs.
+        cpus_per_node: cores; None takes what the partition gives, all of them if `exclusive`.
+        memory: of a node, as Slurm writes it (200G; 0 is all); None takes what the partition gives.
+        partition: None takes the cluster's own.
+        account: what the time is charged to.
+        qos: quality of service.
+        constraint: features that nodes must have.
+        time: limit of one job, as 2d, 12h or 1d6h30m. The run is not bound by it: shortly before, it saves a checkpoint
+            and is requeued. None takes the partition's.
+        exclusive: whether no other job shares the nodes.
+        requeue: whether a run that was stopped by the limit, by pre-emption or by a node's failure goes on by itself.
+        segments: jobs that are submitted at once, each of which goes on when the one before has not finished the run:
+            for clusters that allow no requeuing. They take the place of `requeue`.
+        interface: the network interface of NCCL and gloo, as ib0; None leaves the choice to them.
+        container: an image to run in; None takes the environment.
+        environment: what is set up before the command.
+        code: snapshot copies what git knows of the folder that you submit from, which then comes before what is
+            installed; installed takes that alone.
+        options: further options of sbatch, as --reservation=week7.
+    """
+
+    nodes: str | int = 1
+    gpus_per_node: int = 0
+    gpu_type: str | None = None
+    processes_per_node: int = 1
+    cpus_per_node: int | None = None
+    memory: str | int | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    time: str | None = None
+    exclusive: bool = False
+    requeue: bool = True
+    segments: int = 1
+    interface: str | None = None
+    container: Container | None = None
+    environment: Environment = field(default_factory=Environment)
+    code: Literal["snapshot", "installed"] = "snapshot"
+    options: tuple[str, ...] = ()
+
+    shares_files: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name in _SELECTION:
+            value = getattr(self, name)
+            if value is not None and not _WORD.fullmatch(str(value)):
+                raise ConfigError(f"{name} {value!r} is nothing that Slurm would have a name for")
+        for option in self.options:
+            if not option.startswith("--") or not option.isprintable():
+                raise ConfigError(f"options: {option!r} is no option of sbatch; write each one as --name=value")
+        for name in ("processes_per_node", "segments", "cpus_per_node"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}")
+        if self.gpus_per_node < 0:
+            raise ConfigError(f"gpus_per_node must be at least 0, not {self.gpus_per_node}")
+        _ = self.node_range, self.minutes  # refuses what is none
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """The fewest nodes, and the most."""
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(self.nodes))
+        fewest, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= fewest <= most:
+            raise ConfigError(f"nodes must be a number of nodes such as 4, or a range such as 2-8, not {self.nodes}")
+        return fewest, most
+
+    @property
+    def minutes(self) -> int | None:
+        """The limit of one job."""
+        if self.time is None:
+            return None
+        match = _TIME.fullmatch(self.time)
+        days, hours, minutes = (int(part or 0) for part in match.groups()) if match else (0, 0, 0)
+        if not (total := 60 * (24 * days + hours) + minutes):
+            raise ConfigError(f"time must be written as 2d, 12h, 90m or 1d6h30m, not {self.time}")
+        return total
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Fewest and most."""
+        return tuple(sorted({nodes * (self.gpus_per_node or self.processes_per_node) for nodes in self.node_range}))
+
+    def render(self, job: JobSpec) -> Submission:
+        """One batch script."""
+        build = job.action == "build"
+        lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in self._options(job))]
+        lines += ["", "# Written by samestep launch. Slurm runs it on the first node, again after each requeue."]
+        lines += [f"cd -- {shlex.quote(str(job.directory))} || exit 1"]
+        lines += self.environment.lines(own=self.container is None)
+        lines += [*job.exports(), 'export SAMESTEP_JOB="$SLURM_JOB_ID" SAMESTEP_NODES="$SLURM_JOB_NODELIST"']
+        if self.interface:
+            lines += [f"export {name}_SOCKET_IFNAME={shlex.quote(self.interface)}" for name in ("NCCL", "GLOO")]
+        lines.append("")
+        lines += self._build(job) if build else self._train(job)
+        log = _pattern(job.folder / ("job-%a.log" if build else LOG))
+        return Submission({SCRIPT: "\n".join(lines) + "\n"}, ("sbatch", "--parsable", f"--output={log}", SCRIPT))
+
+    def _options(self, job: JobSpec) -> list[str]:
+        build, (fewest, most) = job.action == "build", self.node_range
+        chain = hashlib.sha256(str(job.folder).encode()).hexdigest()[:6]  # whose name no other jobs may have
+        options = [f"--job-name={job.name}" + f"-{chain}" * (self.segments > 1), "--open-mode=append"]
+        options += ["--dependency=singleton"] * (self.segments > 1)
+        if build:
+            options += ["--nodes=1", f"--array=1-{job.tasks}"]
+        else:
+            options += [f"--nodes={fewest}-{most}" if most > fewest else f"--nodes={fewest}"]
+        if self.gpus_per_node and not build:
+            of_type = f"{self.gpu_type}:" if self.gpu_type else ""
+            options.append(f"--gpus-per-node={of_type}{self.gpus_per_node}")
+        named = {"mincpus": self.cpus_per_node, "mem": self.memory, "partition": self.partition}
+        named |= {"account": self.account, "qos": self.qos, "constraint": self.constraint}
+        options += [f"--{name}={value}" for name, value in named.items() if value is not None]
+        if self.minutes is not None:
+            days, minutes = divmod(self.minutes, 24 * 60)
+            options.append(f"--time={days}-{minutes // 60:02}:{minutes % 60:02}:00")
+        options += ["--exclusive"] * self.exclusive
+        if not build and job.stop_signals:
+            name = "SIGUSR1" if "SIGUSR1" in job.stop_signals else job.stop_signals[0]
+            options.append(f"--signal={name.removeprefix('SIG')}@{round(job.stop_seconds) + 60}")
+        options.append("--requeue" if build or self._requeues else "--no-requeue")
+        return [*options, *self.options]
+
+    @property
+    def _requeues(self) -> bool:
+        return self.requeue and self.segments == 1
+
+    def _build(self, job: JobSpec) -> list[str]:
+        """One slice a task; the last one merges and verifies."""
+        return [job.shell_command("--slice", f'"$SLURM_ARRAY_TASK_ID/{job.tasks}"')]
+
+    def _train(self, job: JobSpec) -> list[str]:
+        processes = [] if self.gpus_per_node else ["--processes", str(self.processes_per_node)]
+        elastic = ["--elastic", f'"{self.node_range[0]}:$SLURM_JOB_NUM_NODES"', "--rendezvous", '"$rendezvous"']
+        folders = dict.fromkeys(str(folder) for folder in (job.directory, job.folder.parents[1]))
+        inside = self.container.words(folders, bool(self.gpus_per_node)) if self.container else []
+        # The batch script asks for no tasks: Slurm would stop at nodes for those, and take the fewest of a range.
+        srun = ["srun", '--ntasks="$SLURM_JOB_NUM_NODES"', "--ntasks-per-node=1", "--cpu-bind=none"]
+        srun += [f"--cpus-per-task={self.cpus_per_node}"] * bool(self.cpus_per_node)
+        srun += ["--kill-on-bad-exit=0", *map(shlex.quote, inside)]
+        ended = shlex.quote(str(job.folder / EXIT))
+        lines = [
+            "# The nodes meet at the first of them.",
+            'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            'rendezvous="$first:$((20000 + SLURM_JOB_ID % 10000))"',
+        ]
+        lines += [
+            f"rm -f -- {ended}",
+            "",
+            " ".join(srun) + " \\",
+            "  " + job.shell_command(*processes, *elastic),
+            "code=$?",
+        ]
+        # 128 and a signal's number: the run was not done with its checkpoint in time, and goes on from one before.
+        stopped = "|".join(str(code) for code in (EXIT_PREEMPTED, *(128 + _number(each) for each in job.stop_signals)))
+        if self._requeues:
+            lines += [
+                "",
+                "# It was stopped, and goes on from its newest checkpoint.",
+                f"case $code in {stopped})",
+                '  scontrol requeue "$SLURM_JOB_ID" && exit $code ;;',
+                "esac",
+            ]
+        elif self.segments > 1:
+            lines += [
+                "",
+                "# Unless it was stopped, there is nothing left for the segments after it.",
+                f"case $code in {stopped}) ;; *)",
+                '  scancel --state=PENDING --user="$(id -un)" --name="$SLURM_JOB_NAME" ;;',
+                "esac",
+            ]
+        return [*lines, f"echo $code > {ended}", "exit $code"]
+
+    def check(self) -> None:
+        """Looks for Slurm's commands."""
+        command_line.require("sbatch", "jobs are submitted from a login node of the Slurm cluster")
+
+    def submit(self, submission: Submission, folder: Path) -> tuple[str, Mapping[str, str]]:
+        """All segments, or none; the id is that of the first one."""
+        ids: list[str] = []
+        try:
+            for _ in range(self.segments):
+                ids.append(command_line.run(submission.command, _HINTS, folder).strip().partition(";")[0])
+        except LaunchError:
+            if ids:
+                command_line.run(["scancel", *ids], _HINTS)
+            raise
+        return ids[0], {"segments": " ".join(ids)}
+
+    def states(self, records: Iterable[Record]) -> Mapping[str, State]:
+        """Those that wait or run as Slurm's queue has them, the others by what their script has left."""
+        form = "ArrayJobID:|,State:|,NodeList:|,RestartCnt:|,Reason:"
+        queue: dict[str, list[list[str]]] = {}
+        for line in command_line.run(
+            ["squeue", "--me", "--noheader", "--array", f"--Format={form}"], _HINTS
+        ).splitlines():
+            number, *rest = (part.strip() for part in line.split("|"))
+            queue.setdefault(number, []).append(rest)
+        return {record.id: _state(record, queue) for record in records}
+
+    def logs(self, record: Record, follow: bool) -> Iterable[str]:
+        """The log of the first segment or task on; all nodes write into one."""
+        return logs.read(record.folder, lambda: follow and self.states([record])[record.id].active)
+
+    def cancel(self, record: Record) -> None:
+        """The run gets Slurm's KillWait for its checkpoint."""
+        command_line.run(["scancel", *record.about["segments"].split()], _HINTS)
+
+
+def _state(record: Record, queue: Mapping[str, list[list[str]]]) -> State:
+    found = [each for number in record.about["segments"].split() for each in queue.get(number, [])]
+    if not found:
+        return logs.state_of_ended(record.folder)
+    words = Counter(word.lower() for word, *_ in found)
+    word = next(iter(words)) if len(words) == 1 else ", ".join(f"{count} {word}" for word, count in words.items())
+    _, nodes, restarts, reason = next((each for each in found if each[0] == "RUNNING"), found[0])
+    return State(word, True, nodes, int(restarts or 0), "" if reason == "None" else reason)
+
+
+def _number(name: str) -> int:
+    return signal.Signals[name] if name in signal.Signals.__members__ else 0
+
+
+def _pattern(path: Path) -> str:
+    """A path as sbatch's --output takes it, but for the %a of an array.
+
+    Raises:
+        ConfigError: there is no way to write it.
+    """
+    if "\\" in str(path):
+        raise ConfigError(f"output {path} has a backslash in it, which Slurm takes for something else; choose another")
+    return str(path.parent).replace("%", "%%") + "/" + path.name

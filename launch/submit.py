@@ -1,0 +1,189 @@
+"""From two files to a job: read, render, check, write down, submit."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from launch import records, snapshot
+from launch.job import CODE, CONFIG, Cluster, JobSpec, Record, Submission
+from trainer.config import Tree, decode, read_tree, to_tree
+from trainer.errors import ConfigError, LaunchError
+
+_CLUSTER = "cluster."
+_SECRET = re.compile(r"(?<!\bhf)://[^/\s]*@|://\S*\?\S*(signature|token|key|password|sig)\S*=", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A job that has been rendered, and not submitted yet.
+
+    Attributes:
+        kind: of cluster.
+        cluster: where it is to run.
+        job: what is to run.
+        submission: what the job has become there.
+        arguments: file and overrides, as they were typed.
+        output: the folder of the run or dataset.
+        code: the files of the snapshot; None takes none.
+    """
+
+    kind: str
+    cluster: Cluster
+    job: JobSpec
+    submission: Submission
+    arguments: tuple[str, ...]
+    output: str
+    code: tuple[Path, ...] | None
+
+
+def prepare(cluster_file: str, file: str, overrides: Sequence[str], tasks: int | None = None) -> Launch:
+    """Renders a job; writes nothing and asks nobody.
+
+    Args:
+        cluster_file: describes the cluster.
+        file: an experiment, or a dataset to build.
+        overrides: settings of the file, and of the cluster where they begin with `cluster.`.
+        tasks: of the array that builds a dataset.
+
+    Raises:
+        ConfigError: a file is not what it should be.
+    """
+    of_cluster = [each.removeprefix(_CLUSTER) for each in overrides if each.startswith(_CLUSTER)]
+    own = [each for each in overrides if not each.startswith(_CLUSTER)]
+    settings = read_tree(cluster_file, of_cluster)
+    kind = settings.pop("kind", None)
+    cluster: Cluster = decode(records.KINDS.schema(kind, "cluster"), settings, "cluster")
+    tree = read_tree(file, own)
+    action: Literal["train", "build"] = "build" if "source" in tree else "train"
+    if not isinstance(output := tree.get("output"), str) or not output:
+        raise ConfigError(f"{file} names no output, the folder that is written; add output=FOLDER")
+    config = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+    if _SECRET.search(config):
+        raise ConfigError(
+            f"{file} holds a password or a signature in an address, which would be kept with the job for others to "
+            "read; let the store's own tools find the credentials (docs/object_stores.md)"
+        )
+    if action == "train" and tasks is not None:
+        raise ConfigError(f"--tasks is for building a dataset, and {file} is an experiment; leave it out")
+    if tasks is not None and tasks < 1:
+        raise ConfigError(f"--tasks must be at least 1, not {tasks}")
+    name = re.sub(r"[^a-z0-9]+", "-", Path(output).name.lower()).strip("-")[:40].strip("-") or "run"
+    folder = _folder(output, action) if cluster.shares_files else records.state_folder() / "launches" / name
+    files = snapshot.files_of(Path.cwd(), folder) if getattr(cluster, "code", "") == "snapshot" else None
+    preemption = tree.get("training", {}).get("preemption", {}) if action == "train" else {}
+    job = JobSpec(
+        name,
+        action,
+        config,
+        _next_folder(folder),
+        Path.cwd(),
+        code=bool(files),
+        tasks=tasks or 1,
+        **{f"stop_{key}": value for key, value in _stop(preemption).items()},
+    )
+    return Launch(kind, cluster, job, cluster.render(job), (file, *own), output, tuple(files) if files else None)
+
+
+def _stop(preemption: Tree) -> dict[str, Any]:
+    """The settings of `training.preemption`, where there are any; wrong ones are left for the check to refuse."""
+    found: dict[str, Any] = {}
+    if isinstance(names := preemption.get("signals"), list):
+        found["signals"] = tuple(map(str, names))
+    with suppress(TypeError, ValueError):
+        found["seconds"] = float(preemption["deadline"]) if "deadline" in preemption else 120.0
+    return found
+
+
+def _folder(output: str, action: str) -> Path:
+    """Where launches are kept: in the run's folder, but beside a dataset's, which is nothing but the dataset."""
+    place = Path(output).absolute()
+    return place / "launch" if action == "train" else place.with_name(f"{place.name}.launch")
+
+
+def _next_folder(folder: Path) -> Path:
+    numbers = [int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal()]
+    return folder / f"{max(numbers, default=0) + 1:03}"
+
+
+def check(launch: Launch) -> None:
+    """Refuses what would fail only once the job has waited for its turn.
+
+    Raises:
+        ConfigError: the run does not fit the devices, or its files are not there.
+        LaunchError: there is no client, or another job works on the same output.
+    """
+    launch.cluster.check()
+    busy = [record for record in records.newest_first() if _same(record, launch)]
+    for record in busy[:1]:
+        state = records.cluster_of(record).states([record]).get(record.id)
+        if state is not None and state.active:
+            raise LaunchError(
+                f"job {record.id} ({state.word}) is about {launch.output} already; `samestep cancel {record.id}` ends "
+                "it, or choose another output"
+            )
+    command = [sys.executable, "-m", "trainer.cli"]
+    if launch.job.action == "build":
+        _ask([*command, "data", "build", *launch.arguments, "--check"])
+        return
+    elsewhere = [] if launch.cluster.shares_files else ["--elsewhere"]
+    devices = ",".join(map(str, launch.cluster.devices))
+    _ask([*command, "config", *launch.arguments, "--devices", devices, *elsewhere])
+
+
+def _same(record: Record, launch: Launch) -> bool:
+    return record.kind == launch.kind and record.folder.parent == launch.job.folder.parent
+
+
+def _ask(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        _, found, message = done.stderr.partition("error: ")
+        raise ConfigError(message.strip() if found else done.stderr.strip())
+
+
+def submit(launch: Launch) -> Record:
+    """Writes down what is submitted, and submits it; if that fails, nothing is left.
+
+    Raises:
+        LaunchError: it is refused, or cannot be written.
+    """
+    folder = launch.job.folder
+    with _made(folder):
+        for name, text in launch.submission.files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        (folder / CONFIG).write_text(launch.job.config, encoding="utf-8")
+        described = {"kind": launch.kind, **to_tree(launch.cluster)}
+        (folder / records.CLUSTER).write_text(yaml.safe_dump(described, sort_keys=False), encoding="utf-8")
+        if launch.code is not None:
+            snapshot.take(launch.job.directory, list(launch.code), folder / CODE)
+        identity, about = launch.cluster.submit(launch.submission, folder)
+    output = str(Path(launch.output).absolute()) if launch.cluster.shares_files else launch.output
+    record = Record(identity, launch.kind, launch.job.name, output, folder, time.time(), about)
+    records.add(record)
+    return record
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Makes a folder with those above it; takes back what it has made if what follows fails."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        (folder / "logs").mkdir(parents=True)
+    except OSError as error:
+        raise LaunchError(f"cannot write {folder}: {error.strerror}; choose another output") from error
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(missing[-1])
+        raise

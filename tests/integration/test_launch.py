@@ -1,0 +1,142 @@
+"""Jobs on this machine, and the look at a run before it is submitted anywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.commands import Samestep, losses
+
+PACED = """
+import time
+from dataclasses import dataclass
+from trainer.objectives import mlm
+
+@dataclass(frozen=True)
+class Config(mlm.Config):
+    def build(self, vocabulary):
+        time.sleep(0)
+        return Objective(self, vocabulary)
+
+class Objective(mlm.MaskedLM):
+    def weights(self, batch):  # called for each micro-batch
+        time.sleep(0.2)
+        return super().weights(batch)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "a project"
+    (folder / "own").mkdir(parents=True)
+    (folder / "own" / "slow.py").write_text(PACED)
+    (folder / "local.yaml").write_text("kind: local\nprocesses: 2\nenvironment: {variables: {OMP_NUM_THREADS: '1'}}\n")
+    subprocess.run(["git", "init", "--quiet", str(folder)], check=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return folder
+
+
+def test_followed_to_the_end(project: Path, samestep: Samestep, experiment_file: str, finished_run: Path) -> None:
+    result = samestep("launch", "local.yaml", experiment_file, "output=run", "--follow")
+    assert result.code == 0, result.err
+    assert result.out.startswith("submitted run as local job local-")
+    assert "step 12/12" in result.out
+    assert result.out.endswith(": done\n")
+    assert losses(project / "run") == pytest.approx(losses(finished_run), rel=1e-5)
+    kept = project / "run" / "launch" / "001"
+    assert sorted(path.name for path in kept.iterdir()) == [
+        *("cluster.yaml", "code", "commit", "config.yaml", "exit", "job.log", "job.sh", "logs")
+    ]
+    texts = {path.name: path.read_text() for path in (kept / "logs").iterdir()}
+    assert sorted(texts) == ["rank-00000.log", "rank-00001.log"]
+    assert "INFO trainer.monitoring.progress: step 12/12" in texts["rank-00000.log"]
+    job = json.loads((project.parent / "state" / "samestep" / "jobs.jsonl").read_text())["id"]
+    for named in (job, "run"):
+        assert samestep("logs", named).out == (kept / "job.log").read_text()
+    listed = samestep("jobs").out.splitlines()
+    assert listed[1].split()[:4] == [job, "local", "done", "12/12"]
+    again = samestep("launch", "local.yaml", experiment_file, "output=run", "--follow")
+    assert "nothing to do" in again.out
+    assert (project / "run" / "launch" / "002").exists()
+
+
+def test_a_run_that_fails(project: Path, samestep: Samestep, experiment_file: str) -> None:
+    (project / "own" / "slow.py").write_text("from trainer.objectives.mlm import Config\n")
+    wrong = ["objective=own.slow", "init_from=nowhere"]
+    result = samestep("launch", "local.yaml", experiment_file, "output=run", *wrong, "--follow")
+    assert result.code == 1
+    assert "nowhere" in result.out
+    assert result.out.endswith(": failed\n")
+
+
+def test_cancelled(project: Path, samestep: Samestep, experiment_file: str) -> None:
+    """It runs the code of the moment of submission, and a checkpoint comes first."""
+    arguments = ("launch", "local.yaml", experiment_file, "output=run", "objective=own.slow", "training.steps=500")
+    assert samestep(*arguments).code == 0
+    (project / "own" / "slow.py").write_text("raise SystemExit('edited meanwhile')")
+    run, until = project / "run", time.monotonic() + 60
+    while not losses(run):
+        assert time.monotonic() < until, samestep("logs", "run").out
+        time.sleep(0.1)
+    (project / "own" / "slow.py").write_text(PACED)
+    assert "(running) is about run already" in samestep(*arguments).message
+    assert samestep("jobs").out.splitlines()[1].split()[2] == "running"
+    assert samestep("cancel", "run").code == 0
+    while samestep("jobs").out.splitlines()[1].split()[2] == "running":
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert samestep("jobs").out.splitlines()[1].split()[2] == "stopped"
+    assert (run / "checkpoints" / f"step-{max(losses(run)):08d}" / "COMMITTED").exists()
+    assert "has ended already" in samestep("cancel", "run").message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "message"),
+    [
+        ([], "11", "global_batch_size 10 is less than the 11 data-parallel devices"),
+        ([], "2,11", "less than the 11"),
+        (
+            ["strategy={kind: fsdp, replicas: 3}"],
+            "4",
+            "strategy.replicas 3 does not divide the 4 devices; use one of [1, 2, 4]",
+        ),
+        (["strategy={kind: xla_spmd, replicas: 3}"], "4", "strategy.replicas 3 does not divide the 4 devices"),
+        (["strategy=single"], "2", "strategy single runs in one process, and there are 2"),
+        (["data.path=nowhere"], "2", "nowhere holds no finished dataset"),
+        (["data.sequence_length=64"], "2", "is over the model's position table of 32"),
+        (["model.vocab_size=100"], "2", "set model.vocab_size to 600 or more"),
+        (["objective=causal_lm"], "2", "the model, bert, is an encoder"),
+        (["data.lanes=100000"], "2", "lanes"),
+        (["training.evaluate_every=4", "output=/proc/run"], "2", "cannot write in /proc"),
+        ([], "none", "--devices must be at least 1, or here, not none"),
+        ([], "0", "--devices must be at least 1, or here, not 0"),
+    ],
+)
+def test_what_would_keep_a_run_from_starting(
+    samestep: Samestep, experiment_file: str, tmp_path: Path, overrides: list[str], devices: str, message: str
+) -> None:
+    output = [f"output={tmp_path / 'run'}"] * ("output=" not in "".join(overrides))
+    result = samestep("config", experiment_file, "--devices", devices, *output, *overrides)
+    assert result.code in (1, 2)
+    assert message in result.message
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_could_start(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
+    settings = [f"output={tmp_path / 'run'}", "training.evaluate_every=4"]
+    result = samestep("config", experiment_file, "--devices", "1,2,here", *settings)
+    assert result.code == 0, result.err
+    assert "micro_batch_size: 4" in result.out
+    assert not os.listdir(tmp_path)
+
+
+def test_folders_of_other_machines_are_not_looked_at(samestep: Samestep, experiment_file: str) -> None:
+    elsewhere = ["output=/proc/run", "data.path=/not/here", "--elsewhere"]
+    assert samestep("config", experiment_file, "--devices", "2", *elsewhere).code == 0
+    assert "less than the 11" in samestep("config", experiment_file, "--devices", "11", *elsewhere).message

@@ -1,0 +1,205 @@
+"""`samestep launch` on a real Slurm of three virtual nodes: limits, dead nodes, arrays, what is refused."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.commands import Samestep, losses
+from tests.slurm.cluster import NODES, Slurm
+from tests.slurm.conftest import Launched
+
+pytestmark = pytest.mark.timeout(400)
+STEPS = 150
+LONG = ("objective=own.paced", f"training.steps={STEPS}", "checkpoint.every=5")
+STRANGE = 'it\'s a "run" of 50 %j $(touch pwned)\nand more'
+
+
+def wait_for_step(slurm: Slurm, job: str, run: Path, step: int) -> None:
+    until = time.monotonic() + 200
+    while max(losses(run), default=0) < step:
+        assert time.monotonic() < until, log_of(run)
+        assert slurm.job(job)["JobState"] in ("PENDING", "RUNNING", "COMPLETING"), log_of(run)
+        time.sleep(0.1)
+
+
+def reach_limit(slurm: Slurm, job: str, run: Path) -> None:
+    """Lowers the job's limit, so that its signal is due, and returns when the run has stopped."""
+    days_hours, minutes, _ = slurm.job(job)["RunTime"].rsplit(":", 2)
+    assert days_hours == "00"
+    slurm.run("scontrol", "update", f"JobId={job}", f"TimeLimit={int(minutes) + 3}")
+    until = time.monotonic() + 120
+    while "stopped      at step" not in log_of(run):
+        assert time.monotonic() < until, log_of(run)
+        time.sleep(0.1)
+    slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    Path("slow").unlink()
+
+
+def log_of(run: Path) -> str:
+    return (run / "launch" / "001" / "job.log").read_text()
+
+
+def starts(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of the same run in one process."""
+    from trainer.cli import main
+
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert main(["train", experiment_file, f"output={run}", f"training.steps={STEPS}"]) == 0
+    return losses(run)
+
+
+def test_two_nodes_the_time_limit_and_on_from_there(
+    slurm: Slurm, launched: Launched, project: Path, samestep: Samestep, undisturbed: dict[int, float]
+) -> None:
+    """The signal before the limit, exit 75, a requeue, the end: one run, in a folder of a name that means mischief."""
+    run = project / STRANGE
+    wandb = "tracking.wandb={project: test}"
+    job = launched(f"output={json.dumps(str(run))}", *LONG, wandb, "cluster.time=1h")
+    wait_for_step(slurm, job, run, 3)
+    reach_limit(slurm, job, run)
+    slurm.wait_for(job, "COMPLETED", seconds=300)
+    text = log_of(run)
+    assert "stopping     on SIGUSR1" in text
+    assert text.count("2 x CPU") == len(starts(run)) >= 2
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
+    assert int(slurm.job(job)["Restarts"]) >= len(starts(run)) - 1  # the signal may come before the run has begun
+    assert {start["job"] for start in starts(run)} == {job}
+    assert (run / "launch" / "001" / "exit").read_text() == "0\n"
+    assert sorted(path.name for path in (run / "launch" / "001" / "logs").iterdir()) == [
+        "rank-00000.log",
+        "rank-00001.log",
+    ]
+    assert len(list((run / "wandb").glob("offline-run-*"))) == 1
+    assert not list(project.rglob("pwned"))
+    assert " done " in samestep("jobs").out
+    assert samestep("logs", job).out == text
+
+
+def test_a_dead_node_and_on_with_those_that_are_left(
+    slurm: Slurm, launched: Launched, project: Path, undisturbed: dict[int, float]
+) -> None:
+    """Its power fails: the job is requeued on the two other nodes, and goes on from the newest checkpoint."""
+    run = project / "run"
+    job = launched(f"output={run}", *LONG, "cluster.nodes=2-3", "tracking.wandb={project: test}")
+    wait_for_step(slurm, job, run, 12)
+    slurm.kill_node(NODES[2])
+    Path("slow").unlink()
+    try:
+        slurm.wait_for(job, "COMPLETED", seconds=300)
+    finally:
+        slurm.start_node(NODES[2])
+    first, *_, last = starts(run)
+    assert str(first["devices"]).startswith("3 x CPU")
+    assert str(last["devices"]).startswith("2 x CPU")
+    assert int(str(last["step"])) >= 10
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
+    assert len(list((run / "wandb").glob("offline-run-*"))) == 1
+
+
+def test_cancelled_with_a_checkpoint(slurm: Slurm, launched: Launched, project: Path, samestep: Samestep) -> None:
+    """And what runs is the code of the moment of submission."""
+    run = project / "run"
+    job = launched("output=run", *LONG)
+    (project / "own" / "paced.py").write_text("raise SystemExit('edited while the job was waiting')")
+    wait_for_step(slurm, job, run, 2)
+    assert " running " in samestep("jobs").out
+    again = samestep("launch", "cluster.yaml", run / "launch" / "001" / "config.yaml", "objective=mlm")
+    assert f"job {job} (running) is about run already" in again.message
+    assert samestep("cancel", job).code == 0
+    slurm.wait_for(job, "CANCELLED")
+    step = max(losses(run))
+    assert (run / "checkpoints" / f"step-{step:08d}" / "COMMITTED").exists()
+    assert slurm.job(job)["Restarts"] == "0"
+    assert "gone" in samestep("jobs").out
+
+
+def test_segments_where_requeuing_is_not_allowed(slurm: Slurm, launched: Launched, project: Path) -> None:
+    """The second job goes on where the first was stopped, and takes back those after it."""
+    run = project / "run"
+    job = launched("output=run", *LONG, "cluster.time=1h", "cluster.segments=4")
+    wait_for_step(slurm, job, run, 3)
+    reach_limit(slurm, job, run)
+    record = json.loads((project.parent / "state" / "samestep" / "jobs.jsonl").read_text())
+    jobs = record["about"]["segments"].split()
+    assert jobs[0] == job
+    assert len(jobs) == 4
+    until = time.monotonic() + 300
+    while (states := [slurm.job(each)["JobState"] for each in jobs])[-1] != "CANCELLED":
+        assert time.monotonic() < until, states
+        time.sleep(0.5)
+    assert states == ["FAILED", "COMPLETED", "CANCELLED", "CANCELLED"]
+    assert max(losses(run)) == STEPS
+
+
+def test_a_dataset_built_by_an_array(
+    slurm: Slurm, launched: Launched, project: Path, samestep: Samestep, dataset_folder: Path
+) -> None:
+    lines = [json.dumps({"text": f"{number} bottles of beer on the wall. " * 20}) for number in range(600)]
+    (project / "texts.jsonl").write_text("\n".join(lines))
+    (project / "data.yaml").write_text(
+        f"source: {{kind: jsonl, paths: [texts.jsonl]}}\ntokenizer: {{path: {dataset_folder / 'tokenizer'}}}\n"
+        "output: built\nshard_bytes: 20000\nheldout_fraction: 0.1\nworkers: 1\n"
+    )
+    job = launched("--tasks", "3", file="data.yaml")
+    until = time.monotonic() + 200
+    while not (project / "built" / "manifest.json").exists() or slurm.run("squeue", "--noheader").strip():
+        assert time.monotonic() < until, [log.read_text() for log in project.glob("built.launch/*/*.log")]
+        time.sleep(0.2)
+    assert "built" in samestep("logs", job).out
+    assert samestep("data", "build", "data.yaml", "output=alone").code == 0
+    names = sorted(path.relative_to("alone") for path in Path("alone").rglob("*") if path.is_file())
+    same, different, absent = filecmp.cmpfiles("alone", "built", map(str, names), shallow=False)
+    assert not different
+    assert not absent
+    assert len(same) > 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["cluster.partition=nope"], "invalid partition.*sinfo.*cluster.partition"),
+        (["cluster.gpus_per_node=4"], "generic resource.*no such GPUs"),
+        (["cluster.memory=900G"], "lower cluster.gpus_per_node or cluster.nodes"),
+        (["cluster.nodes=20-30"], "global_batch_size 10 is less than the 20"),
+        (["cluster.partition=nope", "cluster.segments=3"], "invalid partition"),
+        (["data.path=nowhere"], "nowhere holds no finished dataset"),
+        (["cluster.time=24:00:00"], "time must be"),
+    ],
+)
+def test_what_is_refused_leaves_nothing(
+    slurm: Slurm, project: Path, samestep: Samestep, experiment_file: str, settings: list[str], message: str
+) -> None:
+    result = samestep("launch", "cluster.yaml", experiment_file, "output=run", *settings)
+    assert result.code in (1, 2)
+    assert re.search(message, result.message, re.IGNORECASE), result.message
+    assert not (project / "run").exists()
+    assert not slurm.run("squeue", "--noheader").strip()
+    assert "no job" in samestep("jobs").out
+
+
+def test_a_job_of_somebody_else(slurm: Slurm, project: Path, samestep: Samestep) -> None:
+    (project / "job.sh").write_text("#!/bin/sh\nsleep 30\n")
+    other = slurm.run("sbatch", "--parsable", "--uid=nobody", "--output=/dev/null", "job.sh").strip()
+    assert f"no job {other} has been submitted from here by you" in samestep("cancel", other).message
+    slurm.run("scancel", other)
+
+
+def test_slurm_does_not_answer(
+    slurm: Slurm, project: Path, samestep: Samestep, experiment_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "slurm.conf").write_text("ClusterName=x\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=1\n")
+    monkeypatch.setenv("SLURM_CONF", str(project / "slurm.conf"))
+    result = samestep("launch", "cluster.yaml", experiment_file, "output=run")
+    assert "Slurm's controller cannot be reached" in result.message
+    assert not (project / "run").exists()

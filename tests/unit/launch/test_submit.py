@@ -1,0 +1,283 @@
+"""What `samestep launch` renders, keeps and refuses, before any cluster is asked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import records, submit
+from launch.environment import Environment
+from launch.slurm import Config as Slurm
+from launch.slurm import Container
+from tests.integration.commands import Samestep
+from trainer.config import decode, to_tree
+from trainer.errors import ConfigError, LaunchError
+
+ROOT = Path(__file__).parents[3]
+STRANGE = 'it\'s a "run" $(touch pwned) `touch pwned`\n; touch pwned & %j'
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to submit from, with a cluster's file and an experiment's."""
+    (tmp_path / "local.yaml").write_text("kind: local\n")
+    (tmp_path / "slurm.yaml").write_text("kind: slurm\nnodes: 2-4\ngpus_per_node: 8\n")
+    (tmp_path / "run.yaml").write_text("output: run\nmodel: {kind: bert}\ntraining: {steps: 5}\n")
+    (tmp_path / "data.yaml").write_text("output: built\nsource: {kind: jsonl, paths: [x]}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path
+
+
+def script(*overrides: str, cluster: str = "slurm.yaml", file: str = "run.yaml", tasks: int | None = None) -> str:
+    return submit.prepare(cluster, file, overrides, tasks).submission.files["job.sh"]
+
+
+def options(*overrides: str, **more: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in script(*overrides, **more).splitlines() if "#SBATCH" in line]
+
+
+def test_dry_run_imports_no_torch_and_writes_nothing(project: Path) -> None:
+    code = (
+        "import sys; from trainer.cli import main; code = main(sys.argv[1:]); "
+        "heavy = {'torch', 'numpy', 'fsspec', 'rich', 'tokenizers', 'wandb'} & set(sys.modules); "
+        "sys.exit(code or ' '.join(heavy) or 0)"
+    )
+    before = sorted(project.iterdir())
+    command = [sys.executable, "-c", code, "launch", "slurm.yaml", "run.yaml", "--dry-run", "cluster.nodes=3"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --nodes=3\n" in done.stdout
+    assert "sbatch --parsable" in done.stdout
+    assert sorted(project.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs" / "launch").glob("*.yaml")))
+def test_configurations_render(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.chdir(ROOT)
+    assert len((ROOT / "configs" / "launch" / name).read_text().splitlines()) < 40
+    launch = submit.prepare(f"configs/launch/{name}", "configs/pretrain/bert_large.yaml", [])
+    assert launch.submission.files
+    assert all(launch.cluster.devices)
+    assert decode(type(launch.cluster), to_tree(launch.cluster)) == launch.cluster
+
+
+def test_plain_keys_belong_to_the_run_and_cluster_keys_to_the_cluster(project: Path) -> None:
+    launch = submit.prepare("slurm.yaml", "run.yaml", ["training.steps=7", "cluster.partition=a100"])
+    assert "steps: 7" in launch.job.config
+    assert "partition" not in launch.job.config
+    assert launch.arguments == ("run.yaml", "training.steps=7")
+    assert "--partition=a100" in launch.submission.files["job.sh"]
+
+
+def test_options_of_sbatch(project: Path) -> None:
+    assert options(
+        "cluster.partition=a,b", "cluster.account=me", "cluster.constraint='[r1|r2]*4'", "cluster.time=1d2h"
+    ) == [
+        "--job-name=run",
+        "--open-mode=append",
+        "--nodes=2-4",
+        "--gpus-per-node=8",
+        "--partition=a,b",
+        "--account=me",
+        "--constraint=[r1|r2]*4",
+        "--time=1-02:00:00",
+        "--signal=USR1@180",
+        "--requeue",
+    ]
+    more = options("cluster.gpu_type=h100", "cluster.cpus_per_node=96", "cluster.memory=0", "cluster.exclusive=true")
+    assert {"--gpus-per-node=h100:8", "--mincpus=96", "--mem=0", "--exclusive"} <= set(more)
+    assert options("cluster.options=[--reservation=week7, --comment=a b]")[-2:] == [
+        "--reservation=week7",
+        "--comment=a b",
+    ]
+
+
+def test_signals_and_deadline_are_those_of_the_run(project: Path) -> None:
+    assert "--signal=TERM@90" in options("training.preemption={signals: [SIGTERM], deadline: 30}")
+    assert not [each for each in options("training.preemption.signals=[]") if "signal" in each]
+    assert "case $code in 75|143)" in script("training.preemption.signals=[SIGTERM]")
+
+
+def test_without_requeuing(project: Path) -> None:
+    assert "--no-requeue" in options("cluster.requeue=false")
+    assert "scontrol requeue" not in script("cluster.requeue=false")
+    name = options("cluster.segments=3")[0]
+    assert name.startswith("--job-name=run-")
+    assert options("cluster.segments=3", "output=elsewhere/run")[0] != name
+
+
+def test_containers(project: Path) -> None:
+    place = str(project)
+    text = script("cluster.container={image: /images/samestep.sqsh, mounts: [/data]}")
+    assert (
+        f"--container-image=/images/samestep.sqsh --container-mounts={place}:{place},{place}/run:{place}/run,/data"
+        in text
+    )
+    assert "export PATH" not in text
+    text = script("cluster.container={kind: apptainer, image: a.sif}")
+    assert "apptainer exec --nv --bind" in text
+    assert "--nv" not in script("cluster.container={kind: apptainer, image: a.sif}", "cluster.gpus_per_node=0")
+    with pytest.raises(ConfigError, match="comma or colon"):
+        Container("image", mounts=("a,b",)).words([], gpus=True)
+
+
+@pytest.mark.parametrize("cluster", ["local.yaml", "slurm.yaml"])
+def test_names_are_quoted(project: Path, cluster: str) -> None:
+    """The script is run, with commands that only show what they were given."""
+    launch = submit.prepare(cluster, "run.yaml", [f"output={json.dumps(STRANGE)}"])
+    tools = project / "bin"
+    tools.mkdir()
+    for name, body in {
+        "samestep": f'printf "%s\\0" "$@" > {project}/arguments; printf "%s" "$SAMESTEP_LOGS" > {project}/logs',
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+        "scontrol": "echo n1",
+    }.items():
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tools / name).chmod(0o755)
+    launch.job.folder.mkdir(parents=True)
+    text = launch.submission.files["job.sh"].replace("export PATH=", f"export PATH={tools}: OTHER=")
+    environment = {"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    environment |= {"SLURM_JOB_NUM_NODES": "2"}
+    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    arguments = (project / "arguments").read_text().split("\0")
+    folder = project / STRANGE / "launch" / "001"
+    assert arguments[:2] == ["train", str(folder / "config.yaml")]
+    assert (project / "logs").read_text() == str(folder / "logs")
+    assert (folder / "exit").read_text() == "0\n"
+    assert not list(project.rglob("pwned"))
+
+
+def test_environments() -> None:
+    assert Environment(modules=("cuda/12.8", "a b"), conda="base").lines() == [
+        "module load cuda/12.8",
+        "module load 'a b'",
+        'eval "$(conda shell.bash hook)"',
+        "conda activate base",
+    ]
+    assert Environment(venv="/shared/my venv").lines() == ["source '/shared/my venv/bin/activate'"]
+    (line,) = Environment().lines()
+    assert line == f'export PATH={sys.prefix}/bin:"$PATH"'
+    lines = Environment(setup=("ulimit -n 65536",), variables={"NCCL_DEBUG": "$(x)"}).lines(own=False)
+    assert lines == ["ulimit -n 65536", "export NCCL_DEBUG='$(x)'"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster.kind=slrum"], "cluster.kind: no module for 'slrum'; did you mean 'slurm'"),
+        (["cluster.nodes=8-2"], "nodes must be a number of nodes such as 4, or a range such as 2-8, not 8-2"),
+        (["cluster.nodes=0"], "nodes must be a number"),
+        (["cluster.time='24:00:00'"], "time must be written as 2d, 12h, 90m or 1d6h30m, not 24:00:00"),
+        (["cluster.partition='a b'"], "partition 'a b' is nothing that Slurm would have a name for"),
+        (['cluster.options=["--x=1\\n#SBATCH --uid=0"]'], "is no option of sbatch"),
+        (["cluster.options=[reservation]"], "write each one as --name=value"),
+        (["cluster.segments=0"], "segments must be at least 1"),
+        (["cluster.gpus_per_node=-1"], "gpus_per_node must be at least 0"),
+        (["cluster.environment={conda: a, venv: b}"], "conda and venv are two environments"),
+        (["cluster.environment.variables.WANDB_API_KEY=abc"], "looks like a secret"),
+        (["cluster.environment.variables={a-b: c}"], "is no name of an environment variable"),
+        (["output=a\\b"], "has a backslash in it"),
+        (["output=null"], "names no output"),
+        (["cluster.partion=x"], "did you mean 'partition'"),
+    ],
+)
+def test_what_is_refused(project: Path, samestep: Samestep, overrides: list[str], message: str) -> None:
+    result = samestep("launch", "slurm.yaml", "run.yaml", "--dry-run", *overrides)
+    assert result.code == 2
+    assert message in result.message
+
+
+def test_tasks_are_for_datasets(project: Path) -> None:
+    with pytest.raises(ConfigError, match="is an experiment; leave it out"):
+        submit.prepare("slurm.yaml", "run.yaml", [], tasks=3)
+    with pytest.raises(ConfigError, match="--tasks must be at least 1"):
+        submit.prepare("slurm.yaml", "data.yaml", [], tasks=0)
+    text = script(file="data.yaml", tasks=3)
+    assert "#SBATCH --array=1-3" in text
+    assert f'samestep data build {project}/built.launch/001/config.yaml --slice "$SLURM_ARRAY_TASK_ID/3"' in text
+    assert "--gpus" not in text
+
+
+def test_a_secret_in_the_configuration_is_refused(project: Path) -> None:
+    signed = "https://host/x.jsonl?X-Amz-Signature=abcdef"
+    with pytest.raises(ConfigError, match="holds a password or a signature"):
+        submit.prepare("slurm.yaml", "data.yaml", [f"source.paths=['{signed}']"])
+    with pytest.raises(ConfigError, match="holds a password or a signature"):
+        submit.prepare("slurm.yaml", "run.yaml", ["data.path='https://me:word@host/data'"])
+    assert submit.prepare("slurm.yaml", "run.yaml", ["init_from='hf://bert@main'", "data.path='s3://b/d?.tar'"])
+
+
+def test_folders_are_numbered(project: Path) -> None:
+    (project / "run" / "launch" / "007").mkdir(parents=True)
+    assert submit.prepare("slurm.yaml", "run.yaml", []).job.folder == project / "run" / "launch" / "008"
+
+
+class TestSnapshots:
+    @pytest.fixture
+    def repository(self, project: Path) -> Path:
+        subprocess.run(["git", "init", "--quiet"], check=True)
+        (project / ".gitignore").write_text("state\nignored\n")
+        (project / "own").mkdir()
+        (project / "own" / "part.py").write_text("before")
+        (project / "ignored").write_text("x")
+        return project
+
+    def test_holds_what_git_knows(self, repository: Path) -> None:
+        (repository / "run").mkdir()
+        (repository / "run" / "metrics.jsonl").write_text("{}")
+        launch = submit.prepare("local.yaml", "run.yaml", [])
+        assert launch.job.code
+        assert launch.code is not None
+        names = {str(path) for path in launch.code}
+        assert names == {
+            ".gitignore",
+            "own/part.py",
+            "data.yaml",
+            "local.yaml",
+            "run.yaml",
+            "slurm.yaml",
+            "run/metrics.jsonl",
+        }
+        assert f"export PYTHONPATH={repository}/run/launch/001/code" in launch.submission.files["job.sh"]
+
+    def test_can_be_left_out(self, repository: Path) -> None:
+        launch = submit.prepare("local.yaml", "run.yaml", ["cluster.code=installed"])
+        assert launch.code is None
+        assert "PYTHONPATH" not in launch.submission.files["job.sh"]
+
+    def test_of_too_much(self, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("launch.snapshot.MOST_BYTES", 3)
+        with pytest.raises(LaunchError, match=r"name in .gitignore what is no code"):
+            submit.prepare("local.yaml", "run.yaml", [])
+
+
+def test_nothing_is_left_when_submitting_fails(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = submit.prepare("slurm.yaml", "run.yaml", ["output=a/b/run"])
+
+    def fail(*_: object) -> None:
+        raise LaunchError("no")
+
+    monkeypatch.setattr(Slurm, "submit", fail)
+    with pytest.raises(LaunchError):
+        submit.submit(launch)
+    assert not (project / "a").exists()
+    assert records.newest_first() == []
+
+
+def test_no_client(project: Path, samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(project))
+    result = samestep("launch", "slurm.yaml", "run.yaml")
+    assert "sbatch is not on this machine; jobs are submitted from a login node" in result.message
+
+
+def test_unknown_jobs(project: Path, samestep: Samestep) -> None:
+    for command in ("logs", "cancel"):
+        assert "no job 12 has been submitted from here by you" in samestep(command, "12").message
+    assert "no job has been submitted from here" in samestep("jobs").out
