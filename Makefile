@@ -44,7 +44,7 @@ test: check  ## format, lint, types, import contracts and tests, as CI runs them
 	$(BIN)/python -m pytest -n 2
 
 test-slurm: install  ## runs launched on a real Slurm of three virtual nodes (installs Debian's packages; needs root)
-	@command -v munged slurmctld slurmd >/dev/null || { echo "installing slurm-wlm and munge"; \
+	@{ command -v munged && command -v slurmctld && command -v slurmd; } >/dev/null || { echo "installing slurm-wlm and munge"; \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes slurm-wlm munge >/dev/null; }
 	SAMESTEP_SLURM=1 $(BIN)/python -m pytest tests/slurm
 

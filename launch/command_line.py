@@ -23,7 +23,13 @@ def require(client: str, hint: str) -> None:
         raise LaunchError(f"{client} is not on this machine; {hint}")
 
 
-def run(command: Sequence[str], hints: Mapping[str, str], folder: Path | None = None, text: str | None = None) -> str:
+def run(
+    command: Sequence[str],
+    hints: Mapping[str, str],
+    folder: Path | None = None,
+    text: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> str:
     """What a client prints.
 
     Args:
@@ -31,12 +37,22 @@ def run(command: Sequence[str], hints: Mapping[str, str], folder: Path | None = 
         hints: what to do, by patterns of what the client says when it fails.
         folder: where it is run.
         text: what it reads.
+        environment: its variables; None takes those of this process.
 
     Raises:
         LaunchError: with the client's own words, and the hint for them.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, input=text, timeout=_SECONDS)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            cwd=folder,
+            input=text,
+            env=environment,
+            timeout=_SECONDS,
+        )
     except FileNotFoundError as error:
         raise LaunchError(f"{command[0]} is not on this machine") from error
     except subprocess.TimeoutExpired as error:

@@ -370,13 +370,13 @@ class Config:
         """All objects, or none: the server looks at all of them before it makes the first."""
         place, what = submission.command[:-3], ("-f", MANIFEST)
         objects.run([*place, "create", "--dry-run=server", *what], folder)
-        try:
-            objects.run(submission.command, folder)
-        except LaunchError as error:
-            undo = (*place, "delete", "--ignore-not-found", "--wait=false", *what)
-            raise objects.taken_back(error, undo, folder) from None
         name, controller, action = objects.labels_of(submission.files[MANIFEST])
         context = self.context or objects.current_context()  # which is another one once the user has switched
+        undo = (*place, "delete", "--ignore-not-found", "--wait=false", *what)
+        try:
+            objects.run(submission.command, folder)
+        except (LaunchError, KeyboardInterrupt) as error:
+            raise objects.taken_back(error, undo, folder) from None
         about = {"context": context, "namespace": self.namespace, "name": name}
         return name, about | {"controller": controller, "action": action}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,19 +14,23 @@ _POLL_SECONDS = 0.5
 _CHUNK = 2**16
 
 
-def read(folder: Path, goes_on: Callable[[], bool]) -> Iterator[str]:
+def read(folder: Path, goes_on: Callable[[], bool], every: float = _POLL_SECONDS) -> Iterator[str]:
     """The text of a job's log files, those of an array's tasks one after the other.
 
     Args:
         folder: of the launch.
-        goes_on: whether more may come; asked when there is no more.
+        goes_on: whether more may come.
+        every: seconds after which that is asked again, unless the job has left its exit code.
 
     Raises:
         LaunchError: there is none, and none will come.
     """
     places: dict[Path, int] = {}
+    asked = -math.inf
     while True:
-        last_look = not goes_on()
+        last_look = False
+        if time.monotonic() >= asked + every or (folder / EXIT).exists():
+            last_look, asked = not goes_on(), time.monotonic()
         for file in sorted(folder.glob("job*.log"), key=lambda path: (len(path.name), path.name)):
             while text := _from(file, places.get(file, 0)):
                 places[file] = places.get(file, 0) + len(text)
@@ -46,7 +51,8 @@ def _from(file: Path, start: int) -> bytes:
 def state_of_ended(folder: Path) -> State:
     """How a job that waits and runs no more has ended, by the code that its script has left."""
     try:
-        code = int((folder / EXIT).read_text())
+        files = [folder / EXIT] if (folder / EXIT).exists() else list(folder.glob(f"{EXIT}-*"))  # of an array's tasks
+        code = max(int(file.read_text()) for file in files)
     except (OSError, ValueError):
         return State("gone", False, detail="cancelled or killed: its script left no exit code")
     if code in (EXIT_DONE, EXIT_PREEMPTED):

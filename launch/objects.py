@@ -323,7 +323,7 @@ def _lines(command: list[str], pod: str, read: dict[str, str]) -> Iterator[str]:
         process.communicate()
 
 
-def taken_back(error: LaunchError, command: tuple[str, ...], folder: Path) -> LaunchError:
+def taken_back(error: BaseException, command: tuple[str, ...], folder: Path) -> BaseException:
     """Deletes what a manifest has created before its creation failed; returns the error to raise."""
     if "AlreadyExists" in str(error):  # somebody has made them since the server looked: they are not ours
         return error

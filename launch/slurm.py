@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shlex
 import signal
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -18,6 +19,8 @@ from launch.job import EXIT, LOG, SCRIPT, JobSpec, Record, State, Submission
 from trainer.errors import EXIT_PREEMPTED, ConfigError, LaunchError
 
 _WORD = re.compile(r"[\w.:,@+\-*/&|()\[\]=%]+")
+_FOREIGN = re.compile(r"SLURM_(?!CONF$)|SBATCH_|SRUN_|SQUEUE_|SCANCEL_")
+_ASK_SECONDS = 15.0  # between two questions whether a job that is followed goes on
 _TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?")
 _HINTS = {
     "invalid partition": "`sinfo --summarize` lists the partitions; set cluster.partition to one of them",
@@ -52,14 +55,21 @@ class Container:
     kind: Literal["pyxis", "apptainer"] = "pyxis"
     mounts: tuple[str, ...] = ()
 
-    def words(self, folders: Iterable[str], gpus: bool) -> list[str]:
+    def words(self, job: JobSpec, gpus: bool) -> list[str]:
         """What goes between srun and the command."""
+        folders = dict.fromkeys((str(job.directory), str(job.folder.parents[1])))
         mounts = [*(f"{folder}:{folder}" for folder in folders), *self.mounts]
         if wrong := [mount for mount in mounts if "," in mount or mount.count(":") > 1]:
             raise ConfigError(f"container.mounts: {wrong[0]!r} has a comma or colon in it, which separate mounts")
-        if self.kind == "pyxis":
-            return [f"--container-image={self.image}", f"--container-mounts={','.join(mounts)}"]
-        return ["apptainer", "exec", *["--nv"] * gpus, "--bind", ",".join(mounts), self.image]
+        if self.kind == "apptainer":
+            place = ["--pwd", str(job.directory), "--bind", ",".join(mounts)]
+            return ["apptainer", "exec", *["--nv"] * gpus, *place, self.image]
+        # Enroot takes what is no path for an image of a registry.
+        image = str(job.directory / self.image) if self.image.endswith(".sqsh") else self.image
+        options = [f"--container-image={image}", f"--container-workdir={job.directory}"]
+        # Images with PyTorch in them are given ranks, which the agent would take for another launcher's.
+        without = ["env", "-u", "RANK", "-u", "WORLD_SIZE", "-u", "LOCAL_RANK"]
+        return [*options, f"--container-mounts={','.join(mounts)}", *without]
 
 
 @dataclass(frozen=True)
@@ -180,19 +190,23 @@ class Config:
             options += [f"--nodes={fewest}-{most}" if most > fewest else f"--nodes={fewest}"]
         if self.gpus_per_node and not build:
             of_type = f"{self.gpu_type}:" if self.gpu_type else ""
-            options.append(f"--gpus-per-node={of_type}{self.gpus_per_node}")
+            options.append(f"--gres=gpu:{of_type}{self.gpus_per_node}")  # which every select plugin takes
         named = {"mincpus": self.cpus_per_node, "mem": self.memory, "partition": self.partition}
         named |= {"account": self.account, "qos": self.qos, "constraint": self.constraint}
         options += [f"--{name}={value}" for name, value in named.items() if value is not None]
         if self.minutes is not None:
             days, minutes = divmod(self.minutes, 24 * 60)
             options.append(f"--time={days}-{minutes // 60:02}:{minutes % 60:02}:00")
-        options += ["--exclusive"] * self.exclusive
+        options += ["--exclusive"] * (self.exclusive and not build)
         if not build and job.stop_signals:
             name = "SIGUSR1" if "SIGUSR1" in job.stop_signals else job.stop_signals[0]
             options.append(f"--signal={name.removeprefix('SIG')}@{round(job.stop_seconds) + 60}")
         options.append("--requeue" if build or self._requeues else "--no-requeue")
-        return [*options, *self.options]
+        named_by_user = (option.partition("=") for option in self.options)
+        return [
+            *options,
+            *(f"{name}{equals}{shlex.quote(value) if value else ''}" for name, equals, value in named_by_user),
+        ]
 
     @property
     def _requeues(self) -> bool:
@@ -200,17 +214,23 @@ class Config:
 
     def _build(self, job: JobSpec) -> list[str]:
         """One slice a task; the last one merges and verifies."""
-        return [job.shell_command("--slice", f'"$SLURM_ARRAY_TASK_ID/{job.tasks}"')]
+        slice_ = ["--slice", f'"$SLURM_ARRAY_TASK_ID/{job.tasks}"']
+        ended = f'{shlex.quote(str(job.folder / EXIT))}-"$SLURM_ARRAY_TASK_ID"'
+        lines = [f"rm -f -- {ended}", " ".join(self._srun(job, gpus=False)) + " \\", "  " + job.shell_command(*slice_)]
+        return [*lines, "code=$?", f"echo $code > {ended}", "exit $code"]
+
+    def _srun(self, job: JobSpec, gpus: bool) -> list[str]:
+        """What runs a command on each node."""
+        # The batch script asks for no tasks: Slurm would stop at nodes for those, and take the fewest of a range.
+        srun = ["srun", '--ntasks="$SLURM_JOB_NUM_NODES"', "--ntasks-per-node=1", "--cpu-bind=none"]
+        srun += [f"--cpus-per-task={self.cpus_per_node}"] * bool(self.cpus_per_node)
+        inside = self.container.words(job, gpus) if self.container else []
+        return [*srun, "--kill-on-bad-exit=0", *map(shlex.quote, inside)]
 
     def _train(self, job: JobSpec) -> list[str]:
         processes = [] if self.gpus_per_node else ["--processes", str(self.processes_per_node)]
         elastic = ["--elastic", f'"{self.node_range[0]}:$SLURM_JOB_NUM_NODES"', "--rendezvous", '"$rendezvous"']
-        folders = dict.fromkeys(str(folder) for folder in (job.directory, job.folder.parents[1]))
-        inside = self.container.words(folders, bool(self.gpus_per_node)) if self.container else []
-        # The batch script asks for no tasks: Slurm would stop at nodes for those, and take the fewest of a range.
-        srun = ["srun", '--ntasks="$SLURM_JOB_NUM_NODES"', "--ntasks-per-node=1", "--cpu-bind=none"]
-        srun += [f"--cpus-per-task={self.cpus_per_node}"] * bool(self.cpus_per_node)
-        srun += ["--kill-on-bad-exit=0", *map(shlex.quote, inside)]
+        srun = self._srun(job, gpus=bool(self.gpus_per_node))
         ended = shlex.quote(str(job.folder / EXIT))
         lines = [
             "# The nodes meet at the first of them.",
@@ -253,10 +273,10 @@ class Config:
         ids: list[str] = []
         try:
             for _ in range(self.segments):
-                ids.append(command_line.run(submission.command, _HINTS, folder).strip().partition(";")[0])
+                ids.append(_identity(_run(submission.command, folder)))
         except LaunchError:
             if ids:
-                command_line.run(["scancel", *ids], _HINTS)
+                _run(["scancel", *ids])
             raise
         return ids[0], {"segments": " ".join(ids)}
 
@@ -264,20 +284,24 @@ class Config:
         """Those that wait or run as Slurm's queue has them, the others by what their script has left."""
         form = "ArrayJobID:|,State:|,NodeList:|,RestartCnt:|,Reason:"
         queue: dict[str, list[list[str]]] = {}
-        for line in command_line.run(
-            ["squeue", "--me", "--noheader", "--array", f"--Format={form}"], _HINTS
-        ).splitlines():
+        for line in _run(["squeue", "--me", "--noheader", "--array", f"--Format={form}"]).splitlines():
             number, *rest = (part.strip() for part in line.split("|"))
             queue.setdefault(number, []).append(rest)
         return {record.id: _state(record, queue) for record in records}
 
     def logs(self, record: Record, follow: bool) -> Iterable[str]:
         """The log of the first segment or task on; all nodes write into one."""
-        return logs.read(record.folder, lambda: follow and self.states([record])[record.id].active)
+        return logs.read(record.folder, lambda: follow and self.states([record])[record.id].active, _ASK_SECONDS)
 
     def cancel(self, record: Record) -> None:
         """The run gets Slurm's KillWait for its checkpoint."""
-        command_line.run(["scancel", *record.about["segments"].split()], _HINTS)
+        _run(["scancel", *record.about["segments"].split()])
+
+
+def _run(command: Sequence[str], folder: Path | None = None) -> str:
+    """What a command of Slurm's prints, whatever the shell has of settings, or of a job that it is part of."""
+    environment = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)}
+    return command_line.run(command, _HINTS, folder, environment=environment)
 
 
 def _state(record: Record, queue: Mapping[str, list[list[str]]]) -> State:
@@ -288,6 +312,16 @@ def _state(record: Record, queue: Mapping[str, list[list[str]]]) -> State:
     word = next(iter(words)) if len(words) == 1 else ", ".join(f"{count} {word}" for word, count in words.items())
     _, nodes, restarts, reason = next((each for each in found if each[0] == "RUNNING"), found[0])
     return State(word, True, nodes, int(restarts or 0), "" if reason == "None" else reason)
+
+
+def _identity(printed: str) -> str:
+    """The job's id, out of what sbatch --parsable prints; clusters may greet before it."""
+    match = re.fullmatch(r"(\d+)(;\S+)?", printed.strip().rpartition("\n")[2])
+    if match is None:
+        raise LaunchError(
+            f"sbatch printed no job id but {printed.strip()!r}; `squeue --me` says whether there is a job"
+        )
+    return match[1]
 
 
 def _number(name: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.errors import LaunchError
@@ -14,12 +15,12 @@ logger = logging.getLogger(__name__)
 MOST_BYTES = 100 * 2**20
 
 
-def files_of(directory: Path, without: Path) -> list[Path] | None:
+def files_of(directory: Path, without: Sequence[Path]) -> list[Path] | None:
     """The files that git knows of in a folder, or would add, relative to it; None where there is no git.
 
     Args:
         directory: the folder.
-        without: a folder whose files are left out: the run's own.
+        without: folders whose files are left out: the run's own.
 
     Raises:
         LaunchError: they are too many to be code.
@@ -32,8 +33,8 @@ def files_of(directory: Path, without: Path) -> list[Path] | None:
     if done.returncode:
         return None
     paths = [Path(name) for name in done.stdout.decode(errors="surrogateescape").split("\0") if name]
-    root = without.absolute()
-    files = [path for path in paths if (directory / path).is_file() and not (directory / path).is_relative_to(root)]
+    kept_out = [place.relative_to(directory) for place in without if place.is_relative_to(directory)]
+    files = [path for path in paths if (directory / path).is_file() and not any(map(path.is_relative_to, kept_out))]
     sizes = {path: (directory / path).stat().st_size for path in files}
     if sum(sizes.values()) > MOST_BYTES:
         largest = max(sizes, key=lambda path: sizes[path])
@@ -48,7 +49,7 @@ def take(directory: Path, files: list[Path], target: Path) -> None:
     """Copies the files, and notes the commit that they differ from, if at all."""
     for path in files:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(directory / path, target / path)
+        shutil.copy(directory / path, target / path)
     commit = subprocess.run(
         ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True
     )

@@ -21,7 +21,10 @@ from trainer.config import Tree, decode, read_tree, to_tree
 from trainer.errors import ConfigError, LaunchError
 
 _CLUSTER = "cluster."
-_SECRET = re.compile(r"(?<!\bhf)://[^/\s]*@|://\S*\?\S*(signature|token|key|password|sig)\S*=", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(?<!\bhf)://[^/\s]*@|://\S*[?&]([\w-]*(signature|credential|token)|sig|key|apikey|api_key|auth|password)=",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,11 @@ def prepare(cluster_file: str, file: str, overrides: Sequence[str], tasks: int |
         ConfigError: a file is not what it should be.
     """
     of_cluster = [each.removeprefix(_CLUSTER) for each in overrides if each.startswith(_CLUSTER)]
-    own = [each for each in overrides if not each.startswith(_CLUSTER)]
+    settings_of_run = [each for each in overrides if not each.startswith(_CLUSTER)]
     settings = read_tree(cluster_file, of_cluster)
     kind = settings.pop("kind", None)
     cluster: Cluster = decode(records.KINDS.schema(kind, "cluster"), settings, "cluster")
-    tree = read_tree(file, own)
+    tree = read_tree(file, settings_of_run)
     action: Literal["train", "build"] = "build" if "source" in tree else "train"
     if not isinstance(output := tree.get("output"), str) or not output:
         raise ConfigError(f"{file} names no output, the folder that is written; add output=FOLDER")
@@ -80,8 +83,8 @@ def prepare(cluster_file: str, file: str, overrides: Sequence[str], tasks: int |
         raise ConfigError(f"--tasks must be at least 1, not {tasks}")
     name = re.sub(r"[^a-z0-9]+", "-", Path(output).name.lower()).strip("-")[:40].strip("-") or "run"
     folder = _folder(output, action) if cluster.shares_files else records.state_folder() / "launches" / name
-    files = snapshot.files_of(Path.cwd(), folder) if getattr(cluster, "code", "") == "snapshot" else None
-    preemption = tree.get("training", {}).get("preemption", {}) if action == "train" else {}
+    written = (Path(output).absolute(), folder)
+    files = snapshot.files_of(Path.cwd(), written) if getattr(cluster, "code", "") == "snapshot" else None
     job = JobSpec(
         name,
         action,
@@ -90,14 +93,20 @@ def prepare(cluster_file: str, file: str, overrides: Sequence[str], tasks: int |
         Path.cwd(),
         code=bool(files),
         tasks=tasks or 1,
-        **{f"stop_{key}": value for key, value in _stop(preemption).items()},
+        **{f"stop_{key}": value for key, value in _stop(tree).items()},
     )
-    return Launch(kind, cluster, job, cluster.render(job), (file, *own), output, tuple(files) if files else None)
+    return Launch(
+        kind, cluster, job, cluster.render(job), (file, *settings_of_run), output, tuple(files) if files else None
+    )
 
 
-def _stop(preemption: Tree) -> dict[str, Any]:
+def _stop(tree: Tree) -> dict[str, Any]:
     """The settings of `training.preemption`, where there are any; wrong ones are left for the check to refuse."""
     found: dict[str, Any] = {}
+    training = tree.get("training")
+    preemption = training.get("preemption") if isinstance(training, dict) else None
+    if not isinstance(preemption, dict):
+        return found
     if isinstance(names := preemption.get("signals"), list):
         found["signals"] = tuple(map(str, names))
     with suppress(TypeError, ValueError):
@@ -176,8 +185,11 @@ def submit(launch: Launch) -> Record:
 
 @contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """Makes a folder with those above it; takes back what it has made if what follows fails."""
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    """Makes a folder with those above it; takes back what it has made if what follows fails.
+
+    Those above it stay where others have put something into them meanwhile, such as the other runs of a sweep.
+    """
+    above = [place for place in folder.parents if not place.exists()]
     try:
         (folder / "logs").mkdir(parents=True)
     except OSError as error:
@@ -185,5 +197,8 @@ def _made(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        shutil.rmtree(missing[-1])
+        shutil.rmtree(folder)
+        with suppress(OSError):  # not empty
+            for place in above:
+                place.rmdir()
         raise

@@ -185,7 +185,8 @@ install_gcsfuse() {
 }
 
 copy_run() {  # the small files of the run's folder: not what others keep, nor what the next start makes anew
-  [ "$worker" = 0 ] && [ -d "$output" ] || return 0  # rank 0 writes it, as a rule on the machine where they meet
+  # Rank 0 writes it, as a rule on the machine where they meet.
+  cd "$place" 2>/dev/null && [ "$worker" = 0 ] && [ -d "$output" ] || return 0
   rm -rf "$work/run" && mkdir "$work/run"
   tar -C "$output" --exclude=./.owner --exclude=./checkpoints --exclude=./tensorboard --exclude=./wandb -cf - . |
     tar -C "$work/run" -xf -

@@ -14,6 +14,7 @@ from trainer.config import load
 from trainer.experiment import Experiment
 from trainer.hashing import combine
 from trainer.loop import Trainer
+from trainer.monitoring import Tracker
 from trainer.run import build_trainer, open_checkpointer
 from trainer.strategies.world import World
 
@@ -67,7 +68,7 @@ class Record:
     losses: list[float]
 
 
-class Losses:
+class Losses(Tracker):
     """A tracker that keeps losses, those of training or of any names."""
 
     def __init__(self, *names: str) -> None:

@@ -15,12 +15,13 @@ from tests.conformance.worker import make_trainer, run_once
 from tests.processes import run_ranks
 from trainer.config import load
 from trainer.experiment import Experiment
+from trainer.monitoring import Tracker
 from trainer.strategies.world import World
 
 ADAM, LAMB = "optimizer={kind: adamw, lr: 1e-3}", "optimizer={kind: lamb, lr: 1e-2}"
 
 
-class Rows:
+class Rows(Tracker):
     """A tracker that keeps what fp16 is about."""
 
     def __init__(self) -> None:

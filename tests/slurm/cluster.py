@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,7 +78,8 @@ class Slurm:
         """As when its power fails: the daemon, and what it has started."""
         self.nodes[name].kill()
         for pid in _descendants_of_steps(name):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has died with the one before
+                os.kill(pid, signal.SIGKILL)
 
     def job(self, number: str) -> dict[str, str]:
         """What the controller knows of a job."""

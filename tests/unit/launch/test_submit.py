@@ -12,7 +12,6 @@ import pytest
 from launch import records, submit
 from launch.environment import Environment
 from launch.slurm import Config as Slurm
-from launch.slurm import Container
 from tests.integration.commands import Samestep
 from trainer.config import decode, to_tree
 from trainer.errors import ConfigError, LaunchError
@@ -82,7 +81,7 @@ def test_options_of_sbatch(project: Path) -> None:
         "--job-name=run",
         "--open-mode=append",
         "--nodes=2-4",
-        "--gpus-per-node=8",
+        "--gres=gpu:8",
         "--partition=a,b",
         "--account=me",
         "--constraint=[r1|r2]*4",
@@ -91,10 +90,10 @@ def test_options_of_sbatch(project: Path) -> None:
         "--requeue",
     ]
     more = options("cluster.gpu_type=h100", "cluster.cpus_per_node=96", "cluster.memory=0", "cluster.exclusive=true")
-    assert {"--gpus-per-node=h100:8", "--mincpus=96", "--mem=0", "--exclusive"} <= set(more)
+    assert {"--gres=gpu:h100:8", "--mincpus=96", "--mem=0", "--exclusive"} <= set(more)
     assert options("cluster.options=[--reservation=week7, --comment=a b]")[-2:] == [
         "--reservation=week7",
-        "--comment=a b",
+        "--comment='a b'",
     ]
 
 
@@ -114,17 +113,31 @@ def test_without_requeuing(project: Path) -> None:
 
 def test_containers(project: Path) -> None:
     place = str(project)
-    text = script("cluster.container={image: /images/samestep.sqsh, mounts: [/data]}")
-    assert (
-        f"--container-image=/images/samestep.sqsh --container-mounts={place}:{place},{place}/run:{place}/run,/data"
-        in text
-    )
+    text = script("cluster.container={image: images/samestep.sqsh, mounts: [/data]}")
+    mounts = f"--container-mounts={place}:{place},{place}/run:{place}/run,/data"
+    workdir = f"--container-workdir={place}"
+    assert f"--container-image={place}/images/samestep.sqsh {workdir} {mounts} env -u RANK -u WORLD_SIZE" in text
     assert "export PATH" not in text
+    assert "--container-image=nvcr.io#a/b:c " in script("cluster.container={image: 'nvcr.io#a/b:c'}").replace("'", "")
     text = script("cluster.container={kind: apptainer, image: a.sif}")
-    assert "apptainer exec --nv --bind" in text
+    assert f"apptainer exec --nv --pwd {place} --bind" in text
     assert "--nv" not in script("cluster.container={kind: apptainer, image: a.sif}", "cluster.gpus_per_node=0")
+    assert "--container-image" in script("cluster.container={image: /a.sqsh}", file="data.yaml", tasks=2)
     with pytest.raises(ConfigError, match="comma or colon"):
-        Container("image", mounts=("a,b",)).words([], gpus=True)
+        script("cluster.container={image: image, mounts: ['a,b']}")
+
+
+def test_what_others_write_beside_a_launch_that_fails_stays(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = submit.prepare("slurm.yaml", "run.yaml", ["output=sweep/run"])
+
+    def fail(*_: object) -> None:
+        (project / "sweep" / "other").mkdir()
+        raise LaunchError("no")
+
+    monkeypatch.setattr(Slurm, "submit", fail)
+    with pytest.raises(LaunchError):
+        submit.submit(launch)
+    assert [path.name for path in (project / "sweep").iterdir()] == ["other"]
 
 
 @pytest.mark.parametrize("cluster", ["local.yaml", "slurm.yaml"])
@@ -164,8 +177,9 @@ def test_environments() -> None:
     assert Environment(venv="/shared/my venv").lines() == ["source '/shared/my venv/bin/activate'"]
     (line,) = Environment().lines()
     assert line == f'export PATH={sys.prefix}/bin:"$PATH"'
-    lines = Environment(setup=("ulimit -n 65536",), variables={"NCCL_DEBUG": "$(x)"}).lines(own=False)
-    assert lines == ["ulimit -n 65536", "export NCCL_DEBUG='$(x)'"]
+    variables = {"NCCL_DEBUG": "$(x)", "TOKENIZERS_PARALLELISM": "false"}
+    lines = Environment(setup=("ulimit -n 65536",), variables=variables).lines(own=False)
+    assert lines == ["ulimit -n 65536", "export NCCL_DEBUG='$(x)'", "export TOKENIZERS_PARALLELISM=false"]
 
 
 @pytest.mark.parametrize(
@@ -182,6 +196,7 @@ def test_environments() -> None:
         (["cluster.gpus_per_node=-1"], "gpus_per_node must be at least 0"),
         (["cluster.environment={conda: a, venv: b}"], "conda and venv are two environments"),
         (["cluster.environment.variables.WANDB_API_KEY=abc"], "looks like a secret"),
+        (["cluster.environment.variables.hf_token=abc"], "looks like a secret"),
         (["cluster.environment.variables={a-b: c}"], "is no name of an environment variable"),
         (["output=a\\b"], "has a backslash in it"),
         (["output=null"], "names no output"),
@@ -211,7 +226,9 @@ def test_a_secret_in_the_configuration_is_refused(project: Path) -> None:
         submit.prepare("slurm.yaml", "data.yaml", [f"source.paths=['{signed}']"])
     with pytest.raises(ConfigError, match="holds a password or a signature"):
         submit.prepare("slurm.yaml", "run.yaml", ["data.path='https://me:word@host/data'"])
-    assert submit.prepare("slurm.yaml", "run.yaml", ["init_from='hf://bert@main'", "data.path='s3://b/d?.tar'"])
+    harmless = ["init_from='hf://bert@main'", "data.path='s3://b/d?.tar'", "a='https://b/c?keyword=d'"]
+    assert submit.prepare("slurm.yaml", "run.yaml", harmless)
+    assert submit.prepare("slurm.yaml", "run.yaml", ["training=null"])
 
 
 def test_folders_are_numbered(project: Path) -> None:
@@ -243,7 +260,6 @@ class TestSnapshots:
             "local.yaml",
             "run.yaml",
             "slurm.yaml",
-            "run/metrics.jsonl",
         }
         assert f"export PYTHONPATH={repository}/run/launch/001/code" in launch.submission.files["job.sh"]
 

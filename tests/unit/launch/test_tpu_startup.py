@@ -228,7 +228,7 @@ def test_runs_that_fail_are_not_started_again_for_ever(machine: Machine, codes: 
 
 def test_a_run_on_a_machine_that_is_taken_away_goes_on_at_the_next_boot(machine: Machine) -> None:
     script = machine.boots("wait")
-    until(lambda: machine.starts)
+    until(lambda: (machine.bucket("kept") / "metrics.jsonl").exists())  # while the run goes on
     machine.plane.metadata["preempted"] = "TRUE"
     assert script.wait(timeout=100) == 0
     assert machine.record[-1] == "signalled"

@@ -71,11 +71,12 @@ def _storage(buckets: Path, verb: str, words: list[str]) -> int:
         shutil.copytree(source, target, dirs_exist_ok=True)
         return 0
     if verb == "objects":
-        names = [os.path.relpath(each, buckets).partition("/")[2] for each in matching(plain[1])]
-        listed = [
-            {"name": name, "size": os.path.getsize(each)} for name, each in zip(names, matching(plain[1]), strict=True)
-        ]
-        sys.stdout.write(json.dumps([each for each in listed if not each["name"].endswith(".new")]))
+        listed = []
+        for each in matching(plain[1]):
+            if not each.endswith(".new"):  # which is renamed in a moment
+                name = os.path.relpath(each, buckets).partition("/")[2]
+                listed.append({"name": name, "size": os.path.getsize(each)})
+        sys.stdout.write(json.dumps(listed))
         return 0
     if verb == "cat" and "--range" in options:
         first, last = map(int, plain.pop(0).split("-"))
