@@ -505,8 +505,8 @@ def test_a_launch_is_looked_at_by_the_server_first(kubectl: Kubectl, tmp_path: P
     place = ["--namespace", "training"]
     assert kubectl.calls == [
         [*place, "create", "--dry-run=server", "-f", MANIFEST],
-        [*place, "create", "-f", MANIFEST],
         ["config", "current-context"],
+        [*place, "create", "-f", MANIFEST],
     ]
     assert kubectl.manifests == [launch.submission.files[MANIFEST]] * 2
     name = objects.name_of(launch.job)
