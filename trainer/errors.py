@@ -7,7 +7,8 @@ Programmer errors stay plain `assert`s and exceptions: they keep their stack tra
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-EXIT_CRASHED = 70  # a process of a run failed in a way that starting again may cure (EX_SOFTWARE of sysexits.h)
+EXIT_UNAVAILABLE = 69  # too few machines have met: run it again when there are more (EX_UNAVAILABLE of sysexits.h)
+EXIT_CRASHED = 70  # a process of a run failed in a way that starting again may cure (EX_SOFTWARE)
 EXIT_PREEMPTED = 75  # stopped on request, with a checkpoint saved: run it again (EX_TEMPFAIL)
 EXIT_REGROUP = 76  # a process of a run stopped only because others did, or because others come
 
@@ -52,6 +53,12 @@ class UnreachableError(StorageError):
 
 class LaunchError(SamestepError):
     """Processes cannot be started, or one of them failed."""
+
+
+class RendezvousError(LaunchError):
+    """The machines of a run have not met: there are too few, or the one that hosts the meeting is not there."""
+
+    exit_code = EXIT_UNAVAILABLE
 
 
 class HangError(LaunchError):

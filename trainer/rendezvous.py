@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from trainer.errors import ConfigError, LaunchError
+from trainer.errors import ConfigError, LaunchError, RendezvousError
 from trainer.strategies.neighbour import keep_alive
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,8 @@ class Rendezvous:
 
         Raises:
             Over: the run has ended.
-            LaunchError: nobody hosts the meeting, or somebody else is there, or too few come.
+            RendezvousError: nobody hosts the meeting, or too few come.
+            LaunchError: somebody else is there.
         """
         self._send(ready=workers)
         since, said, here = time.monotonic(), "", self._least
@@ -102,7 +103,7 @@ class Rendezvous:
             if self._connection is None:
                 if problem := self._connect():
                     if time.monotonic() > since + _PATIENCE_SECONDS:
-                        raise LaunchError(
+                        raise RendezvousError(
                             f"nobody can be met at {self.host}:{self._port} ({problem}); --rendezvous must name a "
                             "machine that takes part in the run, by a name that leads to it from all of them"
                         )
@@ -116,7 +117,7 @@ class Rendezvous:
                 return Group(**message["group"])
             if "refused" in message:
                 self._connection = None
-                raise LaunchError(message["refused"])
+                raise RendezvousError(message["refused"])
             before, here = here, message.get("here", here)
             if here != before and here < self._least:
                 logger.info("waiting      for machines: %d of at least %d here", here, self._least)

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from trainer import rendezvous
-from trainer.errors import ConfigError, LaunchError
+from trainer.errors import ConfigError, LaunchError, RendezvousError
 from trainer.rendezvous import Group, News, Over, Rendezvous
 
 Meet = Callable[[Rendezvous, int], "Future[Group | None]"]
@@ -83,8 +83,9 @@ def test_too_few(meet: Meet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     with caplog.at_level("INFO"):
         waiting = [meet(first, 1), meet(second, 1)]
         for future in waiting:
-            with pytest.raises(LaunchError, match="2 of at least 3 machines have come within"):
+            with pytest.raises(RendezvousError, match="2 of at least 3 machines have come within") as error:
                 future.result(5)
+            assert error.value.exit_code == 69
     assert "2 of at least 3 here" in caplog.text
 
 
