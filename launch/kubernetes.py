@@ -23,7 +23,6 @@ MANIFEST = "manifest.yaml"
 _PORT = 29400  # where the pods meet
 _MOUNT = "/etc/samestep"
 _USER = 10001  # that of the images of docker/
-_UNPRIVILEGED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._A-Za-z0-9]+")
@@ -123,7 +122,7 @@ class Config:
         memory: that a pod is promised, as 200Gi; None promises none.
         shm: shared memory (/dev/shm) that a pod may use, for NCCL; part of its memory.
         directory: where the configuration's relative paths start, in the pods; None takes the image's.
-        volumes: files that outlive pods. The run's output has to lie in one, or its checkpoints in an object store.
+        volumes: files that outlive pods. Checkpoints have to lie in a claim among them, or in an object store.
         variables: environment variables. Not for secrets, which would lie in the manifest for all to read.
         secrets: environment variables whose values are the cluster's secrets, each as secret/key.
         interface: the network interface of NCCL and gloo, as eth0; None leaves the choice to them.
@@ -134,7 +133,7 @@ class Config:
         tolerations: taints that nodes may have, as Kubernetes writes them: {key: spot, operator: Exists}.
         labels: further ones of all that is made.
         user: whom the processes belong to, by number, and the group of volumes. None is 10001, as in the images
-            of docker/, and for TPUs 0, as their devices belong to root.
+            of docker/, and for TPUs 0: their devices belong to root, who alone may lock enough memory for them.
         restarts: pods that may fail, other than by pre-emption and for reasons that starting again does not cure, and
             be replaced. A JobSet is then started anew as a whole, as often again.
     """
@@ -233,30 +232,32 @@ class Config:
         return Submission({MANIFEST: text}, command)
 
     def _check_kept(self, tree: Mapping[str, Any]) -> None:
-        """Refuses a run whose folder and checkpoints would be gone with the pod."""
-        place = posixpath.normpath(posixpath.join(self.directory or "", tree["output"]))
+        """Refuses a run whose checkpoints would be gone with the pod, and a dataset that would be."""
         checkpoint = tree.get("checkpoint")
-        in_store = isinstance(checkpoint, dict) and "://" in str(checkpoint.get("folder"))
-        claims = [volume.mount for volume in self.volumes if volume.claim]
-        if not in_store and not any(f"{place}/".startswith(f"{mount}/") for mount in claims):
+        folder = checkpoint.get("folder") if isinstance(checkpoint, dict) else None
+        if "://" in str(folder):
+            return
+        name, folder = ("output", tree["output"]) if folder is None else ("checkpoint.folder", str(folder))
+        place = posixpath.normpath(posixpath.join(self.directory or "", folder))
+        around = [volume for volume in self.volumes if f"{place}/".startswith(f"{volume.mount}/")]
+        if not around or max(around, key=lambda volume: len(volume.mount)).claim is None:
             raise ConfigError(
-                f"output {place} lies in no claim of cluster.volumes, and would be lost with the pod: mount one and "
-                "choose an output in it (cluster.directory says where relative ones start), or set checkpoint.folder=gs://..."
+                f"{name} {place} lies in no claim of cluster.volumes, and would be lost with the pod: mount one and "
+                "choose a folder in it (cluster.directory says where relative ones start), or set "
+                "checkpoint.folder=gs://..."
             )
 
     def _jobset(self, job: JobSpec, name: str, labels: dict[str, str]) -> list[Object]:
         spec = self._train(job, name, labels, f"{name}-{GROUP}-0-0.{name}")
         group = {"name": GROUP, "replicas": 1, "template": {"metadata": {"labels": labels}, "spec": spec}}
-        # What podFailurePolicy has called final is final for the JobSet, too.
-        final = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
         jobset_spec = {
             # Pods have names before they are ready.
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
-            "failurePolicy": {"maxRestarts": self.restarts, "rules": [final]},
+            "failurePolicy": {"maxRestarts": self.restarts, "rules": objects.JOBSET_RULES},
             "replicatedJobs": [group],
         }
         jobset = self._queued("jobset.x-k8s.io/v1alpha2", "JobSet", name, labels, jobset_spec)
-        if self.tpu is not None:  # all pods on machines of one slice
+        if self.tpu is not None and self.node_range[1] > 1:  # all pods on machines of one slice
             exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
             jobset["metadata"]["annotations"] = exclusive
         return [jobset]
@@ -282,6 +283,7 @@ class Config:
         processes = [] if tpu or self.gpus_per_node else ["--processes", str(self.processes_per_node)]
         elastic = ["--elastic", f"{fewest}:{most}", "--rendezvous", f"{first}:{_PORT}"]
         command = [*job.command, f"{_MOUNT}/{CONFIG}", *processes, *elastic]  # ranks come from the meeting
+        command = [*objects.LOCKING_MEMORY, *command] if tpu else command
         sockets = {f"{library}_SOCKET_IFNAME": self.interface for library in ("NCCL", "GLOO") if self.interface}
         pod = self._pod(job, labels, command, sockets, devices if tpu or self.gpus_per_node else {})
         if tpu is not None:
@@ -289,8 +291,9 @@ class Config:
             machines = {f"cloud.google.com/gke-tpu-{key}": value for key, value in chips.items()}
             pod["spec"]["nodeSelector"] = machines | self.node_selector
         spec = self._indexed(pod, most)
-        if most > fewest:
-            # Pods that never found a node do not hold up the end: the others wait for the first to tell them of it.
+        if most > 1:
+            # What the first has done is done by all. Pods that never found a node, or were lost at the very end, do not
+            # hold up the end: nobody is left for them to meet.
             spec["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
         return spec
 
@@ -311,6 +314,10 @@ class Config:
         name = labels[JOB_LABEL]
         tpu = job.action == "train" and self.tpu is not None
         user = self.user if self.user is not None else 0 if tpu else _USER
+        security = objects.UNPRIVILEGED if user else objects.LOCKS_MEMORY if tpu else {}
+        # Images of CUDA ask for all GPUs of a node, and get them from some container runtimes.
+        hidden = {} if self.gpu_resource in devices else {"NVIDIA_VISIBLE_DEVICES": "void"}
+        variables = {"SAMESTEP_JOB": name, **hidden, **variables, **self.variables}
         promised = {"cpu": self.cpus_per_node, "memory": self.memory}
         requests = {key: value for key, value in promised.items() if value is not None}
         resources = {key: value for key, value in (("requests", requests), ("limits", devices)) if value}
@@ -326,9 +333,9 @@ class Config:
             **({"imagePullPolicy": self.image_pull_policy} if self.image_pull_policy else {}),
             "command": command,
             **({"workingDir": self.directory} if self.directory else {}),
-            "env": self._environment(name, variables),
+            "env": objects.environment(variables, self.secrets),
             **({"resources": resources} if resources else {}),
-            **({"securityContext": _UNPRIVILEGED} if user else {}),
+            **({"securityContext": security} if security else {}),
             "volumeMounts": [{"name": volume, "mountPath": mount} for volume, mount, _ in files],
         }
         whose: Object = {"runAsNonRoot": True} if user else {}
@@ -354,14 +361,6 @@ class Config:
         fuse = {"annotations": {"gke-gcsfuse/volumes": "true"}} if buckets else {}
         return {"metadata": {"labels": labels, **fuse}, "spec": spec}
 
-    def _environment(self, name: str, variables: dict[str, str]) -> list[Object]:
-        # Kubernetes takes $(NAME) in a value for that variable, and $$ for $.
-        own = {"SAMESTEP_JOB": name, **variables, **self.variables}
-        plain = [{"name": key, "value": value.replace("$", "$$")} for key, value in own.items()]
-        pod = {"name": "SAMESTEP_NODES", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
-        places = {key: dict(zip(("name", "key"), place.split("/"), strict=True)) for key, place in self.secrets.items()}
-        return [pod, *plain, *({"name": key, "valueFrom": {"secretKeyRef": place}} for key, place in places.items())]
-
     def check(self) -> None:
         """Looks for kubectl."""
         command_line.require("kubectl", "install it (https://kubernetes.io/docs/tasks/tools) and log in to the cluster")
@@ -375,7 +374,7 @@ class Config:
         undo = (*place, "delete", "--ignore-not-found", "--wait=false", *what)
         try:
             objects.run(submission.command, folder)
-        except (LaunchError, KeyboardInterrupt) as error:
+        except LaunchError as error:
             raise objects.taken_back(error, undo, folder) from None
         about = {"context": context, "namespace": self.namespace, "name": name}
         return name, about | {"controller": controller, "action": action}

@@ -9,7 +9,7 @@ import subprocess
 import textwrap
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ import yaml
 
 from launch import command_line
 from launch.job import JobSpec, Record, State
-from trainer.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, LaunchError
+from trainer.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_UNAVAILABLE, EXIT_USAGE, LaunchError
 
 Object: TypeAlias = dict[str, Any]
 
@@ -27,14 +27,27 @@ CONTAINER = "samestep"
 GROUP = "node"  # a JobSet's only group of pods
 
 # The first rule that fits counts. To ignore a failure is to replace the pod, however often; what no rule knows counts
-# towards backoffLimit. Code 75: it was asked to end, has saved a checkpoint and is to go on, evicted or not.
+# towards backoffLimit. Codes 69 and 75: it has waited in vain for others, or was asked to end and has saved a
+# checkpoint, evicted or not, and is to go on.
 RULES = [
     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     *(
         {"action": action, "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": codes}}
-        for action, codes in (("Ignore", [EXIT_PREEMPTED]), ("FailJob", [EXIT_FAILED, EXIT_USAGE]))
+        for action, codes in (
+            ("Ignore", [EXIT_UNAVAILABLE, EXIT_PREEMPTED]),
+            ("FailJob", [EXIT_FAILED, EXIT_USAGE]),
+        )
     ),
 ]
+# What podFailurePolicy has called final is final for the JobSet, too.
+JOBSET_RULES = [{"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
+
+UNPRIVILEGED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+# The driver of TPUs locks the memory that chips read and write: more than a node may allow, and without this capability
+# root may not raise that limit either. The command goes on where it cannot. $$ is $ in commands.
+LOCKS_MEMORY = {"capabilities": {"add": ["SYS_RESOURCE"]}}
+LOCKING_MEMORY = ["sh", "-c", 'ulimit -l 68719476736; exec "$$@"', "sh"]
 
 _RESOURCES = {"jobset": "jobsets.jobset.x-k8s.io", "job": "jobs.batch"}
 _BELONGING = {"jobset": "configmaps", "job": "services,configmaps"}  # a JobSet owns its service
@@ -78,7 +91,7 @@ _HINTS = {
     "failed calling webhook|no endpoints available": (
         "a controller (JobSet's or Kueue's) does not run: look at `kubectl get pods --all-namespaces`"
     ),
-    "unknown field": "it needs Kubernetes 1.29 or newer (1.31 for a range of nodes), and JobSet 0.6 or newer",
+    "unknown field": "it needs Kubernetes 1.31 or newer, and JobSet 0.6 or newer",
     "already exists": "another launch has this name: delete it with `kubectl delete`, or choose another output",
     "refused|no such host|(i/o|handshake) timeout|deadline exceeded|unable to connect|x509|no route|unreachable": (
         "the cluster's API server cannot be reached from here: look at the address in `kubectl config view --minify`, "
@@ -120,6 +133,15 @@ def new(version: str, kind: str, name: str, labels: dict[str, str], **parts: Any
         **parts: what else it consists of, as `spec`.
     """
     return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "labels": labels}, **parts}
+
+
+def environment(variables: Mapping[str, str], secrets: Mapping[str, str]) -> list[Object]:
+    """A container's variables; `secrets` names those of the cluster, each as secret/key."""
+    # Kubernetes takes $(NAME) in a value for that variable, and $$ for $.
+    plain = [{"name": name, "value": value.replace("$", "$$")} for name, value in variables.items()]
+    pod = {"name": "SAMESTEP_NODES", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+    places = {name: dict(zip(("name", "key"), place.split("/"), strict=True)) for name, place in secrets.items()}
+    return [pod, *plain, *({"name": name, "valueFrom": {"secretKeyRef": place}} for name, place in places.items())]
 
 
 def manifest(documents: Iterable[Object]) -> str:
@@ -262,7 +284,7 @@ def logs(record: Record, goes_on: Callable[[], bool]) -> Iterator[str]:
         LaunchError: there is nothing, and nothing will come; or the cluster does not answer.
     """
     selector = f"{JOB_LABEL}={record.about['name']}"
-    read: dict[str, str] = {}  # the time of each pod's last line
+    read: dict[str, tuple[str, int]] = {}  # the time of each pod's last line, and how many lines are of that time
     ended: set[str] = set()
     while True:
         last_look = not goes_on()
@@ -295,26 +317,33 @@ def _has_started(pod: Object) -> bool:
     )
 
 
-def _lines(command: list[str], pod: str, read: dict[str, str]) -> Iterator[str]:
+def _lines(command: list[str], pod: str, read: dict[str, tuple[str, int]]) -> Iterator[str]:
     """The lines that have come since the last one that was read: connections end that follow a log for hours."""
-    since = ["--since-time", read[pod]] if pod in read else []  # the server rounds it down to a second
-    process = subprocess.Popen(
+    last = read.get(pod, ("", 0))
+    since = ["--since-time", last[0]] if last[0] else []  # the server rounds it down to a second
+    process = subprocess.Popen(  # of bytes: a line of text would end at each \r of a progress bar
         [*command, "--timestamps", *since],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
     )
+    here = ("", 0)  # as `last`, of this connection
     assert process.stdout is not None
     assert process.stderr is not None
     try:
         for line in process.stdout:
-            stamp, text = match.groups() if (match := _STAMPED.fullmatch(line)) else (read.get(pod, ""), line)
-            if match is None or stamp > read.get(pod, ""):
-                read[pod] = stamp
-                yield text
-        said = ". ".join(process.stderr.read().splitlines())
+            text = line.decode(errors="replace")
+            if match := _STAMPED.fullmatch(text):
+                stamp, text = match.groups()
+                here = (stamp, here[1] + 1 if stamp == here[0] else 1)
+                again, last = here <= last, last if here < last else ("", 0)  # later ones are new, whatever the clock
+                if again:
+                    continue
+            if not text.endswith("\n") and "--follow" in command:
+                break  # the connection has ended within the line, which comes again
+            read[pod] = max(here, last)
+            yield text
+        said = ". ".join(process.stderr.read().decode(errors="replace").splitlines())
         if process.wait() and "--follow" not in command:
             hint = next((hint for pattern, hint in _HINTS.items() if re.search(pattern, said, re.IGNORECASE)), "")
             raise LaunchError(f"kubectl: {_NOISE.sub('', said)}" + (f"; {hint}" if hint else ""))
@@ -323,7 +352,7 @@ def _lines(command: list[str], pod: str, read: dict[str, str]) -> Iterator[str]:
         process.communicate()
 
 
-def taken_back(error: BaseException, command: tuple[str, ...], folder: Path) -> BaseException:
+def taken_back(error: LaunchError, command: tuple[str, ...], folder: Path) -> LaunchError:
     """Deletes what a manifest has created before its creation failed; returns the error to raise."""
     if "AlreadyExists" in str(error):  # somebody has made them since the server looked: they are not ours
         return error

@@ -30,7 +30,7 @@ from trainer.errors import ConfigError, LaunchError
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = Path(__file__).parent / "golden"
-VERSIONS = ("1.29", "1.32", "1.36")
+VERSIONS = ("1.31", "1.33", "1.36")
 WORK = Volume("/work", claim="samestep-work")
 GPU = Config(
     "registry.example.com/samestep:cuda",
@@ -127,8 +127,6 @@ def test_manifests_are_those_that_were_looked_at(name: str):
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_every_object_is_what_its_schema_says(name: str, version: str):
     config, job = MANIFESTS[name]
-    if "successPolicy" in job_of(config, job)["spec"] and version < "1.30":
-        config = replace(config, nodes=8)  # a range needs a newer cluster
     plain = [document for document in documents(config, job) if document["kind"] != "JobSet"]
     for each in (*plain, job_of(config, job), pod_of(config, job)):
         kubernetes_validate.validate(each, version, strict=True)
@@ -189,7 +187,7 @@ def test_a_preempted_pod_is_replaced_and_a_mistake_is_final():
         spec = job_of(config, job)["spec"]
         evicted, preempted, final = spec["podFailurePolicy"]["rules"]
         assert evicted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-        assert (preempted["action"], preempted["onExitCodes"]["values"]) == ("Ignore", [75])
+        assert (preempted["action"], preempted["onExitCodes"]["values"]) == ("Ignore", [69, 75])
         assert (final["action"], final["onExitCodes"]["values"]) == ("FailJob", [1, 2])
         (container,) = spec["template"]["spec"]["containers"]
         assert {rule["onExitCodes"]["containerName"] for rule in (preempted, final)} == {container["name"]}
@@ -206,9 +204,11 @@ def test_pods_get_a_minute_more_than_the_run_for_its_checkpoint():
     assert pod_of(GPU, replace(TRAIN, stop_seconds=25.2))["spec"]["terminationGracePeriodSeconds"] == 86
 
 
-def test_a_range_of_nodes_ends_with_its_first_pod():
-    assert job_of(GPU)["spec"]["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
-    assert "successPolicy" not in job_of(replace(GPU, nodes=8))["spec"]
+def test_a_run_ends_with_its_first_pod():
+    for config in (GPU, replace(GPU, nodes=8), replace(GPU, nodes=2, controller="job")):
+        assert job_of(config)["spec"]["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    assert "successPolicy" not in job_of(replace(GPU, nodes=1))["spec"]
+    assert "successPolicy" not in job_of(GPU, BUILD)["spec"]  # every slice is needed
     assert (GPU.devices, replace(GPU, nodes=8).devices) == ((16, 64), (64,))
 
 
@@ -224,9 +224,11 @@ def test_a_slice_has_as_many_pods_as_machines(topology: str, chips_per_node: int
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     assert container["resources"]["limits"] == {"google.com/tpu": chips_per_node}
-    assert container["command"][3:5] == ["--elastic", f"{hosts}:{hosts}"]
+    assert container["command"][-4:-2] == ["--elastic", f"{hosts}:{hosts}"]
     assert not {"RANK", "WORLD_SIZE", "TPU_WORKER_ID"} & {each["name"] for each in container["env"]}
     assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == topology
+    # Others may want the machines of a pool of slices that have only one each.
+    assert ("annotations" in documents(config)[-1]["metadata"]) == (hosts > 1)
 
 
 def test_building_takes_no_devices():
@@ -236,6 +238,17 @@ def test_building_takes_no_devices():
         assert "nodeSelector" not in pod
         assert [document["kind"] for document in documents(config, BUILD)] == ["ConfigMap", "Job"]
         assert job_of(config, BUILD)["spec"]["completions"] == BUILD.tasks
+
+
+def test_pods_that_ask_for_no_gpus_see_none():
+    """Of an image that asks for all of them."""
+    name, void = "NVIDIA_VISIBLE_DEVICES", {"value": "void"}
+    assert name not in environment(GPU)
+    assert name not in environment(replace(GPU, gpu_resource="amd.com/gpu"))
+    assert environment(GPU, BUILD)[name] == void
+    for config, job in (MANIFESTS["indexed_job"], MANIFESTS["tpu_slice"]):
+        assert environment(config, job)[name] == void
+    assert environment(replace(GPU, variables={name: "all"}), BUILD)[name] == {"value": "all"}
 
 
 def expand(text: str, variables: dict[str, str]) -> str:
@@ -342,6 +355,37 @@ def test_root_is_for_tpus_only():
     assert pod_of(*MANIFESTS["indexed_job"])["spec"]["securityContext"]["runAsUser"] == 1234
 
 
+def test_tpus_may_lock_memory():
+    """Only root: others have no capability of those that are added to their pod."""
+    config, job = MANIFESTS["tpu_slice"]
+    (container,) = pod_of(config, job)["spec"]["containers"]
+    assert container["securityContext"] == {"capabilities": {"add": ["SYS_RESOURCE"]}}
+    assert container["command"][:2] == ["sh", "-c"]
+    for other, work in (
+        (replace(config, user=1234), job),
+        (replace(config, volumes=(WORK,), directory="/work"), BUILD),
+    ):
+        (container,) = pod_of(other, work)["spec"]["containers"]
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert "securityContext" not in pod_of(replace(GPU, user=0))["spec"]["containers"][0]
+
+
+@pytest.mark.parametrize("can", ["true", "false"])
+def test_a_run_on_tpus_asks_for_locked_memory_first(tmp_path: Path, can: str):
+    """Where the limit cannot be raised, it may be enough as it is."""
+    (tmp_path / "samestep").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "samestep").chmod(0o755)
+    (container,) = pod_of(*MANIFESTS["tpu_slice"])["spec"]["containers"]
+    shell, option, script, *words = [expand(word, {}) for word in container["command"]]
+    heard = f'ulimit() {{ echo "ulimit $*"; {can}; }}; '
+    paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [shell, option, heard + script, *words], env=paths, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["ulimit -l 68719476736", *words[2:]]
+    assert words[1:4] == ["samestep", "train", "/etc/samestep/config.yaml"]
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -400,7 +444,12 @@ def test_parts_that_are_none_are_refused(make: Any, says: str):
         (GPU, replace(TRAIN, config="output: ../x\n"), False),
         (replace(GPU, volumes=()), replace(TRAIN, config="output: x\ncheckpoint: {folder: s3://b/x}\n"), True),
         (replace(GPU, volumes=()), replace(TRAIN, config="output: x\ncheckpoint: 3\n"), False),
+        (GPU, replace(TRAIN, config="output: x\ncheckpoint: {folder: /scratch/x}\n"), False),
+        (GPU, replace(TRAIN, config="output: /scratch/x\ncheckpoint: {folder: checkpoints/x}\n"), True),
+        (GPU, replace(TRAIN, config="output: x\ncheckpoint: {every: 10}\n"), True),
         (replace(GPU, volumes=(Volume("/work", bucket="b"),)), TRAIN, False),
+        (replace(GPU, volumes=(WORK, Volume("/work/runs", bucket="b"))), TRAIN, False),
+        (replace(GPU, volumes=(WORK, Volume("/work/data", bucket="b"))), TRAIN, True),
         (replace(GPU, volumes=()), BUILD, False),
     ],
 )
@@ -580,7 +629,7 @@ ERRORS = {
     "too old": (
         'Error from server (BadRequest): error when creating "manifest.yaml": Job in version "v1" cannot be handled as '
         'a Job: strict decoding error: unknown field "spec.successPolicy"\n',
-        r"1\.31 for a range",
+        r"needs Kubernetes 1\.31",
     ),
     "webhook": (
         'Error from server (InternalError): Internal error occurred: failed calling webhook "mjobset.kb.io": failed to '
@@ -807,6 +856,25 @@ def test_following_goes_on_after_the_connection_ends(kubectl: Kubectl):
     assert followed[1][-2:] == ["--since-time", "2026-01-01T00:00:01.000000000Z"]
 
 
+def test_lines_of_one_moment_are_all_told(kubectl: Kubectl):
+    """A clock that ticks slowly, or is set back, gives several lines one time; a connection may end between them."""
+    running, done = pod(0, "Running", state=RUNNING), pod(0, "Succeeded", state=ENDED)
+    done["metadata"]["name"] = running["metadata"]["name"]
+    jobset, ended = item("JobSet", "bert-001", {}), item("JobSet", "bert-001", condition("Completed"))
+    looks = [(answer(jobset, running), answer(running))] * 3 + [(answer(ended, done), answer(done))]
+    moment = [stamped(line, start=1) for line in ("a", "a", "b", "b", "c")]
+    kubectl.answers(
+        get=[each for look in looks for each in look],
+        logs=[
+            (0, "".join(moment[:2]) + moment[2][:-1], ""),  # ends within a line
+            (0, "".join(moment[:3]), ""),
+            (0, "".join(moment[:5]), ""),
+            (0, "".join(moment) + stamped("d", "10 %\r20 %"), ""),
+        ],
+    )
+    assert list(GPU.logs(record(), True)) == [f"{line}\n" for line in ("a", "a", "b", "b", "c", "d", "10 %\r20 %")]
+
+
 def test_logs_of_a_build_are_those_of_all_pods(kubectl: Kubectl):
     kubectl.answers(get=[answer(pod(1, "Succeeded", state=ENDED), pod(0, "Succeeded", state=ENDED))])
     kubectl.answers(logs=[(0, stamped("slice 1"), ""), (0, "no time\n", "")])
@@ -898,6 +966,6 @@ def test_the_real_kubectl_understands_the_commands(tmp_path: Path, monkeypatch: 
         with pytest.raises(LaunchError, match="cannot be reached from here") as refused:
             attempt()
         assert "memcache.go" not in str(refused.value)
-    since = {"x": "2026-01-01T00:00:00.123456789Z"}
+    since = {"x": ("2026-01-01T00:00:00.123456789Z", 1)}
     with pytest.raises(LaunchError, match="was refused"):
         list(objects._lines([*place, "logs", "x", "--container", "samestep"], "x", since))
