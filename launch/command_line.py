@@ -49,9 +49,10 @@ def run(
             text=True,
             errors="replace",
             cwd=folder,
-            input=text,
+            input=text or "",  # nobody is there to be asked for a password
             env=environment,
             timeout=_SECONDS,
+            start_new_session=True,  # Ctrl-C is for this process to hear, which knows what was asked for
         )
     except FileNotFoundError as error:
         raise LaunchError(f"{command[0]} is not on this machine") from error

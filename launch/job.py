@@ -13,6 +13,7 @@ CODE = "code"
 SCRIPT = "job.sh"
 LOG = "job.log"
 EXIT = "exit"  # the job's exit code, once it has ended by itself
+CANCEL = "cancel"  # is there once the job has been asked to end
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from launch.job import EXIT, State
+from launch.job import CANCEL, EXIT, State
 from trainer.errors import EXIT_DONE, EXIT_PREEMPTED, LaunchError
 
 _POLL_SECONDS = 0.5
@@ -26,6 +27,7 @@ def read(folder: Path, goes_on: Callable[[], bool], every: float = _POLL_SECONDS
         LaunchError: there is none, and none will come.
     """
     places: dict[Path, int] = {}
+    decoders: dict[Path, codecs.IncrementalDecoder] = {}  # a piece may end within a character
     asked = -math.inf
     while True:
         last_look = False
@@ -34,7 +36,8 @@ def read(folder: Path, goes_on: Callable[[], bool], every: float = _POLL_SECONDS
         for file in sorted(folder.glob("job*.log"), key=lambda path: (len(path.name), path.name)):
             while text := _from(file, places.get(file, 0)):
                 places[file] = places.get(file, 0) + len(text)
-                yield text.decode(errors="replace")
+                decoder = decoders.setdefault(file, codecs.getincrementaldecoder("utf-8")("replace"))
+                yield decoder.decode(text)
         if last_look:
             break
         time.sleep(_POLL_SECONDS)
@@ -54,7 +57,11 @@ def state_of_ended(folder: Path) -> State:
         files = [folder / EXIT] if (folder / EXIT).exists() else list(folder.glob(f"{EXIT}-*"))  # of an array's tasks
         code = max(int(file.read_text()) for file in files)
     except (OSError, ValueError):
-        return State("gone", False, detail="cancelled or killed: its script left no exit code")
+        code = None
     if code in (EXIT_DONE, EXIT_PREEMPTED):
         return State("done" if code == EXIT_DONE else "stopped", False)
+    if (folder / CANCEL).exists():
+        return State("cancelled", False)
+    if code is None:
+        return State("gone", False, detail="cancelled or killed: its script left no exit code")
     return State("failed", False, detail=f"exit code {code}: see its log")

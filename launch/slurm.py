@@ -15,13 +15,16 @@ from typing import ClassVar, Literal
 
 from launch import command_line, logs
 from launch.environment import Environment
-from launch.job import EXIT, LOG, SCRIPT, JobSpec, Record, State, Submission
-from trainer.errors import EXIT_PREEMPTED, ConfigError, LaunchError
+from launch.job import CANCEL, EXIT, LOG, SCRIPT, JobSpec, Record, State, Submission
+from trainer.errors import EXIT_PREEMPTED, EXIT_UNAVAILABLE, ConfigError, LaunchError
 
 _WORD = re.compile(r"[\w.:,@+\-*/&|()\[\]=%]+")
 _FOREIGN = re.compile(r"SLURM_(?!CONF$)|SBATCH_|SRUN_|SQUEUE_|SCANCEL_")
 _ASK_SECONDS = 15.0  # between two questions whether a job that is followed goes on
 _TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?")
+_OURS = {"array", "clusters", "job-name", "nodes", "ntasks", "open-mode", "output", "parsable", "signal", "wait"}
+_STARTUP = 60  # seconds beyond those for a checkpoint: Slurm may be late with its signal
+_STOPS = 5  # in a row from the same step, after which a run is not requeued
 _HINTS = {
     "invalid partition": "`sinfo --summarize` lists the partitions; set cluster.partition to one of them",
     "invalid account": "`sacctmgr show associations user=$USER` lists your accounts; set cluster.account to one",
@@ -132,6 +135,8 @@ class Config:
         for option in self.options:
             if not option.startswith("--") or not option.isprintable():
                 raise ConfigError(f"options: {option!r} is no option of sbatch; write each one as --name=value")
+            if option.removeprefix("--").partition("=")[0] in _OURS:
+                raise ConfigError(f"options: {option!r} would undo what samestep launch sets; leave it out")
         for name in ("processes_per_node", "segments", "cpus_per_node"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
@@ -175,6 +180,7 @@ class Config:
         if self.interface:
             lines += [f"export {name}_SOCKET_IFNAME={shlex.quote(self.interface)}" for name in ("NCCL", "GLOO")]
         lines.append("")
+        lines.append(f"launch={shlex.quote(str(job.folder))}")
         lines += self._build(job) if build else self._train(job)
         log = _pattern(job.folder / ("job-%a.log" if build else LOG))
         return Submission({SCRIPT: "\n".join(lines) + "\n"}, ("sbatch", "--parsable", f"--output={log}", SCRIPT))
@@ -200,7 +206,13 @@ class Config:
         options += ["--exclusive"] * (self.exclusive and not build)
         if not build and job.stop_signals:
             name = "SIGUSR1" if "SIGUSR1" in job.stop_signals else job.stop_signals[0]
-            options.append(f"--signal={name.removeprefix('SIG')}@{round(job.stop_seconds) + 60}")
+            lead = round(job.stop_seconds) + _STARTUP
+            if self.minutes is not None and self.minutes * 60 < 2 * lead:
+                raise ConfigError(
+                    f"time {self.time} is too short: {lead} s before its end the run is told to save a checkpoint; "
+                    "raise cluster.time, or lower training.preemption.deadline"
+                )
+            options.append(f"--signal={name.removeprefix('SIG')}@{lead}")
         options.append("--requeue" if build or self._requeues else "--no-requeue")
         named_by_user = (option.partition("=") for option in self.options)
         return [
@@ -215,7 +227,7 @@ class Config:
     def _build(self, job: JobSpec) -> list[str]:
         """One slice a task; the last one merges and verifies."""
         slice_ = ["--slice", f'"$SLURM_ARRAY_TASK_ID/{job.tasks}"']
-        ended = f'{shlex.quote(str(job.folder / EXIT))}-"$SLURM_ARRAY_TASK_ID"'
+        ended = f'"$launch/{EXIT}-$SLURM_ARRAY_TASK_ID"'
         lines = [f"rm -f -- {ended}", " ".join(self._srun(job, gpus=False)) + " \\", "  " + job.shell_command(*slice_)]
         return [*lines, "code=$?", f"echo $code > {ended}", "exit $code"]
 
@@ -231,7 +243,7 @@ class Config:
         processes = [] if self.gpus_per_node else ["--processes", str(self.processes_per_node)]
         elastic = ["--elastic", f'"{self.node_range[0]}:$SLURM_JOB_NUM_NODES"', "--rendezvous", '"$rendezvous"']
         srun = self._srun(job, gpus=bool(self.gpus_per_node))
-        ended = shlex.quote(str(job.folder / EXIT))
+        ended, cancel, stops = (f'"$launch/{name}"' for name in (EXIT, CANCEL, "stops"))
         lines = [
             "# The nodes meet at the first of them.",
             'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
@@ -239,19 +251,28 @@ class Config:
         ]
         lines += [
             f"rm -f -- {ended}",
+            f"[ ! -e {cancel} ] || exit {EXIT_PREEMPTED}",
             "",
             " ".join(srun) + " \\",
             "  " + job.shell_command(*processes, *elastic),
             "code=$?",
         ]
-        # 128 and a signal's number: the run was not done with its checkpoint in time, and goes on from one before.
-        stopped = "|".join(str(code) for code in (EXIT_PREEMPTED, *(128 + _number(each) for each in job.stop_signals)))
+        # 128 and a signal's number: it was not done with its checkpoint in time, or killed, as for want of memory.
+        signals = {_number(each) for each in (*job.stop_signals, "SIGKILL")}
+        codes = (EXIT_UNAVAILABLE, EXIT_PREEMPTED, *(128 + number for number in sorted(signals)))
+        stopped = "|".join(map(str, codes))
         if self._requeues:
+            starts = shlex.quote(str(job.folder.parents[1] / "starts.jsonl"))
             lines += [
                 "",
-                "# It was stopped, and goes on from its newest checkpoint.",
+                "# If it was stopped, it goes on from its newest checkpoint, unless it comes no further by that.",
                 f"case $code in {stopped})",
-                '  scontrol requeue "$SLURM_JOB_ID" && exit $code ;;',
+                f"  {{ tail -n 1 -- {starts} | grep -o '\"step\": *[0-9]*' || echo none; }} >> {stops}",
+                f"  if tail -n {_STOPS} -- {stops} | uniq -c | grep -q '^ *{_STOPS} '; then",
+                f'    echo "stopped {_STOPS} times without a newer checkpoint: not requeued" >&2',
+                f"  elif [ ! -e {cancel} ]; then",
+                '    scontrol requeue "$SLURM_JOB_ID" && exit $code',
+                "  fi ;;",
                 "esac",
             ]
         elif self.segments > 1:
@@ -282,11 +303,7 @@ class Config:
 
     def states(self, records: Iterable[Record]) -> Mapping[str, State]:
         """Those that wait or run as Slurm's queue has them, the others by what their script has left."""
-        form = "ArrayJobID:|,State:|,NodeList:|,RestartCnt:|,Reason:"
-        queue: dict[str, list[list[str]]] = {}
-        for line in _run(["squeue", "--me", "--noheader", "--array", f"--Format={form}"]).splitlines():
-            number, *rest = (part.strip() for part in line.split("|"))
-            queue.setdefault(number, []).append(rest)
+        queue = _queue()
         return {record.id: _state(record, queue) for record in records}
 
     def logs(self, record: Record, follow: bool) -> Iterable[str]:
@@ -294,14 +311,39 @@ class Config:
         return logs.read(record.folder, lambda: follow and self.states([record])[record.id].active, _ASK_SECONDS)
 
     def cancel(self, record: Record) -> None:
-        """The run gets Slurm's KillWait for its checkpoint."""
-        _run(["scancel", *record.about["segments"].split()])
+        """A run that goes on saves a checkpoint, however long that takes; asked twice, it is ended at once."""
+        queue, mark = _queue(), record.folder / CANCEL
+        states = {job: queue[job][0][0] for job in record.about["segments"].split() if job in queue}
+        if not states:
+            raise LaunchError(f"{record.id} has ended already")
+        saves = re.search(r"^#SBATCH --signal=(\w+)@", (record.folder / SCRIPT).read_text(encoding="utf-8"), re.M)
+        gently = saves is not None and not mark.exists()
+        told = [job for job, state in states.items() if state == "RUNNING" and gently]
+        mark.touch()
+        try:
+            if ended := [job for job in states if job not in told]:
+                _run(["scancel", *ended])
+            if told and saves:
+                _run(["scancel", f"--signal={saves[1]}", *told])
+        except LaunchError:
+            mark.unlink()
+            raise
 
 
 def _run(command: Sequence[str], folder: Path | None = None) -> str:
     """What a command of Slurm's prints, whatever the shell has of settings, or of a job that it is part of."""
     environment = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)}
     return command_line.run(command, _HINTS, folder, environment=environment)
+
+
+def _queue() -> dict[str, list[list[str]]]:
+    """This user's jobs that wait or run, by number: state, nodes, restarts and reason of each task."""
+    form = "ArrayJobID:|,State:|,NodeList:|,RestartCnt:|,Reason:"
+    queue: dict[str, list[list[str]]] = {}
+    for line in _run(["squeue", "--me", "--noheader", "--array", f"--Format={form}"]).splitlines():
+        number, *rest = (part.strip() for part in line.split("|"))
+        queue.setdefault(number, []).append(rest)
+    return queue
 
 
 def _state(record: Record, queue: Mapping[str, list[list[str]]]) -> State:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +24,10 @@ from launch.job import CODE, CONFIG, Cluster, JobSpec, Record, Submission
 from trainer.config import Tree, decode, read_tree, to_tree
 from trainer.errors import ConfigError, LaunchError
 
+logger = logging.getLogger(__name__)
+
 _CLUSTER = "cluster."
+_PACKAGES = ("trainer", "data_pipeline", "launch")
 _SECRET = re.compile(
     r"(?<!\bhf)://[^/\s]*@|://\S*[?&]([\w-]*(signature|credential|token)|sig|key|apikey|api_key|auth|password)=",
     re.IGNORECASE,
@@ -85,6 +92,7 @@ def prepare(cluster_file: str, file: str, overrides: Sequence[str], tasks: int |
     folder = _folder(output, action) if cluster.shares_files else records.state_folder() / "launches" / name
     written = (Path(output).absolute(), folder)
     files = snapshot.files_of(Path.cwd(), written) if getattr(cluster, "code", "") == "snapshot" else None
+    _check_names(files or [])
     job = JobSpec(
         name,
         action,
@@ -114,6 +122,16 @@ def _stop(tree: Tree) -> dict[str, Any]:
     return found
 
 
+def _check_names(files: Sequence[Path]) -> None:
+    """Refuses code that would be taken for this program's own, unless it is."""
+    names = {path.parts[0].removesuffix(".py") for path in files}
+    if Path("trainer/cli.py") not in files and (clash := [name for name in _PACKAGES if name in names]):
+        raise ConfigError(
+            f"the folder that you submit from has a {clash[0]} of its own, which would hide samestep's module of that "
+            "name from the job; rename it, or set cluster.code=installed"
+        )
+
+
 def _folder(output: str, action: str) -> Path:
     """Where launches are kept: in the run's folder, but beside a dataset's, which is nothing but the dataset."""
     place = Path(output).absolute()
@@ -133,7 +151,7 @@ def check(launch: Launch) -> None:
         LaunchError: there is no client, or another job works on the same output.
     """
     launch.cluster.check()
-    busy = [record for record in records.newest_first() if _same(record, launch)]
+    busy = [record for record in records.newest_first() if record.output == _place(launch)]
     for record in busy[:1]:
         state = records.cluster_of(record).states([record]).get(record.id)
         if state is not None and state.active:
@@ -141,7 +159,7 @@ def check(launch: Launch) -> None:
                 f"job {record.id} ({state.word}) is about {launch.output} already; `samestep cancel {record.id}` ends "
                 "it, or choose another output"
             )
-    command = [sys.executable, "-m", "trainer.cli"]
+    command = [sys.executable, "-P", "-m", "trainer.cli"]
     if launch.job.action == "build":
         _ask([*command, "data", "build", *launch.arguments, "--check"])
         return
@@ -150,12 +168,18 @@ def check(launch: Launch) -> None:
     _ask([*command, "config", *launch.arguments, "--devices", devices, *elsewhere])
 
 
-def _same(record: Record, launch: Launch) -> bool:
-    return record.kind == launch.kind and record.folder.parent == launch.job.folder.parent
+def _place(launch: Launch) -> str:
+    """The output, written in one way only."""
+    return os.path.abspath(launch.output) if launch.cluster.shares_files else launch.output.rstrip("/")
 
 
 def _ask(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode < 0:
+        raise LaunchError(
+            f"looking whether the run could start was ended by {signal.Signals(-done.returncode).name}: has this "
+            f"machine too little memory? Try `{shlex.join(['samestep', *command[4:]])}` by itself"
+        )
     if done.returncode:
         _, found, message = done.stderr.partition("error: ")
         raise ConfigError(message.strip() if found else done.stderr.strip())
@@ -168,7 +192,26 @@ def submit(launch: Launch) -> Record:
         LaunchError: it is refused, or cannot be written.
     """
     folder = launch.job.folder
-    with _made(folder):
+    with _uninterrupted(), _made(folder):
+        _write(launch)
+        identity, about = launch.cluster.submit(launch.submission, folder)
+        record = Record(identity, launch.kind, launch.job.name, _place(launch), folder, time.time(), about)
+        try:
+            records.add(record)
+        except OSError as error:
+            launch.cluster.cancel(record)
+            raise LaunchError(f"cannot write {error.filename}: {error.strerror}; the job was taken back") from error
+    return record
+
+
+def _write(launch: Launch) -> None:
+    """Puts into the job's folder what it needs, and what tells later what it was.
+
+    Raises:
+        LaunchError: that is not possible.
+    """
+    folder = launch.job.folder
+    try:
         for name, text in launch.submission.files.items():
             (folder / name).write_text(text, encoding="utf-8")
         (folder / CONFIG).write_text(launch.job.config, encoding="utf-8")
@@ -176,11 +219,27 @@ def submit(launch: Launch) -> Record:
         (folder / records.CLUSTER).write_text(yaml.safe_dump(described, sort_keys=False), encoding="utf-8")
         if launch.code is not None:
             snapshot.take(launch.job.directory, list(launch.code), folder / CODE)
-        identity, about = launch.cluster.submit(launch.submission, folder)
-    output = str(Path(launch.output).absolute()) if launch.cluster.shares_files else launch.output
-    record = Record(identity, launch.kind, launch.job.name, output, folder, time.time(), about)
-    records.add(record)
-    return record
+    except OSError as error:
+        raise LaunchError(f"cannot write {error.filename or folder}: {error.strerror}") from error
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Holds signals back until the cluster has answered, lest there be a job that nobody knows of."""
+    held: list[int] = []
+
+    def hold(number: int, _: object) -> None:
+        held.append(number)
+        logger.warning("waiting for the cluster's answer; `samestep jobs` will list the job if it takes it")
+
+    before = {number: signal.signal(number, hold) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if held:
+            signal.raise_signal(held[0])
 
 
 @contextmanager

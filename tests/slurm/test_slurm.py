@@ -118,11 +118,18 @@ def test_cancelled_with_a_checkpoint(slurm: Slurm, launched: Launched, project: 
     again = samestep("launch", "cluster.yaml", run / "launch" / "001" / "config.yaml", "objective=mlm")
     assert f"job {job} (running) is about run already" in again.message
     assert samestep("cancel", job).code == 0
-    slurm.wait_for(job, "CANCELLED")
+    slurm.wait_for(job, "FAILED")  # which any exit code but 0 is to Slurm
     step = max(losses(run))
     assert (run / "checkpoints" / f"step-{step:08d}" / "COMMITTED").exists()
     assert slurm.job(job)["Restarts"] == "0"
-    assert "gone" in samestep("jobs").out
+    assert " stopped " in samestep("jobs").out
+
+
+def test_cancelled_before_it_has_begun(slurm: Slurm, launched: Launched, project: Path, samestep: Samestep) -> None:
+    job = launched("output=run", "cluster.options=[--begin=now+1hour]")
+    assert samestep("cancel", job).code == 0
+    slurm.wait_for(job, "CANCELLED")
+    assert " cancelled " in samestep("jobs").out
 
 
 def test_segments_where_requeuing_is_not_allowed(slurm: Slurm, launched: Launched, project: Path) -> None:

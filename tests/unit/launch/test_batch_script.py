@@ -1,0 +1,178 @@
+"""What Slurm's batch script decides, with commands of Slurm that only note that they were called."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import job, logs, records, submit
+from launch.slurm import Config
+from tests.integration.commands import Samestep
+from trainer.errors import ConfigError, LaunchError
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to submit from, whose `srun` exits with the number in the file `code`."""
+    (tmp_path / "slurm.yaml").write_text("kind: slurm\ncode: installed\n")
+    (tmp_path / "run.yaml").write_text("output: run\nmodel: {kind: bert}\ntraining: {steps: 5}\n")
+    commands = {
+        "srun": 'exit "$(cat code)"',
+        "scontrol": '[ "$1" = requeue ] && echo "$2" >> requeued || echo here',
+        "sbatch": "echo 4711",
+        "scancel": 'echo "$@" >> cancelled',
+        "squeue": "echo '4711|RUNNING|node1|0|None'",
+    }
+    (tmp_path / "bin").mkdir()
+    for name, text in commands.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\ncd '{tmp_path}'\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(submit, "_ask", lambda command: None)
+    return tmp_path
+
+
+def submitted(*settings: str) -> records.Record:
+    return submit.submit(submit.prepare("slurm.yaml", "run.yaml", settings))
+
+
+def run_job(record: records.Record, code: int, step: int | None = None) -> int:
+    """What the script does when the run ends with a code, having begun at a step."""
+    Path("code").write_text(str(code))
+    if step is not None:
+        with Path("run/starts.jsonl").open("a") as file:
+            file.write(f'{{"step": {step}, "devices": "2 x CPU"}}\n')
+    return subprocess.run(["bash", record.folder / "job.sh"], stderr=subprocess.DEVNULL).returncode
+
+
+def requeued(project: Path) -> int:
+    return len((project / "requeued").read_text().splitlines()) if (project / "requeued").exists() else 0
+
+
+@pytest.mark.parametrize(("code", "again"), [(0, 0), (1, 0), (2, 0), (69, 1), (75, 1), (137, 1), (138, 1), (143, 1)])
+def test_what_was_stopped_is_requeued(project: Path, code: int, again: int) -> None:
+    record = submitted()
+    assert run_job(record, code, step=0) == code
+    assert requeued(project) == again
+    assert (record.folder / "exit").exists() == (not again)
+
+
+def test_a_run_that_comes_no_further_is_not_requeued_for_ever(project: Path) -> None:
+    record = submitted()
+    for step in (0, 10, 10, 10, 10, 20):
+        run_job(record, 75, step)
+    assert requeued(project) == 6
+    for number in range(5):  # it has not even begun
+        run_job(record, 75)
+        assert requeued(project) == 6 + min(number + 1, 3)
+    assert logs.state_of_ended(record.folder).word == "stopped"
+
+
+def test_cancelled_runs_are_told_first_and_ended_if_asked_twice(project: Path, samestep: Samestep) -> None:
+    record = submitted()
+    assert samestep("cancel", "4711").code == 0
+    assert (project / "cancelled").read_text() == "--signal=USR1 4711\n"
+    assert logs.state_of_ended(record.folder).word == "cancelled"
+    samestep("cancel", "4711")
+    assert (project / "cancelled").read_text() == "--signal=USR1 4711\n4711\n"
+    assert run_job(record, 0) == 75  # it does not begin
+    assert not (record.folder / job.EXIT).exists()
+    (project / "bin" / "squeue").write_text("#!/bin/sh\n")
+    assert "4711 has ended already" in samestep("cancel", "4711").message
+
+
+def test_cancelled_runs_are_not_requeued(project: Path) -> None:
+    record = submitted()
+    (project / "bin" / "srun").write_text(f"#!/bin/bash\ntouch '{record.folder}/cancel'\nexit 75\n")
+    assert run_job(record, 75) == 75
+    assert requeued(project) == 0
+    assert logs.state_of_ended(record.folder).word == "stopped"
+
+
+def test_a_cancellation_that_failed_was_none(project: Path, samestep: Samestep) -> None:
+    record = submitted()
+    (project / "bin" / "scancel").write_text("#!/bin/sh\necho 'scancel: error: Connection refused' >&2; exit 1\n")
+    assert "controller cannot be reached" in samestep("cancel", "4711").message
+    assert not (record.folder / job.CANCEL).exists()
+
+
+def test_ctrl_c_leaves_no_job_that_nobody_knows_of(project: Path) -> None:
+    (project / "bin" / "sbatch").write_text(f"#!/bin/sh\ntouch '{project}/asked'\nsleep 1\necho 4711\n")
+    code = (
+        "import sys; from launch import submit; submit.check = lambda launch: None; "
+        "from trainer.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "launch", "slurm.yaml", "run.yaml"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        until = time.monotonic() + 60
+        while not (project / "asked").exists():
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "waiting for the cluster's answer" in said
+    assert records.find("4711").output == str(project / "run")
+
+
+def test_a_job_that_cannot_be_remembered_is_taken_back(project: Path) -> None:
+    (project / "state").write_text("a file")
+    with pytest.raises(LaunchError, match="the job was taken back"):
+        submitted()
+    assert (project / "cancelled").exists()
+    assert not (project / "run").exists()
+
+
+def test_one_job_for_one_output(project: Path) -> None:
+    """However it is written, and whatever kind of cluster has it."""
+    submitted("output=runs/a")
+    (project / "local.yaml").write_text("kind: local\ncode: installed\n")
+    for output in ("runs/a", "runs/b/../a", str(project / "runs" / "a")):
+        with pytest.raises(LaunchError, match="job 4711 .running. is about"):
+            submit.check(submit.prepare("local.yaml", "run.yaml", [f"output={output}"]))
+    submit.check(submit.prepare("local.yaml", "run.yaml", ["output=runs/b"]))
+
+
+def test_code_that_would_hide_this_program(project: Path) -> None:
+    subprocess.run(["git", "init", "--quiet"], check=True)
+    (project / "trainer.py").touch()
+    with pytest.raises(ConfigError, match=r"has a trainer of its own.*cluster.code=installed"):
+        submit.prepare("slurm.yaml", "run.yaml", ["cluster.code=snapshot"])
+    submit.prepare("slurm.yaml", "run.yaml", [])
+
+
+def test_a_check_that_was_killed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LaunchError, match="SIGKILL.*too little memory"):
+        submit._ask(["bash", "-c", "kill -9 $$"])
+
+
+@pytest.mark.parametrize("option", ["--nodes=3", "--output=x", "--clusters=other", "--signal=B:TERM"])
+def test_options_that_are_the_launchers(option: str) -> None:
+    with pytest.raises(ConfigError, match="would undo what samestep launch sets"):
+        Config(options=(option,))
+
+
+def test_a_limit_that_leaves_no_time_to_train(project: Path) -> None:
+    with pytest.raises(ConfigError, match="time 5m is too short: 180 s before its end"):
+        submit.prepare("slurm.yaml", "run.yaml", ["cluster.time=5m"])
+    submit.prepare("slurm.yaml", "run.yaml", ["cluster.time=6m"])
+
+
+def test_a_piece_of_a_log_may_end_within_a_character(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_CHUNK", 3)
+    (project / "job.log").write_text("zwölf Züge\n")
+    assert "".join(logs.read(project, lambda: False)) == "zwölf Züge\n"
