@@ -5,14 +5,39 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.errors import ConfigError
 
+SECRET_ADDRESS = re.compile(
+    r"(?<!\bhf)(?<!ssh)://[^/\s]*@"
+    r"|://\S*[?&]([\w-]*(signature|credential|token)|sig|key|apikey|api_key|auth|password)=",
+    re.IGNORECASE,
+)
+"""An address with a password or a signature in it."""
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
+_PATH = re.compile(r"(^|_)(FILE|PATH|DIR)(_|$)|^GOOGLE_APPLICATION_CREDENTIALS$", re.IGNORECASE)
+_OPTION = re.compile(r"--?[\w-]*(api[-_]?key|token|secret|password|passwd)", re.IGNORECASE)
+_GIVEN = re.compile(r"""(?<![\w.-])(--?[\w-]+(?=[ =])|\w+(?==))[ =]["']?[^\s"'$`<]""")  # a value, not where it is found
+_REFERENCE = re.compile(r"\$(\w+|\{[^}]*\}|\([^)]*\))")
+_KEPT = (
+    "and what is written here ends up in files that others can read; set it in the environment that you submit from, "
+    "or name it under secrets where the kind of cluster has that"
+)
+_FIND_MODULE = (
+    'for init in "$MODULESHOME/init/bash" "$LMOD_PKG/init/bash" /etc/profile.d/*modules.sh /etc/profile.d/*lmod.sh; do',
+    '  type module > /dev/null 2>&1 || [ ! -r "$init" ] || source "$init"',
+    "done",
+)
+# Not within what is sourced: scripts of others may have commands that fail and do not matter.
+_ON_FAILURE = (
+    "trap 'code=$?; [ ${#BASH_SOURCE[@]} -gt 1 ] || "
+    '{ echo "the environment cannot be set up: $BASH_COMMAND: exit code $code" >&2; exit 1; }\' ERR'
+)
 
 
 @dataclass(frozen=True)
@@ -24,7 +49,7 @@ class Environment:
         conda: a conda environment, by name or folder.
         venv: folder of a virtual environment. Without conda, venv and container it is that of the `samestep` that
             submits.
-        setup: further lines of shell.
+        setup: further lines of shell. A command that fails ends the job.
         variables: environment variables. Not for secrets, which would lie in the script for all to read.
     """
 
@@ -38,9 +63,10 @@ class Environment:
         if self.conda and self.venv:
             raise ConfigError("conda and venv are two environments; leave one of them out")
         check_variables(self.variables)
+        check_setup(self.setup)
 
     def lines(self, own: bool = True) -> list[str]:
-        """Lines of shell.
+        """Lines of shell, which end it where one of them fails.
 
         Args:
             own: whether the environment of this process is taken where none is named.
@@ -53,6 +79,8 @@ class Environment:
         elif own:
             lines.append(f'export PATH={shlex.quote(str(Path(sys.prefix, "bin")))}:"$PATH"')
         lines += self.setup
+        if self.modules or self.conda or self.venv or self.setup:
+            lines = [*(_FIND_MODULE if self.modules else ()), _ON_FAILURE, *lines, "trap - ERR"]
         return [*lines, *exports(self.variables)]
 
 
@@ -62,17 +90,34 @@ def exports(variables: Mapping[str, str]) -> list[str]:
 
 
 def check_variables(variables: Mapping[str, str]) -> None:
-    """Refuses names that are none, and those of secrets.
+    """Refuses names that are none, and secrets.
 
     Raises:
         ConfigError: naming the variable.
     """
-    for name in variables:
+    for name, value in variables.items():
         if not _NAME.fullmatch(name):
             raise ConfigError(f"variables.{name} is no name of an environment variable")
-        if _SECRET.search(name):
-            raise ConfigError(
-                f"variables.{name} looks like a secret, and what is written here ends up in files that others can "
-                "read; set it in the environment that you submit from, or name it under secrets where the kind of "
-                "cluster has that"
-            )
+        if _is_secret(name):
+            raise ConfigError(f"variables.{name} looks like a secret, {_KEPT}")
+        if SECRET_ADDRESS.search(value):
+            raise ConfigError(f"variables.{name} has a password or a signature in an address, {_KEPT}")
+
+
+def check_setup(lines: Iterable[str]) -> None:
+    """Refuses lines of shell with secrets in them; they may name variables and files that hold some.
+
+    Raises:
+        ConfigError: naming what the secret is given to.
+    """
+    for line in lines:
+        for match in _GIVEN.finditer(line):
+            if _OPTION.fullmatch(match[1]) or (match[1][0] != "-" and _is_secret(match[1])):
+                raise ConfigError(f"setup: what {match[1]} is given looks like a secret, {_KEPT}")
+        if SECRET_ADDRESS.search(_REFERENCE.sub("/", line)):
+            raise ConfigError(f"setup has a password or a signature in an address, {_KEPT}")
+
+
+def _is_secret(name: str) -> bool:
+    """Whether a variable holds a secret, rather than the path of a file with one."""
+    return bool(_SECRET.search(name)) and not _PATH.search(name)

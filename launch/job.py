@@ -126,7 +126,7 @@ class Cluster(Protocol):
 
     @property
     def devices(self) -> tuple[int | Literal["here"], ...]:
-        """The numbers of devices that a run may get: the fewest, and the most."""
+        """All numbers of devices that a run may get."""
         ...
 
     def render(self, job: JobSpec) -> Submission:

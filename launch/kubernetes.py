@@ -213,10 +213,11 @@ class Config:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Fewest and most."""
+        """One number for each number of nodes."""
         if self.tpu is not None:
             return (self.tpu.chips,)
-        return tuple(sorted({nodes * (self.gpus_per_node or self.processes_per_node) for nodes in self.node_range}))
+        fewest, most = self.node_range
+        return tuple(nodes * (self.gpus_per_node or self.processes_per_node) for nodes in range(fewest, most + 1))
 
     def render(self, job: JobSpec) -> Submission:
         """One manifest: the configuration, what gives pods names where that is needed, and the job."""

@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import socket
 import subprocess
+import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from launch import logs
 from launch.environment import Environment
-from launch.job import EXIT, LOG, SCRIPT, JobSpec, Record, State, Submission
+from launch.job import CANCEL, EXIT, LOG, SCRIPT, JobSpec, Record, State, Submission
 from trainer.errors import ConfigError, LaunchError
+
+_PROC = Path("/proc")
 
 
 @dataclass(frozen=True)
@@ -44,21 +49,26 @@ class Config:
         return (self.processes or "here",)
 
     def render(self, job: JobSpec) -> Submission:
-        """One script."""
+        """One script: a shell that becomes the command, within one that writes down how it has ended."""
         train = ["--elastic", "1", *(["--processes", str(self.processes)] if self.processes else [])]
         more = train if job.action == "train" else []
-        lines = ["#!/bin/bash", "# Written by samestep launch.", f"cd -- {shlex.quote(str(job.directory))} || exit 1"]
-        lines += [*self.environment.lines(), *job.exports(), 'export SAMESTEP_JOB="local-$$"', ""]
+        write_down = f"echo $? > {shlex.quote(str(job.folder / EXIT))}"
+        lines = ["#!/bin/bash", "# Written by samestep launch.", f"trap {shlex.quote(write_down)} EXIT"]
+        lines += ['export SAMESTEP_JOB="local-$$"', "(", f"cd -- {shlex.quote(str(job.directory))} || exit 1"]
+        lines += [*self.environment.lines(), *job.exports(), "", f"exec {job.shell_command(*more)}", ")", "code=$?"]
         lines += [
-            job.shell_command(*more),
-            "code=$?",
-            f"echo $code > {shlex.quote(str(job.folder / EXIT))}",
+            f"if [ $code = {128 + signal.SIGTERM} ]; then  # before the run could heed it: what sets up ends, too",
+            "  trap '' TERM",
+            "  kill -- -$$ 2> /dev/null",
+            "fi",
             "exit $code",
         ]
         return Submission({SCRIPT: "\n".join(lines) + "\n"}, ("bash", SCRIPT))
 
     def check(self) -> None:
-        """There is nothing that could be missing."""
+        """Looks for what tells whether jobs live."""
+        if not _stat(os.getpid()):
+            raise LaunchError("kind local needs Linux, whose /proc says which jobs live; use samestep train instead")
 
     def submit(self, submission: Submission, folder: Path) -> tuple[str, Mapping[str, str]]:
         """Starts it in a session of its own."""
@@ -71,40 +81,70 @@ class Config:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return f"local-{process.pid}", {"pid": str(process.pid), "started": _started(process.pid)}
+        about = {"pid": str(process.pid), "started": _started(process.pid), "host": socket.gethostname()}
+        return f"local-{process.pid}", about
 
     def states(self, records: Iterable[Record]) -> Mapping[str, State]:
-        """Whether their processes are there, or how they have ended."""
-        return {
-            record.id: State("running", True) if _is_alive(record) else logs.state_of_ended(record.folder)
-            for record in records
-        }
+        """Whether their processes are there, or how they have ended; those of other machines are not seen from here."""
+        return {record.id: _state(record) for record in records}
 
     def logs(self, record: Record, follow: bool) -> Iterable[str]:
         """What the run says."""
-        return logs.read(record.folder, lambda: follow and _is_alive(record))
+        return logs.read(record.folder, lambda: follow and _state(record).active)
 
     def cancel(self, record: Record) -> None:
         """The run saves a checkpoint first."""
-        if not _is_alive(record):
+        state = _state(record)
+        if not state.active:
             raise LaunchError(f"{record.id} has ended already")
-        for pid in _children(int(record.about["pid"])):  # its script lives on, to write down how it has ended
-            os.kill(pid, signal.SIGTERM)
+        if not _is_alive(record):
+            raise LaunchError(
+                f"{record.id} was started {state.word}, and can be cancelled only there; if that machine is gone, "
+                f"remove {record.folder}"
+            )
+        (record.folder / CANCEL).touch()
+        pid = int(record.about["pid"])
+        while not (children := _children(pid)) and _is_alive(record):  # it starts, or ends
+            time.sleep(0.01)
+        for child in children:  # its script lives on, to write down how it has ended
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGTERM)
+
+
+def _state(record: Record) -> State:
+    host = record.about.get("host", "another machine")
+    if _is_alive(record):
+        return State("running", True)
+    if host == socket.gethostname() or (record.folder / EXIT).exists():
+        return logs.state_of_ended(record.folder)
+    return State(f"on {host}", True)
 
 
 def _is_alive(record: Record) -> bool:
-    return _started(int(record.about["pid"])) == record.about["started"] != ""
+    return record.about.get("host") == socket.gethostname() and (
+        _started(int(record.about["pid"])) == record.about["started"] != ""
+    )
 
 
 def _started(pid: int) -> str:
-    """When a process was started, which tells it from a later one of the same number; empty where there is none."""
-    done = subprocess.run(
-        ["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}
-    )
-    state, _, started = done.stdout.strip().partition(" ")
-    return "" if state.startswith("Z") else started.strip()
+    """What tells a process from any other one of its number: which start of the machine, and the clock ticks since.
+
+    Empty where there is none.
+    """
+    stat = _stat(pid)
+    if not stat or stat[0] in "ZX":
+        return ""
+    return f"{(_PROC / 'sys/kernel/random/boot_id').read_text().strip()} {stat[19]}"
 
 
 def _children(pid: int) -> list[int]:
-    done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
-    return [int(child) for child in done.stdout.split()]
+    numbers = [int(place.name) for place in _PROC.glob("[0-9]*")]
+    return [number for number in numbers if _stat(number)[1:2] == [str(pid)]]
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process (proc_pid_stat(5)), from its state on; nothing where there is none."""
+    try:
+        return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []

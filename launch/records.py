@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from launch.job import Record
+from launch.job import Cluster, Record
 from trainer.config import Kinds, decode
-from trainer.errors import LaunchError
+from trainer.errors import ConfigError, LaunchError
+
+logger = logging.getLogger(__name__)
 
 KINDS = Kinds("launch")
 CLUSTER = "cluster.yaml"
+_FILE = "jobs.jsonl"
 
 
 def state_folder() -> Path:
@@ -27,29 +31,50 @@ def add(record: Record) -> None:
     """Remembers a job."""
     folder = state_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "jobs.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({**asdict(record), "folder": str(record.folder)}) + "\n")
+    # The line before may have been cut short, as by a full disk.
+    line = f"\n{json.dumps({**asdict(record), 'folder': str(record.folder)})}\n".encode()
+    with (folder / _FILE).open("ab") as file:  # one write, which nobody else's come into
+        file.write(line)
 
 
 def newest_first() -> list[Record]:
     """The jobs whose folders are still there."""
+    file = state_folder() / _FILE
     try:
-        lines = (state_folder() / "jobs.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = file.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    trees = [json.loads(line) for line in reversed(lines)]
-    found = [Record(**{**tree, "folder": Path(tree["folder"])}) for tree in trees]
-    return [record for record in found if record.folder.is_dir()]
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if line:
+            try:
+                found.append(_parse(line))
+            except (ValueError, TypeError, KeyError):
+                logger.warning("%s, line %d is no job of this version of samestep; passing over it", file, number)
+    return [record for record in reversed(found) if record.folder.is_dir()]
+
+
+def _parse(line: bytes) -> Record:
+    tree = json.loads(line)
+    texts = {name: tree[name] for name in ("id", "kind", "name", "output")} | tree.get("about", {})
+    if not all(isinstance(text, str) for text in texts.values()):
+        raise TypeError(texts)
+    return Record(**{**tree, "folder": Path(tree["folder"]), "time": float(tree["time"])})
 
 
 def find(job: str) -> Record:
     """A job by its id, or by the run folder that it works on: the newest.
 
+    Args:
+        job: the id may be that of a later segment, or of a task of an array (4711_3).
+
     Raises:
         LaunchError: there is none.
     """
+    number = re.sub(r"_\d+$", "", job)
     for record in newest_first():
-        if job in (record.id, record.output) or Path(job).absolute() in (record.folder, Path(record.output)):
+        ids = (record.id, *record.about.get("segments", "").split())
+        if number in ids or job == record.output or Path(job).absolute() in (record.folder, Path(record.output)):
             return record
     raise LaunchError(
         f"no job {job} has been submitted from here by you; `samestep jobs` lists yours. Others' jobs, and those "
@@ -57,7 +82,19 @@ def find(job: str) -> Record:
     )
 
 
-def cluster_of(record: Record) -> Any:
-    """The cluster that a job was submitted to, as it was described then."""
-    tree = yaml.safe_load((record.folder / CLUSTER).read_text(encoding="utf-8"))
-    return decode(KINDS.schema(tree.pop("kind"), "cluster"), tree, "cluster")
+def cluster_of(record: Record) -> Cluster:
+    """The cluster that a job was submitted to, as it was described then.
+
+    Raises:
+        LaunchError: the description is gone, or of another version.
+    """
+    file = record.folder / CLUSTER
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        cluster: Cluster = decode(KINDS.schema(tree.pop("kind"), "cluster"), tree, "cluster")
+    except (OSError, ValueError, yaml.YAMLError, AttributeError, KeyError, ConfigError) as error:
+        raise LaunchError(
+            f"{file}, which says where job {record.id} was submitted to, cannot be read: {error}; the cluster's own "
+            f"commands know the job. Remove {record.folder} to forget it"
+        ) from error
+    return cluster

@@ -166,22 +166,24 @@ class Config:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Fewest and most."""
-        return tuple(sorted({nodes * (self.gpus_per_node or self.processes_per_node) for nodes in self.node_range}))
+        """One number for each number of nodes."""
+        fewest, most = self.node_range
+        return tuple(nodes * (self.gpus_per_node or self.processes_per_node) for nodes in range(fewest, most + 1))
 
     def render(self, job: JobSpec) -> Submission:
         """One batch script."""
         build = job.action == "build"
         lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in self._options(job))]
         lines += ["", "# Written by samestep launch. Slurm runs it on the first node, again after each requeue."]
+        ended = f'"$launch/{EXIT}{"-$SLURM_ARRAY_TASK_ID" if build else ""}"'
+        lines += [f"launch={shlex.quote(str(job.folder))}", f"rm -f -- {ended}", f"trap 'echo $? > {ended}' EXIT"]
         lines += [f"cd -- {shlex.quote(str(job.directory))} || exit 1"]
-        lines += self.environment.lines(own=self.container is None)
+        lines += [*self.environment.lines(own=self.container is None), "trap - EXIT"]
         lines += [*job.exports(), 'export SAMESTEP_JOB="$SLURM_JOB_ID" SAMESTEP_NODES="$SLURM_JOB_NODELIST"']
         if self.interface:
             lines += [f"export {name}_SOCKET_IFNAME={shlex.quote(self.interface)}" for name in ("NCCL", "GLOO")]
         lines.append("")
-        lines.append(f"launch={shlex.quote(str(job.folder))}")
-        lines += self._build(job) if build else self._train(job)
+        lines += self._build(job, ended) if build else self._train(job, ended)
         log = _pattern(job.folder / ("job-%a.log" if build else LOG))
         return Submission({SCRIPT: "\n".join(lines) + "\n"}, ("sbatch", "--parsable", f"--output={log}", SCRIPT))
 
@@ -224,11 +226,10 @@ class Config:
     def _requeues(self) -> bool:
         return self.requeue and self.segments == 1
 
-    def _build(self, job: JobSpec) -> list[str]:
+    def _build(self, job: JobSpec, ended: str) -> list[str]:
         """One slice a task; the last one merges and verifies."""
         slice_ = ["--slice", f'"$SLURM_ARRAY_TASK_ID/{job.tasks}"']
-        ended = f'"$launch/{EXIT}-$SLURM_ARRAY_TASK_ID"'
-        lines = [f"rm -f -- {ended}", " ".join(self._srun(job, gpus=False)) + " \\", "  " + job.shell_command(*slice_)]
+        lines = [" ".join(self._srun(job, gpus=False)) + " \\", "  " + job.shell_command(*slice_)]
         return [*lines, "code=$?", f"echo $code > {ended}", "exit $code"]
 
     def _srun(self, job: JobSpec, gpus: bool) -> list[str]:
@@ -239,18 +240,17 @@ class Config:
         inside = self.container.words(job, gpus) if self.container else []
         return [*srun, "--kill-on-bad-exit=0", *map(shlex.quote, inside)]
 
-    def _train(self, job: JobSpec) -> list[str]:
+    def _train(self, job: JobSpec, ended: str) -> list[str]:
         processes = [] if self.gpus_per_node else ["--processes", str(self.processes_per_node)]
         elastic = ["--elastic", f'"{self.node_range[0]}:$SLURM_JOB_NUM_NODES"', "--rendezvous", '"$rendezvous"']
         srun = self._srun(job, gpus=bool(self.gpus_per_node))
-        ended, cancel, stops = (f'"$launch/{name}"' for name in (EXIT, CANCEL, "stops"))
+        cancel, stops = (f'"$launch/{name}"' for name in (CANCEL, "stops"))
         lines = [
             "# The nodes meet at the first of them.",
             'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             'rendezvous="$first:$((20000 + SLURM_JOB_ID % 10000))"',
         ]
         lines += [
-            f"rm -f -- {ended}",
             f"[ ! -e {cancel} ] || exit {EXIT_PREEMPTED}",
             "",
             " ".join(srun) + " \\",

@@ -25,16 +25,20 @@ def files_of(directory: Path, without: Sequence[Path]) -> list[Path] | None:
     Raises:
         LaunchError: they are too many to be code.
     """
-    command = ["git", "-C", str(directory), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     try:
-        done = subprocess.run(command, capture_output=True)
-    except FileNotFoundError:
+        known, others = _known(directory)
+    except LaunchError as error:
+        logger.info("no snapshot of the code is taken, so the job runs what is installed: %s", error)
         return None
-    if done.returncode:
-        return None
-    paths = [Path(name) for name in done.stdout.decode(errors="surrogateescape").split("\0") if name]
     kept_out = [place.relative_to(directory) for place in without if place.is_relative_to(directory)]
-    files = [path for path in paths if (directory / path).is_file() and not any(map(path.is_relative_to, kept_out))]
+    files, left_out = (
+        [path for path in paths if not any(map(path.is_relative_to, kept_out))] for paths in (known, others)
+    )
+    if left_out:
+        logger.warning(
+            "the snapshot of the code is without %s: of folders, it takes those of this one and its submodules",
+            ", ".join(map(str, left_out)),
+        )
     sizes = {path: (directory / path).stat().st_size for path in files}
     if sum(sizes.values()) > MOST_BYTES:
         largest = max(sizes, key=lambda path: sizes[path])
@@ -43,6 +47,48 @@ def files_of(directory: Path, without: Sequence[Path]) -> list[Path] | None:
             "in .gitignore what is no code, or set cluster.code=installed"
         )
     return files
+
+
+def _known(directory: Path) -> tuple[list[Path], list[Path]]:
+    """The files that git knows of in a folder, or would add; and the folders that it has no files of.
+
+    Files of submodules are among them, and those that links to folders lead to.
+
+    Raises:
+        LaunchError: there is no git, or it knows nothing of the folder.
+    """
+    files: list[Path] = []
+    links: list[Path] = []
+    others: list[Path] = []
+    for name in _git(directory, "ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0")[:-1]:
+        path, place = Path(name), directory / name
+        if place.is_file():
+            files.append(path)
+        elif place.is_symlink() and place.exists():
+            links.append(path)
+        elif (place / ".git").exists() and not name.endswith("/"):  # as repositories do that are no submodules
+            for found, of_submodule in zip((files, others), _known(place), strict=True):
+                found += [path / each for each in of_submodule]
+        elif place.is_dir():
+            others.append(path)
+    root, behind = directory.resolve(), []
+    for link in links:
+        target = (directory / link).resolve()
+        inside = target.relative_to(root) if target.is_relative_to(root) else root  # where none of them is
+        reached = [link / each.relative_to(inside) for each in files if each.is_relative_to(inside)]
+        behind += reached
+        others += [link] * (not reached)
+    return files + behind, others
+
+
+def _git(directory: Path, *arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True)
+    except FileNotFoundError as error:
+        raise LaunchError("git is not on this machine") from error
+    if done.returncode:
+        raise LaunchError(done.stderr.decode(errors="replace").strip().partition("\n")[0].removeprefix("fatal: "))
+    return done.stdout.decode(errors="surrogateescape")
 
 
 def take(directory: Path, files: list[Path], target: Path) -> None:

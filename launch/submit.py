@@ -20,6 +20,7 @@ from typing import Any, Literal
 import yaml
 
 from launch import records, snapshot
+from launch.environment import SECRET_ADDRESS
 from launch.job import CODE, CONFIG, Cluster, JobSpec, Record, Submission
 from trainer.config import Tree, decode, read_tree, to_tree
 from trainer.errors import ConfigError, LaunchError
@@ -28,10 +29,6 @@ logger = logging.getLogger(__name__)
 
 _CLUSTER = "cluster."
 _PACKAGES = ("trainer", "data_pipeline", "launch")
-_SECRET = re.compile(
-    r"(?<!\bhf)://[^/\s]*@|://\S*[?&]([\w-]*(signature|credential|token)|sig|key|apikey|api_key|auth|password)=",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ def prepare(cluster_file: str, file: str, overrides: Sequence[str], tasks: int |
     if not isinstance(output := tree.get("output"), str) or not output:
         raise ConfigError(f"{file} names no output, the folder that is written; add output=FOLDER")
     config = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
-    if _SECRET.search(config):
+    if SECRET_ADDRESS.search(config):
         raise ConfigError(
             f"{file} holds a password or a signature in an address, which would be kept with the job for others to "
             "read; let the store's own tools find the credentials (docs/object_stores.md)"
@@ -200,7 +197,9 @@ def submit(launch: Launch) -> Record:
             records.add(record)
         except OSError as error:
             launch.cluster.cancel(record)
-            raise LaunchError(f"cannot write {error.filename}: {error.strerror}; the job was taken back") from error
+            raise LaunchError(
+                f"cannot write {records.state_folder()}: {error.strerror}; the job was taken back"
+            ) from error
     return record
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launch import records
-from launch.job import CONFIG, Record, State
+from launch.job import CONFIG, Cluster, Record, State
 from trainer.errors import LaunchError
 
 logger = logging.getLogger(__name__)
@@ -51,10 +52,22 @@ def _states(found: list[Record]) -> dict[str, State]:
     for kind in dict.fromkeys(record.kind for record in found):
         of_kind = [record for record in found if record.kind == kind]
         try:
-            states |= records.cluster_of(of_kind[0]).states(of_kind)
+            states |= _cluster(of_kind).states(of_kind)
         except LaunchError as error:
             logger.warning("%s", error)
     return states
+
+
+def _cluster(of_kind: list[Record]) -> Cluster:
+    """The newest description that can be read: all know how the jobs of a kind stand.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    for record in of_kind:
+        with suppress(LaunchError):
+            return records.cluster_of(record)
+    return records.cluster_of(of_kind[0])
 
 
 def _step(record: Record) -> str:
@@ -67,7 +80,7 @@ def _step(record: Record) -> str:
             rows = file.read().splitlines()
         last: Mapping[str, float] = json.loads(rows[-1])
         return f"{last['step']}/{training.get('steps', '?')}"
-    except (OSError, ValueError, IndexError, KeyError):
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, yaml.YAMLError):  # cut short, perhaps
         return ""
 
 

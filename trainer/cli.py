@@ -87,8 +87,8 @@ def _add_config(commands: Commands) -> None:
         _config,
         "print an experiment with every setting resolved",
         "With --devices it also says what would keep the run from starting there: a batch that is too small, a\n"
-        "strategy or model that does not fit, a dataset that cannot be read, an output folder that cannot be written."
-        "\n\n"
+        "strategy or model that does not fit, a dataset or weights that cannot be read, a folder that cannot be\n"
+        "written.\n\n"
         "examples:\n  samestep config configs/debug/bert_mini.yaml optimizer.lr=1e-3\n"
         "  samestep config configs/pretrain/bert_large_lamb.yaml --devices 256",
     )
@@ -236,8 +236,7 @@ def _config(args: argparse.Namespace) -> int:
         numbers = args.devices.replace("here", here).split(",")
         if not all(number.isdecimal() and int(number) for number in numbers):
             raise ConfigError(f"--devices must be at least 1, or here, not {args.devices}")
-        for number in numbers:
-            preflight.check(experiment, int(number), elsewhere=args.elsewhere)
+        preflight.check(experiment, [int(number) for number in numbers], elsewhere=args.elsewhere)
     sys.stdout.write(dump(experiment))
     return EXIT_DONE
 

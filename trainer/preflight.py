@@ -3,39 +3,53 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from data_pipeline.loader import check_batch
 from data_pipeline.mixed import AnyDataset
+from trainer.checkpoint import files, huggingface, integrity
+from trainer.checkpoint.manager import Checkpointer
 from trainer.errors import CheckpointError
 from trainer.experiment import Experiment
-from trainer.run import build_model, open_loader
+from trainer.hub import is_hub_path
+from trainer.run import build_model, checkpoint_folder, open_loader
 from trainer.storage import is_url
 from trainer.strategies import Replica
+from trainer.weights import checkpoints_of
 
 
-def check(experiment: Experiment, devices: int, elsewhere: bool = False) -> None:
-    """Refuses what the run itself would refuse on so many devices, before anybody waits for them.
+def check(experiment: Experiment, devices: Sequence[int], elsewhere: bool = False) -> None:
+    """Refuses what the run itself would refuse, before anybody waits for it to start.
 
     Args:
         experiment: the run.
-        devices: all that it would be spread over.
+        devices: each number of them that it may be spread over.
         elsewhere: whether its folders are those of other machines, so that only addresses can be looked at here.
 
     Raises:
         ConfigError: batch, strategy, model, objective and dataset do not fit each other or the devices.
         DataError: the dataset cannot be read.
-        CheckpointError: the output folder cannot be written in.
+        CheckpointError: the output folder or that of checkpoints cannot be written in, or there are no weights to
+            start from.
     """
-    for phase in experiment.resolved_phases():
-        check_batch(phase.global_batch_size, devices)
-    if hasattr(experiment.strategy, "check_devices"):
-        experiment.strategy.check_devices(devices)
+    for number in devices:
+        for phase in experiment.resolved_phases():
+            check_batch(phase.global_batch_size, number)
+        if hasattr(experiment.strategy, "check_devices"):
+            experiment.strategy.check_devices(number)
     if not elsewhere:
-        _check_output(Path(experiment.output))
+        _check_output(Path(experiment.output), "output")
+        _check_checkpoints(experiment)
+    start = experiment.init_from
+    seen = start is not None and not is_hub_path(start) and (not elsewhere or is_url(start))
+    if start and seen and not integrity.committed_steps(checkpoint_folder(experiment)):  # which it would go on from
+        _check_weights(files.location(start))
     if not elsewhere or all(map(is_url, experiment.data.paths)):
-        _check_data(experiment, experiment.data.open(), Replica(0, devices))
+        dataset = experiment.data.open()
+        for number in sorted({min(devices), max(devices)}):
+            _check_data(experiment, dataset, Replica(0, number))
 
 
 def _check_data(experiment: Experiment, dataset: AnyDataset, replica: Replica) -> None:
@@ -47,11 +61,29 @@ def _check_data(experiment: Experiment, dataset: AnyDataset, replica: Replica) -
             open_loader(experiment, dataset, objective, replica, phase, split).close()
 
 
-def _check_output(folder: Path) -> None:
+def _check_output(folder: Path, name: str) -> None:
     existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     try:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise CheckpointError(
-            f"cannot write in {existing}, where output={folder} is to lie: {error.strerror}; choose another output"
+            f"cannot write in {existing}, where {name}={folder} is to lie: {error.strerror}; choose another {name}"
         ) from error
+
+
+def _check_checkpoints(experiment: Experiment) -> None:
+    folder = checkpoint_folder(experiment)
+    if isinstance(folder, Path):
+        _check_output(folder, "checkpoint.folder")
+    else:
+        Checkpointer(folder, experiment.checkpoint, rank=0, world_size=1).check_shared()
+
+
+def _check_weights(start: files.Location) -> None:
+    """Looks whether there are weights, without reading them."""
+    if isinstance(start, Path) and (start / "config.json").is_file():
+        huggingface.load_folder(start)
+    elif (start / integrity.META).exists():
+        integrity.check_sizes(start)
+    elif not integrity.committed_steps(checkpoints_of(start)):
+        raise CheckpointError(f"init_from={start} has no checkpoint yet; wait for one, or name another run")

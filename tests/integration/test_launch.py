@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.integration.commands import Samestep, losses
+from tests.integration.commands import Result, Samestep, losses
 
 PACED = """
 import time
@@ -67,11 +68,12 @@ def test_followed_to_the_end(project: Path, samestep: Samestep, experiment_file:
 
 
 def test_a_run_that_fails(project: Path, samestep: Samestep, experiment_file: str) -> None:
-    (project / "own" / "slow.py").write_text("from trainer.objectives.mlm import Config\n")
-    wrong = ["objective=own.slow", "init_from=nowhere"]
-    result = samestep("launch", "local.yaml", experiment_file, "output=run", *wrong, "--follow")
+    wrong = "        raise ConfigError('no such weights')\n"
+    text = PACED.replace("        time.sleep(0.2)\n", wrong) + "\nfrom trainer.errors import ConfigError\n"
+    (project / "own" / "slow.py").write_text(text)
+    result = samestep("launch", "local.yaml", experiment_file, "output=run", "objective=own.slow", "--follow")
     assert result.code == 1
-    assert "nowhere" in result.out
+    assert "no such weights" in result.out
     assert result.out.endswith(": failed\n")
 
 
@@ -113,6 +115,9 @@ def test_cancelled(project: Path, samestep: Samestep, experiment_file: str) -> N
         (["model.vocab_size=100"], "2", "set model.vocab_size to 600 or more"),
         (["objective=causal_lm"], "2", "the model, bert, is an encoder"),
         (["data.lanes=100000"], "2", "lanes"),
+        (["strategy={kind: fsdp, replicas: 4}"], "4,6,8", "strategy.replicas 4 does not divide the 6 devices"),
+        (["init_from=nowhere"], "2", "nowhere is no run (no checkpoints in it), no checkpoint"),
+        (["checkpoint.folder=/proc/run"], "2", "cannot write in /proc, where checkpoint.folder=/proc/run is to lie"),
         (["training.evaluate_every=4", "output=/proc/run"], "2", "cannot write in /proc"),
         ([], "none", "--devices must be at least 1, or here, not none"),
         ([], "0", "--devices must be at least 1, or here, not 0"),
@@ -136,7 +141,34 @@ def test_a_run_that_could_start(samestep: Samestep, experiment_file: str, tmp_pa
     assert not os.listdir(tmp_path)
 
 
+def test_weights_to_start_from(samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path) -> None:
+    def start(run: Path, weights: Path) -> Result:
+        return samestep("config", experiment_file, "--devices", "2", f"output={run}", f"init_from={weights}")
+
+    *_, step = sorted((finished_run / "checkpoints").glob("step-*"))
+    for weights in (finished_run, step):
+        assert start(tmp_path / "run", weights).code == 0
+    copy = tmp_path / "copy"
+    shutil.copytree(finished_run, copy)
+    (content, *_) = (copy / "checkpoints" / step.name).glob("*.safetensors")
+    content.write_bytes(b"cut short")
+    assert "is damaged: it has 9 bytes" in start(tmp_path / "run", content.parent).message
+    for committed in (copy / "checkpoints").glob("*/COMMITTED"):
+        committed.unlink()
+    assert "has no checkpoint yet" in start(tmp_path / "run", copy).message
+    assert start(finished_run, copy).code == 0  # goes on from its own
+    (tmp_path / "config.json").write_text("{}")
+    assert "has neither model.safetensors nor" in start(tmp_path / "run", tmp_path).message
+
+
+def test_a_bucket_for_checkpoints(samestep: Samestep, experiment_file: str, tmp_path: Path, s3_folder: str) -> None:
+    checked = ("config", experiment_file, "--devices", "2", f"output={tmp_path / 'run'}")
+    assert samestep(*checked, f"checkpoint.folder={s3_folder}").code == 0
+    assert "no-bucket" in samestep(*checked, "checkpoint.folder=s3://no-bucket/run").message
+    assert samestep(*checked, "checkpoint.folder=s3://no-bucket/run", "--elsewhere").code == 0
+
+
 def test_folders_of_other_machines_are_not_looked_at(samestep: Samestep, experiment_file: str) -> None:
-    elsewhere = ["output=/proc/run", "data.path=/not/here", "--elsewhere"]
+    elsewhere = ["output=/proc/run", "data.path=/not/here", "init_from=/not/here", "--elsewhere"]
     assert samestep("config", experiment_file, "--devices", "2", *elsewhere).code == 0
     assert "less than the 11" in samestep("config", experiment_file, "--devices", "11", *elsewhere).message

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch import job, logs, records, submit
+from launch.job import Record
 from launch.slurm import Config
 from tests.integration.commands import Samestep
 from trainer.errors import ConfigError, LaunchError
@@ -41,11 +42,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def submitted(*settings: str) -> records.Record:
+def submitted(*settings: str) -> Record:
     return submit.submit(submit.prepare("slurm.yaml", "run.yaml", settings))
 
 
-def run_job(record: records.Record, code: int, step: int | None = None) -> int:
+def run_job(record: Record, code: int, step: int | None = None) -> int:
     """What the script does when the run ends with a code, having begun at a step."""
     Path("code").write_text(str(code))
     if step is not None:
@@ -105,6 +106,16 @@ def test_a_cancellation_that_failed_was_none(project: Path, samestep: Samestep) 
     assert not (record.folder / job.CANCEL).exists()
 
 
+def test_a_set_up_that_fails_ends_the_job(project: Path) -> None:
+    record = submitted("cluster.environment.setup=[cat nothing]")
+    assert run_job(record, 0) == 1
+    assert "exit code 1" in logs.state_of_ended(record.folder).detail
+
+
+def test_every_number_of_nodes_must_fit() -> None:
+    assert Config(nodes="2-4", gpus_per_node=8).devices == (16, 24, 32)
+
+
 def test_ctrl_c_leaves_no_job_that_nobody_knows_of(project: Path) -> None:
     (project / "bin" / "sbatch").write_text(f"#!/bin/sh\ntouch '{project}/asked'\nsleep 1\necho 4711\n")
     code = (
@@ -142,7 +153,7 @@ def test_one_job_for_one_output(project: Path) -> None:
     submitted("output=runs/a")
     (project / "local.yaml").write_text("kind: local\ncode: installed\n")
     for output in ("runs/a", "runs/b/../a", str(project / "runs" / "a")):
-        with pytest.raises(LaunchError, match="job 4711 .running. is about"):
+        with pytest.raises(LaunchError, match=r"job 4711 .running. is about"):
             submit.check(submit.prepare("local.yaml", "run.yaml", [f"output={output}"]))
     submit.check(submit.prepare("local.yaml", "run.yaml", ["output=runs/b"]))
 
@@ -156,7 +167,7 @@ def test_code_that_would_hide_this_program(project: Path) -> None:
 
 
 def test_a_check_that_was_killed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LaunchError, match="SIGKILL.*too little memory"):
+    with pytest.raises(LaunchError, match=r"SIGKILL.*too little memory"):
         submit._ask(["bash", "-c", "kill -9 $$"])
 
 

@@ -1,0 +1,84 @@
+"""The file of jobs, and the list of them, when some lines or folders are not what they should be."""
+
+from __future__ import annotations
+
+import json
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from launch import records
+from launch.job import Record
+from tests.integration.commands import Samestep
+from trainer.errors import LaunchError
+
+
+@pytest.fixture
+def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    def add(identity: str, cluster: str | None = "kind: local\n", **about: str) -> Record:
+        folder = tmp_path / identity / "launch" / "001"
+        folder.mkdir(parents=True)
+        (folder / "exit").write_text("0\n")
+        if cluster is not None:
+            (folder / "cluster.yaml").write_text(cluster)
+        record = Record(identity, "local", "run", str(tmp_path / identity), folder, 1.5, about)
+        records.add(record)
+        return record
+
+    return add
+
+
+def test_lines_that_are_none_are_passed_over(add, caplog: pytest.LogCaptureFixture) -> None:
+    first = add("1")
+    file = records.state_folder() / "jobs.jsonl"
+    good = json.loads(file.read_text())
+    wrong = [b"[]", b"7", b'{"id": 1}', b"\xff", *(json.dumps({**good, **more}).encode() for more in (
+        {"new": 1}, {"id": 4}, {"time": "x"}, {"about": {"a": 1}}, {"about": []}
+    ))]  # fmt: skip
+    with file.open("ab") as stream:
+        stream.write(b"\n".join(wrong) + b'\n{"id": "2", "ki')  # the disk is full
+    second = add("3")
+    with caplog.at_level(logging.WARNING):
+        assert records.newest_first() == [second, first]
+    assert len(caplog.records) == len(wrong) + 1
+    assert f"{file}, line 3 is no job" in caplog.text
+
+
+def test_jobs_are_added_at_once(add) -> None:
+    def add_many(thread: int) -> None:
+        for number in range(10):
+            add(f"{thread}-{number}", about="x" * 2**16)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(add_many, range(8)))
+    assert len(records.newest_first()) == 80
+
+
+def test_a_job_is_found_by_the_ids_of_its_parts(add) -> None:
+    segments, array = add("4711", segments="4711 4712 4713"), add("4800", segments="4800")
+    assert [records.find(job) for job in ("4713", "4711", "4800_3", "4800")] == [segments, segments, array, array]
+    assert records.find(f"{array.output}/") == array
+    for job in ("4714", "4800_x", "3"):
+        with pytest.raises(LaunchError, match=f"no job {job}"):
+            records.find(job)
+
+
+@pytest.mark.parametrize("cluster", [None, "kind: local\nold: 1\n", "kind: former\n", "[", "7", "processes: 1\n"])
+def test_a_job_of_another_version_does_not_hide_others(add, samestep: Samestep, cluster: str | None) -> None:
+    add("1")
+    add("2", cluster)
+    lines = samestep("jobs").out.splitlines()
+    assert [line.split()[:3] for line in lines[1:]] == [["2", "local", "done"], ["1", "local", "done"]]
+    assert "cluster.yaml, which says where job 2 was submitted to, cannot be read" in samestep("logs", "2").message
+
+
+def test_nobody_knows_how_jobs_stand(add, samestep: Samestep) -> None:
+    (add("1", None).folder / "config.yaml").write_text("[")
+    result = samestep("jobs")
+    assert result.out.splitlines()[1].split()[:3] == ["1", "local", "unknown"]
+    assert "where job 1 was submitted to, cannot be read" in result.err

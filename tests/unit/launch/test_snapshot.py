@@ -1,0 +1,89 @@
+"""Which files a snapshot of the code has, beyond those that lie in one repository."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch import snapshot
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    return make(tmp_path / "code", "own/part.py")
+
+
+def make(folder: Path, *names: str) -> Path:
+    git(folder.parent, "init", "--quiet", str(folder))
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "--message=x")
+    return folder
+
+
+def git(folder: Path, *arguments: str) -> None:
+    who = ["-c", "user.name=x", "-c", "user.email=x", "-c", "protocol.file.allow=always"]
+    subprocess.run(["git", *who, "-C", str(folder), *arguments], check=True, capture_output=True)
+
+
+def taken(folder: Path) -> dict[str, str]:
+    files = snapshot.files_of(folder, [folder / "run"])
+    assert files is not None
+    target = folder.parent / "launch" / "code"
+    target.mkdir(parents=True)
+    snapshot.take(folder, files, target)
+    found = [path for path in target.rglob("*") if not path.is_dir()]
+    assert not any(path.is_symlink() for path in found)
+    return {str(path.relative_to(target)): path.read_text() for path in found}
+
+
+def test_links(repository: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "big").write_text("x")
+    (repository / ".gitignore").write_text("ignored\n")
+    (repository / "ignored").mkdir()
+    for name, target in {
+        "file": "own/part.py",
+        "linked": "own",
+        "deep/absolute": repository / "own",
+        "outside": tmp_path / "elsewhere",
+        "hidden": "ignored",
+        "dangling": "nowhere",
+        "run/link": tmp_path / "elsewhere",
+    }.items():
+        (repository / name).parent.mkdir(exist_ok=True)
+        (repository / name).symlink_to(target)
+    part = dict.fromkeys(("file", "linked/part.py", "deep/absolute/part.py", "own/part.py"), "own/part.py")
+    assert taken(repository) == {**part, ".gitignore": "ignored\n"}
+    assert "the snapshot of the code is without hidden, outside:" in caplog.text
+
+
+def test_submodules(repository: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    inner = make(tmp_path / "inner", "inner.py")
+    library = make(tmp_path / "library", "pkg/a.py")
+    git(library, "submodule", "add", "--quiet", str(inner), "third")
+    git(library, "commit", "--quiet", "--message=x")
+    git(repository, "submodule", "add", "--quiet", str(library), "vendor/library")
+    git(repository, "submodule", "update", "--quiet", "--init", "--recursive")
+    git(repository, "submodule", "add", "--quiet", str(inner), "empty")
+    git(repository, "submodule", "deinit", "--force", "empty")
+    (repository / "vendor" / "library" / "pkg" / "new.py").write_text("new")
+    make(repository / "clone", "x.py")
+    found = taken(repository)
+    expected = {"own/part.py", "vendor/library/pkg/a.py", "vendor/library/pkg/new.py", "vendor/library/third/inner.py"}
+    assert {name for name in found if not name.endswith(".gitmodules")} == expected
+    assert "the snapshot of the code is without clone, empty:" in caplog.text or "empty, clone" in caplog.text
+
+
+def test_without_git(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    with caplog.at_level(logging.INFO, "launch"):
+        assert snapshot.files_of(tmp_path, []) is None
+        assert "so the job runs what is installed: not a git repository" in caplog.text
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert snapshot.files_of(tmp_path, []) is None
+        assert "what is installed: git is not on this machine" in caplog.text
