@@ -50,6 +50,8 @@ class Config:
 
     def render(self, job: JobSpec) -> Submission:
         """One script: a shell that becomes the command, within one that writes down how it has ended."""
+        if job.tasks > 1:
+            raise ConfigError("this machine builds a dataset by one job with many processes; leave --tasks out")
         train = ["--elastic", "1", *(["--processes", str(self.processes)] if self.processes else [])]
         more = train if job.action == "train" else []
         write_down = f"echo $? > {shlex.quote(str(job.folder / EXIT))}"

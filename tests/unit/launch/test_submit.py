@@ -223,6 +223,8 @@ def test_tasks_are_for_datasets(project: Path) -> None:
         submit.prepare("slurm.yaml", "run.yaml", [], tasks=3)
     with pytest.raises(ConfigError, match="--tasks must be at least 1"):
         submit.prepare("slurm.yaml", "data.yaml", [], tasks=0)
+    with pytest.raises(ConfigError, match="this machine builds a dataset by one job"):
+        submit.prepare("local.yaml", "data.yaml", [], tasks=2)
     text = script(file="data.yaml", tasks=3)
     assert "#SBATCH --array=1-3" in text
     assert f'samestep data build {project}/built.launch/001/config.yaml --slice "$SLURM_ARRAY_TASK_ID/3"' in text
