@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import platform
 import re
 import tarfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -16,7 +18,7 @@ import yaml
 
 from launch import command_line, logs, tpu_slice, tpu_supervisor, tpu_types
 from launch.environment import check_variables
-from launch.job import CODE, CONFIG, EXIT, LOG, JobSpec, Record, State, Submission
+from launch.job import CANCEL, CODE, CONFIG, EXIT, LOG, JobSpec, Record, State, Submission
 from launch.tpu_slice import FILE, HINTS, STARTUP, Slice
 from launch.tpu_startup import Startup
 from launch.tpu_supervisor import Memory
@@ -76,6 +78,8 @@ class Config:
         supervise: starts a process on this machine that asks for the slice again whenever it was taken away, and
             deletes it when the run has ended. Without it both are left to you.
         poll_seconds: between two looks of that process; more while Google does not answer.
+        silence_minutes: after which that process deletes machines that are there and write nothing into `staging`:
+            every 20 s they copy their logs there. The job ends if they never have; else the slice is asked for again.
         options: further options of `gcloud compute tpus queued-resources create`, as --valid-until-duration=12h.
     """
 
@@ -102,6 +106,7 @@ class Config:
     setup: tuple[str, ...] = ()
     supervise: bool = True
     poll_seconds: float = 60.0
+    silence_minutes: float = 30.0
     options: tuple[str, ...] = ()
 
     shares_files: ClassVar[bool] = False
@@ -136,8 +141,9 @@ class Config:
             raise ConfigError(f"reservation {self.reservation} needs capacity=reserved, not {self.capacity}")
         if self.package is None and self.code == "installed":
             raise ConfigError("code=installed needs package: what the machines are to install, as samestep[gcs,tpu]")
-        if not self.poll_seconds > 0:
-            raise ConfigError(f"poll_seconds must be above 0, not {self.poll_seconds}")
+        for name in ("poll_seconds", "silence_minutes"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
         _ = self.devices  # refuses what is no type
 
     @property
@@ -156,11 +162,13 @@ class Config:
         tree: Tree = yaml.safe_load(job.config)
         output = str(tree["output"])
         run = f"{output}\n{(tree.get('checkpoint') or {}).get('folder')}"  # what makes another launch the same run
-        place = f"{self.staging.rstrip('/')}/{job.name}-{hashlib.sha256(run.encode()).hexdigest()[:8]}"
-        name = f"samestep-{job.name}-{job.folder.name}"
+        place = f"{self.staging.rstrip('/')}/{job.name}-{_digest(run)[:8]}"
+        mine = _digest(run, self.staging, str(job.folder), str(os.getuid()), platform.node())
+        name = f"samestep-{job.name}-{mine[:8]}-{job.folder.name}"  # others launch runs of the same name
         startup = Startup(
             name=name,
             staging=f"{place}/{job.folder.name}",
+            stop_seconds=job.stop_seconds,
             kept=f"{place}/run",
             output=output,
             project=self.project,
@@ -173,20 +181,24 @@ class Config:
             variables=self.variables,
             setup=self.setup,
         )
-        command = self._create(name, job.name)
+        script = startup.render()
+        mark = _digest(script, job.config)[:16]
+        command = self._create(name, job.name, mark)
         of_slice = Slice(
             name,
             self.project,
             self.zone,
             startup.staging,
+            mark=mark,
             create=command,
             stop_seconds=job.stop_seconds,
             supervise=self.supervise,
             poll_seconds=self.poll_seconds,
+            silence_seconds=60 * self.silence_minutes,
         )
-        return Submission({STARTUP: startup.render(), FILE: of_slice.dump()}, command)
+        return Submission({STARTUP: script, FILE: of_slice.dump()}, command)
 
-    def _create(self, name: str, job: str) -> tuple[str, ...]:
+    def _create(self, name: str, job: str, mark: str) -> tuple[str, ...]:
         """The command; of gcloud's alpha only where nothing else has the option."""
         alpha = ["alpha"] if self.reservation or self.topology else []
         words = ["gcloud", *alpha, "compute", "tpus", "queued-resources", "create", name, f"--node-id={name}"]
@@ -204,15 +216,15 @@ class Config:
         named |= {"network": self.network, "subnetwork": self.subnetwork}
         words += [f"--{option}={value}" for option, value in named.items() if value is not None]
         words += ["--internal-ips"] * self.internal_ips
-        labels = {"samestep": job} | self.labels
+        labels = {"samestep": job} | self.labels | {tpu_slice.MARK: mark}
         words.append(f"--labels={','.join(f'{key}={value}' for key, value in labels.items())}")
         return (*words, f"--metadata-from-file=startup-script={STARTUP}", *self.options, "--quiet")
 
     def check(self) -> None:
         """Asks which types the zone has, which needs an account, the interface, the project and the zone."""
         command_line.require("gcloud", "install it: https://cloud.google.com/sdk/docs/install")
-        words = ["gcloud", "compute", "tpus", "tpu-vm", "accelerator-types", "list", f"--project={self.project}"]
-        types = command_line.run([*words, f"--zone={self.zone}", "--format=value(type)", "--quiet"], HINTS).split()
+        words = tpu_slice.tpus(self.project, self.zone, "tpu-vm", "accelerator-types", "list", "--format=value(type)")
+        types = command_line.run(words, HINTS).split()
         if self.topology is None and self.accelerator_type not in types:
             kind = self.accelerator_type.partition("-")[0]
             known = sorted((each for each in types if each.startswith(f"{kind}-")), key=lambda each: (len(each), each))
@@ -236,16 +248,14 @@ class Config:
         place.upload(files)
         try:
             place.request(folder)
-        except BaseException as error:  # Ctrl-C, too: whatever has come of the request would cost money
-            if "ALREADY_EXISTS" not in str(error):  # which would be somebody else's
-                with suppress(LaunchError):
-                    place.delete()
+            (folder / _ARCHIVE).unlink(missing_ok=True)
+            if self.supervise:
+                tpu_supervisor.start(folder)
+        except BaseException:  # Ctrl-C, too: whatever has come of the request would cost money
+            place.take_back()
             with suppress(LaunchError):
                 place.remove_files()
             raise
-        (folder / _ARCHIVE).unlink(missing_ok=True)
-        if self.supervise:
-            tpu_supervisor.start(folder)
         return place.name, {}
 
     def states(self, records: Iterable[Record]) -> Mapping[str, State]:
@@ -254,26 +264,24 @@ class Config:
         ended = {record.id for record in listed if (record.folder / EXIT).exists()}
         places = {record.id: Slice.of(record.folder) for record in listed if record.id not in ended}
         zones = {(place.project, place.zone) for place in places.values()}
-        queued = {zone: tpu_slice.listed("queued-resources", *zone) for zone in zones}
+        queued = {zone: tpu_slice.listed(*zone) for zone in zones}
         found = {}
         for record in listed:
             if record.id in ended:
-                found[record.id] = logs.state_of_ended(record.folder)
+                found[record.id] = _ended(record.folder)
             else:
                 place = places[record.id]
-                resource = queued[place.project, place.zone].get(place.name)
+                resource = queued[place.project, place.zone].get(place.name) or place.queued()
                 found[record.id] = _state(record.folder, place, tpu_slice.state_of(resource))
         return found
 
     def logs(self, record: Record, follow: bool) -> Iterable[str]:
-        """What all machines have written until now; with `follow` what they copy to the bucket, as it comes."""
+        """What all machines have copied to the bucket, boot by boot; by ssh what they have not copied."""
         place = Slice.of(record.folder)
-        if not follow and tpu_slice.state_of(place.queued()) == "ACTIVE":
-            try:
-                yield place.ssh(f"tail -n +1 {tpu_slice.WORK}/{place.name}/{LOG}")
-                return
-            except LaunchError as error:
-                logger.warning("%s; this is what they have kept", error)
+        nothing_kept = not tpu_slice.logs_in(place.objects())
+        if not follow and nothing_kept and tpu_slice.state_of(place.queued()) == "ACTIVE":
+            yield place.ssh(f"tail -n +1 {tpu_slice.WORK}/{place.name}/{LOG}")
+            return
         yield from place.kept_logs(lambda: follow and self.states([record])[record.id].active)
 
     def cancel(self, record: Record) -> None:
@@ -282,10 +290,11 @@ class Config:
         resource = place.queued()
         if resource is None and ((record.folder / EXIT).exists() or Memory.of(record.folder).phase != "recreating"):
             raise LaunchError(f"{record.id} has ended already")
+        (record.folder / CANCEL).touch()
         place.ask_to_stop()  # before anything is deleted: a supervisor must not ask for it again
         code = place.end_run() if tpu_slice.state_of(resource) == "ACTIVE" else None
         place.delete()
-        if not tpu_slice.comes_true(lambda: place.queued() is None, _DELETION_SECONDS):
+        if not tpu_slice.comes_true(lambda: not (place.queued() or place.queued()), _DELETION_SECONDS):
             raise LaunchError(
                 f"{place.name} is still being deleted after {_DELETION_SECONDS:.0f} s, and may cost money until it is "
                 f"gone: gcloud compute tpus queued-resources describe {place.name} --project={place.project} "
@@ -299,7 +308,7 @@ def _state(folder: Path, place: Slice, word: str) -> State:
     if not word and memory.phase != "recreating":
         with suppress(LaunchError):  # the machines may have left more than this one knows
             tpu_slice.note_end(folder, tpu_slice.outcome(place.exits(place.objects()), 1))
-        return logs.state_of_ended(folder)
+        return _ended(folder)
     detail = "" if memory.phase == "running" else memory.why
     if place.supervise and not tpu_supervisor.is_running(folder):
         detail = f"nobody looks after it here; python -m launch.tpu_supervisor {folder} does"
@@ -310,6 +319,15 @@ def _state(folder: Path, place: Slice, word: str) -> State:
         restarts=memory.restarts,
         detail=detail,
     )
+
+
+def _ended(folder: Path) -> State:
+    state, memory = logs.state_of_ended(folder), Memory.of(folder)
+    return replace(state, detail=memory.why) if state.word == "failed" and memory.why else state
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
 def _refuse_what_is_lost(experiment: Tree, folders_come: bool) -> None:

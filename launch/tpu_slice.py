@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from launch import command_line
 from launch.job import EXIT
@@ -22,9 +25,12 @@ FILE = "slice.json"
 STARTUP = "startup.sh"
 WORK = "/var/lib/samestep"
 """Where a run lives on the machines of its slice: a folder of the slice's name in here."""
+MARK = "samestep-job"
+"""The label that tells a job's slice from others of its name."""
 
 _POLL_SECONDS = 5.0
 _LOG_SECONDS = 10.0
+_MISSING = re.compile(r"NOT_FOUND(?!.*\blocation .* (not found|access))", re.IGNORECASE | re.DOTALL)
 _NOTICE_SECONDS = 60.0  # until machines have found a note by themselves, and have said that they are done
 
 HINTS = {
@@ -60,13 +66,19 @@ HINTS = {
         "cluster.reservation and cluster.topology need gcloud's alpha commands: gcloud components install alpha"
     ),
     r"ssh.*(exited|return code|\[255\])|port 22|Permission denied \(publickey": (
-        "machines without external addresses, or behind a firewall, are reached from their own network only; what they "
-        "have kept in cluster.staging is shown by `samestep logs JOB --follow`"
+        "machines without external addresses, or behind a firewall, are reached from their own network only"
     ),
     "ConnectionError|unable to find the server|UNAVAILABLE|'status': 50|network connectivity|timed out": (
         "Google's servers cannot be reached from here, or do not answer: see gcloud info --run-diagnostics"
     ),
 }
+
+
+class Kept(NamedTuple):
+    """A file in a bucket."""
+
+    size: int
+    generation: str  # another one whenever it is written
 
 
 @dataclass(frozen=True)
@@ -78,20 +90,24 @@ class Slice:
         project: that pays.
         zone: of the machines.
         staging: the folder in a bucket that holds what goes to this job's machines, and what they keep.
+        mark: of what its machines run, which tells it from another job's slice of the same name.
         create: the command that asks for the slice; it is run in the job's folder.
         stop_seconds: that the run gets for its last checkpoint.
         supervise: whether a process beside it is to ask for the slice again, and to delete it in the end.
         poll_seconds: between two looks of that process.
+        silence_seconds: after which it gives up machines that are there and have written nothing into `staging`.
     """
 
     name: str
     project: str
     zone: str
     staging: str
+    mark: str
     create: tuple[str, ...]
     stop_seconds: float
     supervise: bool
     poll_seconds: float
+    silence_seconds: float
 
     @classmethod
     def of(cls, folder: Path) -> Slice:
@@ -113,28 +129,68 @@ class Slice:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     def queued(self) -> Resource | None:
-        """The queued resource; None where there is none (any more)."""
-        return listed("queued-resources", self.project, self.zone).get(self.name)
+        """The queued resource; None where Google says that there is none (any more)."""
+        return self._described("queued-resources")
 
     def node(self) -> Resource | None:
         """The machines."""
-        return listed("tpu-vm", self.project, self.zone).get(self.name)
+        return self._described("tpu-vm")
+
+    def _described(self, what: str) -> Resource | None:
+        try:
+            found: Resource = _parsed(self._tpus(what, "describe", self.name, "--format=json"))
+        except LaunchError as error:
+            if _MISSING.search(str(error)):
+                return None
+            raise
+        return found
+
+    def is_anothers(self, resource: Resource) -> bool:
+        """Whether a resource of this name was asked for by somebody else, or for another job."""
+        specs = resource.get("tpu", {}).get("nodeSpec", ())
+        return any(labels.get(MARK) != self.mark for spec in specs if (labels := spec.get("node", {}).get("labels")))
 
     def request(self, folder: Path) -> None:
-        """Asks for the slice.
+        """Asks for the slice. A request that Google has accepted counts, whatever has become of the answer.
 
         Raises:
-            LaunchError: it is refused.
+            LaunchError: it is refused, or Google does not answer.
         """
-        command_line.run(self.create, HINTS, folder)
+        try:
+            command_line.run(self.create, HINTS, folder)
+        except LaunchError as error:
+            with suppress(LaunchError):
+                found = self.queued()
+                if found is not None and state_of(found) != "DELETING" and not self.is_anothers(found):
+                    logger.warning("%s; but %s is there", error, self.name)
+                    return
+            raise
+
+    def take_back(self) -> None:
+        """Deletes what may have come of a request; says so where that cannot be done."""
+        try:
+            found = self.queued()
+            if found is None or not self.is_anothers(found):
+                self.delete()
+        except LaunchError as error:
+            logger.error("%s; %s may be there all the same, and cost money: %s", error, self.name, self.deletion)
 
     def delete(self) -> None:
         """Gives everything back; returns before that is done. It is no mistake if there is nothing."""
         try:
-            command_line.run(self._tpus("queued-resources", "delete", self.name, "--force", "--async"), HINTS)
+            command_line.run(self._deletion, HINTS)
         except LaunchError as error:
-            if "NOT_FOUND" not in str(error):
+            if not _MISSING.search(str(error)):
                 raise
+
+    @property
+    def deletion(self) -> str:
+        """The command that deletes it, for people."""
+        return shlex.join(self._deletion)
+
+    @property
+    def _deletion(self) -> list[str]:
+        return self._tpus("queued-resources", "delete", self.name, "--force", "--async")
 
     def ssh(self, command: str) -> str:
         """What a command prints on all machines."""
@@ -157,7 +213,7 @@ class Slice:
         return outcome(exits, 1)
 
     def _tpus(self, *words: str) -> list[str]:
-        return ["gcloud", "compute", "tpus", *words, f"--project={self.project}", f"--zone={self.zone}", "--quiet"]
+        return tpus(self.project, self.zone, *words)
 
     def upload(self, files: Sequence[Path]) -> None:
         """Puts files into `staging`.
@@ -168,29 +224,37 @@ class Slice:
         first, *others = map(str, files)
         # The first file claims the folder: it may not be there yet, which the store itself makes sure of.
         _storage("cp", "--if-generation-match=0", first, f"{self.staging}/")
-        if others:
-            _storage("cp", *others, f"{self.staging}/")
+        try:
+            if others:
+                _storage("cp", *others, f"{self.staging}/")
+        except LaunchError:
+            with suppress(LaunchError):
+                self.remove_files()
+            raise
 
     def remove_files(self) -> None:
         """Empties `staging`."""
         _storage("rm", "--recursive", self.staging)
 
-    def objects(self) -> dict[str, int]:
-        """The sizes of the files in `staging`, by name."""
+    def objects(self) -> dict[str, Kept]:
+        """The files in `staging`, by name."""
         folder = self.staging.split("/", 3)[3] + "/"
-        found = json.loads(_storage("objects", "list", f"{self.staging}/**", "--format=json(name,size)"))
-        return {each["name"].removeprefix(folder): int(each.get("size") or 0) for each in found}
+        listing = ["objects", "list", f"{self.staging}/**", "--format=json(name,size,generation)"]
+        return {
+            each["name"].removeprefix(folder): Kept(int(each.get("size") or 0), str(each.get("generation")))
+            for each in _parsed(_gcloud_storage(*listing))
+        }
 
     def read(self, name: str, start: int, end: int) -> str:
         """Bytes of a file in `staging`."""
         return _storage("cat", "--range", f"{start}-{end - 1}", f"{self.staging}/{name}")
 
-    def exits(self, objects: Mapping[str, int]) -> dict[str, int]:
+    def exits(self, objects: Iterable[str]) -> dict[str, int]:
         """The exit codes of the machines on which the run has ended, by their number."""
         if not any(name.startswith("exit-") for name in objects):
             return {}
-        lines = _storage("cat", f"{self.staging}/exit-*").splitlines()
-        return {machine: int(code) for machine, code in (line.split() for line in lines)}
+        lines = _storage("cat", f"{self.staging}/exit-*")
+        return {machine: int(code) for machine, code in re.findall(r"^(\S+) (\d+)$", lines, re.MULTILINE)}
 
     def kept_logs(self, goes_on: Callable[[], bool]) -> Iterator[str]:
         """What the machines' copies of their logs say, in pieces.
@@ -205,18 +269,22 @@ class Slice:
         last = ""
         while True:
             last_look, objects = not goes_on(), self.objects()
-            for name in sorted(name for name in objects if name.startswith("log/")):
-                if objects[name] > (start := read.get(name, 0)):
+            for name in sorted(logs_in(objects)):
+                if (end := objects[name].size) > (start := read.get(name, 0)):
                     head = f"==> {name.removeprefix('log/')}\n" if name != last else ""
-                    yield head + self.read(name, start, objects[name])
-                    read[name], last = objects[name], name
-            if last_look or (not self.supervise and any(name.startswith("exit-") for name in objects)):
+                    yield head + self.read(name, start, end)
+                    read[name], last = end, name
+            if last_look or (not self.supervise and self._all_have_ended(objects)):
                 break
             time.sleep(_LOG_SECONDS)
         if not read:
             raise LaunchError(
                 f"{self.name} has copied no log into {self.staging} yet; `samestep jobs` says how it stands"
             )
+
+    def _all_have_ended(self, objects: Iterable[str]) -> bool:
+        exits = self.exits(objects)
+        return bool(exits) and outcome(exits, machines(self.node())) is not None
 
     def forget_exits(self) -> None:
         """For a run that starts again."""
@@ -228,11 +296,20 @@ class Slice:
         _storage("cp", "-", f"{self.staging}/stop", text="asked by samestep cancel\n")
 
 
-def listed(what: Literal["queued-resources", "tpu-vm"], project: str, zone: str) -> dict[str, Resource]:
-    """What a project has in a zone, by name."""
-    command = ["gcloud", "compute", "tpus", what, "list", f"--project={project}", f"--zone={zone}", "--format=json"]
-    found: list[Resource] = json.loads(command_line.run([*command, "--quiet"], HINTS))
+def tpus(project: str, zone: str, *words: str) -> list[str]:
+    """A command about TPUs."""
+    return ["gcloud", "compute", "tpus", *words, f"--project={project}", f"--zone={zone}", "--quiet"]
+
+
+def listed(project: str, zone: str) -> dict[str, Resource]:
+    """The queued resources that a project has in a zone, by name."""
+    found: list[Resource] = _parsed(tpus(project, zone, "queued-resources", "list", "--format=json"))
     return {each["name"].rpartition("/")[2]: each for each in found}
+
+
+def logs_in(objects: Iterable[str]) -> list[str]:
+    """The machines' copies of their logs: one for each boot, by its time."""
+    return [name for name in objects if name.startswith("log/")]
 
 
 def state_of(resource: Resource | None) -> str:
@@ -274,4 +351,16 @@ def note_end(folder: Path, code: int | None) -> None:
 
 
 def _storage(*words: str, text: str | None = None) -> str:
-    return command_line.run(["gcloud", "storage", *words, "--quiet"], HINTS, text=text)
+    return command_line.run(_gcloud_storage(*words), HINTS, text=text)
+
+
+def _gcloud_storage(*words: str) -> list[str]:
+    return ["gcloud", "storage", *words, "--quiet"]
+
+
+def _parsed(command: Sequence[str]) -> Any:
+    text = command_line.run(command, HINTS)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise LaunchError(f"gcloud has answered {text[:100]!r}, which is no JSON") from error

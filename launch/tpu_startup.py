@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launch.environment import exports
 from launch.tpu_slice import WORK
-from trainer.errors import EXIT_PREEMPTED
+from trainer.errors import EXIT_PREEMPTED, EXIT_UNAVAILABLE
 
 PORT = 29400  # where the machines of a slice meet, as in docs/tpu.md
-_RESTARTS = 5  # of a run that was stopped and not told why, after each boot
+_RESTARTS = 5  # of a run that was stopped and not told why, or has met too few machines, after each boot
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Startup:
     Attributes:
         name: of the slice.
         staging: the folder in a bucket with the job's files.
+        stop_seconds: that the run gets for its last checkpoint.
         kept: the folder there that the run's folder is copied to, and from when the run goes on on other machines.
         output: the run's folder, as the experiment names it.
         project: whose secrets are meant.
@@ -36,6 +38,7 @@ class Startup:
 
     name: str
     staging: str
+    stop_seconds: float
     kept: str
     output: str
     project: str
@@ -52,6 +55,7 @@ class Startup:
         """The script."""
         values = {"name": self.name, "staging": self.staging, "kept": self.kept, "output": self.output}
         values |= {"project": self.project, "user": self.user, "work": f"{WORK}/{self.name}"}
+        values |= {"stop_seconds": str(math.ceil(self.stop_seconds))}
         return "\n".join(
             [
                 "#!/bin/bash",
@@ -62,7 +66,7 @@ class Startup:
                 "umask 022",
                 "",
                 *(f"{name}={shlex.quote(value)}" for name, value in values.items()),
-                f"port={PORT} restarts={_RESTARTS} stopped={EXIT_PREEMPTED}",
+                f"port={PORT} restarts={_RESTARTS} stopped={EXIT_PREEMPTED} alone={EXIT_UNAVAILABLE}",
                 'home="$work/home"  # of the user: the code, its environment, caches',
                 f'place="$home{"/code" if self.code else ""}"  # where relative paths start',
                 *self._become(),
@@ -87,7 +91,7 @@ class Startup:
         return ["", f"{name}() {{  # {about}", *(f"  {line}" for line in lines or [":"]), "}"]
 
     def _code(self) -> list[str]:
-        lines = []
+        lines = ['if present "$staging/versions"; then fetch "$staging/versions" "$home/versions" || return; fi']
         if self.code:
             lines.append('fetch "$staging/code.tar.gz" "$work/code.tar.gz" &&')
             lines.append(
@@ -111,11 +115,14 @@ class Startup:
             requirement = shlex.quote(self.package)
         return [
             "# The images have Python 3.10, and samestep needs 3.11, which uv brings.",
-            "curl -LsSf https://astral.sh/uv/install.sh |",
-            '  "${become[@]}" UV_INSTALL_DIR="$home/bin" UV_NO_MODIFY_PATH=1 sh || return',
+            "curl -LsSf --max-time 300 https://astral.sh/uv/install.sh |",
+            '  limited 600 "${become[@]}" UV_INSTALL_DIR="$home/bin" UV_NO_MODIFY_PATH=1 sh || return',
             'rm -rf "$home/env"',
-            '"${become[@]}" "$home/bin/uv" venv --python 3.11 --seed "$home/env" &&',
-            f'  "${{become[@]}}" "$home/env/bin/pip" install --quiet {requirement}',
+            'limited 600 "${become[@]}" "$home/bin/uv" venv --python 3.11 --seed "$home/env" || return',
+            "# What was installed at first is installed again on the next machines, whatever is new meanwhile.",
+            "local same=()",
+            'if [ -e "$home/versions" ]; then same=(--constraint "$home/versions"); fi',
+            f'limited 3600 "${{become[@]}}" "$home/env/bin/pip" install --quiet {requirement} "${{same[@]}}"',
         ]
 
     def _mounts(self) -> list[str]:
@@ -143,7 +150,16 @@ _BODY = r"""
 export PATH="$PATH:/snap/bin" HOME="${HOME:-/root}"
 log="$work/job.log" boot=$(date +%Y%m%d-%H%M%S) worker=$(hostname) hosts=()
 mkdir -p "$home"
+if [ -z "${SAMESTEP_UNIT:-}" ]; then
+  # A unit of its own, which systemd tells to stop, and waits for, while there is a network. That of startup scripts
+  # would not pass it on: the run would hear of it at the very end, without a network.
+  unit=(--unit="$name" --collect --setenv=SAMESTEP_UNIT=1 --property=KillMode=mixed --property=OOMPolicy=continue)
+  unit+=(--property=TimeoutStopSec="$((stop_seconds + 60))")
+  unit+=(--property=After="network-online.target google-guest-agent.service snapd.service")
+  cp "$0" "$work/startup.sh" && systemd-run --quiet --no-block "${unit[@]}" bash "$work/startup.sh" && exit
+fi
 exec >>"$log" 2>&1 </dev/null
+before=$(wc -l <"$log")  # lines of earlier boots
 rm -rf "$work/leaving" "$work/stop" "$work/pid"  # of the boot before
 cd "$work" || exit 1
 
@@ -159,6 +175,10 @@ again() {  # a command, tried five times: networks and package indices come and 
   "$@"
 }
 
+limited() { timeout --kill-after=10 "$@"; }  # what hangs would cost money for ever
+
+gcloud() { limited 300 gcloud "$@"; }
+
 fetch() { again gcloud storage cp --quiet "$1" "$2"; }
 
 present() { gcloud storage ls "$1" >/dev/null 2>&1; }
@@ -173,15 +193,16 @@ metadata() {
 mount_bucket() {  # BUCKET FOLDER WHERE
   mountpoint --quiet "$3" && return
   command -v gcsfuse >/dev/null || again install_gcsfuse || return
-  mkdir -p "$3" && gcsfuse -o allow_other --implicit-dirs --uid "$(id -u "$user")" --gid "$(id -g "$user")" \
-    ${2:+--only-dir "$2"} "$1" "$3"
+  mkdir -p "$3" && limited 300 gcsfuse -o allow_other --implicit-dirs --uid "$(id -u "$user")" \
+    --gid "$(id -g "$user")" ${2:+--only-dir "$2"} "$1" "$3"
 }
 
 install_gcsfuse() {
-  curl -LsSf https://packages.cloud.google.com/apt/doc/apt-key.gpg -o /usr/share/keyrings/cloud.google.asc &&
+  curl -LsSf --max-time 300 -o /usr/share/keyrings/cloud.google.asc \
+    https://packages.cloud.google.com/apt/doc/apt-key.gpg &&
     printf 'deb [signed-by=/usr/share/keyrings/cloud.google.asc] https://packages.cloud.google.com/apt %s main\n' \
       "gcsfuse-$(lsb_release -cs)" >/etc/apt/sources.list.d/gcsfuse.list &&
-    apt-get update -qq && apt-get install -y -qq gcsfuse
+    limited 900 apt-get update -qq && limited 900 apt-get install -y -qq gcsfuse
 }
 
 copy_run() {  # the small files of the run's folder: not what others keep, nor what the next start makes anew
@@ -193,17 +214,23 @@ copy_run() {  # the small files of the run's folder: not what others keep, nor w
   gcloud storage rsync --recursive --quiet "$work/run" "$kept" >"$work/copies" 2>&1
 }
 
-copy_log() {  # whole lines of valid text, so that any part of them can be read
-  head -n "$(wc -l <"$log")" "$log" | iconv -c -f utf-8 -t utf-8 >"$work/log"
+copy_log() {  # of this boot; whole lines of valid text, so that any part of them can be read
+  head -n "$(wc -l <"$log")" "$log" | tail -n "+$((before + 1))" | iconv -c -f utf-8 -t utf-8 >"$work/log"
   gcloud storage cp --quiet "$work/log" "$staging/log/$boot-worker-$worker.log" >"$work/copies" 2>&1
 }
 
 keep() {  # one at a time, or an older copy might replace a newer one
   (
-    flock 9
+    flock --wait 900 9 || { say "copies take too long" && exit; }
     copy_run || say "the run's folder could not be copied: $(tail -n 1 "$work/copies")"
     copy_log || say "this log could not be copied: $(tail -n 1 "$work/copies")"
   ) 9>"$work/lock"
+}
+
+keep_versions() {
+  { "${become[@]}" "$home/env/bin/pip" list --format=freeze >"$work/versions" &&
+    gcloud storage cp --quiet --if-generation-match=0 "$work/versions" "$staging/versions"; } ||
+    say "which versions were installed could not be kept"
 }
 
 finish() {  # the end of the run, for whoever waits for it
@@ -271,6 +298,7 @@ if [ ! -e "$work/installed" ]; then
   get_code || finish 1
   chown -R "$user:" "$home" || finish 1
   again install || finish 1
+  if [ "$worker" = 0 ] && [ ! -e "$home/versions" ]; then keep_versions; fi
   : >"$work/installed"
 fi
 mounts || finish 1
@@ -290,8 +318,10 @@ for ((tries = 0; ; tries++)); do
     keep
     exit
   fi
-  if [ -e "$work/stop" ] || ((tries >= restarts || (code != stopped && code <= 128))); then finish "$code"; fi
-  say "the run was stopped with exit code $code, and is started again"
+  if [ -e "$work/stop" ] || ((tries >= restarts || (code != stopped && code != alone && code <= 128))); then
+    finish "$code"
+  fi
+  say "the run has ended with exit code $code, and is started again"
   sleep 5
 done
 """

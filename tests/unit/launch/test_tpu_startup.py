@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,7 @@ STARTUPS: dict[str, Startup] = {
     "plain": Startup(
         name=NAME,
         staging="gs://bucket/stage",
+        stop_seconds=25.0,
         kept="gs://bucket/kept",
         output="runs/run",
         project="my-project",
@@ -60,7 +63,8 @@ UV = """#!/bin/bash
 echo "uv $*" >> "$RECORD"
 [ "$1" = venv ] || exit 1
 mkdir -p "${@: -1}/bin"
-printf '%s\\n' '#!/bin/bash' 'echo "pip $*" >> "$RECORD"' '[ ! -e "$RECORD.no-pip" ]' > "${@: -1}/bin/pip"
+printf '%s\\n' '#!/bin/bash' \
+  'echo "pip $*" >> "$RECORD"; [ "$1" != list ] || echo torch==2.9.1; [ ! -e "$RECORD.no-pip" ]' > "${@: -1}/bin/pip"
 cp "$SAMESTEP" "${@: -1}/bin/samestep"
 chmod +x "${@: -1}"/bin/*
 """
@@ -78,7 +82,20 @@ printf 'no text: \\377\\n'
 if [ "$code" = wait ]; then for _ in $(seq 600); do /bin/sleep 0.05; done; fi
 exit "$code"
 """
+SYSTEMD_RUN = """#!/bin/bash
+[ -e "$RECORD.systemd" ] || exit 1
+echo "systemd-run $*" >> "$RECORD"
+for word in "$@"; do case "$word" in --setenv=*) export "${word#*=}" ;; esac; done
+while [[ $1 == -* ]]; do shift; done
+"$@" &
+"""
+TIMEOUT = """#!/bin/bash
+if [ -e "$RECORD.impatient" ]; then exec /usr/bin/timeout "$1" 3 "${@:3}"; fi
+exec /usr/bin/timeout "$@"
+"""
 PROGRAMS = {
+    "systemd-run": SYSTEMD_RUN,
+    "timeout": TIMEOUT,
     "curl": '#!/bin/bash\n[[ "$*" == *astral.sh* ]] || exec /usr/bin/curl "$@"\n'
     'echo \'mkdir -p "$UV_INSTALL_DIR" && cp "$UV" "$UV_INSTALL_DIR/uv" && chmod +x "$UV_INSTALL_DIR/uv"\'\n',
     "sleep": '#!/bin/bash\nexec /bin/sleep "$(echo "$1" | awk \'{print $1 / 200}\')"\n',
@@ -100,6 +117,7 @@ class Machine:
         plane: its metadata server.
         environment: of the script.
         startup: what it boots with.
+        booted: its scripts.
     """
 
     folder: Path
@@ -107,12 +125,15 @@ class Machine:
     plane: ControlPlane
     environment: Mapping[str, str]
     startup: Startup
+    booted: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def boots(self, *codes: object) -> subprocess.Popen[bytes]:
         """Starts the script; the run's processes will exit with these codes, or wait for a signal."""
         (self.folder / "record.codes").write_text(" ".join(map(str, codes)) + "\n")
         (self.folder / STARTUP).write_text(self.startup.render())
-        return subprocess.Popen(["bash", STARTUP], cwd=self.folder, env=self.environment)
+        process = subprocess.Popen(["bash", STARTUP], cwd=self.folder, env=self.environment, start_new_session=True)
+        self.booted.append(process)
+        return process
 
     def runs(self, *codes: object) -> int:
         return self.boots(*codes).wait(timeout=100)
@@ -168,7 +189,12 @@ def machine(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, request: pytes
             "attributes/worker-network-endpoints": "unknown:unknown:10.0.0.1",
             "preempted": "FALSE",
         }
-        yield Machine(folder, folder / "work" / startup.name, plane, environment, startup)
+        machine = Machine(folder, folder / "work" / startup.name, plane, environment, startup)
+        yield machine
+        for process in machine.booted:  # whatever is left of a test that has failed
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 @pytest.mark.parametrize("case", STARTUPS)
@@ -188,7 +214,7 @@ def test_a_run_that_was_stopped_is_started_again_until_it_is_done(machine: Machi
     assert machine.runs(75, 143, 0) == 0
     assert machine.starts == [f"samestep train {machine.work}/config.yaml --elastic 1"] * 3
     assert machine.bucket("stage/exit-0").read_text() == "0 0\n"
-    assert [line for line in machine.record if line.startswith("pip")] == [
+    assert [line for line in machine.record if line.startswith("pip install")] == [
         f"pip install --quiet {machine.work}/home/code[gcs,tpu]"
     ]
     environment = dict(
@@ -219,7 +245,7 @@ def test_machines_of_a_slice_meet_at_the_first(machine: Machine) -> None:
     assert not machine.bucket("kept").exists(), "the first machine keeps the run's folder"
 
 
-@pytest.mark.parametrize(("codes", "starts"), [((1,), 1), ((2,), 1), ((75,) * 9, 6)])
+@pytest.mark.parametrize(("codes", "starts"), [((1,), 1), ((2,), 1), ((75,) * 9, 6), ((69,) * 9, 6)])
 def test_runs_that_fail_are_not_started_again_for_ever(machine: Machine, codes: tuple[int, ...], starts: int) -> None:
     assert machine.runs(*codes) == codes[0]
     assert len(machine.starts) == starts
@@ -237,10 +263,58 @@ def test_a_run_on_a_machine_that_is_taken_away_goes_on_at_the_next_boot(machine:
     machine.plane.metadata["preempted"] = "FALSE"
     assert machine.runs(0) == 0
     assert len(machine.starts) == 2
-    assert len([line for line in machine.record if line.startswith("pip")]) == 1
+    assert len([line for line in machine.record if line.startswith("pip install")]) == 1
     assert machine.bucket("stage/exit-0").read_text() == "0 0\n"
     assert machine.runs("never") == 0, "a boot after the end does nothing"
     assert len(machine.starts) == 2
+
+
+def test_a_gcloud_that_hangs_does_not_hold_up_the_end(machine: Machine) -> None:
+    gcloud = machine.folder / "bin" / "gcloud"
+    rest = gcloud.read_text().partition("\n")[2]
+    gcloud.write_text(f'#!/bin/bash\n[[ "$*" != *" rsync "* ]] || exec /bin/sleep 1000\n{rest}')
+    (machine.folder / "record.impatient").touch()
+    assert machine.runs(0) == 0
+    assert machine.bucket("stage/exit-0").read_text() == "0 0\n"
+    [log] = machine.bucket("stage/log").iterdir()
+    assert "the run's folder could not be copied" in log.read_text()
+
+
+def test_each_boot_has_a_log_of_its_own(machine: Machine) -> None:
+    machine.plane.metadata["preempted"] = "TRUE"
+    assert machine.runs("wait") == 0
+    machine.plane.metadata["preempted"] = "FALSE"
+    [first] = machine.bucket("stage/log").iterdir()
+    before = first.read_text()
+    until(lambda: first.name.partition("-worker")[0] != time.strftime("%Y%m%d-%H%M%S"))
+    assert machine.runs(0) == 0
+    assert first.read_text() == before
+    _, second = sorted(machine.bucket("stage/log").iterdir())
+    assert second.read_text().count("has booted") == 1
+
+
+def test_the_run_is_a_unit_that_is_told_to_stop(machine: Machine) -> None:
+    (machine.folder / "record.systemd").touch()
+    assert machine.runs(0) == 0, "the service of startup scripts does not wait for the run"
+    until(lambda: (machine.bucket("stage/exit-0")).exists())
+    [unit] = [line for line in machine.record if line.startswith("systemd-run")]
+    assert f"--unit={NAME} " in unit
+    assert "TimeoutStopSec=85 " in unit
+    assert unit.endswith(f" bash {machine.work}/startup.sh")
+    assert len(machine.starts) == 1
+
+
+def test_the_next_machines_install_the_same_versions(machine: Machine) -> None:
+    assert machine.runs(1) == 1
+    assert machine.bucket("stage/versions").read_text() == "torch==2.9.1\n"
+    machine.bucket("stage/versions").write_text("torch==2.9.0\n")
+    machine.bucket("stage/exit-0").unlink()
+    shutil.rmtree(machine.work)
+    assert machine.runs(0) == 0
+    installs = [line for line in machine.record if line.startswith("pip install")]
+    assert installs[1] == f"{installs[0]} --constraint {machine.work}/home/versions"
+    assert (machine.work / "home" / "versions").read_text() == "torch==2.9.0\n"
+    assert machine.bucket("stage/versions").read_text() == "torch==2.9.0\n"
 
 
 def test_the_systems_own_shutdown_is_passed_on(machine: Machine) -> None:
@@ -262,7 +336,7 @@ def test_cancellation_reaches_the_run_once(machine: Machine, monkeypatch: pytest
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(tpu_slice, "WORK", tpu_startup.WORK)
     machine.bucket("stage/stop").write_text("")
-    place = Slice(NAME, "my-project", "us-central2-b", "gs://bucket/stage", (), 20.0, True, 1.0)
+    place = Slice(NAME, "my-project", "us-central2-b", "gs://bucket/stage", "", (), 20.0, True, 1.0, 60.0)
     machine.plane.nodes[NAME] = {"name": NAME, "state": "READY", "apiVersion": "V2"}
     assert place.end_run() == 75
     assert script.wait(timeout=100) == 75
@@ -321,7 +395,7 @@ def test_strange_names_are_names(machine: Machine) -> None:
 @pytest.mark.parametrize("machine", ["package"], indirect=True)
 def test_a_package_goes_below_the_snapshot(machine: Machine) -> None:
     assert machine.runs(0) == 0
-    assert [line for line in machine.record if line.startswith("pip")] == [
+    assert [line for line in machine.record if line.startswith("pip install")] == [
         "pip install --quiet samestep[tpu]==1.0; python_version > '3'"
     ]
     environment = (machine.folder / "record.environment").read_text().split("\0")

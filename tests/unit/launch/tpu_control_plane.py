@@ -32,6 +32,8 @@ class ControlPlane:
         machines: of each node.
         metadata: of the machine that asks for it.
         refusal: (code, status, message) that every request is answered with; None answers them.
+        create_refusal: the same, of requests for a slice.
+        answers_lost: requests for a slice that are accepted next, but answered with a mistake.
     """
 
     def __init__(self) -> None:
@@ -43,6 +45,8 @@ class ControlPlane:
         self.machines = 1
         self.metadata: dict[str, str] = {}
         self.refusal: tuple[int, str, str] | None = None
+        self.create_refusal: tuple[int, str, str] | None = None
+        self.answers_lost = 0
         self.lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"plane": self}))
         self.host = f"127.0.0.1:{self._server.server_port}"
@@ -91,7 +95,7 @@ class ControlPlane:
         if what == "operations":
             return 200, {"name": path[4:], "done": True, "response": {}}
         if what == "nodes":
-            return 200, {what: list(self.nodes.values())}
+            return (200, self.nodes[name]) if name in self.nodes else _missing(f"{parent}/{what}/{name}")
         if method == "POST":
             return self._create(version, parent, query["queuedResourceId"][0], body)
         if name is None:
@@ -99,21 +103,29 @@ class ControlPlane:
             self._go_on()
             return 200, listed
         if name not in self.queued:
-            return 404, _error(404, "NOT_FOUND", f"Resource '{parent}/{what}/{name}' was not found")
+            return _missing(f"{parent}/{what}/{name}")
         if method == "DELETE":
             if query.get("force") not in (["True"], ["true"]):
                 return 400, _error(400, "FAILED_PRECONDITION", "the queued resource has nodes; use force")
             self._become(name, "DELETING")
             return 200, {"name": f"{parent}/operations/delete-{name}", "done": False}
-        return 200, self.queued[name]
+        found = dict(self.queued[name])
+        self._go_on()
+        return 200, found
 
     def _create(self, version: str, parent: str, name: str, body: Any) -> tuple[int, dict[str, Any]]:
+        if self.create_refusal is not None:
+            code, status, message = self.create_refusal
+            return code, _error(code, status, message)
         if name in self.queued:
             where = f"{parent}/queuedResources/{name}"
             return 409, _error(409, "ALREADY_EXISTS", f"Resource '{where}' already exists")
         self.bodies.append((version, body))
         state = {"state": "WAITING_FOR_RESOURCES"}
-        self.queued[name] = {"name": f"{parent}/queuedResources/{name}", "state": state}
+        self.queued[name] = {"name": f"{parent}/queuedResources/{name}", "state": state, "tpu": body["tpu"]}
+        if self.answers_lost:
+            self.answers_lost -= 1
+            return 503, _error(503, "UNAVAILABLE", "The connection was lost.")
         return 200, {"name": f"{parent}/operations/create-{name}", "done": False}
 
     def _go_on(self) -> None:
@@ -126,6 +138,10 @@ class ControlPlane:
             elif state in NEXT:
                 more = {key: value for key, value in resource["state"].items() if key != "state"}
                 self._become(name, NEXT[state], **more)
+
+
+def _missing(resource: str) -> tuple[int, dict[str, Any]]:
+    return 404, _error(404, "NOT_FOUND", f"Resource '{resource}' was not found")
 
 
 def _error(code: int, status: str, message: str) -> dict[str, Any]:

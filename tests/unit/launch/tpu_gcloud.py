@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -60,7 +61,7 @@ def _storage(buckets: Path, verb: str, words: list[str]) -> int:
                 return _fail(f"(gcloud.storage.cp) The following URLs matched no objects or files:\n{source}")
             to.parent.mkdir(parents=True, exist_ok=True)
             text = sys.stdin.buffer.read() if source == "-" else Path(place(source)).read_bytes()
-            new = to.with_name(to.name + ".new")
+            new = buckets.with_name(f"new-{os.getpid()}")
             new.write_bytes(text)
             os.replace(new, to)  # objects appear whole
         return 0
@@ -73,9 +74,9 @@ def _storage(buckets: Path, verb: str, words: list[str]) -> int:
     if verb == "objects":
         listed = []
         for each in matching(plain[1]):
-            if not each.endswith(".new"):  # which is renamed in a moment
-                name = os.path.relpath(each, buckets).partition("/")[2]
-                listed.append({"name": name, "size": os.path.getsize(each)})
+            with suppress(FileNotFoundError):  # it is removed meanwhile
+                name, file = os.path.relpath(each, buckets).partition("/")[2], os.stat(each)
+                listed.append({"name": name, "size": file.st_size, "generation": str(file.st_mtime_ns)})
         sys.stdout.write(json.dumps(listed))
         return 0
     if verb == "cat" and "--range" in options:
@@ -107,9 +108,12 @@ def _tpus(words: list[str]) -> int:
     ]
     kind = {"queued-resources": "queuedResources", "tpu-vm": "nodes", "accelerator-types": "acceleratorTypes"}[what]
     parent = f"v2/projects/{options['project']}/locations/{options['zone']}/{kind}"
+    labels = dict(each.partition("=")[::2] for each in options.get("labels", "").split(",") if each)
+    node = {"labels": labels} if labels else {}
     method, path, body = {
         "list": ("GET", parent, None),
-        "create": ("POST", f"{parent}?queuedResourceId={'/'.join(names)}", {}),
+        "describe": ("GET", f"{parent}/{'/'.join(names)}", None),
+        "create": ("POST", f"{parent}?queuedResourceId={'/'.join(names)}", {"tpu": {"nodeSpec": [{"node": node}]}}),
         "delete": ("DELETE", f"{parent}/{'/'.join(names)}?force={'force' in options}", None),
     }[verb]
     token = Path(os.environ["CLOUDSDK_AUTH_ACCESS_TOKEN_FILE"]).read_text()
@@ -129,6 +133,8 @@ def _tpus(words: list[str]) -> int:
         sys.stdout.write("".join(f"{each['type']}\n" for each in found[kind]))
     elif verb == "list":
         sys.stdout.write(json.dumps(found[kind]))
+    elif verb == "describe":
+        sys.stdout.write(json.dumps(found))
     return 0
 
 
