@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 import yaml
 
 from launch import command_line, logs, tpu_slice, tpu_supervisor, tpu_types
-from launch.environment import check_variables
+from launch.environment import check_setup, check_variables
 from launch.job import CANCEL, CODE, CONFIG, EXIT, LOG, JobSpec, Record, State, Submission
 from launch.tpu_slice import FILE, HINTS, STARTUP, Slice
 from launch.tpu_startup import Startup
@@ -134,6 +134,7 @@ class Config:
                     "WANDB_API_KEY: wandb-key; the secret itself has no place here"
                 )
         check_variables(self.variables)
+        check_setup(self.setup)
         for option in self.options:
             if not option.startswith("--") or not option.isprintable():
                 raise ConfigError(f"options: {option!r} is no option of gcloud; write each one as --name=value")

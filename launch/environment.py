@@ -12,7 +12,7 @@ from pathlib import Path
 from trainer.errors import ConfigError
 
 SECRET_ADDRESS = re.compile(
-    r"(?<!\bhf)(?<!ssh)://[^/\s]*@"
+    r"(?<!\bhf)(?<!ssh)://[^/\s]*@(?!sha256:)"
     r"|://\S*[?&]([\w-]*(signature|credential|token)|sig|key|apikey|api_key|auth|password)=",
     re.IGNORECASE,
 )
@@ -20,9 +20,13 @@ SECRET_ADDRESS = re.compile(
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
-_PATH = re.compile(r"(^|_)(FILE|PATH|DIR)(_|$)|^GOOGLE_APPLICATION_CREDENTIALS$", re.IGNORECASE)
+_HARMLESS = re.compile(r"(^|_)(FILE|PATH|DIR|DISABLE)(_|$)|^GOOGLE_APPLICATION_CREDENTIALS$", re.IGNORECASE)
+_PLAIN = re.compile(r"[~.]*/\S*|\d{1,3}|true|false", re.IGNORECASE)  # a path, a number, a switch
 _OPTION = re.compile(r"--?[\w-]*(api[-_]?key|token|secret|password|passwd)", re.IGNORECASE)
-_GIVEN = re.compile(r"""(?<![\w.-])(--?[\w-]+(?=[ =])|\w+(?==))[ =]["']?[^\s"'$`<]""")  # a value, not where it is found
+# A value, not where it is found.
+_GIVEN = re.compile(
+    r"""(?<![\w.-])(--?[\w-]+(?=[ =])|\w+(?==)|wandb login(?= \w))[ =]["']?([^\s"'$`<][^\s"'$`;&|)]*)"""
+)
 _REFERENCE = re.compile(r"\$(\w+|\{[^}]*\}|\([^)]*\))")
 _KEPT = (
     "and what is written here ends up in files that others can read; set it in the environment that you submit from, "
@@ -36,7 +40,8 @@ _FIND_MODULE = (
 # Not within what is sourced: scripts of others may have commands that fail and do not matter.
 _ON_FAILURE = (
     "trap 'code=$?; [ ${#BASH_SOURCE[@]} -gt 1 ] || "
-    '{ echo "the environment cannot be set up: $BASH_COMMAND: exit code $code" >&2; exit 1; }\' ERR'
+    '{ echo "the environment cannot be set up: $BASH_COMMAND: exit code $code; add || true where that may be" >&2; '
+    "exit 1; }' ERR"
 )
 
 
@@ -98,7 +103,7 @@ def check_variables(variables: Mapping[str, str]) -> None:
     for name, value in variables.items():
         if not _NAME.fullmatch(name):
             raise ConfigError(f"variables.{name} is no name of an environment variable")
-        if _is_secret(name):
+        if _is_secret(name, value):
             raise ConfigError(f"variables.{name} looks like a secret, {_KEPT}")
         if SECRET_ADDRESS.search(value):
             raise ConfigError(f"variables.{name} has a password or a signature in an address, {_KEPT}")
@@ -112,12 +117,14 @@ def check_setup(lines: Iterable[str]) -> None:
     """
     for line in lines:
         for match in _GIVEN.finditer(line):
-            if _OPTION.fullmatch(match[1]) or (match[1][0] != "-" and _is_secret(match[1])):
-                raise ConfigError(f"setup: what {match[1]} is given looks like a secret, {_KEPT}")
+            name, value = match.groups()
+            option = _OPTION.fullmatch(name) and not _PLAIN.fullmatch(value)
+            if option or name == "wandb login" or (name[0] != "-" and _is_secret(name, value)):
+                raise ConfigError(f"setup: what {name} is given looks like a secret, {_KEPT}")
         if SECRET_ADDRESS.search(_REFERENCE.sub("/", line)):
             raise ConfigError(f"setup has a password or a signature in an address, {_KEPT}")
 
 
-def _is_secret(name: str) -> bool:
-    """Whether a variable holds a secret, rather than the path of a file with one."""
-    return bool(_SECRET.search(name)) and not _PATH.search(name)
+def _is_secret(name: str, value: str) -> bool:
+    """Whether a variable holds a secret, rather than the path of a file with one, or a switch."""
+    return bool(_SECRET.search(name)) and not (_HARMLESS.search(name) or _PLAIN.fullmatch(value))

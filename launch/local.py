@@ -56,6 +56,7 @@ class Config:
         more = train if job.action == "train" else []
         write_down = f"echo $? > {shlex.quote(str(job.folder / EXIT))}"
         lines = ["#!/bin/bash", "# Written by samestep launch.", f"trap {shlex.quote(write_down)} EXIT"]
+        lines += ["trap : TERM  # which is for the command to heed"]
         lines += ['export SAMESTEP_JOB="local-$$"', "(", f"cd -- {shlex.quote(str(job.directory))} || exit 1"]
         lines += [*self.environment.lines(), *job.exports(), "", f"exec {job.shell_command(*more)}", ")", "code=$?"]
         lines += [
@@ -117,15 +118,14 @@ def _state(record: Record) -> State:
     host = record.about.get("host", "another machine")
     if _is_alive(record):
         return State("running", True)
-    if host == socket.gethostname() or (record.folder / EXIT).exists():
+    here = host == socket.gethostname() or record.about.get("started", "").startswith(_boot())  # names may change
+    if here or (record.folder / EXIT).exists():
         return logs.state_of_ended(record.folder)
     return State(f"on {host}", True)
 
 
 def _is_alive(record: Record) -> bool:
-    return record.about.get("host") == socket.gethostname() and (
-        _started(int(record.about["pid"])) == record.about["started"] != ""
-    )
+    return _started(int(record.about.get("pid", 0))) == record.about.get("started", "") != ""
 
 
 def _started(pid: int) -> str:
@@ -136,7 +136,12 @@ def _started(pid: int) -> str:
     stat = _stat(pid)
     if not stat or stat[0] in "ZX":
         return ""
-    return f"{(_PROC / 'sys/kernel/random/boot_id').read_text().strip()} {stat[19]}"
+    return f"{_boot()} {stat[19]}"
+
+
+def _boot() -> str:
+    """What no other start of this machine has, and no other machine."""
+    return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
 def _children(pid: int) -> list[int]:

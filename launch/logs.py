@@ -21,17 +21,17 @@ def read(folder: Path, goes_on: Callable[[], bool], every: float = _POLL_SECONDS
     Args:
         folder: of the launch.
         goes_on: whether more may come.
-        every: seconds after which that is asked again, unless the job has left its exit code.
+        every: seconds after which that is asked again, but at once when the job leaves its exit code.
 
     Raises:
         LaunchError: there is none, and none will come.
     """
     places: dict[Path, int] = {}
     decoders: dict[Path, codecs.IncrementalDecoder] = {}  # a piece may end within a character
-    asked = -math.inf
+    asked, has_ended = -math.inf, False
     while True:
-        last_look = False
-        if time.monotonic() >= asked + every or (folder / EXIT).exists():
+        last_look, had_ended, has_ended = False, has_ended, (folder / EXIT).exists()
+        if time.monotonic() >= asked + every or (has_ended and not had_ended):
             last_look, asked = not goes_on(), time.monotonic()
         for file in sorted(folder.glob("job*.log"), key=lambda path: (len(path.name), path.name)):
             while text := _from(file, places.get(file, 0)):
@@ -51,13 +51,13 @@ def _from(file: Path, start: int) -> bytes:
         return stream.read(_CHUNK)
 
 
-def state_of_ended(folder: Path) -> State:
-    """How a job that waits and runs no more has ended, by the code that its script has left."""
+def state_of_ended(folder: Path, tasks: int = 1) -> State:
+    """How a job that waits and runs no more has ended, by the code that its script has left, or each of its tasks."""
     try:
-        files = [folder / EXIT] if (folder / EXIT).exists() else list(folder.glob(f"{EXIT}-*"))  # of an array's tasks
-        code = max(int(file.read_text()) for file in files)
+        codes = [int(file.read_text()) for file in (folder / EXIT, *folder.glob(f"{EXIT}-*")) if file.exists()]
     except (OSError, ValueError):
-        code = None
+        codes = []
+    code = max(codes) if len(codes) == tasks else None
     if code in (EXIT_DONE, EXIT_PREEMPTED):
         return State("done" if code == EXIT_DONE else "stopped", False)
     if (folder / CANCEL).exists():

@@ -71,10 +71,10 @@ def find(job: str) -> Record:
     Raises:
         LaunchError: there is none.
     """
-    number = re.sub(r"_\d+$", "", job)
+    number, place = re.sub(r"_\d+$", "", job), os.path.abspath(job)
     for record in newest_first():
         ids = (record.id, *record.about.get("segments", "").split())
-        if number in ids or job == record.output or Path(job).absolute() in (record.folder, Path(record.output)):
+        if number in ids or job.rstrip("/") == record.output or place in (str(record.folder), record.output):
             return record
     raise LaunchError(
         f"no job {job} has been submitted from here by you; `samestep jobs` lists yours. Others' jobs, and those "

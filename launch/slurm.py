@@ -176,9 +176,9 @@ class Config:
         lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in self._options(job))]
         lines += ["", "# Written by samestep launch. Slurm runs it on the first node, again after each requeue."]
         ended = f'"$launch/{EXIT}{"-$SLURM_ARRAY_TASK_ID" if build else ""}"'
-        lines += [f"launch={shlex.quote(str(job.folder))}", f"rm -f -- {ended}", f"trap 'echo $? > {ended}' EXIT"]
+        lines += [f"launch={shlex.quote(str(job.folder))}", f"rm -f -- {ended}", f"trap 'echo 1 > {ended}' EXIT"]
         lines += [f"cd -- {shlex.quote(str(job.directory))} || exit 1"]
-        lines += [*self.environment.lines(own=self.container is None), "trap - EXIT"]
+        lines += [*self.environment.lines(own=self.container is None), "trap - EXIT", "set +eu"]
         lines += [*job.exports(), 'export SAMESTEP_JOB="$SLURM_JOB_ID" SAMESTEP_NODES="$SLURM_JOB_NODELIST"']
         if self.interface:
             lines += [f"export {name}_SOCKET_IFNAME={shlex.quote(self.interface)}" for name in ("NCCL", "GLOO")]
@@ -299,7 +299,8 @@ class Config:
             if ids:
                 _run(["scancel", *ids])
             raise
-        return ids[0], {"segments": " ".join(ids)}
+        array = re.search(r"^#SBATCH --array=1-(\d+)$", submission.files[SCRIPT], re.M)
+        return ids[0], {"segments": " ".join(ids), "tasks": array[1] if array else "1"}
 
     def states(self, records: Iterable[Record]) -> Mapping[str, State]:
         """Those that wait or run as Slurm's queue has them, the others by what their script has left."""
@@ -317,7 +318,8 @@ class Config:
         if not states:
             raise LaunchError(f"{record.id} has ended already")
         saves = re.search(r"^#SBATCH --signal=(\w+)@", (record.folder / SCRIPT).read_text(encoding="utf-8"), re.M)
-        gently = saves is not None and not mark.exists()
+        again = mark.exists()
+        gently = saves is not None and not again
         told = [job for job, state in states.items() if state == "RUNNING" and gently]
         mark.touch()
         try:
@@ -326,7 +328,8 @@ class Config:
             if told and saves:
                 _run(["scancel", f"--signal={saves[1]}", *told])
         except LaunchError:
-            mark.unlink()
+            if not again:
+                mark.unlink()
             raise
 
 
@@ -349,7 +352,7 @@ def _queue() -> dict[str, list[list[str]]]:
 def _state(record: Record, queue: Mapping[str, list[list[str]]]) -> State:
     found = [each for number in record.about["segments"].split() for each in queue.get(number, [])]
     if not found:
-        return logs.state_of_ended(record.folder)
+        return logs.state_of_ended(record.folder, int(record.about["tasks"]))
     words = Counter(word.lower() for word, *_ in found)
     word = next(iter(words)) if len(words) == 1 else ", ".join(f"{count} {word}" for word, count in words.items())
     _, nodes, restarts, reason = next((each for each in found if each[0] == "RUNNING"), found[0])

@@ -67,8 +67,12 @@ def _known(directory: Path) -> tuple[list[Path], list[Path]]:
         elif place.is_symlink() and place.exists():
             links.append(path)
         elif (place / ".git").exists() and not name.endswith("/"):  # as repositories do that are no submodules
-            for found, of_submodule in zip((files, others), _known(place), strict=True):
-                found += [path / each for each in of_submodule]
+            try:
+                of_submodule = _known(place)
+            except LaunchError:  # it is broken, or belongs to somebody else
+                of_submodule = [], [Path()]
+            for found, new in zip((files, others), of_submodule, strict=True):
+                found += [path / each for each in new]
         elif place.is_dir():
             others.append(path)
     root, behind = directory.resolve(), []

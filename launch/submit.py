@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, Literal
 import yaml
 
 from launch import records, snapshot
-from launch.environment import SECRET_ADDRESS
+from launch.environment import SECRET_ADDRESS, Environment
 from launch.job import CODE, CONFIG, Cluster, JobSpec, Record, Submission
 from trainer.config import Tree, decode, read_tree, to_tree
 from trainer.errors import ConfigError, LaunchError
@@ -131,7 +131,7 @@ def _check_names(files: Sequence[Path]) -> None:
 
 def _folder(output: str, action: str) -> Path:
     """Where launches are kept: in the run's folder, but beside a dataset's, which is nothing but the dataset."""
-    place = Path(output).absolute()
+    place = Path(os.path.abspath(output))
     return place / "launch" if action == "train" else place.with_name(f"{place.name}.launch")
 
 
@@ -156,13 +156,17 @@ def check(launch: Launch) -> None:
                 f"job {record.id} ({state.word}) is about {launch.output} already; `samestep cancel {record.id}` ends "
                 "it, or choose another output"
             )
-    command = [sys.executable, "-P", "-m", "trainer.cli"]
+    logger.info("looking whether this could start there")
+    environment: Environment = getattr(launch.cluster, "environment", Environment())
     if launch.job.action == "build":
-        _ask([*command, "data", "build", *launch.arguments, "--check"])
+        _ask(["data", "build", *launch.arguments, "--check"], environment.variables)
         return
     elsewhere = [] if launch.cluster.shares_files else ["--elsewhere"]
     devices = ",".join(map(str, launch.cluster.devices))
-    _ask([*command, "config", *launch.arguments, "--devices", devices, *elsewhere])
+    options: tuple[str, ...] = getattr(launch.cluster, "options", ())
+    later = any(option.startswith("--dependency") for option in options)  # a job before may be to make the weights
+    without = ["init_from=null"] if later else []
+    _ask(["config", *launch.arguments, *without, "--devices", devices, *elsewhere], environment.variables)
 
 
 def _place(launch: Launch) -> str:
@@ -170,12 +174,13 @@ def _place(launch: Launch) -> str:
     return os.path.abspath(launch.output) if launch.cluster.shares_files else launch.output.rstrip("/")
 
 
-def _ask(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+def _ask(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+    command = [sys.executable, "-P", "-m", "trainer.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables})
     if done.returncode < 0:
         raise LaunchError(
             f"looking whether the run could start was ended by {signal.Signals(-done.returncode).name}: has this "
-            f"machine too little memory? Try `{shlex.join(['samestep', *command[4:]])}` by itself"
+            f"machine too little memory? Try `{shlex.join(['samestep', *arguments])}` by itself"
         )
     if done.returncode:
         _, found, message = done.stderr.partition("error: ")
@@ -231,7 +236,7 @@ def _uninterrupted() -> Iterator[None]:
         held.append(number)
         logger.warning("waiting for the cluster's answer; `samestep jobs` will list the job if it takes it")
 
-    before = {number: signal.signal(number, hold) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, hold) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

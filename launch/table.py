@@ -32,17 +32,18 @@ def show(console: Console, everything: bool) -> None:
     if not found:
         console.print("no job has been submitted from here; see samestep launch --help")
         return
+    newest = {record.output: record for record in reversed(found)}
     table = Table(header_style="dim", box=None, padding=(0, 2, 0, 0))
     for heading in ("JOB", "KIND", "STATE", "STEP", "RESTARTS", "NODES", "AGE", "OUTPUT"):
         table.add_column(heading, no_wrap=heading != "OUTPUT", overflow="fold")
     for record in (*active, *ended):
         state = states.get(record.id, State("unknown", False))
         word = f"{state.word} ({state.detail})" if state.detail and state.active else state.word
-        restarts = _restarts(record) if state.restarts is None else state.restarts
+        step, restarts = "", state.restarts
+        if newest[record.output] is record:  # whose the run's files are now
+            step, restarts = _step(record), _restarts(record) if restarts is None else restarts
         age = _age(time.time() - record.time)
-        table.add_row(
-            record.id, record.kind, word, _step(record), str(restarts or ""), state.nodes, age, _shown(record)
-        )
+        table.add_row(record.id, record.kind, word, step, str(restarts or ""), state.nodes, age, _shown(record))
     console.print(table)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,6 @@ from pathlib import Path
 from data_pipeline.loader import check_batch
 from data_pipeline.mixed import AnyDataset
 from trainer.checkpoint import files, huggingface, integrity
-from trainer.checkpoint.manager import Checkpointer
 from trainer.errors import CheckpointError
 from trainer.experiment import Experiment
 from trainer.hub import is_hub_path
@@ -76,7 +76,9 @@ def _check_checkpoints(experiment: Experiment) -> None:
     if isinstance(folder, Path):
         _check_output(folder, "checkpoint.folder")
     else:
-        Checkpointer(folder, experiment.checkpoint, rank=0, world_size=1).check_shared()
+        probe = folder / f"preflight-{uuid.uuid4().hex}"
+        files.write(probe, b"")
+        files.remove(probe)
 
 
 def _check_weights(start: files.Location) -> None:

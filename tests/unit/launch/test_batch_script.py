@@ -38,7 +38,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(submit, "_ask", lambda command: None)
+    monkeypatch.setattr(submit, "_ask", lambda arguments, variables: None)
     return tmp_path
 
 
@@ -104,12 +104,53 @@ def test_a_cancellation_that_failed_was_none(project: Path, samestep: Samestep) 
     (project / "bin" / "scancel").write_text("#!/bin/sh\necho 'scancel: error: Connection refused' >&2; exit 1\n")
     assert "controller cannot be reached" in samestep("cancel", "4711").message
     assert not (record.folder / job.CANCEL).exists()
+    (record.folder / job.CANCEL).touch()  # an earlier one stays
+    samestep("cancel", "4711")
+    assert (record.folder / job.CANCEL).exists()
 
 
 def test_a_set_up_that_fails_ends_the_job(project: Path) -> None:
     record = submitted("cluster.environment.setup=[cat nothing]")
     assert run_job(record, 0) == 1
     assert "exit code 1" in logs.state_of_ended(record.folder).detail
+
+
+def test_a_job_that_is_killed_while_it_is_set_up_has_not_succeeded(project: Path) -> None:
+    record = submitted("cluster.environment.setup=['touch begun; sleep 60 & wait']")
+    with subprocess.Popen(["bash", record.folder / "job.sh"], start_new_session=True) as process:
+        until = time.monotonic() + 20
+        while not (project / "begun").exists():
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGTERM)
+    assert logs.state_of_ended(record.folder).word == "failed"
+
+
+def test_shells_that_end_upon_errors_requeue_all_the_same(project: Path) -> None:
+    record = submitted("cluster.environment.setup=[set -euo pipefail]")
+    assert run_job(record, 75) == 75
+    assert requeued(project) == 1
+
+
+def test_an_array_is_done_when_all_of_it_is(project: Path, samestep: Samestep) -> None:
+    (project / "data.yaml").write_text("output: built\nsource: {kind: jsonl, paths: [x]}\n")
+    record = submit.submit(submit.prepare("slurm.yaml", "data.yaml", [], tasks=3))
+    (project / "bin" / "squeue").write_text("#!/bin/sh\n")
+    words = []
+    for task in (1, 2, 3):
+        (record.folder / f"exit-{task}").write_text("0\n")
+        words.append(Config().states([record])["4711"].word)
+    assert words == ["gone", "gone", "done"]
+    (record.folder / "exit-2").write_text("1\n")
+    assert Config().states([record])["4711"].word == "failed"
+
+
+def test_weights_that_a_job_before_is_to_make(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(submit, "_ask", lambda arguments, _: asked.append(arguments))
+    for options in ("[]", "[--dependency=afterok:1]"):
+        submit.check(submit.prepare("slurm.yaml", "run.yaml", [f"cluster.options={options}", "init_from=other"]))
+    assert ["init_from=null" in arguments for arguments in asked] == [False, True]
 
 
 def test_every_number_of_nodes_must_fit() -> None:
@@ -166,9 +207,12 @@ def test_code_that_would_hide_this_program(project: Path) -> None:
     submit.prepare("slurm.yaml", "run.yaml", [])
 
 
-def test_a_check_that_was_killed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LaunchError, match=r"SIGKILL.*too little memory"):
-        submit._ask(["bash", "-c", "kill -9 $$"])
+def test_a_check_that_was_killed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python").write_text("#!/bin/bash\nkill -9 $$\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(LaunchError, match=r"SIGKILL.*too little memory.*`samestep config x.yaml`"):
+        submit._ask(["config", "x.yaml"], {})
 
 
 @pytest.mark.parametrize("option", ["--nodes=3", "--output=x", "--clusters=other", "--signal=B:TERM"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -101,6 +102,16 @@ def test_cancelled_as_soon_as_it_is_submitted(start: Start) -> None:
         assert "started" not in log(record)
 
 
+def test_a_signal_to_the_script_alone_does_not_end_the_run(start: Start) -> None:
+    record = start()
+    wait_for(lambda: "started" in log(record))
+    os.kill(int(record.about["pid"]), signal.SIGTERM)
+    time.sleep(0.2)
+    assert state(record) == "running"
+    Config().cancel(record)
+    wait_for(lambda: state(record) == "cancelled")
+
+
 @pytest.mark.parametrize("setup", ["false", "if", "exit 3"])
 def test_a_setup_that_fails(start: Start, setup: str) -> None:
     record = start(setup)
@@ -111,9 +122,11 @@ def test_a_setup_that_fails(start: Start, setup: str) -> None:
 
 def test_jobs_of_other_machines_are_not_judged(start: Start) -> None:
     here = start()
-    other = replace(here, about={**here.about, "host": "node7"})
+    renamed = replace(here, about={**here.about, "host": "node7"})
+    other = replace(here, about={**renamed.about, "started": "another-boot 1"})
     old = replace(here, about={"pid": here.about["pid"], "started": "Sun Nov 22 05:19:46 2026"})
-    assert [state(record) for record in (here, other, old)] == ["running", "on node7", "on another machine"]
+    states = [state(record) for record in (here, renamed, other, old)]
+    assert states == ["running", "running", "on node7", "on another machine"]
     assert all(Config().states([record])[record.id].active for record in (other, old))
     with pytest.raises(LaunchError, match=rf"was started on node7, and can be cancelled only there; .* {here.folder}"):
         Config().cancel(other)

@@ -68,6 +68,12 @@ def test_a_job_is_found_by_the_ids_of_its_parts(add) -> None:
             records.find(job)
 
 
+def test_a_job_is_found_by_its_output_however_that_is_written(add) -> None:
+    record = add("1")
+    for output in ("1", "1/", "elsewhere/../1", "./1", record.output):
+        assert records.find(output) == record
+
+
 @pytest.mark.parametrize("cluster", [None, "kind: local\nold: 1\n", "kind: former\n", "[", "7", "processes: 1\n"])
 def test_a_job_of_another_version_does_not_hide_others(add, samestep: Samestep, cluster: str | None) -> None:
     add("1")
