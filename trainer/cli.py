@@ -7,17 +7,16 @@ import dataclasses
 import errno
 import logging
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Mapping
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer import __version__, log
-from trainer.command import Commands, add_command
+from trainer.command import OVERRIDES, Commands, add_command
 from trainer.errors import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
+from trainer.tools_cli import add_doctor, add_fetch, add_report
 
 if TYPE_CHECKING:
     from trainer.experiment import Experiment
@@ -29,7 +28,6 @@ _USERS_ERRNO = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EMFILE),
 }
-_OVERRIDES = "settings that replace those of the file, e.g. optimizer.lr=1e-3 training.steps=100"
 
 _WALK_THROUGH = """\
 from raw text to a model for transformers:
@@ -45,7 +43,7 @@ from raw text to a model for transformers:
 
 def _add_experiment(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="the experiment, a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
 
 
 def _add_processes(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +112,7 @@ def _add_evaluate(commands: Commands) -> None:
         "example:\n  samestep evaluate runs/bert_mini",
     )
     evaluate.add_argument("run_folder", metavar="RUN", help="the output folder of a run")
-    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
     evaluate.add_argument("--step", type=int, help="the checkpoint to score (default: the newest)")
     generated = evaluate.add_argument_group("scores of generated texts, instead of the loss")
     help_ = "generate, with these settings, as beams=4"
@@ -157,49 +155,6 @@ def _add_fill(commands: Commands) -> None:
     fill.add_argument("--top", type=int, default=5, metavar="K", help="candidates a mask (default: 5)")
 
 
-def _add_fetch(commands: Commands) -> None:
-    fetch = add_command(
-        commands,
-        "fetch",
-        _fetch,
-        "get models, tokenizers and data ahead, for machines without internet",
-        "example:\n  samestep fetch hf://bert-base-uncased --to models/bert-base-uncased\n"
-        "  samestep fetch configs/data/wikipedia_en.yaml limit=1GB --to raw",
-    )
-    fetch.add_argument("target", help="hf://NAME, or the file of an experiment or dataset: all remote things it names")
-    fetch.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
-    fetch.add_argument("--to", metavar="DIR", help="where to put it (default: the Hub's cache; for data: fetched/)")
-
-
-def _add_report(commands: Commands) -> None:
-    report = add_command(
-        commands,
-        "report",
-        _report,
-        "write an HTML page with the curves and settings of one or several runs",
-        "example:\n  samestep report runs/bert_mini runs/bert_mini_lr2 -o report.html",
-    )
-    report.add_argument("runs", nargs="+", metavar="RUN", help="the output folder of a run, finished or not")
-    report.add_argument(
-        "-o", "--output", metavar="HTML", help="the file to write (default: report.html, in RUN if one)"
-    )
-
-
-def _add_doctor(commands: Commands) -> None:
-    doctor = add_command(
-        commands,
-        "doctor",
-        _doctor,
-        "try out what a run will need of this machine",
-        "example:\n  samestep doctor configs/pretrain/bert_base.yaml",
-    )
-    doctor.add_argument("file", nargs="?", help="the experiment that is to run here (default: the machine alone)")
-    doctor.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
-    doctor.add_argument(
-        "--processes", type=int, metavar="N", help="processes of the all-reduce (default: one a GPU, else two)"
-    )
-
-
 def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
     """The parser of all sub-commands, those of the other packages included.
 
@@ -216,7 +171,7 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help="show the Python stack of an error")
     parser.add_argument("--verbose", action="store_true", help="log details")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_train, _add_config, _add_evaluate, _add_export, _add_fill, _add_fetch, _add_report, _add_doctor):
+    for add in (_add_train, _add_config, _add_evaluate, _add_export, _add_fill, add_fetch, add_report, add_doctor):
         add(commands)
     others = entry_points(group="samestep.commands")
     for entry_point in [each for each in others if each.name == wanted] or others:
@@ -327,39 +282,6 @@ def _fill(args: argparse.Namespace) -> int:
 
     fill(args.checkpoint, args.text, args.top)
     return EXIT_DONE
-
-
-def _fetch(args: argparse.Namespace) -> int:
-    from trainer.fetch import fetch
-
-    settings = fetch(args.target, args.overrides, args.to)
-    sys.stdout.write("fetched; it is used with these settings:\n")
-    sys.stdout.writelines(f"  {shlex.quote(setting)}\n" for setting in settings)
-    return EXIT_DONE
-
-
-def _report(args: argparse.Namespace) -> int:
-    from trainer.monitoring.report import default_output, write_report
-    from trainer.plan.plan import memory_of_run
-
-    output = Path(args.output) if args.output else default_output(args.runs)
-    write_report(args.runs, output, memory_of_run)
-    sys.stdout.write(f"{output}\n")
-    return EXIT_DONE
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from trainer import doctor, findings
-    from trainer.config import load
-    from trainer.experiment import Experiment
-
-    if args.processes is not None and args.processes < 1:
-        raise ConfigError(f"--processes must be at least 1, not {args.processes}")
-    experiment = load(Experiment, args.file, args.overrides) if args.file else None
-    sound = findings.report(doctor.examine(experiment, args.processes), Console())
-    return EXIT_DONE if sound else EXIT_FAILED
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

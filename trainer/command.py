@@ -8,6 +8,8 @@ from typing import TypeAlias
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
+OVERRIDES = "settings that replace those of the file, e.g. optimizer.lr=1e-3 training.steps=100"
+
 
 def add_command(
     commands: Commands,
