@@ -30,14 +30,13 @@ from data_pipeline.manifest import FORMAT, MANIFEST, Manifest, ShardInfo, token_
 from data_pipeline.progress import Meter
 from data_pipeline.sentences import Splitter, splitter_version
 from data_pipeline.slices import Claim, Slice
-from data_pipeline.sources import BadRecord, PairSource, Source
+from data_pipeline.sources import PairSource, Source
 from data_pipeline.tokenization import Tokenizer
-from data_pipeline.units import Outcome, Unit, UnitWriter, cut, hashed_share, limited, outcome_path
+from data_pipeline.units import Outcome, Unit, UnitWriter, cut, limited, outcome_path
 from data_pipeline.verify import verify
 from trainer.config import Kinds, Tree, to_tree
 from trainer.config.sizes import parse_size
 from trainer.errors import ConfigError, DataError
-from trainer.hub import is_hub_path
 from trainer.storage import atomic_write, shown
 
 logger = logging.getLogger(__name__)
@@ -109,7 +108,13 @@ def build(config: Config, force: bool = False) -> Manifest:
 
 
 def check(config: Config) -> None:
-    _Build(config)  # refuses what `build` would, before it reads any text
+    """Refuses what `build` would before it reads any text.
+
+    Raises:
+        ConfigError: the source has no files.
+        DataError: there is no tokenizer.
+    """
+    _Build(config)
 
 
 def build_slice(config: Config, part: Slice) -> Manifest | None:
@@ -119,7 +124,8 @@ def build_slice(config: Config, part: Slice) -> Manifest | None:
         The manifest, also where the finished dataset was there already; None where others still have units to make.
 
     Raises:
-        SamestepError: as `build`; or another process builds the same slice, or the finished dataset is damaged.
+        ConfigError: the source has no files.
+        DataError: as `build`; or the same slice is being built by another process, or the finished dataset is damaged.
     """
     return _Build(config, part).run()
 
@@ -244,7 +250,7 @@ class _Build:
 
     def _stop_if_rejected(self) -> None:
         if self.stopped_by:
-            raise _rejection(self.source, *min(self.stopped_by)[1])
+            raise rejection(self.source, *min(self.stopped_by)[1])
 
     def _is_last(self, alone: bool) -> bool:
         """Whether this slice finds all units there and nobody else at work, and so merges; if not, says why.
@@ -342,7 +348,8 @@ class _Build:
         )
 
 
-def _rejection(source: Source, file: int, line: int, reason: str) -> DataError:
+def rejection(source: Source, file: int, line: int, reason: str) -> DataError:
+    """The error that names a record which holds no document."""
     return DataError(
         f"{shown(source.files[file])}:{line}: {reason}; correct it, or leave such documents out with on_error=skip, "
         f"which counts and lists them"
@@ -358,43 +365,3 @@ def _cpu_seconds() -> float:
     """CPU time of this process and of its children that have ended."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-
-def train_tokenizer(config: Config, force: bool = False) -> Tokenizer:
-    """Trains the tokenizer of a dataset on its source and saves it.
-
-    Raises:
-        DataError: there is one already and not `force`; or a record is bad and `on_error` is "stop".
-    """
-    folder = Path(config.tokenizer.path)
-    if is_hub_path(config.tokenizer.path):
-        raise DataError(f"tokenizer.path {config.tokenizer.path} is trained already; go on with: samestep data build")
-    if not force and folder.exists() and any(folder.iterdir()):
-        raise DataError(
-            f"{folder} is there already, and datasets may have been built with it; choose another tokenizer.path, or "
-            f"replace it with --force"
-        )
-    with Meter("reading") as meter:
-        tokenizer = config.tokenizer.train(_texts(config, meter))
-    tokenizer.save(folder)
-    size = tokenizer.vocabulary.size
-    if size < config.tokenizer.vocab_size:
-        logger.warning("the text gives only %d of %d pieces", size, config.tokenizer.vocab_size)
-    logger.info("trained %s: %d pieces in %.1f s", folder, size, meter.seconds)
-    return tokenizer
-
-
-def _texts(config: Config, meter: Meter) -> Iterator[str]:
-    source: Source = config.source.build()
-    read = 0.0
-    for record in limited(source.records(), config.limit_bytes):
-        meter.advance(record.read - read, len(record.data), 1)
-        read = record.read
-        try:
-            text = source.parse(record)
-        except BadRecord as error:
-            if config.on_error == "stop":
-                raise _rejection(source, record.file, record.line, str(error)) from None
-            continue
-        if config.tokenizer.sample == 1 or hashed_share(text, "sample") < config.tokenizer.sample:
-            yield text

@@ -14,6 +14,7 @@ from data_pipeline.inspection import inspect, plot, report
 from data_pipeline.push import push
 from data_pipeline.remote import load_manifest
 from data_pipeline.slices import Slice
+from data_pipeline.tokenizer_training import train_tokenizer
 from data_pipeline.verify import verify
 from trainer.command import Commands, add_command, add_group
 from trainer.config import load
@@ -140,7 +141,7 @@ def add_push(commands: Commands) -> None:
 
 def _tokenizer(args: argparse.Namespace) -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    build.train_tokenizer(load(build.Config, args.config, args.overrides), force=args.force)
+    train_tokenizer(load(build.Config, args.config, args.overrides), force=args.force)
     return EXIT_DONE
 
 

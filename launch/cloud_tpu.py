@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 import yaml
 
 from launch import command_line, logs, tpu_slice, tpu_supervisor, tpu_types
-from launch.environment import check_setup, check_variables
+from launch.environment import VARIABLE, check_setup, check_variables
 from launch.job import CANCEL, CODE, CONFIG, EXIT, LOG, JobSpec, Record, State, Submission
 from launch.tpu_slice import FILE, HINTS, STARTUP, Slice
 from launch.tpu_startup import Startup
@@ -43,7 +43,6 @@ _WORD = {
 _ADDRESS = re.compile(r"gs://[a-z0-9][\w.-]*(/[^*?#\[\]{}]*)?")  # without what gcloud takes for a pattern
 _LABEL = re.compile(r"[a-z0-9_-]{0,63}")
 _SECRET = re.compile(r"[\w-]{1,255}")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -128,16 +127,14 @@ class Config:
             if not _LABEL.fullmatch(value) or not _LABEL.fullmatch(key) or not key[:1].isalpha():
                 raise ConfigError(f"labels: {key}={value} has more in it than small letters, digits, - and _")
         for variable, secret in self.secrets.items():
-            if not _NAME.fullmatch(variable) or not _SECRET.fullmatch(secret):
+            if not VARIABLE.fullmatch(variable) or not _SECRET.fullmatch(secret):
                 raise ConfigError(
                     f"secrets.{variable} must give an environment variable the name of a secret in Secret Manager, as "
                     "WANDB_API_KEY: wandb-key; the secret itself has no place here"
                 )
         check_variables(self.variables)
         check_setup(self.setup)
-        for option in self.options:
-            if not option.startswith("--") or not option.isprintable():
-                raise ConfigError(f"options: {option!r} is no option of gcloud; write each one as --name=value")
+        command_line.check_options(self.options, "gcloud")
         if self.reservation is not None and self.capacity != "reserved":
             raise ConfigError(f"reservation {self.reservation} needs capacity=reserved, not {self.capacity}")
         if self.package is None and self.code == "installed":

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from trainer.errors import LaunchError
+from trainer.errors import ConfigError, LaunchError
 
 _SECONDS = 120.0  # that a client gets: controllers under load take long to answer
 
@@ -21,6 +21,17 @@ def require(client: str, hint: str) -> None:
     """
     if shutil.which(client) is None:
         raise LaunchError(f"{client} is not on this machine; {hint}")
+
+
+def check_options(options: Iterable[str], client: str) -> None:
+    """Refuses what is no long option that a client could be given.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    for option in options:
+        if not option.startswith("--") or not option.isprintable():
+            raise ConfigError(f"options: {option!r} is no option of {client}; write each one as --name=value")
 
 
 def run(
@@ -65,5 +76,10 @@ def run(
         return done.stdout
     lines = (done.stderr.strip() or done.stdout.strip() or f"it exited with {done.returncode}").splitlines()
     said = ". ".join(re.sub(r"^(\w+: )?(error|fatal): ", "", line.strip(), flags=re.IGNORECASE) for line in lines)
+    raise LaunchError(f"{command[0]}: {with_hint(said, hints)}")
+
+
+def with_hint(said: str, hints: Mapping[str, str]) -> str:
+    """What a client has said, and what to do then, by the first pattern that is in it."""
     hint = next((hint for pattern, hint in hints.items() if re.search(pattern, said, re.IGNORECASE)), "")
-    raise LaunchError(f"{command[0]}: {said}" + (f"; {hint}" if hint else ""))
+    return f"{said}; {hint}" if hint else said

@@ -18,7 +18,9 @@ SECRET_ADDRESS = re.compile(
 )
 """An address with a password or a signature in it."""
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+"""The name of an environment variable."""
+
 _SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
 _HARMLESS = re.compile(r"(^|_)(FILE|PATH|DIR|DISABLE)(_|$)|^GOOGLE_APPLICATION_CREDENTIALS$", re.IGNORECASE)
 _PLAIN = re.compile(r"[~.]*/\S*|\d{1,3}|true|false", re.IGNORECASE)  # a path, a number, a switch
@@ -101,7 +103,7 @@ def check_variables(variables: Mapping[str, str]) -> None:
         ConfigError: naming the variable.
     """
     for name, value in variables.items():
-        if not _NAME.fullmatch(name):
+        if not VARIABLE.fullmatch(name):
             raise ConfigError(f"variables.{name} is no name of an environment variable")
         if _is_secret(name, value):
             raise ConfigError(f"variables.{name} looks like a secret, {_KEPT}")

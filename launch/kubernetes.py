@@ -13,8 +13,9 @@ from typing import Any, ClassVar, Literal
 import yaml
 
 from launch import command_line, objects
-from launch.environment import check_variables
+from launch.environment import VARIABLE, check_variables
 from launch.job import CONFIG, JobSpec, Record, State, Submission
+from launch.nodes import device_counts, node_range
 from launch.objects import ACTION_LABEL, CONTAINER, GROUP, JOB_LABEL, Object, new
 from trainer.errors import ConfigError, LaunchError
 
@@ -24,7 +25,6 @@ _PORT = 29400  # where the pods meet
 _MOUNT = "/etc/samestep"
 _USER = 10001  # that of the images of docker/
 
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._A-Za-z0-9]+")
 _KEY = re.compile(r"([a-z0-9]([-.a-z0-9]*[a-z0-9])?/)?[A-Za-z0-9]([-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?")
 _VALUE = re.compile(r"([A-Za-z0-9]([-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?)?")
@@ -194,7 +194,7 @@ class Config:
                 raise ConfigError(f"{key}={value!r} is no label: letters, digits, dashes and dots, at most 63")
         check_variables(self.variables)
         for name, value in self.secrets.items():
-            if not _VARIABLE.fullmatch(name) or not _SECRET.fullmatch(value):
+            if not VARIABLE.fullmatch(name) or not _SECRET.fullmatch(value):
                 raise ConfigError(
                     f"secrets.{name} must name a secret of the namespace and a key in it, as wandb/key, and not be the "
                     "secret itself"  # which an error should not repeat
@@ -205,19 +205,14 @@ class Config:
         """The fewest pods, and the most."""
         if self.tpu is not None:
             return (self.tpu.chips // self.tpu.chips_per_node,) * 2
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(1 if self.nodes is None else self.nodes))
-        fewest, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if not 1 <= fewest <= most:
-            raise ConfigError(f"nodes must be a number of nodes such as 4, or a range such as 2-8, not {self.nodes}")
-        return fewest, most
+        return node_range(1 if self.nodes is None else self.nodes)
 
     @property
     def devices(self) -> tuple[int, ...]:
         """One number for each number of nodes."""
         if self.tpu is not None:
             return (self.tpu.chips,)
-        fewest, most = self.node_range
-        return tuple(nodes * (self.gpus_per_node or self.processes_per_node) for nodes in range(fewest, most + 1))
+        return device_counts(self.node_range, self.gpus_per_node or self.processes_per_node)
 
     def render(self, job: JobSpec) -> Submission:
         """One manifest: the configuration, what gives pods names where that is needed, and the job."""

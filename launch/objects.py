@@ -345,8 +345,7 @@ def _lines(command: list[str], pod: str, read: dict[str, tuple[str, int]]) -> It
             yield text
         said = ". ".join(process.stderr.read().decode(errors="replace").splitlines())
         if process.wait() and "--follow" not in command:
-            hint = next((hint for pattern, hint in _HINTS.items() if re.search(pattern, said, re.IGNORECASE)), "")
-            raise LaunchError(f"kubectl: {_NOISE.sub('', said)}" + (f"; {hint}" if hint else ""))
+            raise LaunchError(_NOISE.sub("", f"kubectl: {command_line.with_hint(said, _HINTS)}"))
     finally:
         process.kill()
         process.communicate()

@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 from launch import command_line, logs
 from launch.environment import Environment
 from launch.job import CANCEL, EXIT, LOG, SCRIPT, JobSpec, Record, State, Submission
+from launch.nodes import device_counts, node_range
 from trainer.errors import EXIT_PREEMPTED, EXIT_UNAVAILABLE, ConfigError, LaunchError
 
 _WORD = re.compile(r"[\w.:,@+\-*/&|()\[\]=%]+")
@@ -132,9 +133,8 @@ class Config:
             value = getattr(self, name)
             if value is not None and not _WORD.fullmatch(str(value)):
                 raise ConfigError(f"{name} {value!r} is nothing that Slurm would have a name for")
+        command_line.check_options(self.options, "sbatch")
         for option in self.options:
-            if not option.startswith("--") or not option.isprintable():
-                raise ConfigError(f"options: {option!r} is no option of sbatch; write each one as --name=value")
             if option.removeprefix("--").partition("=")[0] in _OURS:
                 raise ConfigError(f"options: {option!r} would undo what samestep launch sets; leave it out")
         for name in ("processes_per_node", "segments", "cpus_per_node"):
@@ -147,11 +147,7 @@ class Config:
     @property
     def node_range(self) -> tuple[int, int]:
         """The fewest nodes, and the most."""
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(self.nodes))
-        fewest, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if not 1 <= fewest <= most:
-            raise ConfigError(f"nodes must be a number of nodes such as 4, or a range such as 2-8, not {self.nodes}")
-        return fewest, most
+        return node_range(self.nodes)
 
     @property
     def minutes(self) -> int | None:
@@ -167,8 +163,7 @@ class Config:
     @property
     def devices(self) -> tuple[int, ...]:
         """One number for each number of nodes."""
-        fewest, most = self.node_range
-        return tuple(nodes * (self.gpus_per_node or self.processes_per_node) for nodes in range(fewest, most + 1))
+        return device_counts(self.node_range, self.gpus_per_node or self.processes_per_node)
 
     def render(self, job: JobSpec) -> Submission:
         """One batch script."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import uuid
 from collections.abc import Sequence
@@ -10,14 +11,14 @@ from pathlib import Path
 
 from data_pipeline.loader import check_batch
 from data_pipeline.mixed import AnyDataset
-from trainer.checkpoint import files, huggingface, integrity
+from trainer.checkpoint import files, integrity
 from trainer.errors import CheckpointError
 from trainer.experiment import Experiment
 from trainer.hub import is_hub_path
 from trainer.run import build_model, checkpoint_folder, open_loader
 from trainer.storage import is_url
 from trainer.strategies import Replica
-from trainer.weights import checkpoints_of
+from trainer.weights import check_weights
 
 
 def check(experiment: Experiment, devices: Sequence[int], elsewhere: bool = False) -> None:
@@ -45,20 +46,17 @@ def check(experiment: Experiment, devices: Sequence[int], elsewhere: bool = Fals
     start = experiment.init_from
     seen = start is not None and not is_hub_path(start) and (not elsewhere or is_url(start))
     if start and seen and not integrity.committed_steps(checkpoint_folder(experiment)):  # which it would go on from
-        _check_weights(files.location(start))
+        check_weights(files.location(start))
     if not elsewhere or all(map(is_url, experiment.data.paths)):
-        dataset = experiment.data.open()
-        for number in sorted({min(devices), max(devices)}):
-            _check_data(experiment, dataset, Replica(0, number))
+        _check_data(experiment, experiment.data.open(), sorted({min(devices), max(devices)}))
 
 
-def _check_data(experiment: Experiment, dataset: AnyDataset, replica: Replica) -> None:
+def _check_data(experiment: Experiment, dataset: AnyDataset, devices: Sequence[int]) -> None:
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
     build_model(replace(experiment, training=replace(experiment.training, compile=False)), dataset, objective)
     splits = ["train"] + ["heldout"] * (experiment.training.evaluate_every is not None)
-    for phase in experiment.resolved_phases():
-        for split in splits:
-            open_loader(experiment, dataset, objective, replica, phase, split).close()
+    for number, phase, split in itertools.product(devices, experiment.resolved_phases(), splits):
+        open_loader(experiment, dataset, objective, Replica(0, number), phase, split).close()
 
 
 def _check_output(folder: Path, name: str) -> None:
@@ -79,13 +77,3 @@ def _check_checkpoints(experiment: Experiment) -> None:
         probe = folder / f"preflight-{uuid.uuid4().hex}"
         files.write(probe, b"")
         files.remove(probe)
-
-
-def _check_weights(start: files.Location) -> None:
-    """Looks whether there are weights, without reading them."""
-    if isinstance(start, Path) and (start / "config.json").is_file():
-        huggingface.load_folder(start)
-    elif (start / integrity.META).exists():
-        integrity.check_sizes(start)
-    elif not integrity.committed_steps(checkpoints_of(start)):
-        raise CheckpointError(f"init_from={start} has no checkpoint yet; wait for one, or name another run")

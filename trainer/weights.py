@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
 from trainer.checkpoint import files, huggingface, integrity, manager
 from trainer.checkpoint.files import Location
@@ -58,9 +58,9 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
     """
     with together(world_size):
         folder = model_folder(str(path)) if is_hub_path(str(path)) else files.location(path)
-        if isinstance(folder, Path) and (folder / "config.json").is_file():
+        if _is_huggingface(folder):
             return _from_huggingface(folder)
-        is_step = (folder / integrity.META).exists()
+        is_step = _is_step(folder)
         root = folder.parent if is_step else checkpoints_of(folder)
     checkpoints = manager.Checkpointer(root, manager.Config(), rank=rank, world_size=world_size)
     if not is_step:
@@ -75,6 +75,28 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
         beside = root / "tokenizer"
         tokenizer = beside if (beside / "tokenizer_config.json").exists() else root.parent / "tokenizer"
     return Weights(config, tensors, folder, tokenizer, meta["step"], meta["config"]["objective"], optimizer)
+
+
+def check_weights(start: Location) -> None:
+    """Looks whether `load_weights` would find any in a folder or store, without reading them.
+
+    Raises:
+        CheckpointError: it would not.
+    """
+    if _is_huggingface(start):
+        huggingface.load_folder(start)
+    elif _is_step(start):
+        integrity.check_sizes(start)
+    elif not integrity.committed_steps(checkpoints_of(start)):
+        raise CheckpointError(f"init_from={start} has no checkpoint yet; wait for one, or name another run")
+
+
+def _is_huggingface(folder: Location) -> TypeGuard[Path]:
+    return isinstance(folder, Path) and (folder / "config.json").is_file()
+
+
+def _is_step(folder: Location) -> bool:
+    return (folder / integrity.META).exists()
 
 
 def _part(stored: StoredTensors, prefix: str) -> StoredTensors:

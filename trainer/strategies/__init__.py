@@ -65,6 +65,23 @@ def check_accelerator(
         raise ConfigError(f"strategy {kind} does not fit {accelerator.description}; use {fix}")
 
 
+def divisors(devices: int) -> list[int]:
+    """Into how many groups of one size so many devices can be split."""
+    return [number for number in range(1, devices + 1) if devices % number == 0]
+
+
+def check_replicas(replicas: int, fitting: Sequence[int], devices: int) -> None:
+    """Refuses a number of copies of the model that is not among the fitting ones.
+
+    Raises:
+        ConfigError: naming these.
+    """
+    if replicas not in fitting:
+        raise ConfigError(
+            f"strategy.replicas {replicas} does not divide the {devices} devices; use one of {list(fitting)}"
+        )
+
+
 class Strategy(ABC):
     """Splits a training step over the processes of a run, without changing what the step computes.
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainer.accelerators import DTYPES, Accelerator, Precision
 from trainer.errors import ConfigError
-from trainer.strategies import BuildOptimizer, InitialValues, Shardable, Strategy
+from trainer.strategies import BuildOptimizer, InitialValues, Shardable, Strategy, check_replicas, divisors
 from trainer.strategies.world import World
 
 
@@ -46,11 +46,7 @@ class Config:
         Raises:
             ConfigError: naming the numbers that fit.
         """
-        if devices % self.replicas:
-            raise ConfigError(
-                f"strategy.replicas {self.replicas} does not divide the {devices} devices; "
-                f"use one of {[r for r in range(1, devices + 1) if devices % r == 0]}"
-            )
+        check_replicas(self.replicas, divisors(devices), devices)
 
     def build(self, accelerator: Accelerator, world: World, precision: Precision) -> FullyShardedDataParallel:
         self.check_devices(world.size)

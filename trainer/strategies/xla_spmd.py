@@ -19,7 +19,7 @@ from trainer.accelerators import Accelerator, Precision
 from trainer.accelerators.xla import XlaAccelerator
 from trainer.errors import ConfigError
 from trainer.partition import Segment, SegmentParameter, StackedParameter, layer_shape
-from trainer.strategies import BuildOptimizer, InitialValues, Replica, Strategy, flash
+from trainer.strategies import BuildOptimizer, InitialValues, Replica, Strategy, check_replicas, divisors, flash
 from trainer.strategies.scanned_layers import ScannedLayers, equal_layers
 from trainer.strategies.split import register, split
 from trainer.strategies.world import World
@@ -75,19 +75,14 @@ class Config:
         Raises:
             ConfigError: naming the numbers that fit.
         """
-        self._check_replicas([n for n in range(1, devices + 1) if devices % n == 0], devices)
+        check_replicas(self.replicas, divisors(devices), devices)
 
     def check_slice(self, devices: int, here: int) -> None:
         """As `check_devices`, once it is known that each machine has `here` of them: a copy's share is whole machines,
         or whole copies lie on one."""
-        parts = {n: devices // n for n in range(1, devices + 1) if devices % n == 0}
-        self._check_replicas([n for n, of in parts.items() if of % here == 0 or here % of == 0], devices)
-
-    def _check_replicas(self, fitting: list[int], devices: int) -> None:
-        if self.replicas not in fitting:
-            raise ConfigError(
-                f"strategy.replicas {self.replicas} does not divide the {devices} devices; use one of {fitting}"
-            )
+        parts = {number: devices // number for number in divisors(devices)}
+        fitting = [number for number, of in parts.items() if of % here == 0 or here % of == 0]
+        check_replicas(self.replicas, fitting, devices)
 
     def build(self, accelerator: Accelerator, world: World, precision: Precision) -> XlaSpmd:
         return XlaSpmd(accelerator, world, precision, self)

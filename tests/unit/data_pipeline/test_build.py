@@ -20,11 +20,12 @@ import pytest
 import yaml
 
 from data_pipeline import pool, tokenization
-from data_pipeline.build import Config, build, train_tokenizer
+from data_pipeline.build import Config, build
 from data_pipeline.manifest import Manifest
 from data_pipeline.shards import Shard
 from data_pipeline.sources import Record, jsonl
 from data_pipeline.tokenization import Tokenizer
+from data_pipeline.tokenizer_training import train_tokenizer
 from data_pipeline.units import Outcome, UnitWriter, cut, outcome_path
 from data_pipeline.verify import verify
 from trainer.config import dump, load

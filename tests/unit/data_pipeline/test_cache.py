@@ -7,11 +7,11 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.cache import ShardCache
+from tests.waiting import until
 from tests.web import WebServer
 from trainer.errors import ConfigError, DataError
 from trainer.storage import attempts
@@ -113,11 +114,7 @@ def test_processes_share_what_they_fetch(shards: Shards, tmp_path: Path) -> None
     assert shards.web.contents == {str(number): 1 for number in range(4)}
 
 
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+wait_for = partial(until, seconds=20)
 
 
 def test_a_process_that_is_killed_while_it_fetches_leaves_no_trouble(shards: Shards, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from data_pipeline import tokenization
 from data_pipeline.build import build
 from data_pipeline.dataset import Dataset
 from data_pipeline.sources import jsonl
+from data_pipeline.tokenizer_training import train_tokenizer
 from trainer.errors import ConfigError, DataError
 
 LINES = [json.dumps({"text": f"a line of text {i:05d}"}) + "\n" for i in range(2000)]
@@ -34,7 +35,7 @@ def config(tmp_path):
             **settings,
         )
 
-    build_module.train_tokenizer(make())
+    train_tokenizer(make())
     return make
 
 
@@ -66,7 +67,7 @@ def test_a_limit_that_is_no_size_is_refused(config):
 def test_a_tokenizer_is_trained_on_no_more_than_the_limit(config, monkeypatch):
     seen = []
     monkeypatch.setattr(tokenization.Config, "train", lambda self, texts: seen.extend(texts) or original(self, seen))
-    build_module.train_tokenizer(config(f"{5 * SIZE}B"), force=True)
+    train_tokenizer(config(f"{5 * SIZE}B"), force=True)
     assert seen == [json.loads(line)["text"] for line in LINES[:5]]
 
 

@@ -1,10 +1,9 @@
 """A dataset on an object store trains as its local copy does, within a small cache, and says what is wrong with it."""
 
 import os
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from data_pipeline.order import Order, share
 from data_pipeline.prefetch import Prefetcher
 from data_pipeline.push import push
 from data_pipeline.remote import TOKENIZER_FILES, RemoteDataset
+from tests.waiting import until
 from trainer import storage
 from trainer.errors import ConfigError, DataError
 from trainer.examples import Batch, Examples, PackSpec
@@ -75,11 +75,7 @@ def sizes(folder: Path) -> dict[int, int]:
     return found
 
 
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+wait_for = partial(until, seconds=20)
 
 
 def write(write_dataset_to: Any, folder: Path) -> Path:

@@ -12,6 +12,7 @@ from pyarrow import parquet as pq
 
 from data_pipeline import build, tokenization
 from data_pipeline.sources import huggingface, jsonl, parquet, text
+from data_pipeline.tokenizer_training import train_tokenizer
 from tests.hub import COMMIT, running_hub
 from tests.unit.data_pipeline.test_parquet import parsed
 from trainer import storage
@@ -62,7 +63,7 @@ def test_the_signature_of_an_address_does_not_get_into_the_dataset(hub, tmp_path
             workers=1,
         )
 
-    build.train_tokenizer(signed("5ec7e7"))
+    train_tokenizer(signed("5ec7e7"))
     built = build.build(signed("5ec7e7"))
     assert [file.rpartition("/")[2] for file in built.files] == ["b.jsonl.gz"]
     assert "5ec7e7" not in (tmp_path / "dataset" / "manifest.json").read_text()

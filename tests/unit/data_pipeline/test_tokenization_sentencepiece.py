@@ -21,6 +21,7 @@ from data_pipeline.shards import Shard
 from data_pipeline.sources import jsonl
 from data_pipeline.tokenization import Config, Tokenizer
 from data_pipeline.tokenization_sentencepiece import sample
+from data_pipeline.tokenizer_training import train_tokenizer
 from data_pipeline.verify import verify
 from trainer.checkpoint.huggingface import save_folder
 from trainer.errors import ConfigError, DataError
@@ -154,7 +155,7 @@ def test_a_dataset_is_built_with_it_and_copied_with_it(s3_folder, tmp_path) -> N
     config = build.Config(
         jsonl.Config((str(corpus),)), wanted, str(tmp_path / "dataset"), heldout_fraction=0, workers=1
     )
-    tokenizer = build.train_tokenizer(config)
+    tokenizer = train_tokenizer(config)
     assert tokenizer.vocabulary.size == 1300
     assert build.build(config).tokenizer_fingerprint == tokenizer.fingerprint
     dataset = Dataset.open(tmp_path / "dataset")

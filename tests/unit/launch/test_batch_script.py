@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from launch import job, logs, records, submit
 from launch.job import Record
 from launch.slurm import Config
 from tests.integration.commands import Samestep
+from tests.waiting import until
 from trainer.errors import ConfigError, LaunchError
 
 
@@ -118,10 +118,7 @@ def test_a_set_up_that_fails_ends_the_job(project: Path) -> None:
 def test_a_job_that_is_killed_while_it_is_set_up_has_not_succeeded(project: Path) -> None:
     record = submitted("cluster.environment.setup=['touch begun; sleep 60 & wait']")
     with subprocess.Popen(["bash", record.folder / "job.sh"], start_new_session=True) as process:
-        until = time.monotonic() + 20
-        while not (project / "begun").exists():
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        until((project / "begun").exists, 20)
         os.killpg(process.pid, signal.SIGTERM)
     assert logs.state_of_ended(record.folder).word == "failed"
 
@@ -169,11 +166,8 @@ def test_ctrl_c_leaves_no_job_that_nobody_knows_of(project: Path) -> None:
         text=True,
         start_new_session=True,
     ) as process:
-        until = time.monotonic() + 60
-        while not (project / "asked").exists():
-            assert process.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        until(lambda: (project / "asked").exists() or process.poll() is not None, 60)
+        assert process.poll() is None
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -25,7 +25,8 @@ from launch.cloud_tpu import Config
 from launch.job import EXIT, JobSpec, Record
 from launch.tpu_slice import FILE, HINTS, STARTUP, Slice
 from launch.tpu_supervisor import Memory
-from tests.unit.launch.tpu_control_plane import REAL_GCLOUD, TOKEN, ControlPlane, install, until
+from tests.unit.launch.tpu_control_plane import REAL_GCLOUD, TOKEN, ControlPlane, install
+from tests.waiting import until
 from trainer.config import decode, to_tree
 from trainer.errors import ConfigError, LaunchError
 
@@ -39,13 +40,6 @@ def job(
     folder: Path, config: str = "output: runs/run\ncheckpoint: {folder: gs://bucket/run}\n", **more: Any
 ) -> JobSpec:
     return JobSpec("run", "train", config, folder / "001", folder, **{"code": True, **more})
-
-
-@pytest.fixture
-def plane() -> Iterator[ControlPlane]:
-    plane = ControlPlane()
-    yield plane
-    plane.close()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -17,6 +18,7 @@ from launch import local
 from launch.environment import Environment
 from launch.job import JobSpec, Record
 from launch.local import Config
+from tests.waiting import until
 from trainer.errors import LaunchError
 
 Start: TypeAlias = Callable[..., Record]
@@ -65,11 +67,7 @@ def members(session: str) -> list[Path]:
     return [place for place, stat in stats.items() if stat[3:4] == [session] and stat[0] != "Z"]
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+wait_for = partial(until, seconds=20)
 
 
 def test_no_ps_is_needed(start: Start) -> None:

@@ -23,7 +23,8 @@ import pytest
 from launch import tpu_slice, tpu_startup
 from launch.tpu_slice import STARTUP, Slice
 from launch.tpu_startup import Startup
-from tests.unit.launch.tpu_control_plane import ControlPlane, install, until
+from tests.unit.launch.tpu_control_plane import ControlPlane, install
+from tests.waiting import until
 
 NAME = "samestep-run-001"
 STRANGE = 'it\'s a "run" $(touch pwned) `touch pwned`\n; touch pwned & %s \\ end'
@@ -153,13 +154,6 @@ class Machine:
     @property
     def log(self) -> str:
         return (self.work / "job.log").read_text(errors="replace")
-
-
-@pytest.fixture
-def plane() -> Iterator[ControlPlane]:
-    plane = ControlPlane()
-    yield plane
-    plane.close()
 
 
 @pytest.fixture

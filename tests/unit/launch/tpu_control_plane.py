@@ -7,8 +7,6 @@ import os
 import re
 import sys
 import threading
-import time
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -205,11 +203,3 @@ def install(folder: Path, plane: ControlPlane, thin: bool) -> dict[str, str]:
         "FAKE_GCLOUD": str(folder),
         "REAL_GCLOUD": REAL_GCLOUD,
     } | ({"THIN": "1"} if thin else {})
-
-
-def until(what: Callable[[], object], seconds: float = 120) -> None:
-    """Waits for something that has to come true."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
-import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tests.waiting import until
 
 
 def records(path: Path) -> Iterator[bytes]:
@@ -61,9 +63,4 @@ def offline_alerts(folder: Path) -> list[tuple[str, str, str]]:
     return [(alert.level, alert.title, alert.text) for alert in offline_records(folder, "alert")]
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    """Returns when a condition holds; fails if that takes a minute."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+wait_for = partial(until, seconds=60)
