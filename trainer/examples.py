@@ -10,11 +10,15 @@ import numpy.typing as npt
 
 Policy: TypeAlias = Literal["concat", "best_fit", "padded", "pairs"]
 
+Target: TypeAlias = Literal["class", "number", "choice", "tags", "span"]
+"""What is to be predicted of a task's row: one of several classes, a number, which of several texts, a tag for each
+word, or a span of the last text."""
+
 Batch: TypeAlias = dict[str, npt.NDArray[np.generic]]
 """Arrays of one micro-batch by name, every one with the examples (B) as its first dimension."""
 
 
-HOST_COLUMNS = ("number", "source", "example", "epoch", "digest", "filled")
+HOST_COLUMNS = ("number", "source", "example", "epoch", "digest", "filled", "document", "begin", "column", "length")
 """Columns of a batch that say what its rows are; the host keeps them."""
 
 
@@ -34,6 +38,29 @@ class Sides:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """How the texts of a task's row become an example, of one row each, or of several.
+
+    Attributes:
+        target: what the rows must be labelled with.
+        layout: "joined": one sequence of all texts, cut where they are too long, the longest first. "windows": one of
+            the last text, behind the first where there are two; what is too long becomes several examples. "choices":
+            a sequence for each text but the first, behind the first, side by side in one example.
+        between: special tokens between two texts of a sequence (1 for BERT's [SEP], 2 in RoBERTa).
+        choices: sequences of an example; 1 but for "choices".
+        stride: of windows: tokens from the begin of one to that of the next; None: they do not overlap.
+        most: of windows: tokens of the first text, the rest of which is cut off.
+    """
+
+    target: Target
+    layout: Literal["joined", "windows", "choices"]
+    between: int = 1
+    choices: int = 1
+    stride: int | None = None
+    most: int | None = None
+
+
+@dataclass(frozen=True)
 class PackSpec:
     """How many cells of an example the objective needs for itself.
 
@@ -45,6 +72,7 @@ class PackSpec:
         sides: where an example has two, both of which the pieces of `best_fit` must fit into.
         text_pairs: whether documents must be pairs of texts, which go to the `sides`, whose `cost` plays no part then.
         truncate: of pairs of texts, leaves out the end of a source that is too long.
+        parts: where documents must be rows of a task; `sequence_length` is that of each of an example's sequences.
     """
 
     sequence_length: int
@@ -54,13 +82,62 @@ class PackSpec:
     sides: Sides | None = None
     text_pairs: bool = False
     truncate: bool = False
+    parts: Parts | None = None
 
     @property
     def cells(self) -> int:
-        """Cells of an example that a model computes, those of both sides."""
+        """Cells of an example that a model computes, those of both sides, or of all choices."""
+        if self.parts is not None:
+            return self.parts.choices * self.sequence_length
         if self.sides is None:
             return self.sequence_length
         return self.sides.size[0] if self.sides.joined else sum(self.sides.size)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What is to be predicted of B examples that are rows of a task, and where it comes from.
+
+    Attributes:
+        values: float32 [K], the numbers of all examples, end to end, each example with those of its whole row:
+            class     its index among the labels; or a probability for each of them
+            number    itself
+            choice    the index of the right text, from 0
+            tags      for each token of the row, the index of its tag among the labels; -1 where none is predicted
+            span      first and last token of the answer, counted through the row's texts; nothing where there is none
+        count: int64 [B], how many of them are an example's.
+        document: int64 [B], the row's number in its split.
+        begin: int64 [B], the first token of the example's last piece, counted through the row's texts.
+    """
+
+    values: npt.NDArray[np.float32]
+    count: npt.NDArray[np.int64]
+    document: npt.NDArray[np.int64]
+    begin: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """A row of a task as its source gives it.
+
+    Attributes:
+        texts: that are tokenised, each by itself.
+        label: of targets class and choice the index, of number the number; None for the others.
+        spans: of target tags (begin, end, index of the tag) for each word, of target span (begin, end, 0) for each
+            answer; characters of the last text.
+        answers: of target span, the texts of the answers, that predictions are compared with.
+        group: what rows share that are scored together, as the answers of a question; else what names the row, or "".
+        offsets: (begin, end) for each token of the last text, its characters; filled in when the text is tokenised.
+        probabilities: of target class, in place of `label`, one for each class, as of a teacher; empty otherwise.
+    """
+
+    texts: tuple[str, ...]
+    label: float | None = None
+    spans: tuple[tuple[int, int, int], ...] = ()
+    answers: tuple[str, ...] = ()
+    group: str = ""
+    offsets: tuple[tuple[int, int], ...] = ()
+    probabilities: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +158,7 @@ class Examples:
         isolated: whether pieces of a row are sequences of their own.
         random: bool [B], under `pairs`, where each row has the pieces A and B: whether B is from another document
             instead of the text after A. None under other policies.
+        labels: where examples are rows of a task.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -91,6 +169,7 @@ class Examples:
     weight: npt.NDArray[np.float32]
     isolated: bool
     random: npt.NDArray[np.bool_] | None = None
+    labels: Labels | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +185,7 @@ class Vocabulary:
             BPE, what does not begin with a space); None where the tokenizer's kind is not known.
         eos: id of the token that ends a text: T5's </s>, GPT-2's <|endoftext|>; None where there is none.
         sentinels: ids of <extra_id_0>, <extra_id_1>, ..., which stand for spans of text; empty where there are none.
+        between: how many `sep` stand between the two texts of a pair: 2 in RoBERTa.
     """
 
     size: int
@@ -117,6 +197,7 @@ class Vocabulary:
     continuing: tuple[int, ...] | None = None
     eos: int | None = None
     sentinels: tuple[int, ...] = ()
+    between: int = 1
 
     @property
     def end(self) -> int | None:

@@ -88,7 +88,15 @@ def _dataset_inputs(config: build.Config, to: str | None) -> Iterator[str]:
                 config.source.open(streaming=False).save_to_disk(saved)
             yield f"source.path={saved}"
         return
-    lists: dict[str, tuple[str, ...]] = {k: v for k, v in vars(config.source).items() if k.endswith("paths")}
+    dataset = getattr(config.source, "dataset", None)
+    if dataset is not None and not Path(dataset.path).exists():
+        saved = folder / dataset.path / "-".join(filter(None, (dataset.name, dataset.revision, "splits")))
+        if not (saved / "dataset_dict.json").exists():
+            dataset.save(saved)
+        yield f"source.dataset.path={saved}"
+    lists: dict[str, tuple[str, ...]] = {
+        k: v for k, v in vars(config.source).items() if k.endswith("paths") or k == "heldout"
+    }
     if any(storage.is_url(path) for paths in lists.values() for path in paths):
         source: Source = config.source.build()
         if len({_local(file, folder) for file in source.files}) < len(source.files):

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from trainer.examples import Target, TaskRow
+
 
 class Record(NamedTuple):
     """One document as it lies in a file, not yet decoded.
@@ -110,13 +112,61 @@ class PairSource(Source):
         return self.prefix + _checked(source, "source"), _checked(target, "target")
 
 
+@dataclass(frozen=True)
+class TaskSource(Source):
+    """An ordered set of files of rows of a fine-tuning task; the bytes of a record are one row, a JSON object.
+
+    Attributes:
+        target: what is to be predicted.
+        labels: the names of the classes or tags, or of the number; none where choices or spans are predicted.
+        first_heldout: index into `files` of the first one whose rows are the held-out split; None: there is none, and
+            the split is chosen by hash.
+    """
+
+    target: Target
+    labels: tuple[str, ...]
+    first_heldout: int | None
+
+    @abstractmethod
+    def decode_row(self, data: bytes) -> TaskRow:
+        """The row in the bytes of a record.
+
+        Raises:
+            BadRecord: there is none, or not all of it.
+        """
+
+    def text_name(self, index: int) -> str:
+        """What a row's text `index` is called in reasons, such as its column."""
+        return f"text {index + 1}"
+
+    def decode(self, data: bytes) -> str:
+        """All texts of a row as one document, as tokenizers are trained on them."""
+        return "\n".join(self._checked_row(data).texts)
+
+    def parse_row(self, record: Record) -> TaskRow:
+        """The row in a record: none of its texts blank.
+
+        Raises:
+            BadRecord: there is none, or not all of it.
+        """
+        if record.problem is not None:
+            raise BadRecord(record.problem)
+        return self._checked_row(record.data)
+
+    def _checked_row(self, data: bytes) -> TaskRow:
+        row = self.decode_row(data)
+        for index, text in enumerate(row.texts):
+            _checked(text, self.text_name(index))
+        return row
+
+
 def _checked(text: str, name: str) -> str:
     if not text or text.isspace():
         raise BadRecord(f"empty {name}")
     try:
         text.encode()
     except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
-        raise BadRecord("invalid Unicode") from None
+        raise BadRecord("invalid Unicode" if name == "document" else f"invalid Unicode in {name}") from None
     return text
 
 

@@ -21,7 +21,7 @@ _ZSTD_WINDOW = 2**31
 _BUFFER = 2**16
 
 
-def find(patterns: tuple[str, ...]) -> tuple[str, ...]:
+def find(patterns: tuple[str, ...], name: str = "source.paths") -> tuple[str, ...]:
     """The files and URLs that match the patterns (`*`, `?`, `**`, `~`), each once, sorted by name.
 
     Raises:
@@ -29,7 +29,7 @@ def find(patterns: tuple[str, ...]) -> tuple[str, ...]:
         StorageError: a store cannot be listed.
     """
     if not patterns:
-        raise ConfigError("source.paths is empty; name at least one file or pattern")
+        raise ConfigError(f"{name} is empty; name at least one file or pattern")
     found: set[str] = set()
     for pattern in patterns:
         if storage.is_url(pattern):
@@ -38,7 +38,7 @@ def find(patterns: tuple[str, ...]) -> tuple[str, ...]:
             matches = [path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path)]
             hint = f", or run in the folder it is relative to, which is not {os.getcwd()}"
         if not matches:
-            raise ConfigError(f"source.paths: no file matches {storage.shown(pattern)!r}; correct the pattern{hint}")
+            raise ConfigError(f"{name}: no file matches {storage.shown(pattern)!r}; correct the pattern{hint}")
         found.update(matches)
     return tuple(sorted(found))
 

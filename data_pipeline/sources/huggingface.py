@@ -65,7 +65,7 @@ class Config:
         except Exception as error:  # of whatever package a loader of `datasets` uses
             raise DataError(
                 f"cannot open the dataset {self.path!r} (name {self.name}, split {self.split}, revision "
-                f"{self.revision}): {_reason(error)}; correct the source, or, where there is no internet, get it ahead "
+                f"{self.revision}): {reason(error)}; correct the source, or, where there is no internet, get it ahead "
                 "with `samestep fetch CONFIG`"
             ) from error
 
@@ -83,7 +83,7 @@ class HuggingFace(Source):
             raise DataError(
                 f"{self.files[0]} has no column {top!r}; set source.field to one of: {', '.join(rows.column_names)}"
             )
-        expected, row = _row_count(rows, self.config.split), 0
+        expected, row = row_count(rows, self.config.split), 0
         try:
             for row, columns in enumerate(rows.select_columns([top]), start=1):
                 text = functools.reduce(_get, inner, columns[top])
@@ -94,13 +94,13 @@ class HuggingFace(Source):
                     yield Record(0, row, b"", share, f"field {self.config.field!r} is not text")
         except Exception as error:  # of whatever package a loader of `datasets` uses
             raise DataError(
-                f"cannot read {self.files[0]} after row {row}: {_reason(error)}; run the same command again to go on"
+                f"cannot read {self.files[0]} after row {row}: {reason(error)}; run the same command again to go on"
             ) from error
         if row < expected:
             yield Record(0, row + 1, b"", 1.0, f"the split ends before row {expected}")
 
 
-def _row_count(rows: datasets.Dataset | datasets.IterableDataset, split: str) -> int:
+def row_count(rows: datasets.Dataset | datasets.IterableDataset, split: str) -> int:
     """The rows of the split as far as is known; 0 if it is not."""
     if hasattr(rows, "num_rows"):
         return int(rows.num_rows)
@@ -112,5 +112,5 @@ def _get(value: Any, key: str) -> Any:
     return value.get(key) if isinstance(value, dict) else None
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,0 +1,138 @@
+"""What is in the columns of a task's row, and the reasons of rows in which it is not what it must be."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+from data_pipeline.sources import BadRecord
+from data_pipeline.sources.jsonl import load_json
+from trainer.errors import ConfigError
+
+Row: TypeAlias = dict[str, Any]
+
+_SHORT = 100  # characters of a value, or of a list of names, in a reason
+
+
+def row_of(data: bytes) -> Row:
+    """The row in the bytes of a record.
+
+    Raises:
+        BadRecord: there is none.
+    """
+    value = load_json(data)
+    if not isinstance(value, dict):
+        raise BadRecord("not a JSON object")
+    return value
+
+
+def column(row: Row, name: str) -> Any:
+    """What a row has in a column, in whose name dots reach into nested objects unless a column has them in its own.
+
+    Raises:
+        BadRecord: there is no such column.
+    """
+    if name in row:
+        return row[name]
+    value: Any = row
+    for key in name.split("."):
+        if not isinstance(value, dict) or key not in value:
+            raise BadRecord(no_column(name, row))
+        value = value[key]
+    return value
+
+
+def no_column(name: str, names: Iterable[str]) -> str:
+    """The reason of a row, or of a whole table, that lacks a column."""
+    return f"no column {name!r}; there are: {listed(names)}"
+
+
+def text(row: Row, name: str) -> str:
+    """The text in a column.
+
+    Raises:
+        BadRecord: there is no such column, or no text in it.
+    """
+    value = column(row, name)
+    if not isinstance(value, str):
+        raise BadRecord(f"column {name!r} is not text")
+    return value
+
+
+def nested(row: Row, name: str) -> Any:
+    """What a row has in a column; a list or an object may be there as JSON, since CSV knows nothing but text.
+
+    Raises:
+        BadRecord: there is no such column.
+    """
+    value = column(row, name)
+    if isinstance(value, str) and value.startswith(("[", "{")):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def items(row: Row, name: str) -> list[Any]:
+    """The list in a column.
+
+    Raises:
+        BadRecord: there is no such column, or no list in it.
+    """
+    value = nested(row, name)
+    if not isinstance(value, list):
+        raise BadRecord(f"column {name!r} is not a list")
+    return value
+
+
+def whole(value: Any) -> int | None:
+    """The whole number that a value is or that its digits say; None if there is none."""
+    if isinstance(value, str):
+        return int(value) if re.fullmatch(r"[0-9]{1,9}", value) else None
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def index_of(value: Any, labels: tuple[str, ...], name: str) -> int:
+    """The index of a label, which a row gives as its text, or as that index.
+
+    Raises:
+        BadRecord: it is neither.
+    """
+    written = label_text(value)
+    if written in labels:
+        return labels.index(written)
+    index = whole(value)
+    if index is None or not 0 <= index < len(labels):
+        raise BadRecord(f"{name} {brief(value)} is not one of: {listed(labels)}")
+    return index
+
+
+def label_text(value: Any) -> str:
+    """A label as text; what is none in a row is spelt as in JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def brief(value: Any) -> str:
+    """A value in a reason."""
+    return cut if len(cut := repr(value)) <= _SHORT else cut[: _SHORT - 3] + "..."
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in a reason, the first of them where there are many."""
+    return cut if len(cut := ", ".join(names)) <= _SHORT else cut[: _SHORT - 3] + "..."
+
+
+def check_labels(labels: tuple[str, ...], least: int) -> None:
+    """Refuses a set of labels that is none, or in which one stands twice.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if len(labels) < least:
+        raise ConfigError(f"labels must name at least {least}; it has {len(labels)}: {listed(labels)}")
+    if twice := [label for index, label in enumerate(labels) if label in labels[:index]]:
+        raise ConfigError(f"labels names {twice[0]!r} twice; an index among them must be one label's")

@@ -1,0 +1,63 @@
+"""Tables of texts, or pairs of them, with a number, as the similarities of STS-B."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from data_pipeline.sources import BadRecord
+from data_pipeline.sources.columns import brief, column, row_of, text
+from data_pipeline.sources.table import TableConfig, TableSource
+from trainer.errors import ConfigError
+from trainer.examples import TaskRow
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TableConfig):
+    """Where the rows are, and which columns they have.
+
+    Attributes:
+        texts: the columns of the texts, in their order in the sequence; dots reach into nested objects.
+        label: the column of the number.
+    """
+
+    texts: tuple[str, ...] = ("text",)
+    label: str = "score"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.texts:
+            raise ConfigError("texts is empty; name the columns of the texts")
+
+    def build(self) -> Regression:
+        """Finds the files.
+
+        Raises:
+            ConfigError: a pattern matches nothing, or a file cannot be used.
+            MissingExtra: what reads them is not installed.
+        """
+        found = self.find()
+        return Regression(found.files, "number", (self.label,), found.first_heldout, found.parts, self)
+
+
+@dataclass(frozen=True)
+class Regression(TableSource):
+    """Reads the columns of texts and that of the number."""
+
+    config: Config
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (*self.config.texts, self.config.label)
+
+    def decode_row(self, data: bytes) -> TaskRow:
+        row = row_of(data)
+        texts = tuple(text(row, name) for name in self.config.texts)
+        value = column(row, self.config.label)
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise BadRecord(f"{self.config.label} {brief(value)} is not a finite number")
+        return TaskRow(texts, number)

@@ -1,0 +1,124 @@
+"""Tables of sentences, in words, with a tag for each word, as CoNLL-2003 for named entities, in its own format as well.
+
+Tags are BIO: "B-x" begins an x, "I-x" goes on with it, "O" is in none. An "I-x" behind an "O" or another kind, which
+begins an x in IOB1 data such as the original CoNLL-2003, is taken as it is; it is for the scores to say what it means.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, ClassVar
+
+from data_pipeline.sources import BadRecord
+from data_pipeline.sources.columns import brief, check_labels, index_of, items, row_of
+from data_pipeline.sources.table import Problem, Split, TableConfig, TableSource, encoded
+from trainer.errors import ConfigError
+from trainer.examples import TaskRow
+
+_BIO = re.compile(r"O|[BI]-.+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TableConfig):
+    """Where the rows are, and which columns they have.
+
+    Attributes:
+        paths: files, glob patterns or URLs of the rows to train on: .jsonl, .json, .csv, .tsv (both with a line of
+            names; .tsv without quoting) or .parquet; or .conll: a word a line, its tag in the last of the columns,
+            which blanks separate, and a blank line behind each sentence. `.gz` and `.zst` are decompressed.
+        tokens: the column of the list of words; dots reach into nested objects.
+        tags: the column of the list of their tags, each one of `labels`, or its index among them.
+        labels: the tags, "O" among them, the others as "B-PER" and "I-PER".
+    """
+
+    tokens: str = "tokens"
+    tags: str = "ner"
+    labels: tuple[str, ...]
+    formats: ClassVar[tuple[str, ...]] = (*TableConfig.formats, ".conll")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_labels(self.labels, 2)
+        if "O" not in self.labels:
+            raise ConfigError(f"labels has no 'O', the tag of words in no span: {', '.join(self.labels)}")
+        if wrong := [label for label in self.labels if not _BIO.fullmatch(label)]:
+            raise ConfigError(f"labels names {wrong[0]!r}, which is not BIO: 'O', or 'B-' or 'I-' and a kind")
+
+    def build(self) -> Tagging:
+        """Finds the files.
+
+        Raises:
+            ConfigError: a pattern matches nothing, or a file cannot be used.
+            MissingExtra: what reads them is not installed.
+        """
+        found = self.find()
+        return Tagging(found.files, "tags", self.labels, found.first_heldout, found.parts, self)
+
+
+@dataclass(frozen=True)
+class Tagging(TableSource):
+    """Reads the words of a sentence, which a blank is put between, and their tags."""
+
+    config: Config
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.config.tokens, self.config.tags)
+
+    def splitter(self, suffix: str) -> Split:
+        return self._sentences if suffix == ".conll" else super().splitter(suffix)
+
+    def decode_row(self, data: bytes) -> TaskRow:
+        row = row_of(data)
+        words, tags = items(row, self.config.tokens), items(row, self.config.tags)
+        if len(words) != len(tags):
+            raise BadRecord(f"{len(words)} {self.config.tokens} and {len(tags)} {self.config.tags}")
+        text = _joined(words)
+        ends = list(itertools.accumulate(len(word) + 1 for word in words))
+        spans = (
+            (end - 1 - len(word), end - 1, self._index(tag)) for word, end, tag in zip(words, ends, tags, strict=True)
+        )
+        return TaskRow((text,), spans=tuple(spans))
+
+    def _index(self, tag: Any) -> int:
+        if isinstance(tag, str) and not tag.isdecimal() and not _BIO.fullmatch(tag):
+            raise BadRecord(f"tag {brief(tag)} is not BIO")
+        return index_of(tag, self.labels, "tag")
+
+    def _sentences(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+        """The sentences of a .conll file, each at its first line; one with a bad line is that line instead."""
+        words, tags = list[bytes](), list[bytes]()
+        first, bad = 0, 0
+        for number, line in enumerate(itertools.chain(file, [b""]), start=1):
+            cells = line.removeprefix(b"\xef\xbb\xbf").split()
+            if cells and cells[0] == b"-DOCSTART-":
+                continue
+            if cells:
+                first = first or number
+                bad = bad or (number if len(cells) < 2 else 0)
+                words.append(cells[0])
+                tags.append(cells[-1])
+            elif words:
+                yield (bad, Problem.of("fewer than 2 columns")) if bad else (first, self._sentence(words, tags))
+                words, tags, first, bad = [], [], 0, 0
+
+    def _sentence(self, words: list[bytes], tags: list[bytes]) -> bytes:
+        try:
+            row = {self.config.tokens: [*map(bytes.decode, words)], self.config.tags: [*map(bytes.decode, tags)]}
+        except UnicodeDecodeError:
+            return Problem.of("invalid UTF-8")
+        return encoded(row)
+
+
+def _joined(words: list[Any]) -> str:
+    """The words, with a blank between any two of them."""
+    if wrong := [word for word in words if not isinstance(word, str)]:
+        raise BadRecord(f"word {brief(wrong[0])} is not text")
+    text = " ".join(words)
+    if text.split() != words:
+        spaced = next(word for word in words if word.split() != [word])
+        raise BadRecord(f"white space in the word {brief(spaced)}" if spaced.strip() else "empty word")
+    return text

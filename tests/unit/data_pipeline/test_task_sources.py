@@ -1,0 +1,499 @@
+"""Sources of rows of tasks: the same rows from every format, and a reason for each row that is not one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet as pq
+
+from data_pipeline.sources import (
+    BadRecord,
+    Record,
+    TaskSource,
+    classification,
+    huggingface,
+    multiple_choice,
+    question_answering,
+    regression,
+    tagging,
+)
+from data_pipeline.sources.table import HubDataset
+from trainer.config import Kinds, decode, to_tree
+from trainer.errors import ConfigError
+from trainer.examples import TaskRow
+
+LABELS = ("no", "yes")
+BIO = ("O", "B-PER", "I-PER", "B-LOC")
+
+
+def parsed(source: TaskSource) -> list[tuple[int, TaskRow | str]]:
+    """(line, row or reason) of each record."""
+    found: list[tuple[int, TaskRow | str]] = []
+    for record in source.records():
+        try:
+            found.append((record.line, source.parse_row(record)))
+        except BadRecord as error:
+            found.append((record.line, str(error)))
+    return found
+
+
+def row_or_reason(source: TaskSource, row: Any) -> TaskRow | str:
+    """What the source makes of one row."""
+    try:
+        return source.parse_row(Record(0, 1, json.dumps(row).encode(), 1.0))
+    except BadRecord as error:
+        return str(error)
+
+
+def write(path: Path, data: str | bytes) -> str:
+    data = data.encode() if isinstance(data, str) else data
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return str(path)
+
+
+@pytest.fixture
+def file(tmp_path) -> str:
+    """A file that stands for those that a test does not read."""
+    return write(tmp_path / "stand-in.jsonl", "{}\n")
+
+
+ROWS = [
+    {"a": 'say "hi"', "b": "one, two", "label": "yes"},
+    {"a": "größer", "b": "drei", "label": "no"},
+    {"a": "5", "b": " x ", "label": "1"},
+]
+TASK_ROWS = [TaskRow(('say "hi"', "one, two"), 1.0), TaskRow(("größer", "drei"), 0.0), TaskRow(("5", " x "), 1.0)]
+
+
+def parquet_of(rows: list[dict[str, Any]]) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=2)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "lines"),
+    [
+        ("a.jsonl", "\n".join(map(json.dumps, ROWS)), [1, 2, 3]),
+        ("a.jsonl.gz", "\n\n".join(map(json.dumps, ROWS)), [1, 3, 5]),
+        ("a.json", "\ufeff" + "\n".join(map(json.dumps, ROWS)), [1, 2, 3]),
+        ("a.json", json.dumps(ROWS), [1, 2, 3]),
+        ("a.json", json.dumps(ROWS, indent=2), [1, 2, 3]),
+        ("a.csv", '\ufeffa,"b",label\r\n"say ""hi""","one, two",yes\r\n\r\ngrößer,drei,no\r\n5, x ,1', [2, 4, 5]),
+        ("a.TSV", 'b\ta\tlabel\none, two\tsay "hi"\tyes\ndrei\tgrößer\tno\n x \t5\t1\n', [2, 3, 4]),
+        ("a.parquet", parquet_of(ROWS), [1, 2, 3]),
+    ],
+)
+def test_every_format_gives_the_same_rows(tmp_path, name, data, lines):
+    path = write(tmp_path / name, data)
+    source = classification.Config((path,), texts=("a", "b"), labels=LABELS).build()
+    assert parsed(source) == list(zip(lines, TASK_ROWS, strict=True))
+    assert (source.target, source.labels, source.first_heldout) == ("class", LABELS, None)
+    assert source.parse(next(source.records())) == 'say "hi"\none, two'  # what a tokenizer is trained on
+    assert all(isinstance(json.loads(record.data), dict) for record in source.records())
+    assert 0 < list(source.records())[-1].read <= 1
+
+
+def test_cells_of_csv_hold_line_breaks_and_lines_are_those_of_the_file(tmp_path):
+    rows = [b"text,label", b'"two\nlines, and\n\nmore",yes', b"", b"a,b,c", b"\xff,no", b'"x"y,no', b" ,no", b"end,no"]
+    source = classification.Config((write(tmp_path / "a.csv", b"\n".join(rows)),), labels=LABELS).build()
+    assert parsed(source) == [
+        (2, TaskRow(("two\nlines, and\n\nmore",), 1.0)),
+        (7, "3 cells and not 2, as the line of names has"),
+        (8, "invalid UTF-8"),
+        (9, "invalid CSV: ',' expected after '\"'"),
+        (10, "empty text"),
+        (11, TaskRow(("end",), 0.0)),
+    ]
+
+
+def test_a_long_cell_is_read_and_a_quote_that_is_never_closed_is_named(tmp_path):
+    source = classification.Config(
+        (write(tmp_path / "a.csv", f'text,label\n{"x" * 300_000},no\n"a,no\nb,no\n'),), labels=LABELS
+    )
+    long, (line, reason) = parsed(source.build())
+    assert long == (2, TaskRow(("x" * 300_000,), 0.0))
+    assert (line, reason) == (3, "invalid CSV: unexpected end of data")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "expected"),
+    [
+        ("a.csv", "", [(1, "empty file")]),
+        ("a.csv", "text,label\n", [(1, "empty file")]),
+        ("a.json", "[]", [(1, "empty file")]),
+        ("a.parquet", parquet_of([{"text": "x", "label": "no"}])[:-9], [(1, "corrupt file")]),
+        ("a.parquet", parquet_of([{"x": "1", "y": "2"}]), [(1, "no column 'text'; there are: x, y")]),
+        ("a.tsv", "x\ty\n1\t2\n", [(2, "no column 'text'; there are: x, y")]),
+        ("a.csv", "text,text,label\n1,2,3\n", [(1, "two columns are named 'text'")]),
+        ("a.jsonl", b'{"text": "\xff"}\n{\n[1]\n{"text": 3}', [
+            (1, "invalid UTF-8"), (2, "invalid JSON"), (3, "not a JSON object"), (4, "column 'text' is not text")]),
+        ("a.json", '{\n[]\n{"text": "x", "label": 1}', [
+            (1, "invalid JSON"), (2, "not a JSON object"), (3, TaskRow(("x",), 1.0))]),
+        ("a.json", '["x", {"text": "\\ud83d"}]', [(1, "not a JSON object"), (2, "invalid Unicode")]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_named_and_reading_goes_on(tmp_path, name, data, expected):
+    source = classification.Config((write(tmp_path / name, data),), labels=LABELS).build()
+    assert parsed(source) == expected
+
+
+def test_one_text_of_parquet_that_is_no_utf_8_spoils_its_row_only(tmp_path):
+    text = pa.array([b"one", b"\xff", b"two"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": text, "label": [0, 1, 1], "image": [b"\x00"] * 3}), tmp_path / "a.parquet")
+    source = classification.Config((f"{tmp_path}/a.parquet",), labels=LABELS).build()
+    assert parsed(source) == [(1, TaskRow(("one",), 0.0)), (2, "invalid UTF-8"), (3, TaskRow(("two",), 1.0))]
+    assert set(json.loads(next(source.records()).data)) == {"text", "label"}  # no other column is read
+
+
+def test_held_out_files_come_behind_the_others(tmp_path):
+    for name in ("train-b.jsonl", "train-a.csv", "dev.jsonl", "also-dev.csv"):
+        line = json.dumps({"text": name, "label": 0})
+        write(tmp_path / name, f"text,label\n{name},no\n" if name.endswith(".csv") else line)
+    config = classification.Config((f"{tmp_path}/train-*",), (f"{tmp_path}/*dev*",), labels=LABELS)
+    source = config.build()
+    names = ["train-a.csv", "train-b.jsonl", "also-dev.csv", "dev.jsonl"]
+    assert [Path(file).name for file in source.files] == names
+    assert source.first_heldout == 2
+    records = list(source.records())
+    assert [source.parse_row(record).texts[0] for record in records] == names
+    assert [record.file for record in records] == [0, 1, 2, 3]
+    shares = [record.read for record in records]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    with pytest.raises(ConfigError, match=r"dev\.jsonl is both in paths and in heldout; make the pattern"):
+        classification.Config((f"{tmp_path}/*.jsonl",), (f"{tmp_path}/dev.jsonl",), labels=LABELS).build()
+
+
+def test_where_rows_are_is_said_once_and_in_a_known_format(tmp_path):
+    dataset = HubDataset("owner/name")
+    with pytest.raises(ConfigError, match="there are 0 paths and dataset is None; name files in paths, or"):
+        regression.Config()
+    with pytest.raises(ConfigError, match="there are 1 paths and dataset is owner/name"):
+        regression.Config(("a.csv",), dataset=dataset)
+    with pytest.raises(ConfigError, match="there are 1 paths and dataset is owner/name"):
+        regression.Config(heldout=("a.csv",), dataset=dataset)
+    with pytest.raises(ConfigError, match="split and heldout are both 'train'"):
+        HubDataset("owner/name", heldout="train")
+    conll = write(tmp_path / "a.conll.gz", "EU B-ORG\n")
+    with pytest.raises(ConfigError, match=r"must end in \.jsonl, \.json, \.csv, \.tsv, \.parquet, and then \.gz or"):
+        regression.Config((conll,)).build()
+
+
+@dataclass(frozen=True)
+class Holder:
+    source: Annotated[Any, Kinds("data_pipeline.sources")]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"kind": "classification", "paths": ["a.csv"], "labels": ["a", "b"]},
+        {"kind": "regression", "dataset": {"path": "owner/name", "heldout": "validation"}},
+        {"kind": "multiple_choice", "paths": ["a.csv"]},
+        {"kind": "question_answering", "paths": ["a.json"]},
+        {"kind": "tagging", "paths": ["a.conll"], "labels": ["O", "B-X"]},
+    ],
+)
+def test_a_configuration_becomes_a_tree_and_is_the_same_again(source):
+    config = decode(Holder, {"source": source})
+    assert decode(Holder, to_tree(config)) == config
+
+
+def test_splits_of_a_hugging_face_dataset_stand_for_files(tmp_path, monkeypatch):
+    import datasets
+
+    features = datasets.Features(
+        {
+            "s": {"text": datasets.Value("string")},
+            "label": datasets.ClassLabel(names=list(LABELS)),
+            "n": datasets.Value("int64"),
+        }
+    )
+    rows = [{"s": {"text": text}, "label": label, "n": 1} for text, label in (("x", 1), (" ", 0), ("z", -1))]
+    train = datasets.Dataset.from_list(rows, features)
+    datasets.DatasetDict({"train": train, "dev": train.select([0])}).save_to_disk(tmp_path / "d")
+    train.save_to_disk(tmp_path / "single")
+
+    def source(texts=("s.text",), **dataset):
+        settings = {"path": f"{tmp_path}/d", "heldout": "dev"} | dataset
+        return classification.Config(dataset=HubDataset(**settings), texts=texts, labels=LABELS).build()
+
+    found = source()
+    assert found.files == (f"{tmp_path}/d train", f"{tmp_path}/d dev")
+    assert found.first_heldout == 1
+    assert [record.file for record in found.records()] == [0, 0, 0, 1]
+    reasons = [(2, "empty s.text"), (3, "label -1 is not one of: no, yes")]
+    assert parsed(found) == [(1, TaskRow(("x",), 1.0)), *reasons, (1, TaskRow(("x",), 1.0))]
+    assert set(json.loads(next(found.records()).data)) == {"s", "label"}
+    assert parsed(source(("t",), heldout=None)) == [(1, "no column 't'; there are: s, label, n")]
+    with pytest.raises(ConfigError, match=r"single holds a single split, so that 'dev' is not in it"):
+        source(path=f"{tmp_path}/single")
+    monkeypatch.setattr(huggingface.Config, "open", lambda *_, **__: train.select([]))
+    assert parsed(source(heldout=None)) == [(1, "empty split")]
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [
+        ("yes", 1.0),
+        (0, 0.0),
+        ("1", 1.0),
+        (1.0, 1.0),
+        (2, "label 2 is not one of: no, yes"),
+        ("-1", "label '-1' is not one of: no, yes"),
+        (True, "label True is not one of: no, yes"),
+        (None, "label None is not one of: no, yes"),
+        ("Yes", "label 'Yes' is not one of: no, yes"),
+        ([0.25, 0.75], (0.25, 0.75)),
+        ("[1, 0]", (1.0, 0.0)),
+        ([0.25, 0.7], "probabilities of label sum to 0.95 and not to 1"),
+        ([1.0], "label has 1 probabilities for 2 labels"),
+        ([-0.5, 1.5], "label [-0.5, 1.5] holds what is no probability"),
+        ([float("nan"), 1], "label [nan, 1] holds what is no probability"),
+    ],
+)
+def test_a_class_is_a_name_or_an_index_or_a_distribution(file, label, expected):
+    source = classification.Config((file,), labels=LABELS).build()
+    found = row_or_reason(source, {"text": "x", "label": label})
+    if isinstance(expected, str):
+        assert found == expected
+    elif isinstance(expected, tuple):
+        assert found == TaskRow(("x",), None, probabilities=expected)
+    else:
+        assert found == TaskRow(("x",), expected)
+
+
+def test_names_go_before_indices_and_ignored_labels_are_no_rows(tmp_path):
+    data = [{"text": str(label), "label": label} for label in ("0", 1, True, "-", -1, "2")]
+    path = write(tmp_path / "a.jsonl", "\n".join([*map(json.dumps, data), "{"]))
+    found = parsed(classification.Config((path,), labels=("1", "0", "true"), ignore=("-", "-1")).build())
+    assert [(line, row.label if isinstance(row, TaskRow) else row) for line, row in found] == [
+        (1, 1.0), (2, 0.0), (3, 2.0), (6, 2.0), (7, "invalid JSON")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"s": {"one": " ", "two": "x"}, "label": 1}, "empty s.one"),
+        ({"s": {"one": "x", "two": "\ud83d"}, "label": 1}, "invalid Unicode in s.two"),
+        ({"s": {"one": "x"}, "label": 1}, "no column 's.two'; there are: s, label"),
+        ({"s": "x", "label": 1}, "no column 's.one'; there are: s, label"),
+        ({"s.one": "x", "s.two": "y"}, "no column 'label'; there are: s.one, s.two"),
+        (
+            {f"a{n:03}": n for n in range(99)},
+            f"no column 's.one'; there are: {', '.join(f'a{n:03}' for n in range(16))}, a...",
+        ),
+    ],
+)
+def test_reasons_name_the_column(file, row, reason):
+    source = classification.Config((file,), texts=("s.one", "s.two"), labels=LABELS).build()
+    assert row_or_reason(source, row) == reason
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"labels": ("a",)}, "labels must name at least 2; it has 1: a"),
+        ({"labels": ("a", "b", "a")}, "labels names 'a' twice"),
+        ({"labels": LABELS, "texts": ()}, "texts is empty"),
+        ({"labels": LABELS, "ignore": ("-", "no")}, "'no' is in labels and in ignore"),
+    ],
+)
+def test_classes_that_cannot_be_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        classification.Config(("a.csv",), **settings)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (3.8, 3.8),
+        (-2, -2.0),
+        ("4.25", 4.25),
+        ("high", "score 'high' is not a finite number"),
+        (True, "score True is not a finite number"),
+        (None, "score None is not a finite number"),
+        ("nan", "score 'nan' is not a finite number"),
+        (float("inf"), "score inf is not a finite number"),
+        pytest.param(10**400, f"score {str(10**400)[:97]}... is not a finite number", id="huge"),
+    ],
+)
+def test_a_number_is_finite(file, value, expected):
+    source = regression.Config((file,), texts=("a", "b")).build()
+    assert (source.target, source.labels) == ("number", ("score",))
+    found = row_or_reason(source, {"a": "x", "b": "y", "score": value})
+    assert found == (expected if isinstance(expected, str) else TaskRow(("x", "y"), expected))
+
+
+SWAG = {"sent1": "They sit.", "sent2": "He ", "ending0": "runs.", "ending1": "sleeps.", "label": 1}
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, TaskRow(("They sit.", "He runs.", "He sleeps."), 1.0)),
+        ({"label": "A", "sent2": ""}, TaskRow(("They sit.", "runs.", "sleeps."), 0.0)),
+        ({"ending1": " "}, "empty ending1"),
+        ({"sent1": ""}, "empty sent1"),
+        ({"sent2": None}, "column 'sent2' is not text"),
+        ({"label": 2}, "label 2 is not the number of a choice, 0 to 1, nor its letter"),
+        ({"label": "C"}, "label 'C' is not the number of a choice, 0 to 1, nor its letter"),
+        ({"label": "runs."}, "label 'runs.' is not the number of a choice, 0 to 1, nor its letter"),
+    ],
+)
+def test_choices_are_columns_behind_a_question(file, changed, expected):
+    config = multiple_choice.Config((file,), context="sent1", question="sent2", choices=("ending0", "ending1"))
+    source = config.build()
+    assert (source.target, source.labels) == ("choice", ())
+    assert row_or_reason(source, SWAG | changed) == expected
+
+
+@pytest.mark.parametrize(
+    ("choices", "answer", "expected"),
+    [
+        (["x", "y", "z"], "C", TaskRow(("text", "x", "y", "z"), 2.0)),
+        ('["x", "y"]', "1", TaskRow(("text", "x", "y"), 0.0)),
+        (["x", "y"], 0, "answer 0 is not the number of a choice, 1 to 2, nor its letter"),
+        (["x", ""], 1, "empty options[1]"),
+        (["x"], 1, "fewer than 2 options"),
+        (["x", 3], 1, "options holds what is not text"),
+        ("x", 1, "column 'options' is not a list"),
+    ],
+)
+def test_choices_are_a_list_in_one_column(file, choices, answer, expected):
+    source = multiple_choice.Config((file,), context="article", choices=("options",), label="answer", first=1).build()
+    assert row_or_reason(source, {"article": "text", "options": choices, "answer": answer}) == expected
+    with pytest.raises(ConfigError, match="choices is empty"):
+        multiple_choice.Config((file,), choices=())
+
+
+CONTEXT = "a bee, a bee and a bee"
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([], []),
+        ({"text": [], "answer_start": []}, []),
+        ([{"text": "bee", "answer_start": 9}], [(9, 12)]),
+        ({"text": ["bee", "and"], "answer_start": [2, 13]}, [(2, 5), (13, 16)]),
+        ([{"text": "bee", "answer_start": 12}], [(9, 12)]),  # the nearest one, 3 before and 7 behind
+        ([{"text": "bee", "answer_start": 15}], [(19, 22)]),
+        ([{"text": "bee", "answer_start": -1}, {"text": "bee", "answer_start": 99}], [(2, 5), (19, 22)]),
+        ({"text": ["bee"]}, [(2, 5)]),
+        ('[{"text": "and", "answer_start": 13}]', [(13, 16)]),
+        ([{"text": "wasp", "answer_start": 2}], "answer 'wasp' is not in the context"),
+        ([{"text": " ", "answer_start": 1}], "empty answer"),
+        ([{"text": "bee", "answer_start": "x"}], "answers ('bee', 'x') is not a text and where it begins"),
+        ({"text": ["bee"], "answer_start": [1, 2]}, "column 'answers' holds no answers, as [{text, answer_start}]"),
+        (["bee"], "column 'answers' holds no answers, as [{text, answer_start}]"),
+        (None, "column 'answers' holds no answers, as [{text, answer_start}]"),
+    ],
+)
+def test_answers_are_found_in_their_context(file, answers, expected):
+    source = question_answering.Config((file,)).build()
+    found = row_or_reason(source, {"id": 7, "question": "what?", "context": CONTEXT, "answers": answers})
+    if isinstance(expected, str):
+        assert found == expected
+        return
+    spans = tuple((begin, end, 0) for begin, end in expected)
+    texts = tuple(CONTEXT[begin:end] for begin, end in expected)
+    assert found == TaskRow(("what?", CONTEXT), spans=spans, answers=texts, group="7")
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_the_nested_format_of_squad_is_flattened(tmp_path, indent):
+    bee = {"id": "q1", "question": "what?", "answers": [{"text": "bee", "answer_start": 2}], "is_impossible": False}
+    none = {"id": "q2", "question": "why?", "answers": [], "is_impossible": True}
+    other = {"id": "q3", "question": "who?"}
+    articles = [
+        {"title": "x", "paragraphs": [{"context": CONTEXT, "qas": [bee, none]}]},
+        {"title": "y", "paragraphs": [{"context": "other", "qas": [other]}, {"qas": [other]}]},
+    ]
+    path = write(tmp_path / "a.json", json.dumps({"version": "2.0", "data": articles}, indent=indent))
+    source = question_answering.Config((path,)).build()
+    assert (source.target, source.labels) == ("span", ())
+    assert parsed(source) == [
+        (1, TaskRow(("what?", CONTEXT), spans=((2, 5, 0),), answers=("bee",), group="q1")),
+        (2, TaskRow(("why?", CONTEXT), group="q2")),
+        (3, "no column 'answers'; there are: id, question, context"),
+        (4, "not in the format of SQuAD: no 'context'"),
+    ]
+    rows = [json.loads(record.data) for record in source.records() if not record.problem]
+    assert rows[1] == {**none, "context": CONTEXT}
+    write(tmp_path / "b.json", "\n".join(map(json.dumps, rows)))
+    lines = question_answering.Config((f"{tmp_path}/b.json",)).build()
+    assert parsed(lines) == parsed(source)[:3]
+
+
+def tagger(file: str, **settings: Any) -> TaskSource:
+    return tagging.Config((file,), labels=BIO, **settings).build()
+
+
+def test_spans_of_tags_are_those_of_the_words(file):
+    words, tags = ["Jo", "Žižek", "saw", "👍🏽", "Bonn", "."], ["B-PER", 2, "O", "O", "3", "I-PER"]
+    found = row_or_reason(tagger(file), {"tokens": words, "ner": tags})
+    assert isinstance(found, TaskRow)
+    (text,) = found.texts
+    assert text == " ".join(words)
+    assert [text[begin:end] for begin, end, _ in found.spans] == words
+    assert [BIO[index] for _, _, index in found.spans] == ["B-PER", "I-PER", "O", "O", "B-LOC", "I-PER"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tags", "reason"),
+    [
+        (["a", "b"], ["O"], "2 tokens and 1 ner"),
+        ([], [], "empty tokens"),
+        (["a", ""], ["O", "O"], "empty word"),
+        (["a", "b\u00a0c"], ["O", "O"], "white space in the word 'b\\xa0c'"),
+        (["a", 3], ["O", "O"], "word 3 is not text"),
+        (["a"], ["PER"], "tag 'PER' is not BIO"),
+        (["a"], ["B-"], "tag 'B-' is not BIO"),
+        (["a"], ["B-ORG"], "tag 'B-ORG' is not one of: O, B-PER, I-PER, B-LOC"),
+        (["a"], [4], "tag 4 is not one of: O, B-PER, I-PER, B-LOC"),
+        ("a b", ["O"], "column 'tokens' is not a list"),
+    ],
+)
+def test_words_and_tags_that_do_not_fit_are_named(file, tokens, tags, reason):
+    assert row_or_reason(tagger(file), {"tokens": tokens, "ner": tags}) == reason
+
+
+def test_conll_files_hold_a_word_a_line(tmp_path):
+    lines = [
+        b"-DOCSTART- -X- -X- O", b"",
+        b"Jo NNP B-NP B-PER", b"ran\tVB  I-VP\tO\r", b" ", b"",
+        b"a O", b"alone", b"b", b"c O", b"",
+        b"\xff O", b"",
+        b"-DOCSTART- O", b"Bonn B-LOC",
+    ]  # fmt: skip
+    source = tagger(write(tmp_path / "a.conll.gz", b"\n".join(lines)), tokens="words", tags="tags.ner")
+    assert parsed(source) == [
+        (3, TaskRow(("Jo ran",), spans=((0, 2, 1), (3, 6, 0)))),
+        (8, "fewer than 2 columns"),
+        (12, "invalid UTF-8"),
+        (15, TaskRow(("Bonn",), spans=((0, 4, 3),))),
+    ]
+    assert json.loads(next(source.records()).data) == {"words": ["Jo", "ran"], "tags.ner": ["B-PER", "O"]}
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        ((), "labels must name at least 2"),
+        (("B-X", "I-X"), "labels has no 'O'"),
+        (("O", "X"), "labels names 'X', which is not BIO"),
+        (("O", "B-X", "O"), "labels names 'O' twice"),
+    ],
+)
+def test_tags_that_cannot_be_are_refused(labels, words):
+    with pytest.raises(ConfigError, match=words):
+        tagging.Config(("a.conll",), labels=labels)
