@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.corruption import CorruptShards
 from data_pipeline.exclusions import Exclusions
+from data_pipeline.length_groups import LengthGroups
 from data_pipeline.order import ExampleOrder, Replica, share
 from data_pipeline.packing import Int64
 from data_pipeline.prefetch import Prefetcher
@@ -50,7 +51,7 @@ class BatchMaker:
         prefetcher: Prefetcher | None,
     ) -> None:
         self.order = order
-        self._counts, self._row_maker, self._prefetcher = counts, rows, prefetcher
+        self._counts, self._row_maker, self._prefetcher, self._width = counts, rows, prefetcher, row_cells
         self._batch_size, self._replica = global_batch_size, replica
         most_rows = -(-global_batch_size // (replica.count * replica.devices))  # of a device
         self.micro_batches = -(-most_rows // micro_batch_size)
@@ -77,22 +78,35 @@ class BatchMaker:
             ahead = self.order.shards_ahead(int(number.min()), self._batch_size, replica.index, replica.count)
             self._prefetcher.expect(corrupt.without(np.concatenate((at.shard, ahead))))
         made: list[Batch] = []
-        for first in range(0, len(number), self._block_rows):
-            cut = slice(first, first + self._block_rows)
+        for cut, width in self._blocks(starts, len(number), excluded):
+            width = None if corrupt.found else width  # what stands in for an example may be longer
             gone = corrupt.has(number[cut], at.shard[cut])
             read = corrupt.stand_in(at[cut], gone, self._counts)
             # No row depends on those that it is made with.
-            arrays = self._row_maker.make(number[cut], at[cut], valid[cut], read, valid[cut] & ~gone)
+            arrays = self._row_maker.make(number[cut], at[cut], valid[cut], read, valid[cut] & ~gone, width)
             begins = range(0, len(gone), self._rows)
             made += [{name: array[i : i + self._rows] for name, array in arrays.items()} for i in begins]
         return [made[first : first + self.micro_batches] for first in range(0, len(made), self.micro_batches)]
 
+    def _blocks(self, starts: Sequence[int], rows: int, excluded: Exclusions) -> Iterator[tuple[slice, int | None]]:
+        """The parts of so many rows of steps that are made at a time, and how wide; None is as wide as rows can be."""
+        if not isinstance(self.order, LengthGroups):
+            for first in range(0, rows, self._block_rows):
+                yield slice(first, first + self._block_rows), None
+            return
+        each = self.micro_batches * self._rows
+        for first, start in zip(range(0, rows, each), starts, strict=False):  # none after the end of a finite order
+            yield slice(first, first + each), self.order.width(self._batch(start, excluded), self._width)
+
+    def _batch(self, start: int, excluded: Exclusions) -> Int64:
+        """The numbers of all rows of the global batch from example `start`."""
+        if excluded.after(start, self._batch_size) == start + self._batch_size:
+            return self.order.batch(start, self._batch_size)
+        return self.order.rows(excluded.take(start, self._batch_size))
+
     def _share(self, start: int, excluded: Exclusions) -> tuple[Int64, npt.NDArray[np.bool_]]:
         """The numbers of the replica's rows of the global batch from example `start`, and which do not only pad."""
-        if excluded.after(start, self._batch_size) == start + self._batch_size:
-            batch = self.order.batch(start, self._batch_size)
-        else:
-            batch = self.order.rows(excluded.take(start, self._batch_size))
+        batch = self._batch(start, excluded)
         mine = batch[share(len(batch), self._replica.index, self._replica.count)]
         rows = self.micro_batches * self._rows if len(batch) else 0
         # A padding row is a valid example: softmax over a row without any token would be NaN.

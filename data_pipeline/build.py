@@ -30,7 +30,7 @@ from data_pipeline.manifest import FORMAT, MANIFEST, Manifest, ShardInfo, token_
 from data_pipeline.progress import Meter
 from data_pipeline.sentences import Splitter, splitter_version
 from data_pipeline.slices import Claim, Slice
-from data_pipeline.sources import PairSource, Source
+from data_pipeline.sources import PairSource, Source, TaskSource
 from data_pipeline.tokenization import Tokenizer
 from data_pipeline.units import Outcome, Unit, UnitWriter, cut, limited, outcome_path
 from data_pipeline.verify import verify
@@ -42,6 +42,7 @@ from trainer.storage import atomic_write, shown
 logger = logging.getLogger(__name__)
 
 _MANY_UNKNOWN = 1e-3  # a usual share is far less
+_MOST_NAMED = 3  # files in a message
 _SHARD_NAME = re.compile(r"(train|heldout)-\d{6,}\.tar")
 
 
@@ -53,7 +54,8 @@ class Config:
         source: where the raw text comes from.
         tokenizer: the tokenizer, and how `samestep data tokenizer` trains it.
         output: the dataset's folder.
-        heldout_fraction: share of the documents, chosen by the hash of their text, that is kept for evaluation.
+        heldout_fraction: share of the documents, chosen by the hash of their text, that is kept for evaluation; not
+            used where the source names files for that.
         shard_bytes: raw text that goes into one shard, which is also the unit of work.
         limit: how much of the source is read, decompressed, such as "1GB": its first documents; None means all of it.
         sentences: how documents are split into sentences, which `packing: pairs` needs: "rules" (marks and blank lines)
@@ -148,10 +150,14 @@ class _Build:
             if config.sentences is not None:
                 raise ConfigError(f"sentences is {config.sentences}, and pairs of texts have none; leave it out")
             self.settings["target_file"] = self.source.target_file
+        if isinstance(self.source, TaskSource):
+            if config.sentences is not None:
+                raise ConfigError(f"sentences is {config.sentences}, and rows of a task have none; leave it out")
+            self.settings["task"] = {"target": self.source.target, "labels": list(self.source.labels)}
         # Not the signatures of addresses: datasets are passed on, and the next signature names the same text.
         self.files = tuple(map(shown, self.source.files))
         self.source_tree: Tree = to_tree(config)["source"]
-        for name in [name for name in self.source_tree if name.endswith("paths")]:
+        for name in [name for name in self.source_tree if name.endswith("paths") or name == "heldout"]:
             self.source_tree[name] = [shown(path) for path in self.source_tree[name]]
         recipe = [FORMAT, self.tokenizer.fingerprint, self.source_tree, self.settings]
         self.digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
@@ -296,11 +302,17 @@ class _Build:
                     file.write(json.dumps(entry).encode() + b"\n")
         if not reasons:
             (self.folder / "rejected.jsonl").unlink()
-        if not splits["train"]:
+        first_heldout = self.source.first_heldout if isinstance(self.source, TaskSource) else None
+        counts = f"{documents_in} read, {reasons.total()} rejected ({dict(reasons)})"
+        if first_heldout is not None and not splits["heldout"]:
+            limit = "" if self.config.limit is None else f", raise limit, which is {self.config.limit},"
+            names = ", ".join(self.files[first_heldout : first_heldout + _MOST_NAMED])
             raise DataError(
-                f"the source holds no document to train on: {documents_in} read, {reasons.total()} rejected "
-                f"({dict(reasons)}); correct source or heldout_fraction"
+                f"the source's files of held-out rows give none: {names}{' ...' * (len(self.files) > _MOST_NAMED)} "
+                f"({counts}); correct them{limit} or leave them out"
             )
+        if not splits["train"] and first_heldout != 0:  # unless it was given nothing to train on
+            raise DataError(f"the source holds no document to train on: {counts}; correct source or heldout_fraction")
         vocab_size = self.tokenizer.vocabulary.size
         return Manifest(
             format=FORMAT,
@@ -335,6 +347,8 @@ class _Build:
                 100 * self.unknown / tokens,
                 f"{self.unknown:,}",
             )
+        if not built.splits["train"]:
+            logger.warning("all rows are held out: this dataset is for evaluation only")
         if not built.splits["heldout"]:
             logger.warning("no document is held out for evaluation; raise heldout_fraction to have some")
         logger.info(

@@ -29,6 +29,9 @@ class Config:
         packing: how documents become examples: concat, best_fit, padded or pairs.
         lanes: independent readers that the order deals examples from; part of the order, so fixed for a run.
         window: shards' worth of examples that a lane shuffles together; part of the order, so fixed for a run.
+        group_by_length: for rows of tasks: takes examples of about the same length in groups of so many, best the
+            global batch size, and makes rows no wider than the longest of a batch; part of the order. None: all rows
+            are of sequence_length cells, as compilers like it.
         threads: threads that make batches; 0 makes them in the training thread.
         prefetch: steps of batches that threads keep ready, or blocks of several steps where those are small.
         cache: folder of the local disk for downloaded shards, which all processes and runs of a node may share; null is
@@ -48,6 +51,7 @@ class Config:
     packing: Policy = "concat"
     lanes: int = 64
     window: int = 4
+    group_by_length: int | None = None
     threads: int = 1
     prefetch: int = 2
     cache: str | None = None
@@ -65,6 +69,8 @@ class Config:
         for name, least in (("sequence_length", 1), ("lanes", 1), ("window", 1), ("threads", 0), ("prefetch", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.group_by_length is not None and self.group_by_length < 1:
+            raise ConfigError(f"group_by_length must be at least 1, or null for none, not {self.group_by_length}")
         parse_size(self.cache_size, "cache_size")
         for part in self.exclude:
             if len(part) != 2 or not 0 <= part[0] < part[1]:

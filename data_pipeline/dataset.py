@@ -8,14 +8,13 @@ import logging
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
 from operator import getitem
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,13 +24,14 @@ from data_pipeline.corruption import CorruptShardError
 from data_pipeline.counts import cached_counts
 from data_pipeline.manifest import Manifest, ShardInfo
 from data_pipeline.order import Location
+from data_pipeline.packed_shard import PackedShard, gather, gather_labels
 from data_pipeline.packing import Int64, PackPlan
 from data_pipeline.policies import check_policy, count_shard, needs_parts, packing_digest, plan_shard
 from data_pipeline.remote import INDEX_READERS, RemoteDataset, load_manifest
-from data_pipeline.shards import Shard, ShardIndex
+from data_pipeline.shards import Shard, ShardIndex, open_file, read_rows
 from data_pipeline.tokenization import Tokenizer
 from trainer.errors import CorruptError, DataError
-from trainer.examples import Examples, PackSpec, Policy
+from trainer.examples import Examples, PackSpec, Policy, TaskRow
 from trainer.hashing import combine, name_key
 from trainer.storage import is_url, shown
 
@@ -133,12 +133,14 @@ class Dataset:
         """
         shards = self.manifest.splits.get(split, ())
         if not shards:
+            if split == "train" and self.manifest.task is not None and any(self.manifest.splits.values()):
+                raise DataError(f"{self.name} has held-out rows only, to evaluate on; train on another dataset")
             fix = "raise heldout_fraction" if split == "heldout" else "check the source"
             raise DataError(f"the {split} split of {self.name} is empty; {fix} and build the dataset again")
         return shards
 
-    def open_shard(self, info: ShardInfo, sentences: bool = False, verify: bool = False) -> Shard:
-        """Maps one of the shards, with or without its `sentences`; a remote one is downloaded first.
+    def open_shard(self, info: ShardInfo, sentences: bool = False, verify: bool = False, labels: bool = False) -> Shard:
+        """Maps one of the shards, with or without its `sentences` and `labels`; a remote one is downloaded first.
 
         To `verify` a local one is to read it through; a remote one is verified in any case.
 
@@ -147,9 +149,9 @@ class Dataset:
         """
         if self.remote is None:
             sha256 = info.sha256 if verify else None
-            return Shard.open(self.path / info.name, self.manifest.token_dtype, sentences, sha256)
+            return Shard.open(self.path / info.name, self.manifest.token_dtype, sentences, sha256, labels)
         with self.remote.open(info) as file:
-            return Shard.map(file, shown(self.remote.address(info)), self.manifest.token_dtype, sentences)
+            return Shard.map(file, shown(self.remote.address(info)), self.manifest.token_dtype, sentences, labels)
 
     def read_index(self, info: ShardInfo, sentences: bool = False) -> ShardIndex:
         """What one of the shards holds; a remote one is not downloaded for that.
@@ -166,6 +168,25 @@ class Dataset:
             raise DataError(f"{address} is not the shard that the manifest describes; push the dataset again")
         return index
 
+    def rows(self, split: str) -> list[TaskRow]:
+        """The rows of a task that a split keeps for scores, which the held-out one does, by their document numbers.
+
+        Raises:
+            DataError: it has none, a shard is missing or damaged, or a remote one cannot be downloaded.
+        """
+        if self.manifest.task is None:
+            raise DataError(f"{self.name} holds documents, not rows of a task, and cannot be scored as those")
+        rows: list[TaskRow] = []
+        for info in self.shards(split):
+            if self.remote is None:
+                path = self.path / info.name
+                with open_file(path, info.sha256) as file:
+                    rows += read_rows(file, str(path), info.documents)
+            else:
+                with self.remote.open(info) as file:
+                    rows += read_rows(file, shown(self.remote.address(info)), info.documents)
+        return rows
+
     @contextmanager
     def small_file(self, name: str) -> Iterator[Path]:
         """Where a file that goes with the dataset is, or is to be made; it may be missing.
@@ -177,33 +198,6 @@ class Dataset:
         else:
             with self.remote.small_file(self.path, name) as file:
                 yield file
-
-
-@dataclass(frozen=True, eq=False)
-class _PackedShard:
-    """An open shard and its plan, as buffers, whose elements and slices cost less than those of arrays.
-
-    Attributes:
-        tokens: [T], the whole file as tokens.
-        start: [N + 1], `example_start` of the `PackPlan`.
-        pieces: [3 * M], per piece the index of its first token in `tokens`, its length and its column.
-        random: bool [N], as in `PackPlan`.
-    """
-
-    tokens: memoryview
-    start: memoryview
-    pieces: memoryview
-    random: npt.NDArray[np.bool_]
-
-    @property
-    def plan_bytes(self) -> int:
-        return self.start.nbytes + self.pieces.nbytes
-
-
-def _gather(buffers: Iterable[memoryview], begin: Int64, end: Int64, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Puts the slice [begin:end] of each buffer end to end."""
-    places = zip(buffers, begin.tolist(), end.tolist(), strict=True)
-    return np.frombuffer(b"".join([buffer[first:last] for buffer, first, last in places]), dtype)
 
 
 class PackedSplit:
@@ -234,7 +228,7 @@ class PackedSplit:
         self._spec = spec
         self._policy: Policy = policy
         self._seed = seed
-        self._open: OrderedDict[int, _PackedShard] = OrderedDict()
+        self._open: OrderedDict[int, PackedShard] = OrderedDict()
         self._lock = threading.Lock()
         self.most_open = MAX_OPEN_SHARDS
         self.counts = self._cached_counts(split)
@@ -252,10 +246,17 @@ class PackedSplit:
         # Plans are as narrow as they go: of a large dataset hundreds are in memory.
         self._narrow = np.dtype(np.int32 if max(shard.bytes for shard in self._shards) < 2**31 else np.int64)
         self._first_id = np.cumsum(self.counts) - self.counts
+        self._first_document = [0, *accumulate(shard.documents for shard in self._shards)]
 
     def ids(self, at: Location) -> Int64:
         """The number of each example in the split, counted through the shards in the manifest's order: int64 [B]."""
         return self._first_id[at.shard] + at.index
+
+    def cells(self, at: Location) -> Int64:
+        """The cells that examples which are rows of a task take, of one sequence each: int64 [B]."""
+        opened = self._packed(np.unique(at.shard).tolist())
+        ends = [opened[shard].rows[index, 4] for shard, index in zip(at.shard.tolist(), at.index.tolist(), strict=True)]
+        return np.array(ends, dtype=np.int64) + self._spec.suffix
 
     def read(self, at: Location, weight: npt.NDArray[np.float32]) -> Examples:
         """Gathers examples.
@@ -277,10 +278,10 @@ class PackedSplit:
         shards = [opened[number] for number in numbers.tolist()]
         starts = [shard.start for shard in shards]
         first, end = (np.array(list(map(getitem, starts, i.tolist()))) for i in (at.index, at.index + 1))
-        pieces = _gather((shard.pieces for shard in shards), 3 * first, 3 * end, self._narrow)
+        pieces = gather((shard.pieces for shard in shards), 3 * first, 3 * end, self._narrow)
         address, length, column = pieces.reshape(-1, 3).T.astype(np.int64)
         sources = chain.from_iterable(map(repeat, (shard.tokens for shard in shards), (end - first).tolist()))
-        tokens = _gather(sources, address, address + length, self._dataset.manifest.token_dtype)
+        tokens = gather(sources, address, address + length, self._dataset.manifest.token_dtype)
         return Examples(
             tokens=tokens.astype(np.int32),
             row=np.repeat(np.arange(len(shards)), end - first),
@@ -288,8 +289,9 @@ class PackedSplit:
             length=length,
             key=combine(self._seed, _EXAMPLE, at.epoch, self.ids(at)),
             weight=weight,
-            isolated=self._policy not in ("concat", "pairs"),
+            isolated=self._policy not in ("concat", "pairs") and self._spec.parts is None,
             random=np.array([shard.random[i] for shard, i in zip(shards, at.index, strict=True)]) if is_pairs else None,
+            labels=None if self._spec.parts is None else gather_labels(shards, at.index),
         )
 
     def documents(self, at: Location) -> list[list[tuple[str, int]]]:
@@ -306,7 +308,7 @@ class PackedSplit:
                 found[row] = [(files[file], line) for file, line in origin.tolist()]
         return found
 
-    def _packed(self, numbers: list[int]) -> dict[int, _PackedShard]:
+    def _packed(self, numbers: list[int]) -> dict[int, PackedShard]:
         """The shards of these numbers, opened and planned."""
         with self._lock:
             found = {number: self._open[number] for number in numbers if number in self._open}
@@ -319,12 +321,12 @@ class PackedSplit:
                 found |= {number: self._keep(number, shard) for number, shard in zip(missing, packed, strict=True)}
         return found
 
-    def _keep(self, number: int, packed: _PackedShard) -> _PackedShard:
+    def _keep(self, number: int, packed: PackedShard) -> PackedShard:
         with self._lock:
             self._open[number] = packed
             while len(self._open) > 1 and (
                 len(self._open) > min(self.most_open, max_open_shards())
-                or sum(p.plan_bytes for p in self._open.values()) > MAX_PLAN_BYTES
+                or sum(p.bytes for p in self._open.values()) > MAX_PLAN_BYTES
             ):
                 self._open.popitem(last=False)
         return packed
@@ -333,10 +335,11 @@ class PackedSplit:
         return int(combine(self._seed, _PACKING, number)[0])
 
     def _plan(self, number: int, epoch: int) -> tuple[Shard, PackPlan]:
-        shard = self._dataset.open_shard(self._shards[number], needs_parts(self._spec, self._policy), verify=True)
+        texts, labels = needs_parts(self._spec, self._policy), self._spec.parts is not None
+        shard = self._dataset.open_shard(self._shards[number], texts, verify=True, labels=labels)
         return shard, plan_shard(shard, self._spec, self._policy, self._key(number), epoch)
 
-    def _pack(self, number: int) -> _PackedShard:
+    def _pack(self, number: int) -> PackedShard:
         """Plans shard `number`, or under `pairs` shard and epoch in one number."""
         epoch, number = divmod(number, len(self._shards))
         try:
@@ -348,10 +351,7 @@ class PackedSplit:
                 f"{self._shards[number].name} of {self._dataset.name} was damaged when its examples were counted; "
                 f"remove the counts in {self._dataset.path / '.cache'} and start again"
             )
-        address = shard.start[packed.document] + packed.begin
-        pieces = np.stack((address, packed.length, packed.column), axis=1).astype(self._narrow)
-        start = packed.example_start.astype(self._narrow)
-        return _PackedShard(shard.tokens.data, start.data, pieces.reshape(-1).data, packed.random)
+        return PackedShard.of(shard, packed, self._narrow, self._first_document[number])
 
     def _count(self, number: int) -> int:
         shard = self._dataset.read_index(self._shards[number], needs_parts(self._spec, self._policy))

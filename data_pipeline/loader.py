@@ -21,6 +21,7 @@ from data_pipeline.config import Config
 from data_pipeline.corruption import CorruptShardError, CorruptShards
 from data_pipeline.dataset import max_open_shards
 from data_pipeline.exclusions import Exclusions
+from data_pipeline.length_groups import LengthGroups
 from data_pipeline.mixed import AnyDataset, MixedSplit, named_sources
 from data_pipeline.mixture import PERIOD, Mixture, Schedule
 from data_pipeline.order import ORDER_VERSION, ExampleOrder, Replica, SinglePass
@@ -28,7 +29,7 @@ from data_pipeline.policies import packing_digest
 from data_pipeline.prefetch import Prefetcher
 from data_pipeline.rows import RowMaker
 from trainer.errors import ConfigError, DataError
-from trainer.examples import Batch, Examples, PackSpec
+from trainer.examples import Batch, Examples, PackSpec, TaskRow
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ class StreamingLoader:
     batch needs: rows that a share does not fill are copies of an example with weight 0. To what `collate` gives, each
     micro-batch of B rows adds
 
-        dropout_key   int32 [B], key of the row's dropout, by global example number
+        dropout_key   int32 [B], key of the row's dropout, by global example number; of rows of several sequences,
+                      [B, sequences]
         number        int64 [B], the global example number; -1 for a row that only pads
         source        int64 [B], the number of its dataset in `sources`
         example       int64 [B], the example's number in the split of its dataset; -1 for a row that only pads
@@ -63,8 +65,15 @@ class StreamingLoader:
         digest        int64 [B], a hash of dataset, epoch, example and input tokens; 0 for a row that only pads
         filled        int64 [B], the row's cells that hold a token; 0 for a row that only pads
 
-    A row of a corrupt shard that is passed over has its names, and is of weight, digest and filled 0: another example
-    stands in for it.
+    and where examples are rows of a task
+
+        document      int64 [B], the row's number in the split of its dataset; -1 for a row that only pads
+        begin         int64 [B], the first token of the row's last piece, counted through the row's texts
+        column        int64 [B], the cell where that token stands
+        length        int64 [B], the tokens of that piece
+
+    A row of a corrupt shard that is passed over has its names, and is of weight, digest and filled 0 and of document
+    -1: another example stands in for it.
 
     Attributes:
         micro_batches: micro-batches in every step, the same on all replicas.
@@ -116,6 +125,7 @@ class StreamingLoader:
         named = named_sources(dataset)
         if finite:  # some may have no held-out documents
             named = {name: source for name, source in named.items() if source.manifest.splits.get(split)} or named
+        self._named, self._split = named, split
         self._packed = MixedSplit(named, split, pack_spec, config.packing, seed)
         self.sources, self._finite = self._packed.sizes, finite
         self._mixture: Mixture | None = None
@@ -142,14 +152,18 @@ class StreamingLoader:
             remote = [source.remote is not None for source in named.values()]  # these stay in the cache while open
             self._packed.keep_open([each + (0 if far else spare) for each, far in zip(of_each, remote, strict=True)])
             most = sum(each for each, far in zip(of_each, remote, strict=True) if far)
+        self._group = config.group_by_length
+        if self._group and (pack_spec.parts is None or pack_spec.parts.choices > 1):
+            raise ConfigError("data.group_by_length is for rows of tasks of one sequence each; set it to null")
         self._accept_change, self._skips_corrupt = config.on_change == "accept", config.on_corrupt == "skip"
         self._batch_size, self._prefetch, self._largest = global_batch_size, config.prefetch, largest
         self._prefetcher: Prefetcher | None = None
         shards = [(source, shard) for source in named.values() for shard in source.shards(split)]
         if any(source.remote for source in named.values()):
             self._prefetcher = Prefetcher([(source.remote, shard) for source, shard in shards], most)
+        self._seed = seed
         self._maker = BatchMaker(
-            order,
+            self._grouped(order),
             self._packed.counts,
             RowMaker(tuple(named.values()), self._packed, pack_spec, collate, seed),
             global_batch_size=global_batch_size,
@@ -172,12 +186,18 @@ class StreamingLoader:
             "lanes": config.lanes,
             "window": config.window,
             "packing": packing_digest(pack_spec, config.packing),
+            "group_by_length": config.group_by_length,
         }
 
     @property
     def examples(self) -> int:
         """Examples in one pass over the split, of all sources together."""
         return self._maker.order.examples
+
+    def _grouped(self, order: ExampleOrder) -> ExampleOrder:
+        if self._group is None:
+            return order
+        return LengthGroups(order, self._packed.cells, self._group, self._seed, self._finite)
 
     def __iter__(self) -> StreamingLoader:
         if self._finite:
@@ -257,6 +277,15 @@ class StreamingLoader:
         found = dict(zip(rows.tolist(), self._packed.documents(at[rows]), strict=True))
         return [found.get(row, []) for row in range(len(numbers))]
 
+    def task_rows(self) -> tuple[list[list[TaskRow]], tuple[str, ...]]:
+        """The rows of the split of each of the `sources`, which are rows of a task, and the names of its labels.
+
+        Raises:
+            DataError: a shard is damaged.
+        """
+        tasks = [source.manifest.task or {} for source in self._named.values()]
+        return [source.rows(self._split) for source in self._named.values()], tuple(tasks[0].get("labels", ()))
+
     @property
     def corrupt(self) -> tuple[tuple[str, str, int], ...]:
         """The shards that are passed over: digest of the dataset, name of the shard, first global example of these."""
@@ -314,7 +343,7 @@ class StreamingLoader:
             # Loaders that knew no mixtures said which dataset it was.
             parts = state.get("mixture") or [[0, {str(state.get("manifest")): PERIOD}]]
             self._mixture.resume(Schedule.of(parts), position, accept=self._accept_change, as_recorded=as_recorded)
-            self._maker.order = self._mixture.order
+            self._maker.order = self._grouped(self._mixture.order)
         self._corrupt = self._corrupt.replaced(state.get("corrupt", ()))
         self._excluded = excluded | self._configured
         self._go_to(position)
@@ -347,5 +376,6 @@ _SAME_AGAIN = {
     "seed": "set seed to the checkpoint's",
     "lanes": "set data.lanes to the checkpoint's",
     "window": "set data.window to the checkpoint's",
+    "group_by_length": "set data.group_by_length to the checkpoint's",
     "packing": "set data.packing and data.sequence_length, and the objective, as the run was started with",
 }

@@ -12,12 +12,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from trainer.config import Tree
 from trainer.errors import DataError
+from trainer.examples import Target
 from trainer.storage import write_text
 
 FORMAT = 1
@@ -90,6 +91,11 @@ class Manifest:
         return self.settings.get("target_file")
 
     @property
+    def task(self) -> dict[str, Any] | None:
+        """For rows of a task, the `target` that they are labelled with, and the names of its `labels`; else None."""
+        return self.settings.get("task")
+
+    @property
     def shards(self) -> tuple[ShardInfo, ...]:
         """The shards of all splits."""
         return tuple(shard for split in sorted(self.splits) for shard in self.splits[split])
@@ -150,6 +156,10 @@ def _check(manifest: Manifest) -> None:
         raise ValueError(f"dtype is {manifest.dtype!r}")
     if unknown := manifest.splits.keys() - _SPLITS:
         raise ValueError(f"the split {min(unknown)!r} is unknown")
+    if (task := manifest.settings.get("task")) is not None:
+        labels = task["labels"] if task["target"] in get_args(Target) else None
+        if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+            raise ValueError(f"settings.task is {task!r}")
     rejected = {f"documents_rejected.{reason}": number for reason, number in manifest.documents_rejected.items()}
     _check_numbers({"vocab_size": manifest.vocab_size, "documents_in": manifest.documents_in, **rejected})
     for split, shards in manifest.splits.items():

@@ -17,7 +17,7 @@ from data_pipeline.order import Location, Order
 from data_pipeline.packing import Int64, ranges
 from data_pipeline.tokenization import Tokenizer
 from trainer.errors import ConfigError, DataError
-from trainer.examples import Examples, PackSpec, Policy
+from trainer.examples import Examples, Labels, PackSpec, Policy
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,13 @@ class MixedSplit:
             ids[rows] = split.ids(within)
         return ids
 
+    def cells(self, at: Location) -> Int64:
+        """The cells that examples which are rows of a task take: int64 [B]."""
+        cells = np.empty_like(at.index)
+        for split, rows, within in self._parts(at):
+            cells[rows] = split.cells(within)
+        return cells
+
     def documents(self, at: Location) -> list[list[tuple[str, int]]]:
         """The (source file, line) of the document of each piece of B examples, example by example."""
         found: list[list[tuple[str, int]]] = [[] for _ in at.index]
@@ -181,4 +188,19 @@ def _merge(parts: Sequence[tuple[Int64, Examples]], weight: npt.NDArray[np.float
         weight=weight,
         isolated=examples[0].isolated,
         random=np.concatenate(random)[by_row] if random else None,
+        labels=_merge_labels([each.labels for each in examples if each.labels is not None], by_row),
+    )
+
+
+def _merge_labels(parts: Sequence[Labels], by_row: Int64) -> Labels | None:
+    """Puts labels of several datasets, end to end, into this order."""
+    if not parts:
+        return None
+    count = np.concatenate([each.count for each in parts])
+    values = ranges((np.cumsum(count) - count)[by_row], count[by_row])
+    return Labels(
+        values=np.concatenate([each.values for each in parts])[values],
+        count=count[by_row],
+        document=np.concatenate([each.document for each in parts])[by_row],
+        begin=np.concatenate([each.begin for each in parts])[by_row],
     )

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from data_pipeline import parts
 from data_pipeline.dataset import Dataset
 from data_pipeline.mixed import MixedSplit
 from data_pipeline.order import Location
 from data_pipeline.packing import Int64
 from trainer.examples import Batch, Examples, PackSpec
-from trainer.hashing import combine, mix, name_key
+from trainer.hashing import U64, combine, mix, name_key
 
 _DROPOUT = name_key("dropout")
 
@@ -47,6 +48,7 @@ class RowMaker:
         valid: npt.NDArray[np.bool_],
         read: Location,
         fed: npt.NDArray[np.bool_],
+        width: int | None = None,
     ) -> Batch:
         """Makes the rows of global examples.
 
@@ -56,36 +58,52 @@ class RowMaker:
             valid: bool [B], whether a row does not only pad.
             read: the places to read, which are others where examples are passed over.
             fed: bool [B], whether a row counts.
+            width: cells of the rows, where all of these are shorter than the longest may be.
 
         Raises:
             DataError: a shard is damaged.
         """
         examples = self._split.read(read, fed.astype(np.float32))
-        arrays = dict(self._collate(examples, self._spec.sequence_length))
+        arrays = dict(self._collate(examples, width or self._spec.sequence_length))
         source = self._split.source(at)
-        arrays["dropout_key"] = combine(self._seed, _DROPOUT, number).astype(np.uint32).view(np.int32)
+        arrays["dropout_key"] = self._dropout_key(number).astype(np.uint32).view(np.int32)
         arrays |= {"number": np.where(valid, number, -1), "source": source, "epoch": at.epoch}
         arrays["example"] = np.where(valid, self._split.ids(at), -1)
-        arrays["digest"] = np.where(fed, _digest(self._key[source], arrays), 0)
+        arrays["digest"] = np.where(fed, _digest(self._key[source], arrays, self._spec.parts is None), 0)
         arrays["filled"] = np.where(fed, _filled(examples, self._spec, arrays), 0)
+        if (labels := examples.labels) is not None:
+            last = np.searchsorted(examples.row, np.arange(len(number)), side="right") - 1
+            arrays |= {"document": np.where(fed, labels.document, -1), "begin": labels.begin}
+            arrays |= {"column": examples.column[last], "length": examples.length[last]}
         return arrays
 
+    def _dropout_key(self, number: Int64) -> U64:
+        """A key for each sequence that the model computes: uint64 [B], or [B, choices] of rows that have several."""
+        if self._spec.parts is None or self._spec.parts.choices == 1:
+            return combine(self._seed, _DROPOUT, number)
+        return combine(self._seed, _DROPOUT, number[:, None], np.arange(self._spec.parts.choices))
 
-def _digest(source: npt.NDArray[np.uint64], arrays: Batch) -> Int64:
-    """Hashes each row's name and input tokens [B, S], [B, T]: int64 [B], to be summed modulo 2**64 over a batch.
 
-    Each column has an odd factor of its own, so that no change of a single token leaves a row's sum as it was.
+def _digest(source: npt.NDArray[np.uint64], arrays: Batch, padding: bool) -> Int64:
+    """Hashes each row's name and input tokens [B, ...]: int64 [B], to be summed modulo 2**64 over a batch.
+
+    Each column has an odd factor of its own, so that no change of a single token leaves a row's sum as it was. Without
+    `padding` it does not depend on how wide the rows are.
     """
     sums = []
     for name in ("tokens", "target_tokens"):
         if name in arrays:
-            tokens = arrays[name].astype(np.uint64)
+            tokens = arrays[name].astype(np.uint64).reshape(len(arrays["epoch"]), -1)
+            if not padding and "segments" in arrays:
+                tokens[arrays["segments"].reshape(tokens.shape) == 0] = 0
             sums.append(tokens @ (mix(np.arange(tokens.shape[1])) | np.uint64(1)))
     return combine(source, arrays["epoch"], arrays["example"], *sums).view(np.int64)
 
 
 def _filled(examples: Examples, spec: PackSpec, arrays: Batch) -> Int64:
     """How many cells of each row hold a token, special tokens included: int64 [B]."""
+    if spec.parts is not None:
+        return parts.filled(examples, spec)
     if spec.sides is not None:  # what a text takes of them is up to the objective
         names = [name for name in ("segments", "target_segments") if name in arrays]
         filled: Int64 = np.sum([np.count_nonzero(arrays[name], axis=1) for name in names], axis=0)

@@ -17,10 +17,15 @@ from data_pipeline.order import Order
 from data_pipeline.tokenization import Tokenizer
 from trainer.config import Kinds, decode, read_tree
 from trainer.errors import ConfigError
+from trainer.examples import Examples
 
 _LEGEND = Text.assemble(
     "predicted tokens: ", ("[masked]", "bold green"), " ", ("[was→is]", "bold yellow"), " ", ("[kept=]", "bold cyan"),
     "; line by line the pieces of an example, with their source", style="dim",
+)  # fmt: skip
+_LEGEND_OF_ROWS = Text.assemble(
+    "texts as they are cut for an example, what is to be ", ("predicted", "bold green"), " of them, and their source",
+    style="dim",
 )  # fmt: skip
 _LEGEND_OF_PAIRS = Text("what a model reads, and → what it is to write", style="dim")
 
@@ -53,7 +58,8 @@ def show(folder: str, experiment: str, overrides: Iterable[str], index: int, cou
     spec = objective.pack_spec(length)
     packed = PackedSplit(dataset, "train", spec, view.data.packing, view.seed)
     order = Order(packed.counts, seed=view.seed, lanes=view.data.lanes, window=view.data.window)
-    console.print(_LEGEND if spec.sides is None else _LEGEND_OF_PAIRS, soft_wrap=True)
+    legend = _LEGEND if spec.sides is None else _LEGEND_OF_PAIRS
+    console.print(legend if spec.parts is None else _LEGEND_OF_ROWS, soft_wrap=True)
     for number in range(index, index + count):
         at = order.locate([number])
         examples = packed.read(at, np.ones(1, dtype=np.float32))
@@ -74,6 +80,9 @@ def show(folder: str, experiment: str, overrides: Iterable[str], index: int, cou
             soft_wrap=True,
         )
         (sources,) = packed.documents(at)
+        if dataset.manifest.task is not None and spec.parts is not None:
+            _print_row(row, examples, sources[0], dataset.manifest.task, tokenizer, console)
+            continue
         if spec.sides is not None:
             _print_pairs(row, sources, tokenizer, console)
             continue
@@ -83,6 +92,50 @@ def show(folder: str, experiment: str, overrides: Iterable[str], index: int, cou
         for name, first, end, (file, line) in zip(names, begin, [*begin[1:], cells], sources, strict=True):
             source = f"{name}{file}:{line}  "
             console.print(Text.assemble((source, "dim blue"), *_render(row, first, end, tokenizer)), soft_wrap=True)
+
+
+def _print_row(
+    row: dict[str, Any],
+    examples: Examples,
+    source: tuple[str, int],
+    task: dict[str, Any],
+    tokenizer: Tokenizer,
+    console: Console,
+) -> None:
+    """Prints the texts of a row of a task, a line each, and what is to be predicted, in them or below them."""
+    target, names = task["target"], task["labels"]
+    labels: Any = row.get("labels")
+    texts = [[(tokens, "")] for tokens in np.split(examples.tokens, np.cumsum(examples.length)[:-1])]
+    last, column, below = texts[-1][0][0], int(examples.column[-1]), ""
+    if target == "choice":
+        texts = [texts[0], *texts[1::2]]  # the first one is in front of each of the others
+        texts[1 + int(labels)] = [(tokens, "→") for tokens, _ in texts[1 + int(labels)]]
+    elif target == "tags":
+        tags = labels[column : column + len(last)]
+        at = np.flatnonzero(tags >= 0)
+        marks = ["" if names[tag] == "O" else names[tag] for tag in tags[at].tolist()]
+        texts[-1] = list(zip(np.split(last, at), ["", *marks], strict=True))
+    elif target == "span" and labels.any():
+        texts[-1] = list(zip(np.split(last, labels - column + np.array([0, 1])), ("", "→", ""), strict=True))
+    elif target == "span":
+        below = "no answer here"
+    elif target == "number":
+        below = f"{labels:g}"
+    elif "probabilities" in row:
+        below = ", ".join(f"{name} {share:g}" for name, share in zip(names, row["probabilities"], strict=True))
+    else:
+        below = names[labels]
+    console.print(Text(f"{source[0]}:{source[1]}", "dim blue"), soft_wrap=True)
+    for text in texts:
+        line = Text("  ")
+        for tokens, mark in text:
+            if len(tokens):
+                part = tokenizer.decode(tokens.tolist()).strip().replace("\n", "↵")
+                line.append(f"{part} " if not mark else f"[{mark} {part}] ", "bold green" if mark else "")
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+    if below:
+        console.print(Text(f"→ {below}", "bold green"), soft_wrap=True)
 
 
 def _print_pairs(row: dict[str, Any], sources: list[tuple[str, int]], tokenizer: Tokenizer, console: Console) -> None:

@@ -9,6 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from data_pipeline import tokenization_huggingface as huggingface
 from data_pipeline import tokenization_sentencepiece as sentencepiece
 from data_pipeline.shards import Tokens
@@ -107,6 +110,9 @@ class Backend(Protocol):
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """The ids of each text, without special tokens, in the narrowest unsigned type that holds the vocabulary."""
 
+    def encode_aligned(self, texts: Sequence[str]) -> list[tuple[Tokens, npt.NDArray[np.int64]]]:
+        """The ids of each text as `encode` gives them, and int64 [T, 2], the (begin, end) characters of each token."""
+
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`, special tokens included."""
 
@@ -179,6 +185,16 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """The ids of each text, without special tokens, in the narrowest unsigned type that holds the vocabulary."""
         return self._backend.encode(texts)
+
+    def encode_aligned(self, texts: Sequence[str]) -> list[tuple[Tokens, npt.NDArray[np.int64]]]:
+        """The ids of each text as `encode_batch` gives them, and the characters that its tokens stand for.
+
+        Returns:
+            For each text its T ids and int64 [T, 2], the (begin, end) of each token as indices of the text, without
+            white space around it. Tokens that share a character have the same one; of those that stand for nothing but
+            white space begin and end are equal. Both are ascending.
+        """
+        return self._backend.encode_aligned(texts)
 
     def decode(self, ids: Sequence[int] | Tokens) -> str:
         """The text of `ids`, special tokens included."""

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from data_pipeline.alignment import trim
 from data_pipeline.manifest import token_dtype
 from data_pipeline.shards import Tokens
 from data_pipeline.words import WordEncoder, ends_tokens_with_words
@@ -94,6 +96,7 @@ class HuggingFace:
             special=tuple(sorted(special)),
             continuing=_continuing(backend, vocab),
             sentinels=tuple(vocab[f"<extra_id_{n}>"] for n in range(sentinels)),
+            between=_between(backend),
         )
         self._dtype = token_dtype(self.vocabulary.size)
 
@@ -114,6 +117,13 @@ class HuggingFace:
             return self._words.encode_batch(texts)
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
+
+    def encode_aligned(self, texts: Sequence[str]) -> list[tuple[Tokens, npt.NDArray[np.int64]]]:
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.array(encoding.ids, self._dtype), trim(text, np.array(encoding.offsets, np.int64).reshape(-1, 2)))
+            for text, encoding in zip(texts, encodings, strict=True)
+        ]
 
     def decode(self, ids: list[int]) -> str:
         return self._backend.decode(ids, skip_special_tokens=False)
@@ -198,6 +208,21 @@ def _set_template(backend: tokenizers.Tokenizer) -> None:
         if cls_id is not None and sep_id is not None:
             backend.post_processor = template((sep, sep_id), (cls, cls_id))
             return
+
+
+def _between(backend: tokenizers.Tokenizer) -> int:
+    """How many special tokens the tokenizer's own template puts between two texts; 1 where it has none."""
+    if backend.post_processor is None:
+        return 1
+    settings = json.loads(backend.post_processor.__getstate__())
+    for part in settings.get("processors", [settings]):
+        if part["type"] == "RobertaProcessing":
+            return 2
+        if part["type"] == "TemplateProcessing":
+            kinds = [next(iter(piece)) for piece in part["pair"]]  # SpecialToken or Sequence
+            first, *others = (i for i, kind in enumerate(kinds) if kind == "Sequence")
+            return max(1, others[0] - first - 1) if others else 1
+    return 1
 
 
 def _explicit(settings: Any) -> Any:

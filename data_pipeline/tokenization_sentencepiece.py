@@ -12,10 +12,12 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import sentencepiece
 from google.protobuf.message import DecodeError
-from sentencepiece import sentencepiece_model_pb2
+from sentencepiece import sentencepiece_model_pb2, sentencepiece_pb2
 
+from data_pipeline.alignment import trim
 from data_pipeline.manifest import token_dtype
 from data_pipeline.shards import Tokens
 from trainer.errors import ConfigError, DataError
@@ -23,7 +25,8 @@ from trainer.examples import Vocabulary
 
 MODEL = "spiece.model"  # what transformers calls the file
 
-_protocol: Any = sentencepiece_model_pb2  # its classes are made when it is imported
+_protocol: Any = sentencepiece_model_pb2  # their classes are made when they are imported
+_encoded: Any = sentencepiece_pb2
 _SPACE = "▁"  # begins the first piece of a word
 _SENTINELS_OF_T5 = 100
 # Classes of transformers. Others than these shift the ids of their model, or change the text before.
@@ -156,6 +159,7 @@ class SentencePiece:
             special=tuple(sorted(self._special)),
             continuing=tuple(i for i, piece in enumerate(pieces) if not piece.startswith(_SPACE)),
             sentinels=tuple(range(size - 1, len(pieces) - 1, -1)),
+            between=1,
         )
         self.names = {f"{role}_token": pieces[ids[role]] for role in ("pad", "unk", "eos") if ids[role] >= 0}
         # The classes of T5 in transformers run unigram models only, and none of them bytes.
@@ -172,6 +176,33 @@ class SentencePiece:
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         # Word by word, as `words` does it, is half as fast: the library itself is quicker than looking words up.
         return [np.array(ids, self._dtype) for ids in self._processor.encode(list(texts), num_threads=1)]
+
+    def encode_aligned(self, texts: Sequence[str]) -> list[tuple[Tokens, npt.NDArray[np.int64]]]:
+        encoded = self._processor.encode(list(texts), out_type="serialized_proto", num_threads=1)
+        return [self._align(text, content) for text, content in zip(texts, encoded, strict=True)]
+
+    @cached_property
+    def _kinds(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Which pieces are nothing but spaces, and which are bytes."""
+        pieces = range(self._processor.get_piece_size())
+        spaces = [self._processor.id_to_piece(i).strip(_SPACE) == "" for i in pieces]
+        return np.array(spaces, dtype=np.bool_), np.array([self._processor.is_byte(i) for i in pieces], dtype=np.bool_)
+
+    def _align(self, text: str, content: bytes) -> tuple[Tokens, npt.NDArray[np.int64]]:
+        pieces = _encoded.SentencePieceText.FromString(content).pieces
+        table = np.array([(piece.id, piece.begin, piece.end) for piece in pieces], dtype=np.int64).reshape(-1, 3)
+        ids = table[:, 0]
+        # It counts bytes of UTF-8, of which those that go on with a character begin with the bits 10.
+        is_first = np.frombuffer(text.encode(), dtype=np.uint8) & 0xC0 != 0x80
+        whole = np.concatenate(([0], np.cumsum(is_first)))[table[:, 1:]]
+        spans = trim(text, whole)
+        # Of the pieces of a character, which are bytes or what it is normalised to, the library gives it to the last.
+        spaces, of_bytes = self._kinds
+        is_space = spaces[ids] | (of_bytes[ids] & (whole[:, 0] < whole[:, 1]))
+        part = (spans[:, 0] == spans[:, 1]) & ~is_space
+        own = np.flatnonzero(~part)
+        spans[part] = np.append(spans[own], [[len(text)] * 2], axis=0)[np.searchsorted(own, np.flatnonzero(part))]
+        return ids.astype(self._dtype), spans
 
     def decode(self, ids: list[int]) -> str:
         text = ""

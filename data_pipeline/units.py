@@ -11,18 +11,20 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from data_pipeline import sentences
 from data_pipeline.manifest import ShardInfo, token_dtype
-from data_pipeline.packing import Int64
 from data_pipeline.shards import Tokens, write_shard
-from data_pipeline.sources import BadRecord, PairSource, Record, Source
+from data_pipeline.sources import BadRecord, PairSource, Record, Source, TaskSource
+from data_pipeline.task_rows import Encoded, encode
 from data_pipeline.tokenization import Tokenizer
+from trainer.examples import TaskRow
 from trainer.storage import write_text
 
 _BATCH_CHARACTERS = 2**20
@@ -128,6 +130,16 @@ def outcome_path(folder: Path, index: int) -> Path:
     return folder / ".build" / f"{index:06d}.json"
 
 
+class _Parsed(NamedTuple):
+    """What a record holds: texts that are tokenised each by itself, and for a task the row that they are of."""
+
+    file: int
+    line: int
+    heldout: bool
+    texts: list[str]
+    row: TaskRow | None = None
+
+
 class UnitWriter:
     """Tokenises units and writes their shards and outcomes; each worker process has one."""
 
@@ -144,7 +156,7 @@ class UnitWriter:
         self._tokenizer = Tokenizer.load(folder / "tokenizer")
         self._dtype = token_dtype(self._tokenizer.vocabulary.size)
         self._folder, self._source, self._heldout_fraction, self._build = folder, source, heldout_fraction, build
-        self._splitter, self._is_pairs = splitter, isinstance(source, PairSource)
+        self._splitter = splitter
 
     def __call__(self, unit: Unit) -> Outcome:
         """Writes the unit's shards, then its outcome.
@@ -154,68 +166,86 @@ class UnitWriter:
         """
         # From the first shard on, what an earlier build of other settings said about this unit would be wrong.
         outcome_path(self._folder, unit.index).unlink(missing_ok=True)
-        texts, heldout = list[list[str]](), list[bool]()
-        origin, rejected = list[tuple[int, int]](), list[tuple[int, int, str]]()
+        parsed, rejected = list[_Parsed](), list[tuple[int, int, str]]()
         for record in unit.records:
             try:
-                key, parts = self._parse(record)
-                texts.append(parts)
-                heldout.append(hashed_share(key, "heldout") < self._heldout_fraction)
-                origin.append((record.file, record.line))
+                parsed.append(self._parse(record))
             except BadRecord as error:
                 rejected.append((record.file, record.line, str(error)))
-        encoded = [document for batch in _batches(texts) for document in self._encode(batch)]
-        documents = [tokens for tokens, _ in encoded]
-        # Text of nothing but control characters, say, normalises to nothing.
-        sound = [len(parts) == 2 if self._is_pairs else len(tokens) > 0 for tokens, parts in encoded]
-        reason = "no tokens in the source or the target" if self._is_pairs else "no tokens"
-        rejected += [(*place, reason) for place, good in zip(origin, sound, strict=True) if not good]
-        shards = {}
-        for split, chosen in (("train", False), ("heldout", True)):
-            members = [i for i, good in enumerate(sound) if heldout[i] == chosen and good]
-            if members:
-                shards[split] = write_shard(
-                    self._folder / f"{split}-{unit.index:06d}.tar",
-                    [documents[i] for i in members],
-                    np.array([origin[i] for i in members], np.uint32),
-                    self._dtype,
-                    [encoded[i][1] for i in members] if self._splitter or self._is_pairs else None,
-                )
-        # Of the special tokens, text produces no other.
-        unknown = sum(int(np.isin(tokens, self._tokenizer.vocabulary.special).sum()) for tokens in documents)
+        encoded = (document for batch in _batches(parsed) for document in self._encode(batch))
+        members: dict[bool, list[tuple[_Parsed, Encoded]]] = {False: [], True: []}
+        for origin, document in zip(parsed, encoded, strict=True):
+            if isinstance(document, str):
+                rejected.append((origin.file, origin.line, document))
+            else:
+                members[origin.heldout].append((origin, document))
+        shards, unknown = {}, 0
+        for split, heldout in (("train", False), ("heldout", True)):
+            if members[heldout]:
+                shards[split] = self._write(f"{split}-{unit.index:06d}.tar", *zip(*members[heldout], strict=True))
+            # Of the special tokens, text produces no other.
+            special = self._tokenizer.vocabulary.special
+            unknown += sum(int(np.isin(document.tokens, special).sum()) for _, document in members[heldout])
         outcome = Outcome(self._build, unit.digest, len(unit.records), tuple(sorted(rejected)), shards, unknown)
         outcome.save(outcome_path(self._folder, unit.index))
         return outcome
 
-    def _parse(self, record: Record) -> tuple[str, list[str]]:
-        """The text whose hash chooses the split, and the parts that are tokenised each by itself."""
+    def _parse(self, record: Record) -> _Parsed:
+        row, source = None, self._source
+        if isinstance(source, TaskSource):
+            row = source.parse_row(record)
+            texts = list(row.texts)
+            if source.first_heldout is not None:
+                return _Parsed(record.file, record.line, record.file >= source.first_heldout, texts, row)
+            key = "\n".join(texts)
+        elif isinstance(source, PairSource):
+            texts = list(source.parse_pair(record))
+            key = texts[0]  # so that all targets of a source go to the same split
+        else:
+            key = source.parse(record)
+            texts = [key] if self._splitter is None else sentences.split(key, self._splitter)
+        heldout = hashed_share(key, "heldout") < self._heldout_fraction
+        return _Parsed(record.file, record.line, heldout, texts, row)
+
+    def _encode(self, batch: Sequence[_Parsed]) -> list[Encoded | str]:
+        """The document of each record, or why it holds none."""
+        if isinstance(self._source, TaskSource):
+            rows = [parsed.row for parsed in batch if parsed.row is not None]
+            return encode(rows, self._tokenizer, self._source.target)
+        remaining = iter(self._tokenizer.encode_batch([text for parsed in batch for text in parsed.texts]))
+        documents = [_join(list(itertools.islice(remaining, len(parsed.texts)))) for parsed in batch]
+        # Text of nothing but control characters, say, normalises to nothing.
         if isinstance(self._source, PairSource):
-            source, target = self._source.parse_pair(record)
-            return source, [source, target]  # so that all targets of a source go to the same split
-        text = self._source.parse(record)
-        return text, [text] if self._splitter is None else sentences.split(text, self._splitter)
+            return [each if len(each.parts) == 2 else "no tokens in the source or the target" for each in documents]
+        return [each if len(each.tokens) else "no tokens" for each in documents]
 
-    def _encode(self, texts: list[list[str]]) -> list[tuple[Tokens, Int64]]:
-        """The tokens of each text and, where it may have several parts, the offsets of their first tokens."""
-        encoded = self._tokenizer.encode_batch(list(itertools.chain.from_iterable(texts)))
-        if self._splitter is None and not self._is_pairs:
-            return [(tokens, np.zeros(0, dtype=np.int64)) for tokens in encoded]
-        remaining = iter(encoded)
-        return [_join(list(itertools.islice(remaining, len(parts)))) for parts in texts]
-
-
-def _join(parts: list[Tokens]) -> tuple[Tokens, Int64]:
-    """Puts the parts of a text together: all tokens, and the offsets of the first ones."""
-    length = np.array([len(part) for part in parts])
-    return np.concatenate(parts), (np.cumsum(length) - length)[length > 0]
+    def _write(self, name: str, origins: Sequence[_Parsed], documents: Sequence[Encoded]) -> ShardInfo:
+        is_task = isinstance(self._source, TaskSource)
+        has_parts = is_task or isinstance(self._source, PairSource) or self._splitter is not None
+        rows = [document.row for document in documents if document.row is not None]
+        return write_shard(
+            self._folder / name,
+            [document.tokens for document in documents],
+            np.array([(origin.file, origin.line) for origin in origins], np.uint32),
+            self._dtype,
+            [document.parts for document in documents] if has_parts else None,
+            [document.labels for document in documents] if is_task else None,
+            rows if is_task and origins[0].heldout else None,
+        )
 
 
-def _batches(texts: list[list[str]]) -> Iterator[list[list[str]]]:
-    """Groups texts by about a million characters, to bound the memory of the tokenizer's answer."""
-    batch, characters = list[list[str]](), 0
-    for text in texts:
-        batch.append(text)
-        characters += sum(map(len, text))
+def _join(texts: list[Tokens]) -> Encoded:
+    """Puts the texts of a document together."""
+    length = np.array([len(text) for text in texts])
+    return Encoded(np.concatenate(texts), (np.cumsum(length) - length)[length > 0])
+
+
+def _batches(documents: list[_Parsed]) -> Iterator[list[_Parsed]]:
+    """Groups documents by about a million characters, to bound the memory of the tokenizer's answer."""
+    batch, characters = list[_Parsed](), 0
+    for document in documents:
+        batch.append(document)
+        characters += sum(map(len, document.texts))
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

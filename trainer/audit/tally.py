@@ -50,20 +50,26 @@ class Pass:
 class Tally:
     """The passes over one source in one data order.
 
-    A lane of the order reads its part of each pass in turn, so a pass is over when every lane is beyond it.
+    A lane of the order reads its part of each pass in turn, so a pass is over when every lane is beyond it. Of an order
+    that is grouped by length, which hides the lanes, it is over when there has been a pool without any of it, and with
+    so many examples that all lanes have a part in it.
 
     Attributes:
         size: examples in a pass.
         lanes: of the order.
+        pool: where it is grouped by length, how many examples are arranged anew at a time.
         passes: by their numbers.
     """
 
     size: int
     lanes: int
+    pool: int | None = None
     passes: dict[int, Pass] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._reached = np.full(self.lanes, -1)
+        self._pool = -1  # that the examples added last are of
+        self._of_pool = np.zeros(0, dtype=np.int64)  # their passes
 
     def add(self, fed: Columns, times: Int64, excluded: npt.NDArray[np.bool_]) -> None:
         """Adds consecutive examples of the order.
@@ -73,12 +79,23 @@ class Tally:
             times: how often each was fed.
             excluded: which of them the run passed over.
         """
-        np.maximum.at(self._reached, fed["number"] % self.lanes, fed["epoch"])
+        if self.pool is None:
+            np.maximum.at(self._reached, fed["number"] % self.lanes, fed["epoch"])
+        else:
+            self._add_pools(fed["number"] // self.pool, fed["epoch"])
         for epoch in np.unique(fed["epoch"]).tolist():
             rows = fed["epoch"] == epoch
             each = self.passes.setdefault(epoch, Pass(np.zeros(self.size, dtype=np.bool_)))
             each.add(fed["example"][rows], times[rows])
             each.exclude(fed["example"][rows & excluded])
+
+    def _add_pools(self, pool: Int64, epoch: Int64) -> None:
+        for each in np.unique(pool).tolist():
+            if each > self._pool:  # the one before is complete
+                if len(self._of_pool) >= 2 * self.lanes:
+                    self._reached[:] = self._of_pool.min()
+                self._pool, self._of_pool = each, self._of_pool[:0]
+            self._of_pool = np.concatenate((self._of_pool, epoch[pool == each]))
 
     def is_over(self, number: int) -> bool:
         """Whether the order has left a pass behind."""

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from data_pipeline.exclusions import Exclusions
+from data_pipeline.length_groups import GROUPS
 from trainer.audit.batches import Columns, Run, columns
 from trainer.audit.tally import Int64, Tally
 from trainer.checkpoint import integrity
@@ -167,8 +168,9 @@ def _remake(run: Run, stretch: Stretch, verdict: Verdict) -> Iterator[str]:
     sums = np.zeros(len(stretch.fed), dtype=np.uint64)
     with run.loader(stretch.order, stretch.first, stretch.end) as loader, _progress(order) as progress:
         task = progress.add_task("", total=stretch.end - stretch.first)
+        lanes, group = stretch.order["data"]["lanes"], stretch.order["data"].get("group_by_length")
         tallies = [
-            verdict.tallies.setdefault((order, name), Tally(size, stretch.order["data"]["lanes"]))
+            verdict.tallies.setdefault((order, name), Tally(size, lanes, group and GROUPS * group))
             for name, size in loader.sources
         ]
         for part in columns(loader, ("digest", "source", "epoch", "example", "filled"), stretch.end):

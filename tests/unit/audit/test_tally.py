@@ -38,6 +38,27 @@ def test_a_pass_is_over_when_all_lanes_have_left_it_or_nothing_is_left() -> None
     assert ends == [False, False, True]
 
 
+def test_a_pass_in_groups_by_length_is_over_when_a_pool_has_none_of_it() -> None:
+    """Pools of 30 examples, in any order: nothing counts as lost that is yet to come."""
+    epoch, example = passes(6 * SIZE)
+    draw = np.random.default_rng(0)
+    arranged = np.concatenate([first + draw.permutation(30) for first in range(0, 6 * SIZE, 30)])
+
+    def over(example: np.ndarray, count: int) -> list[bool]:
+        found = Tally(SIZE, LANES, pool=30)
+        for number in np.array_split(np.arange(count), 7):
+            at = arranged[number]
+            columns = {"number": number, "epoch": epoch[at], "example": example[at]}
+            found.add(columns, np.ones(len(at), dtype=np.int64), np.zeros(len(at), dtype=np.bool_))
+        return [found.is_over(each) for each in sorted(found.passes)]
+
+    for count in range(8, 6 * SIZE + 1):
+        complete = [np.sum(epoch[arranged[:count]] == each) == SIZE for each in np.unique(epoch[arranged[:count]])]
+        assert over(example, count) == complete
+    example[5] = example[6]  # one is missing, which shows when a pool with no other of its pass is complete
+    assert [over(example, count)[0] for count in (30, 60, 61)] == [False, False, True]
+
+
 def test_lost_and_repeated_examples_are_counted_in_their_pass() -> None:
     epoch, example = passes(3 * SIZE)
     example[SIZE + 3] = example[SIZE + 15]

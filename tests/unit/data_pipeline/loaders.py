@@ -34,7 +34,9 @@ def make_loader(folder: Path, index: int = 0, count: int = 1, **changes: Any) ->
     config = replace(
         config,
         **{
-            name: changes.pop(name) for name in ("packing", "lanes", "window", "prefetch", "exclude") if name in changes
+            name: changes.pop(name)
+            for name in ("packing", "lanes", "window", "prefetch", "exclude", "group_by_length")
+            if name in changes
         },
     )
     settings = {**settings, "collate": lay_out, "replica": Replica(index, count), **changes}

@@ -176,6 +176,9 @@ def test_gpt2_vocab_json_and_merges_give_the_ids_of_transformers(tmp_path, speci
     expected = (None, 0, 0, None) if len(special) == 1 else (1, 0, 2, 4)
     v = ours.vocabulary
     assert (v.pad, v.cls, v.sep, v.mask) == expected
+    theirs.save_pretrained(tmp_path / "theirs")
+    between = Tokenizer.load(tmp_path / "theirs").vocabulary.between
+    assert between == v.between == (1 if len(special) == 1 else 2)
 
 
 def test_roles_come_from_the_settings_of_the_folder(tmp_path):

@@ -1,0 +1,64 @@
+"""Rows of a task as lines of JSON, as held-out shards keep them: what scores compare predictions with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from trainer.examples import TaskRow
+
+_NAMES = {field.name for field in dataclasses.fields(TaskRow)}
+
+
+def dump(row: TaskRow) -> bytes:
+    """A line, with its end."""
+    return json.dumps({name: getattr(row, name) for name in sorted(_NAMES)}).encode() + b"\n"
+
+
+def load(line: bytes) -> TaskRow:
+    """The row of a line, which may be anybody's.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        tree = json.loads(line)
+    except RecursionError:
+        raise ValueError("a row has objects in objects without end") from None
+    if not isinstance(tree, dict) or not tree.keys() <= _NAMES or "texts" not in tree:
+        raise ValueError("a row is no object with the fields of one")
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()}
+    row = TaskRow(**fields)
+    row = dataclasses.replace(row, spans=_pairs(row.spans, 3), offsets=_pairs(row.offsets, 2))
+    sound = {
+        "texts": _are(row.texts, str) and len(row.texts) > 0,
+        "label": row.label is None or _is_number(row.label),
+        "answers": _are(row.answers, str),
+        "group": isinstance(row.group, str),
+        "probabilities": isinstance(row.probabilities, tuple) and all(map(_is_number, row.probabilities)),
+    }
+    if wrong := [name for name, good in sound.items() if not good]:
+        raise ValueError(f"the {wrong[0]} of a row are not of their type")
+    end = len(row.texts[-1])
+    if not all(0 <= span[0] <= span[1] <= end and span[-1] >= 0 for span in (*row.spans, *row.offsets)):
+        raise ValueError("a row has spans outside of its text")
+    return row
+
+
+def _pairs(values: Any, size: int) -> Any:
+    """Lists of `size` whole numbers as tuples."""
+    if not isinstance(values, tuple) or not all(
+        isinstance(v, list) and len(v) == size and _are(v, int) for v in values
+    ):
+        raise ValueError("the spans of a row are not of their type")
+    return tuple(map(tuple, values))
+
+
+def _are(values: Any, kind: type) -> bool:
+    return isinstance(values, tuple | list) and all(type(value) is kind for value in values)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int or (type(value) is float and math.isfinite(value))
