@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeAlias, get_args, get_type_hints
 
-from data_pipeline.mixed import AnyDataset
+from torch import Tensor
+
+from data_pipeline.mixed import AnyDataset, named_sources
 from data_pipeline.tokenization import Tokenizer
 from trainer.config import to_tree
 from trainer.errors import CheckpointError, ConfigError
@@ -25,6 +29,10 @@ _ARCHITECTURES = {  # the first of these properties that a model has, else it is
     "causal": ("a left-to-right language model", "language_model"),
 }
 _ENCODER = ("an encoder", "encoder")
+_OF_DECODER = ("decoder.", "decoder_norm.", "decoder_bias.")  # what the names of its parameters begin with
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Of parameters, by name."""
 
 
 def check_fit(experiment: Experiment, dataset: AnyDataset, objective: Objective, model: Any) -> None:
@@ -49,7 +57,11 @@ def check_fit(experiment: Experiment, dataset: AnyDataset, objective: Objective,
             )
     if hasattr(experiment.strategy, "check"):
         experiment.strategy.check(to_tree(experiment))
-    _check_architecture(experiment, objective)
+    _check_head(experiment, dataset, objective)
+    if objective.model_settings.get("head", "language_model") == "language_model":
+        _check_architecture(experiment, objective)
+    else:
+        _check_cells(experiment, dataset, objective)
     has, needed = getattr(experiment.model, "nsp", False), objective.model_settings.get("nsp", False)
     if has != needed:
         raise ConfigError(
@@ -89,26 +101,92 @@ def _check_architecture(experiment: Experiment, objective: Objective) -> None:
     )
 
 
-def _architecture(has: Callable[[str], bool]) -> tuple[str, str]:
+def _check_head(experiment: Experiment, dataset: AnyDataset, objective: Objective) -> None:
+    """Refuses a model whose head is another one than the objective's, or not for the dataset's labels."""
+    model, needed = experiment.model, objective.model_settings.get("head", "language_model")
+    has = getattr(model, "head", "language_model")
+    if has != needed:
+        raise ConfigError(
+            f"model.head is {has}, and this objective is for models with head {needed}; set model.head={needed}, or "
+            "with init_from leave model.kind out, which gives the model of the weights that head"
+        )
+    for source in named_sources(dataset).values():
+        labels = tuple((source.manifest.task or {}).get("labels", ()))
+        if needed in ("classification", "tagging") and labels != model.labels:
+            raise ConfigError(
+                f"the labels of {source.name} are {', '.join(labels)}, and model.labels is {', '.join(model.labels)}; "
+                f"set model.labels='{json.dumps(labels)}', in this order"
+            )
+
+
+def _check_cells(experiment: Experiment, dataset: AnyDataset, objective: Objective) -> None:
+    """Refuses a model to which the cells that a task's objective reads say something else."""
+    model, settings = experiment.model, objective.model_settings
+    kind = type(model).__module__.rpartition(".")[2]
+    if settings.get("causal") and not getattr(model, "causal", False):
+        raise ConfigError(
+            f"the objective scores the token after each, too, and the model, {kind}, does not; set "
+            "objective.lm_weight=0, or choose a left-to-right model, as gpt2"
+        )
+    decodes = getattr(model, "decoder", False)
+    if settings.get("decoder", decodes) != decodes:
+        reads, instead = ("first", "last") if decodes else ("last", "first")
+        why = "a decoder, which has seen nothing there" if decodes else "an encoder, which is to read [CLS]"
+        raise ConfigError(
+            f"the objective reads the {reads} cell of a sequence, and the model, {kind}, has {why}; set "
+            f"objective.reads={instead}, or choose another model"
+        )
+    start, pad = getattr(model, "start_token", None), dataset.tokenizer.vocabulary.pad
+    if decodes and start not in (None, pad):
+        raise ConfigError(
+            f"the decoder of {kind} begins with the token of padding, of id {start}, and in {dataset.name} that id is "
+            f"{pad}; build the dataset with T5's tokenizer, or one of algorithm unigram"
+        )
+
+
+def _architecture(has: Callable[[str], object]) -> tuple[str, str]:
     """What a model is, in words, and as T5's `architecture` and the objectives' `layout` call it."""
     return next((names for each, names in _ARCHITECTURES.items() if has(each)), _ENCODER)
 
 
-def stored_values(weights: Weights, model: Any, dataset: AnyDataset) -> InitialValues:
-    """The parameters of a trained model, refused unless they fit this model and the dataset's tokens."""
+def stored_values(weights: Weights, model: Any, dataset: AnyDataset, seed: int | None = None) -> InitialValues:
+    """The parameters of a trained model, refused unless they fit this model and the dataset's tokens.
+
+    Args:
+        weights: of the trained model.
+        model: whose parameters are to get the values; its parameters have shapes as long as values are asked for.
+        dataset: that of the run.
+        seed: for the start of a run: draws a task's head that the weights have not, or for other labels. None: the
+            weights are to be those of this very model.
+
+    Raises:
+        CheckpointError: they are of another model. A language model's head is never drawn.
+        ConfigError: the dataset has another tokenizer.
+    """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     stored = {name: weights.tensors.shape(name) for name in weights.tensors}
-    wrong = [name for name, shape in shapes.items() if stored.get(name) != shape]
-    extra = [name for name in stored if name not in shapes]
-    heads = [name for name in extra if name.startswith("nsp_head.")]
-    if heads and len(heads) == len(extra):
-        logger.info("left out, because model.nsp is false: %s", ", ".join(heads))
-        extra = []
+    head, _ = _task(getattr(model, "config", None))
+    places: dict[str, str | None] = dict(zip(shapes, shapes, strict=True))
+    if seed is not None:
+        places |= _new_head(weights, model, shapes, stored)
+    wrong = [name for name, place in places.items() if place is not None and stored.get(place) != shapes[name]]
+    unused = [name for name in stored if name not in shapes and name not in places.values()]
+    unneeded: tuple[str, ...] = ("nsp_head.",) if head == "language_model" or seed is None else ("nsp_head.", "head.")
+    if "head." in unneeded and not any(name.startswith(_OF_DECODER) for name in shapes):
+        unneeded += _OF_DECODER  # which T5's taggers have not
+    extra = [name for name in unused if not name.startswith(unneeded)]
     if wrong or extra:
         raise CheckpointError(
             f"{weights.folder} holds another model than the experiment's: {len(wrong)} parameters are missing or of "
             f"another shape and {len(extra)} are unknown, first {(wrong + extra)[0]}; make the model section match it"
         )
+    if unused:
+        because = "model.nsp is false" if head == "language_model" else f"model.head is {head}"
+        logger.info("left out, because %s: %s", because, ", ".join(unused))
+    if moved := [place for name, place in places.items() if place not in (name, None)]:
+        logger.info("taken for the head: %s", ", ".join(map(str, moved)))
+    if drawn := [name for name, place in places.items() if place is None]:
+        logger.info("drawn anew: %s", ", ".join(drawn))
     with weights.tokenizer_files() as files:
         tokenizer = Tokenizer.load(files)
     if tokenizer.fingerprint != dataset.tokenizer.fingerprint:
@@ -118,4 +196,56 @@ def stored_values(weights: Weights, model: Any, dataset: AnyDataset) -> InitialV
             f"{weights.folder} was trained with another tokenizer than {dataset.name} was built with, so its tokens "
             f"mean other words; {copied}build a dataset with tokenizer.path={folder} and set data.path to it"
         )
-    return lambda name, start, stop: weights.tensors.elements(name, start, stop).float()
+
+    def values(name: str, start: int, stop: int) -> Tensor:
+        if (place := places[name]) is not None:
+            return weights.tensors.elements(place, start, stop).float()
+        own: Tensor = model.initial_values(name, start, stop, seed)
+        return own
+
+    return values
+
+
+def redraw_layers(values: InitialValues, model: Any, layers: int, seed: int) -> InitialValues:
+    """The same values, but for the last layers of each stack and a task's pooler, which are drawn.
+
+    What pre-training made of these is about its own objective, and small tasks may do better without it (Zhang et al.
+    2021, "Revisiting few-sample BERT fine-tuning").
+
+    Raises:
+        ConfigError: the model has fewer layers.
+    """
+    if layers > model.config.layers:
+        raise ConfigError(f"redraw_layers is {layers}, and the model has {model.config.layers} layers; use fewer")
+    ends = re.compile(r"(layers|encoder|decoder)\.(\d+)\.")
+    places = {name: ends.match(name) for name, _ in model.named_parameters()}
+    depth = {
+        stack: 1 + max(int(at[2]) for at in places.values() if at and at[1] == stack)
+        for stack in {at[1] for at in places.values() if at}
+    }
+    drawn = {name for name, at in places.items() if at and int(at[2]) >= depth[at[1]] - layers}
+    drawn |= {name for name in places if name.startswith("head.pooler.")}
+    logger.info("drawn anew: the last %d layers", layers)
+    return lambda name, start, stop: (
+        model.initial_values(name, start, stop, seed) if name in drawn else values(name, start, stop)
+    )
+
+
+def _new_head(weights: Weights, model: Any, shapes: Shapes, stored: Shapes) -> dict[str, str | None]:
+    """The parameters of a task's head that are not those of the weights, for another task or other labels.
+
+    Returns:
+        The name of what each starts from in the weights; None where it is drawn.
+    """
+    (before, before_labels), (head, labels) = _task(weights.config), _task(getattr(model, "config", None))
+    if head == "language_model" or (head, labels) == (before, before_labels):
+        return {}
+    new = [name for name in shapes if name.startswith("head." if head != before else "head.classifier.")]
+    # BERT's fine-tuning goes on with the pooler of next-sentence prediction (Devlin et al. 2019, section 3.2).
+    poolers = {name: f"nsp_{name}" for name in new if name.startswith("head.pooler.")}
+    return {name: place if stored.get(place := poolers.get(name, "")) == shapes[name] else None for name in new}
+
+
+def _task(config: Any) -> tuple[str, tuple[str, ...]]:
+    """What a model's head predicts, and the names of its classes."""
+    return getattr(config, "head", "language_model"), getattr(config, "labels", ())

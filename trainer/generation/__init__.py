@@ -54,6 +54,11 @@ class Generator:
         device: torch.device | None = None,
     ) -> None:
         end = vocabulary.end
+        if model.config.head != "language_model":
+            raise ConfigError(
+                f"this model has a {model.config.head} head, which predicts no words; use one with a head for them, "
+                "as the one that it was fine-tuned from"
+            )
         if isinstance(model, Transformer) and not model.config.causal:
             raise ConfigError(
                 "this model sees a text from both sides, so it cannot go on with one; use a model with an encoder and "

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.config import decode
 from trainer.errors import ConfigError
 from trainer.models import huggingface
-from trainer.models.config import Activation, Norm, TransformerConfig
-from trainer.models.heads import MaskedLMHead, NextSentenceHead
+from trainer.models.config import Activation, Head, Norm, TransformerConfig
+from trainer.models.heads import CellHead, MaskedLMHead, NextSentenceHead, PooledHead
 from trainer.models.transformer import Transformer
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,12 @@ _LAYER = {
     "ffn.down": ("output.dense",),
     "ffn_norm": ("output.LayerNorm",),
 }
+_TASKS: dict[Head, str] = {  # what the architectures with these heads are for
+    "classification": "SequenceClassification",
+    "multiple_choice": "MultipleChoice",
+    "tagging": "TokenClassification",
+    "span": "QuestionAnswering",
+}
 _NSP_HEAD = re.compile(r"(\w+\.)?(pooler\.dense|seq_relationship)\.\w+")
 _BUFFERS = re.compile(r"(\w+\.)?embeddings\.(position|token_type)_ids")  # older versions stored them
 
@@ -68,6 +74,10 @@ class Config(TransformerConfig):
         tied: whether the head shares the matrix of the token embeddings.
         initializer_range: standard deviation of the initial weights.
         nsp: adds a pooler and a head that says whether the second of two segments follows the first (BERT).
+        head: what the model predicts: tokens (`language_model`); or, fine-tuned for a task, the class of a text or pair
+            of texts (`classification`), which of several texts is right (`multiple_choice`), a tag for each token
+            (`tagging`), or the first and last token of an answer (`span`).
+        labels: the names of classes or tags; a `classification` of one label predicts a number.
     """
 
     model_type: ClassVar[str] = "bert"
@@ -81,6 +91,13 @@ class Config(TransformerConfig):
         "decoder": "cls.predictions.decoder",
     }
     nsp_names: ClassVar[Mapping[str, str]] = {"pooler": "bert.pooler.dense", "classifier": "cls.seq_relationship"}
+    task_names: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "classification": {"pooler": "bert.pooler.dense", "classifier": "classifier"},
+        "multiple_choice": {"pooler": "bert.pooler.dense", "classifier": "classifier"},
+        "tagging": {"classifier": "classifier"},
+        "span": {"classifier": "qa_outputs"},
+    }
+    classification_drops_first: ClassVar[bool] = False
 
     vocab_size: int = 30522
     max_positions: int = 512
@@ -91,6 +108,8 @@ class Config(TransformerConfig):
     tied: bool = True
     initializer_range: float = 0.02
     nsp: bool = False
+    head: Head = "language_model"
+    labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,6 +118,10 @@ class Config(TransformerConfig):
         if not self.initializer_range > 0:
             raise ConfigError(f"initializer_range must be above 0, not {self.initializer_range}")
         self.check_heads()
+        for name, why in (("nsp", "goes with a language-model head"), ("causal", "is for language models")):
+            if self.head != "language_model" and getattr(self, name):
+                raise ConfigError(f"{name} {why}, and head is {self.head}; set {name} to false, or leave head out")
+        self.check_task(*_TASKS)
 
     @property
     def head_activation(self) -> Activation:
@@ -116,11 +139,18 @@ class Config(TransformerConfig):
         """Makes the module; its parameters still need their values."""
         return Transformer(
             self,
-            MaskedLMHead(self, self.head_activation),
+            self._build_head(),
             max_positions=self.max_positions,
             types=self.type_vocab,
             nsp_head=NextSentenceHead(self) if self.nsp else None,
         )
+
+    def _build_head(self) -> nn.Module:
+        if self.head == "language_model":
+            return MaskedLMHead(self, self.head_activation)
+        if "pooler" in self.task_names[self.head]:
+            return PooledHead(self, self.classes, self.head == "classification" and self.classification_drops_first)
+        return CellHead(self, self.classes, drops=self.head == "tagging")
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
@@ -129,7 +159,8 @@ class Config(TransformerConfig):
         Args:
             config: the content.
             tensors: names of the checkpoint's tensors, which alone tell whether it has a next-sentence head: many
-                checkpoints hold one that their `architectures` do not mention.
+                checkpoints hold one that their `architectures` do not mention. A task's head that these do mention is
+                one if it is there; without any names it is taken to be.
 
         Raises:
             ConfigError: it describes another kind of model, or lacks a key.
@@ -140,15 +171,26 @@ class Config(TransformerConfig):
             fixed["pad_token_id"] = cls.position_offset - 1
         fields = huggingface.read_settings(config, _FIELDS, fixed, huggingface.ACTIVATIONS)
         decoded: Self = decode(cls, fields, "config.json")
+        names = {cls._canonical(name) for name in tensors}
+        heads = {
+            head: (cls._task_architecture(head), f"{cls.task_names[head]['classifier']}.weight") for head in _TASKS
+        }
+        head, labels = huggingface.read_task(config, names, heads)
         nsp = {f"{name}.weight" for name in cls.nsp_names.values()}
         return replace(
             decoded,
             max_positions=decoded.max_positions - cls.position_offset,
-            nsp=bool(nsp) and nsp <= {cls._canonical(name) for name in tensors},
+            nsp=head == "language_model" and bool(nsp) and nsp <= names,
+            head=head,
+            labels=labels,
         )
 
+    @classmethod
+    def _task_architecture(cls, head: Head) -> str:
+        return cls.architecture.replace("MaskedLM", _TASKS[head])
+
     def to_huggingface(self) -> dict[str, Any]:
-        """The content of a `config.json` from which `AutoModelForMaskedLM` builds the same model.
+        """The content of a `config.json` from which transformers' `Auto` class for the head builds the same model.
 
         Raises:
             ConfigError: transformers has no such model.
@@ -163,7 +205,10 @@ class Config(TransformerConfig):
         fields["max_position_embeddings"] += self.position_offset
         architecture = self.causal_architecture if self.causal else self.architecture
         architecture = "BertForPreTraining" if self.nsp else architecture
-        return {"architectures": [architecture], "model_type": self.model_type, **fields, **self.special_ids}
+        if self.head != "language_model":
+            architecture = self._task_architecture(self.head)
+        tree = {"architectures": [architecture], "model_type": self.model_type, **fields, **self.special_ids}
+        return tree | huggingface.name_labels(self.labels)
 
     def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Turns a checkpoint's tensors into this model's parameters, in the checkpoint's precision.
@@ -173,12 +218,16 @@ class Config(TransformerConfig):
         Raises:
             CheckpointError: naming the tensors that are missing, unexpected or of another shape.
         """
-        ignored = [n for n in tensors if _BUFFERS.fullmatch(n) or (_NSP_HEAD.fullmatch(n) and not self.nsp)]
+        table = self._table()
+        own = {name for names in table.values() for name in names}
+        unused = [n for n in tensors if _NSP_HEAD.fullmatch(n) and self._canonical(n) not in own]
+        ignored = [n for n in tensors if _BUFFERS.fullmatch(n)] + unused
         if ignored:
-            logger.info("not part of a masked-LM model, and left out: %s", ", ".join(ignored))
+            logger.info("not part of the model, and left out: %s", ", ".join(ignored))
         found = {self._canonical(name): tensors[name] for name in tensors if name not in ignored}
-        self._drop_copies(found)
-        return huggingface.join_tensors(found, self._table(), self)
+        if self.head == "language_model":
+            self._drop_copies(found)
+        return huggingface.join_tensors(found, table, self)
 
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inverse of `import_tensors`: the names and layout of transformers' current version.
@@ -187,7 +236,7 @@ class Config(TransformerConfig):
             CheckpointError: naming the parameters that are missing, unexpected or of another shape.
         """
         exported = huggingface.split_tensors(parameters, self._table(), self)
-        if not self.tied:
+        if not self.tied and self.head == "language_model":
             bias = self.head_names["bias"]
             exported[f"{self.head_names['decoder']}.bias"] = exported[bias].clone()
         return exported
@@ -200,15 +249,17 @@ class Config(TransformerConfig):
                 for kind in ("weight", "bias"):
                     names = tuple(f"{self.model_type}.encoder.layer.{layer}.{name}.{kind}" for name in theirs)
                     table[f"layers.{layer}.{ours}.{kind}"] = names
-        for part in ("dense", "norm"):
+        modules = {f"nsp_head.{part}": name for part, name in self.nsp_names.items()} if self.nsp else {}
+        if self.head == "language_model":
+            modules |= {f"head.{part}": self.head_names[part] for part in ("dense", "norm")}
+            table["head.bias"] = (self.head_names["bias"],)
+            if not self.tied:
+                table["head.decoder.weight"] = (f"{self.head_names['decoder']}.weight",)
+        else:
+            modules |= {f"head.{part}": name for part, name in self.task_names[self.head].items()}
+        for ours, name in modules.items():
             for kind in ("weight", "bias"):
-                table[f"head.{part}.{kind}"] = (f"{self.head_names[part]}.{kind}",)
-        table["head.bias"] = (self.head_names["bias"],)
-        for part, name in self.nsp_names.items() if self.nsp else ():
-            for kind in ("weight", "bias"):
-                table[f"nsp_head.{part}.{kind}"] = (f"{name}.{kind}",)
-        if not self.tied:
-            table["head.decoder.weight"] = (f"{self.head_names['decoder']}.weight",)
+                table[f"{ours}.{kind}"] = (f"{name}.{kind}",)
         return table
 
     @classmethod

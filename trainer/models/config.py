@@ -9,6 +9,10 @@ from trainer.errors import ConfigError
 
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "geglu", "geglu_tanh"]
 Norm: TypeAlias = Literal["post", "pre"]
+Head: TypeAlias = Literal["language_model", "classification", "multiple_choice", "tagging", "span"]
+
+FEWEST_LABELS: dict[Head, int] = {"classification": 1, "tagging": 2}
+"""Of the heads that have an output for each label."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,28 @@ class TransformerConfig:
             nearest = min(divisors, key=lambda heads: abs(heads - self.heads))
             raise ConfigError(f"width {self.width} is not a multiple of heads {self.heads}; use heads={nearest}")
 
+    def check_task(self, *heads: Head) -> None:
+        """Refuses a task's head that is none of these, which the family has, and labels that do not go with it."""
+        if self.head not in ("language_model", *heads):
+            raise ConfigError(
+                f"head is {self.head}, and models of this kind have heads for {', '.join(heads)} only; use one of "
+                "these, or another kind of model, as bert"
+            )
+        fewest, count = FEWEST_LABELS.get(self.head), len(self.labels)
+        if fewest is None and count:
+            raise ConfigError(
+                f"a {self.head} head has no labels, and labels is {list(self.labels)}; leave labels empty, or set head "
+                "to classification or tagging"
+            )
+        if fewest is not None and count < fewest:
+            raise ConfigError(
+                f"labels must name at least {fewest} for a {self.head} head, not {count}; set labels to those of the "
+                "dataset"
+            )
+        twice = [label for label in self.labels if self.labels.count(label) > 1]
+        if twice:
+            raise ConfigError(f"labels must differ, and {twice[0]!r} is among them {twice.count(twice[0])} times")
+
     def check_positive(self, name: str) -> None:
         """Refuses a setting below 1."""
         if getattr(self, name) < 1:
@@ -92,6 +118,26 @@ class TransformerConfig:
     def tied(self) -> bool:
         """Whether the head shares the matrix of the token embeddings."""
         return True
+
+    @property
+    def head(self) -> Head:
+        """What the head predicts: tokens, or what a task asks for."""
+        return "language_model"
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the classes or tags that a task's head tells apart."""
+        return ()
+
+    @property
+    def classes(self) -> int:
+        """C, the outputs of a task's head."""
+        return {"multiple_choice": 1, "span": 2}.get(self.head, len(self.labels))
+
+    @property
+    def decoder(self) -> bool:
+        """Whether a decoder reads the sequences: of all their cells, only the last has seen the whole of one."""
+        return self.causal
 
     @property
     def gated(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models.attention import causal_mask, segment_mask
@@ -16,15 +17,21 @@ from trainer.models.layers import Layer, make_norm, run_layers
 from trainer.models.model import Model, matrix_weights
 from trainer.models.relative import RelativeBias
 
+START = 0
+"""The token that stands before what the decoder reads for a task's head: T5's padding."""
+
 
 class EncoderDecoder(Model):
     """An encoder and a decoder with norm `pre`, relative positions and one table of tokens.
 
+    For a task's head the decoder reads what the encoder does, so that each of its cells has seen a whole sequence; or
+    there is no decoder, and the head reads the encoder.
+
     Args:
         config: shape and family.
-        head: turns hidden states of the decoder and the token embeddings into logits.
+        head: turns hidden states of the decoder, the token embeddings and a key for dropout into logits.
         encoder_bias, decoder_bias: of the attention scores, without cross-attention's.
-        decoder_layers: layers of the decoder; the encoder has `config.layers`.
+        decoder_layers: layers of the decoder, 0 to go without; the encoder has `config.layers`.
         shared: whether the encoder is the decoder's layers without their cross-attention (Raffel et al. 2020, section
             3.2.2), and its norm the decoder's.
     """
@@ -45,46 +52,55 @@ class EncoderDecoder(Model):
         self.encoder_bias = encoder_bias
         self.encoder_norm = None if shared else make_norm(config)
         self.decoder = nn.ModuleList(Layer(config, cross_attention=True) for _ in range(decoder_layers))
-        self.decoder_bias = decoder_bias
-        self.decoder_norm = make_norm(config)
+        self.decoder_bias = decoder_bias if decoder_layers else None
+        self.decoder_norm = make_norm(config) if decoder_layers else nn.Identity()
         self.head = head
 
     def forward(
         self,
         tokens: Tensor,
         segments: Tensor | None,
-        target_tokens: Tensor,
-        target_segments: Tensor | None,
+        target_tokens: Tensor | None = None,
+        target_segments: Tensor | None = None,
         positions: Tensor | None = None,
         target_positions: Tensor | None = None,
         predicted: Tensor | None = None,
         dropout_key: Tensor | None = None,
     ) -> Tensor:
-        """Scores every token of the vocabulary at the predicted positions of the decoder.
+        """Scores every token of the vocabulary, or what a task's head has classes for, at the predicted positions.
 
         Args:
             tokens: int [B, S], what the encoder reads.
             segments: int [B, S]; 0 is padding, 1, 2, ... the sequences packed in a row. A cell attends to its segment.
                 None: each row is one sequence that fills it.
-            target_tokens: int [B, T], what the decoder reads: each target moved right by one, after a start token.
+            target_tokens: int [B, T], what the decoder reads: each target moved right by one, after a start token. With
+                a task's head these are `tokens`, moved in the same way, and are not given.
             target_segments: int [B, T]; a cell attends to itself and those before it in its segment, and to the
                 encoder's cells of the same number. None as above, with `segments`.
             positions, target_positions: not read: distances between cells are enough.
-            predicted: int [B, P], the decoder's cells to predict; None predicts all.
+            predicted: int [B, P], the decoder's cells to predict, or that a task's head reads; None predicts all.
             dropout_key: int32 [B], a random key for each row; None, or a model in eval mode, means no dropout.
 
         Returns:
-            Logits [B, P, V], or [B, T, V] when `predicted` is None.
+            Logits [B, P, V], or [B, T, V] when `predicted` is None; with a task's head its classes C in place of V.
         """
+        if self.config.head != "language_model":
+            target_tokens, target_segments = F.pad(tokens[:, :-1], (1, 0), value=START), segments
+        assert target_tokens is not None, "a language model needs the tokens that its decoder reads"
         assert (segments is None) == (target_segments is None), "either both sides have segments, or neither"
         encoder_layers = len(self._encoder_layers)
-        embedding_key, after_encoder, after_decoder = None, None, None
+        embedding_key, after_encoder, after_decoder, head_key = None, None, None, None
         layer_keys: Tensor | list[None] = [None] * (encoder_layers + len(self.decoder))
         if self.training and dropout_key is not None:
             places = self.config.dropout_places
-            keys = split_key(dropout_key, 3 + places * len(layer_keys))
-            embedding_key, after_encoder, after_decoder = keys[:3]
-            layer_keys = keys[3:].view(len(layer_keys), places, -1)
+            keys = split_key(dropout_key, 4 + places * len(layer_keys))
+            embedding_key, after_encoder, after_decoder, head_key = *keys[:3], keys[-1]
+            layer_keys = keys[3:-1].view(len(layer_keys), places, -1)
+        if not self.decoder:
+            hidden, matrix = self.embeddings(tokens, None, dropout_key=embedding_key)
+            encoded = self._encode(hidden, segments, layer_keys, after_encoder, predicted)
+            tags: Tensor = self.head(encoded, matrix, head_key)
+            return tags
         # One look-up for both sides: its backward pass fills a table of gradients once.
         both, matrix = self.embeddings(torch.cat([tokens, target_tokens], 1), None, dropout_key=embedding_key)
         source, hidden = both.split([tokens.shape[1], target_tokens.shape[1]], 1)
@@ -101,7 +117,7 @@ class EncoderDecoder(Model):
             checkpointing=self._checkpointing,
         )
         hidden = dropout(self.decoder_norm(hidden), self.config.dropout, after_decoder, predicted)
-        logits: Tensor = self.head(hidden, matrix)
+        logits: Tensor = self.head(hidden, matrix, head_key)
         return logits
 
     @property
@@ -113,16 +129,24 @@ class EncoderDecoder(Model):
         return self.activation_checkpointing and self.training
 
     def _encode(
-        self, hidden: Tensor, segments: Tensor | None, layer_keys: Tensor | list[None], final_key: Tensor | None
+        self,
+        hidden: Tensor,
+        segments: Tensor | None,
+        layer_keys: Tensor | list[None],
+        final_key: Tensor | None,
+        cells: Tensor | None = None,
     ) -> Tensor:
-        """The encoder's output: [B, S, D] -> [B, S, D]."""
+        """The encoder's output: [B, S, D] -> [B, S, D], or [B, P, D] for cells [B, P] alone."""
         length = hidden.shape[1]
         mask = self.encoder_bias(length, length, None if segments is None else segment_mask(segments))
-        hidden = self.run_layers(self._encoder_layers, hidden, mask, layer_keys, checkpointing=self._checkpointing)
+        hidden = self.run_layers(
+            self._encoder_layers, hidden, mask, layer_keys, cells=cells, checkpointing=self._checkpointing
+        )
         norm = self.decoder_norm if self.encoder_norm is None else self.encoder_norm
-        return dropout(norm(hidden), self.config.dropout, final_key)
+        return dropout(norm(hidden), self.config.dropout, final_key, cells)
 
     def _decoder_mask(self, tokens: Tensor, segments: Tensor | None) -> Tensor:
+        assert self.decoder_bias is not None, "the model has no decoder"
         mask = causal_mask(tokens) if segments is None else segment_mask(segments, causal=True)
         bias: Tensor = self.decoder_bias(tokens.shape[1], tokens.shape[1], mask)
         return bias
@@ -151,6 +175,7 @@ class EncoderDecoder(Model):
     @torch.no_grad()
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Reads one more token of each target: int [B] -> the logits [B, V] of those after them."""
+        assert self.decoder_bias is not None, "the model has no decoder"
         mask = self.decoder_bias(1, cache.length + 1, cache.mask(), before=cache.length)
         return self._decode(tokens[:, None], mask, cache)
 
@@ -175,18 +200,21 @@ class EncoderDecoder(Model):
     def flops_per_token(self, sequence_length: int, predicted_per_token: float = 1.0) -> float:
         """FLOPs of the matrix products in one forward and backward pass, per cell of the encoder.
 
-        As of `Transformer.flops_per_token`, if all cells of the decoder are predicted: it has T = predicted_per_token
-        S of them. Keys and values of cross-attention are computed for each cell of the encoder, the rest of the decoder
-        for each of its own; its attention is to T and to S cells.
+        As of `Transformer.flops_per_token`. For a language model all cells of the decoder are predicted: it has
+        T = predicted_per_token S of them; for a task's head T = S. Keys and values of cross-attention are computed for
+        each cell of the encoder, the rest of the decoder for each of its own, but the last layer's feed-forward network
+        for predicted ones; its attention is to T and to S cells.
         """
         per_cell = 12 * self.config.heads * self.config.head_width
         encoder = matrix_weights(self._encoder_layers, without="cross_attention")
         keys_values = matrix_weights(self.decoder, only="cross_attention.kv")
-        decoder = matrix_weights(self.decoder) - keys_values
-        targets = predicted_per_token * sequence_length
+        for_predicted = matrix_weights(self.decoder[-1:], only="ffn")
+        decoder = matrix_weights(self.decoder) - keys_values - for_predicted
+        targets_per_token = predicted_per_token if self.config.head == "language_model" else 1.0
+        targets = targets_per_token * sequence_length
         source = 6 * (encoder + keys_values) + per_cell * len(self._encoder_layers) * sequence_length
-        target = 6 * (decoder + self.head_weights()) + per_cell * len(self.decoder) * (targets + sequence_length)
-        return source + predicted_per_token * target
+        target = 6 * decoder + per_cell * len(self.decoder) * (targets + sequence_length)
+        return source + targets_per_token * target + predicted_per_token * 6 * (for_predicted + self.head_weights())
 
 
 def _between(target_segments: Tensor | None, segments: Tensor | None) -> Tensor | None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from trainer.config import decode
 from trainer.errors import ConfigError
 from trainer.models import huggingface
-from trainer.models.config import Activation, TransformerConfig
-from trainer.models.heads import LanguageModelHead
+from trainer.models.config import Activation, Head, TransformerConfig
+from trainer.models.heads import CellHead, LanguageModelHead
 from trainer.models.transformer import Transformer
 
 _FIELDS = {
@@ -47,6 +47,10 @@ class Config(TransformerConfig):
         max_positions: the longest sequence, in tokens.
         initializer_range: standard deviation of the initial weights; that of projections into the residual stream is
             divided by the root of their number, 2 * layers.
+        head: what the model predicts: tokens (`language_model`); or, fine-tuned for a task, from the last cell of a
+            sequence the class of its texts (`classification`), or a score that is compared with those of other texts
+            (`multiple_choice`).
+        labels: the names of classes; a `classification` of one label predicts a number.
     """
 
     model_type: ClassVar[str] = "gpt2"
@@ -64,6 +68,8 @@ class Config(TransformerConfig):
     activation: Activation = "gelu_tanh"
     max_positions: int = 1024
     initializer_range: float = 0.02
+    head: Head = "language_model"
+    labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,6 +77,7 @@ class Config(TransformerConfig):
         if not self.initializer_range > 0:
             raise ConfigError(f"initializer_range must be above 0, not {self.initializer_range}")
         self.check_heads()
+        self.check_task("classification", "multiple_choice")
 
     @property
     def causal(self) -> bool:
@@ -82,11 +89,19 @@ class Config(TransformerConfig):
 
     def build(self) -> Transformer:
         """Makes the module; its parameters still need their values."""
-        return Transformer(self, LanguageModelHead(self), max_positions=self.max_positions)
+        lm_head = LanguageModelHead(self)
+        if self.head == "language_model":
+            return Transformer(self, lm_head, max_positions=self.max_positions)
+        head = CellHead(self, self.classes, bias=False)
+        return Transformer(self, head, max_positions=self.max_positions, lm_head=lm_head)
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
-        """Reads the content of a `config.json`; `tensors` tell nothing here.
+        """Reads the content of a `config.json`.
+
+        Args:
+            config: the content.
+            tensors: names of the checkpoint's tensors; a task's head that the content mentions is one if it is there.
 
         Raises:
             ConfigError: it describes another kind of model, or lacks a key.
@@ -102,11 +117,19 @@ class Config(TransformerConfig):
         names = _FIELDS | {"activation": cls.activation_key}
         fields = huggingface.read_settings(config, names, fixed, cls.activations)
         ffn_width = config.get("n_inner") or 4 * config["n_embd"]
-        decoded: Self = decode(cls, {**fields, "ffn_width": ffn_width}, "config.json")
+        head, labels = huggingface.read_task(
+            config, tuple(tensors), {"classification": (cls._task_architecture(), "score.weight")}
+        )
+        own = {"ffn_width": ffn_width, "head": head, "labels": list(labels)}
+        decoded: Self = decode(cls, {**fields, **own}, "config.json")
         return decoded
 
+    @classmethod
+    def _task_architecture(cls) -> str:
+        return cls.architecture.replace("LMHeadModel", "ForSequenceClassification")
+
     def to_huggingface(self) -> dict[str, Any]:
-        """The content of a `config.json` from which `AutoModelForCausalLM` builds the same model.
+        """The content of a `config.json` from which transformers' `Auto` class for the head builds the same model.
 
         Raises:
             ConfigError: transformers has no such model.
@@ -117,14 +140,20 @@ class Config(TransformerConfig):
                 f"activation {self.activation} cannot be exported: transformers' {self.model_type} has none that is "
                 "gated; train with another"
             )
+        if self.head == "multiple_choice":
+            raise ConfigError(
+                f"a multiple_choice head cannot be exported: transformers' {self.model_type} has none; export the "
+                "model that it was fine-tuned from"
+            )
         fields = {theirs: getattr(self, ours) for ours, theirs in _FIELDS.items()}
         return {
-            "architectures": [self.architecture],
+            "architectures": [self.architecture if self.head == "language_model" else self._task_architecture()],
             "model_type": self.model_type,
             **fields,
             "embd_pdrop": self.dropout,
             "n_inner": self.ffn_width,
             self.activation_key: known[self.activation],
+            **huggingface.name_labels(self.labels),
         }
 
     def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -136,7 +165,7 @@ class Config(TransformerConfig):
         found = {}
         for name in tensors:
             if not _BUFFERS.fullmatch(name):
-                full = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+                full = name if name.startswith(("transformer.", "lm_head.", "score.")) else f"transformer.{name}"
                 found[full] = tensors[name].T.contiguous() if _TRANSPOSED.fullmatch(name) else tensors[name]
         huggingface.drop_copy(found, "lm_head.weight", self.table_names["embeddings.tokens.weight"])
         return huggingface.join_tensors(found, self._table(), self)
@@ -156,4 +185,6 @@ class Config(TransformerConfig):
             for ours, theirs in _LAYER.items():
                 for kind in ("weight", "bias"):
                     table[f"layers.{layer}.{ours}.{kind}"] = (f"transformer.h.{layer}.{theirs}.{kind}",)
+        if self.head != "language_model":
+            table["head.classifier.weight"] = ("score.weight",)
         return table

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from trainer.errors import CheckpointError, ConfigError
+from trainer.models.config import FEWEST_LABELS, Head
 
 Names: TypeAlias = Mapping[str, tuple[str, ...]]
 """Parameter name -> the tensors of a checkpoint that it consists of, end to end."""
@@ -45,6 +46,56 @@ def read_settings(
             f"config.json has {key} {config[key]!r}, which is not supported; known: {', '.join(activation)}"
         )
     return {ours: config[theirs] for ours, theirs in fields.items()} | {"activation": activation[str(config[key])]}
+
+
+def read_task(
+    config: Mapping[str, Any], tensors: Collection[str], heads: Mapping[Head, tuple[str, str]]
+) -> tuple[Head, tuple[str, ...]]:
+    """The head of a checkpoint, which is a language model's unless it is one of `heads`, and its labels.
+
+    Args:
+        config: the content of its `config.json`.
+        tensors: the names of its tensors: a head that the content mentions is one if it is there. Without any names it
+            is taken to be.
+        heads: of each head the architecture that has it, and one of its tensors.
+
+    Raises:
+        ConfigError: the labels are not numbered from 0.
+    """
+    named = config.get("architectures") or ()
+    head = next((head for head, (architecture, _) in heads.items() if architecture in named), None)
+    if head is None or (tensors and heads[head][1] not in tensors):
+        return "language_model", ()
+    return head, read_labels(config) if head in FEWEST_LABELS else ()
+
+
+def read_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of classes in a `config.json`, in order; as transformers has them where it names none.
+
+    Raises:
+        ConfigError: they are not numbered from 0.
+    """
+    names = config.get("id2label")
+    if not names:
+        return tuple(f"LABEL_{number}" for number in range(int(config.get("num_labels", 2))))
+    try:
+        numbered = {int(number): str(name) for number, name in names.items()}
+        return tuple(numbered[number] for number in range(len(names)))
+    except (AttributeError, KeyError, ValueError):
+        raise ConfigError(
+            f"config.json has id2label {names!r}, which does not name the labels 0, 1, ...; correct it"
+        ) from None
+
+
+def name_labels(labels: tuple[str, ...]) -> dict[str, Any]:
+    """What a `config.json` says of the labels of a head, if it has any; a single one is that of a number."""
+    if not labels:
+        return {}
+    names = {
+        "id2label": {str(number): label for number, label in enumerate(labels)},
+        "label2id": {label: number for number, label in enumerate(labels)},
+    }
+    return names | ({"problem_type": "regression"} if len(labels) == 1 else {})
 
 
 class Family(Protocol):

@@ -13,7 +13,7 @@ from trainer.models.layers import run_layers
 
 
 class Model(nn.Module):
-    """A Transformer of one or two stacks of layers, with a head that predicts tokens.
+    """A Transformer of one or two stacks of layers, with a head.
 
     Attributes:
         config: what it was built from.
@@ -50,9 +50,10 @@ class Model(nn.Module):
         return torch.cat(parts)
 
     def head_weights(self) -> int:
-        """Weights that the head multiplies with, for each predicted token."""
+        """Weights that the head multiplies with, for each predicted token, or cell that a task's head reads."""
         own = matrix_weights(self.head)
-        return own + self.config.vocab_size * self.config.width if self.config.tied else own
+        shares = self.config.head == "language_model" and self.config.tied
+        return own + self.config.vocab_size * self.config.width if shares else own
 
 
 def matrix_weights(module: nn.Module, only: str = "", without: str | None = None) -> int:

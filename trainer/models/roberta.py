@@ -1,4 +1,4 @@
-"""RoBERTa (Liu et al. 2019): BERT with one token type, another name for its head, and positions that start at 2."""
+"""RoBERTa (Liu et al. 2019): BERT with one token type, other names for its heads, and positions that start at 2."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ class Config(bert.Config):
         "decoder": "lm_head.decoder",
     }
     nsp_names: ClassVar[Mapping[str, str]] = {}
+    task_names: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        **bert.Config.task_names,
+        "classification": {"pooler": "classifier.dense", "classifier": "classifier.out_proj"},
+        "multiple_choice": {"pooler": "roberta.pooler.dense", "classifier": "classifier"},
+    }
+    classification_drops_first: ClassVar[bool] = True
 
     vocab_size: int = 50265
     type_vocab: int = 1

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.config import decode
 from trainer.errors import ConfigError
 from trainer.models import huggingface
-from trainer.models.config import Activation, TransformerConfig
-from trainer.models.encoder_decoder import EncoderDecoder
-from trainer.models.heads import LanguageModelHead
+from trainer.models.config import Activation, Head, TransformerConfig
+from trainer.models.encoder_decoder import START, EncoderDecoder
+from trainer.models.heads import CellHead, LanguageModelHead, PooledHead
 from trainer.models.relative import RelativeBias
 from trainer.models.transformer import Transformer
 
@@ -38,6 +38,20 @@ _OFTEN_ABSENT = {"relative_attention_max_distance": 128, "feed_forward_proj": "r
 _ACTIVATIONS = {"relu": "relu", "gated-gelu": "geglu_tanh", "gelu": "gelu", "gelu_new": "gelu_tanh"}
 _ATTENTION = {"attention.qkv": ("q", "k", "v"), "attention.out": ("o",)}
 _CROSS_ATTENTION = {"cross_attention.query": ("q",), "cross_attention.kv": ("k", "v"), "cross_attention.out": ("o",)}
+_ARCHITECTURES: dict[Head, str] = {  # of transformers
+    "language_model": "T5ForConditionalGeneration",
+    "classification": "T5ForSequenceClassification",
+    "tagging": "T5ForTokenClassification",
+    "span": "T5ForQuestionAnswering",
+}
+_POOLED = {"pooler": "classification_head.dense", "classifier": "classification_head.out_proj"}
+_HEADS: dict[Head, dict[str, str]] = {
+    "classification": _POOLED,
+    "multiple_choice": _POOLED,
+    "tagging": {"classifier": "classifier"},
+    "span": {"classifier": "qa_outputs"},
+}
+_PREFIX = "transformer."  # of all other names of models with these heads, spans excepted
 _UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"  # in the first checkpoints
 _COPIES = re.compile(r"(encoder|decoder)\.embed_tokens\.weight")
 
@@ -58,9 +72,15 @@ class Config(TransformerConfig):
             (v1.0); v1.1 does neither.
         relative_buckets: of the relative positions, for each head.
         max_distance: the distance from which on all share a bucket.
+        head: what the model predicts: tokens (`language_model`); or, fine-tuned for a task, from the decoder, which
+            reads a sequence once more, its class (`classification`), a score that is compared with those of other texts
+            (`multiple_choice`), or the first and last token of an answer (`span`); or from the encoder, without any
+            decoder, a tag for each token (`tagging`).
+        labels: the names of classes or tags; a `classification` of one label predicts a number.
     """
 
     model_type: ClassVar[str] = "t5"
+    start_token: ClassVar[int] = START
 
     vocab_size: int = 32128
     head_width: int = 64
@@ -71,9 +91,17 @@ class Config(TransformerConfig):
     tied: bool = True
     relative_buckets: int = 32
     max_distance: int = 128
+    head: Head = "language_model"
+    labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.head != "language_model" and self.architecture != "encoder_decoder":
+            raise ConfigError(
+                f"architecture {self.architecture} is for language models, and head is {self.head}; set architecture "
+                "to encoder_decoder, or leave head out"
+            )
+        self.check_task(*_HEADS)
         self.check_positive("head_width")
         if self.decoder_layers is not None:
             self.check_positive("decoder_layers")
@@ -101,11 +129,15 @@ class Config(TransformerConfig):
     @property
     def encoder_decoder(self) -> bool:
         """Whether there is an encoder, too."""
-        return not self.causal
+        return self.decoder and not self.causal
 
     @property
     def causal(self) -> bool:
         return self.architecture in ("language_model", "prefix_lm")
+
+    @property
+    def decoder(self) -> bool:
+        return self.head != "tagging"
 
     @property
     def prefix_lm(self) -> bool:
@@ -133,7 +165,7 @@ class Config(TransformerConfig):
 
     def build(self) -> EncoderDecoder | Transformer:
         """Makes the module; its parameters still need their values."""
-        head = LanguageModelHead(self, scale=self.width**-0.5)
+        head = self._build_head()
         if self.causal:
             return Transformer(self, head, relative_bias=self._bias(bidirectional=self.architecture == "prefix_lm"))
         return EncoderDecoder(
@@ -141,31 +173,57 @@ class Config(TransformerConfig):
             head,
             encoder_bias=self._bias(bidirectional=True),
             decoder_bias=self._bias(bidirectional=False),
-            decoder_layers=self.decoder_layers or self.layers,
+            decoder_layers=self._stacks.get("decoder", 0),
             shared=self.architecture == "shared_encoder_decoder",
         )
+
+    @property
+    def _stacks(self) -> dict[str, int]:
+        """The layers of each stack."""
+        return {"encoder": self.layers} | ({"decoder": self.decoder_layers or self.layers} if self.decoder else {})
+
+    def _build_head(self) -> nn.Module:
+        if self.head == "language_model":
+            return LanguageModelHead(self, scale=self.width**-0.5)
+        if self.head in ("classification", "multiple_choice"):
+            return PooledHead(self, self.classes, dropout_first=True)
+        return CellHead(self, self.classes, drops=self.head == "tagging")
 
     def _bias(self, bidirectional: bool) -> RelativeBias:
         return RelativeBias(self.relative_buckets, self.max_distance, self.heads, bidirectional)
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
-        """Reads the content of a `config.json`; `tensors` tell nothing here.
+        """Reads the content of a `config.json`.
+
+        Args:
+            config: the content.
+            tensors: names of the checkpoint's tensors; a task's head that the content mentions is one if it is there.
 
         Raises:
             ConfigError: it describes another kind of model, or lacks a key.
         """
         config = {**_OFTEN_ABSENT, **config}
-        fixed = {"model_type": cls.model_type, "is_encoder_decoder": True}
+        heads = {
+            head: (_ARCHITECTURES[head], f"{_HEADS[head]['classifier']}.weight")
+            for head in _HEADS
+            if head in _ARCHITECTURES
+        }
+        head, labels = huggingface.read_task(config, tuple(tensors), heads)
+        fixed: dict[str, Any] = {"model_type": cls.model_type}
+        if head != "tagging":
+            fixed["is_encoder_decoder"] = True
+        if head in ("classification", "span"):
+            fixed["decoder_start_token_id"] = START
         fields = huggingface.read_settings(config, _FIELDS, fixed, _ACTIVATIONS)
         # transformers 5 says tied of every model, and tells those of v1.1 by this.
         tied = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True))
-        own = {"tied": tied, "attention_dropout": fields["dropout"]}
+        own = {"tied": tied, "attention_dropout": fields["dropout"], "head": head, "labels": list(labels)}
         decoded: Self = decode(cls, {**fields, **own}, "config.json")
         return decoded
 
     def to_huggingface(self) -> dict[str, Any]:
-        """The content of a `config.json` from which `AutoModelForSeq2SeqLM` builds the same model.
+        """The content of a `config.json` from which transformers' `Auto` class for the head builds the same model.
 
         Raises:
             ConfigError: transformers has no such model.
@@ -176,16 +234,23 @@ class Config(TransformerConfig):
                 f"architecture {self.architecture} with activation {self.activation} cannot be exported: transformers' "
                 "t5 is an encoder_decoder, and its gated activation is geglu_tanh; train with such a model"
             )
+        if self.head not in _ARCHITECTURES:
+            raise ConfigError(
+                f"a {self.head} head cannot be exported: transformers' t5 has none; export the model that it was "
+                "fine-tuned from"
+            )
         return {
-            "architectures": ["T5ForConditionalGeneration"],
+            "architectures": [_ARCHITECTURES[self.head]],
             "model_type": self.model_type,
             **{theirs: getattr(self, ours) for ours, theirs in _FIELDS.items()},
             "feed_forward_proj": known[self.activation],
             "tie_word_embeddings": self.tied,
-            "is_encoder_decoder": True,
-            "pad_token_id": 0,
+            "is_encoder_decoder": self.encoder_decoder,
+            "pad_token_id": START,
             "eos_token_id": 1,
-            "decoder_start_token_id": 0,
+            "decoder_start_token_id": START,
+            **({} if self.head == "language_model" else {"classifier_dropout": self.dropout}),
+            **huggingface.name_labels(self.labels),
         }
 
     def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -194,7 +259,8 @@ class Config(TransformerConfig):
         Raises:
             CheckpointError: naming the tensors that are missing, unexpected or of another shape.
         """
-        found = {name: tensors[name] for name in tensors if name != _UNUSED}
+        found = {name.removeprefix(_PREFIX): tensors[name] for name in tensors}
+        found.pop(_UNUSED, None)
         for name in [name for name in found if _COPIES.fullmatch(name) or (self.tied and name == "lm_head.weight")]:
             huggingface.drop_copy(found, name, "shared.weight")
         return huggingface.join_tensors(found, self._table(), self)
@@ -205,12 +271,16 @@ class Config(TransformerConfig):
         Raises:
             CheckpointError: naming the parameters that are missing, unexpected or of another shape.
         """
-        return huggingface.split_tensors(parameters, self._table(), self)
+        exported = huggingface.split_tensors(parameters, self._table(), self)
+        if self.head in ("language_model", "span"):
+            return exported
+        own = tuple(_HEADS[self.head].values())
+        return {name if name.startswith(own) else f"{_PREFIX}{name}": tensor for name, tensor in exported.items()}
 
     def _table(self) -> dict[str, tuple[str, ...]]:
         table: dict[str, tuple[str, ...]] = {"embeddings.tokens.weight": ("shared.weight",)}
         up = ("wi_1", "wi_0") if self.gated else ("wi",)  # the gate comes last here
-        for stack, layers in (("encoder", self.layers), ("decoder", self.decoder_layers or self.layers)):
+        for stack, layers in self._stacks.items():
             bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
             table[f"{stack}_bias.weight"] = (bias,)
             table[f"{stack}_norm.weight"] = (f"{stack}.final_layer_norm.weight",)
@@ -224,6 +294,9 @@ class Config(TransformerConfig):
                     for part, names in parts.items():
                         joined = tuple(f"{theirs}.{module}.{name}.weight" for name in names)
                         table[f"{stack}.{layer}.{part}.weight"] = joined
-        if not self.tied:
+        for part, theirs in _HEADS.get(self.head, {}).items():
+            for kind in ("weight", "bias"):
+                table[f"head.{part}.{kind}"] = (f"{theirs}.{kind}",)
+        if self.head == "language_model" and not self.tied:
             table["head.decoder.weight"] = ("lm_head.weight",)
         return table

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models.attention import causal_mask, segment_mask
+from trainer.models.attention import causal_mask, segment_mask, take
 from trainer.models.cache import Cache
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout, split_key
@@ -19,15 +19,16 @@ from trainer.models.relative import RelativeBias
 
 
 class Transformer(Model):
-    """An encoder, or a decoder without one (causal), with a head that predicts tokens.
+    """An encoder, or a decoder without one (causal), with a head that predicts tokens, or what a task asks for.
 
     Args:
         config: shape and family.
-        head: turns hidden states and the token embeddings into logits.
+        head: turns hidden states, the token embeddings and a key for dropout into logits.
         max_positions: the longest sequence, with learned positions; None goes with `relative_bias`.
         types: token types; None has none, and no norm after the embeddings.
         relative_bias: of all layers' attention scores.
         nsp_head: scores pairs of segments.
+        lm_head: scores tokens beside a task's head.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Transformer(Model):
         types: int | None = None,
         relative_bias: RelativeBias | None = None,
         nsp_head: nn.Module | None = None,
+        lm_head: nn.Module | None = None,
     ) -> None:
         super().__init__(config)
         self.embeddings = Embeddings(config, max_positions, types)
@@ -47,6 +49,7 @@ class Transformer(Model):
         self.final_norm = make_norm(config) if config.norm == "pre" else None
         self.head = head
         self.nsp_head = nsp_head
+        self.lm_head = lm_head
         self._max_positions = max_positions
 
     def forward(
@@ -59,8 +62,9 @@ class Transformer(Model):
         token_types: Tensor | None = None,
         next_sentence: bool = False,
         prefix: Tensor | None = None,
+        next_tokens: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Scores every token of the vocabulary at the predicted positions.
+        """Scores every token of the vocabulary, or what a task's head has classes for, at the predicted positions.
 
         Args:
             tokens: int [B, S].
@@ -69,15 +73,17 @@ class Transformer(Model):
                 knows no masks.
             positions: int [B, S], in [0, max_sequence_length); from 0 in each sequence. Models with relative positions
                 do not read it.
-            predicted: int [B, P], the cells to predict; None predicts all.
+            predicted: int [B, P], the cells to predict, or that a task's head reads; None predicts all.
             dropout_key: int32 [B], a random key for each row; None, or a model in eval mode, means no dropout.
             token_types: int [B, S]; None means type 0 everywhere.
             next_sentence: whether to score the pair of segments, too; the model needs the head for it.
             prefix: bool [B, S], cells of a causal model that all cells of their segment may attend to; None: no cell.
+            next_tokens: whether a causal model with a task's head is to score the token after each cell, too.
 
         Returns:
-            Logits [B, P, V], or [B, S, V] when `predicted` is None. With `next_sentence`, a pair of these and the
-            logits [B, 2] of "B follows A" and "B is from elsewhere".
+            Logits [B, P, V], or [B, S, V] when `predicted` is None; with a task's head its classes C in place of V.
+            With `next_sentence`, a pair of these and the logits [B, 2] of "B follows A" and "B is from elsewhere";
+            with `next_tokens`, of these and the logits [B, S - 1, V] of the tokens in cells 1 to S - 1.
         """
         embedding_key, final_key = None, None
         layer_keys: Tensor | list[None] = [None] * len(self.layers)
@@ -89,6 +95,8 @@ class Transformer(Model):
         read = predicted  # the cells of the last layer that the heads read
         if predicted is not None and next_sentence:
             read = F.pad(predicted, (1, 0))
+        elif next_tokens:
+            read = None
         checkpointing = self.activation_checkpointing and self.training
         mask = self._mask(tokens, segments, prefix)
         alone = segments if prefix is None and self.relative_bias is None else None  # all that the mask says
@@ -96,11 +104,15 @@ class Transformer(Model):
             self.layers, hidden, mask, layer_keys, cells=read, checkpointing=checkpointing, segments=alone
         )
         hidden = self._finish(hidden, final_key, read)
+        if next_tokens:
+            assert self.lm_head is not None, "the model was built without a language-model head beside its own"
+            return self.head(take(hidden, predicted), matrix, final_key), self.lm_head(hidden[:, :-1], matrix)
         if not next_sentence:
-            logits: Tensor = self.head(hidden, matrix)
+            logits: Tensor = self.head(hidden, matrix, final_key)
             return logits
         assert self.nsp_head is not None, "the model was built without a next-sentence head"
-        return self.head(hidden if predicted is None else hidden[:, 1:], matrix), self.nsp_head(hidden[:, 0])
+        logits = self.head(hidden if predicted is None else hidden[:, 1:], matrix, final_key)
+        return logits, self.nsp_head(hidden[:, 0])
 
     def _mask(self, tokens: Tensor, segments: Tensor | None, prefix: Tensor | None) -> Tensor | None:
         """What the layers' attention takes; None where no cell or, in a causal model, every later cell is masked."""

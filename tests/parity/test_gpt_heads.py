@@ -1,0 +1,205 @@
+"""GPT-1 and GPT-2 as classifiers against `transformers`, in both directions, and beside that as language models."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, OpenAIGPTConfig, PreTrainedModel
+
+from data_pipeline.tokenization import Tokenizer
+from tests.unit.objectives.test_decoder_rows import GPT1, PAIRS
+from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.errors import ConfigError
+from trainer.fit import stored_values
+from trainer.models import gpt2, openai_gpt
+from trainer.models.transformer import Transformer
+from trainer.objectives import classification
+from trainer.weights import load_weights
+
+SHAPE = {"vocab_size": 300, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 32, "pad_token_id": 0}
+FAMILIES: dict[str, tuple[Any, str]] = {
+    "gpt2": (GPT2Config(**SHAPE, n_inner=80), "GPT2"),
+    "openai-gpt": (OpenAIGPTConfig(**SHAPE), "OpenAIGPT"),
+}
+LABELS = {"classification": ("no", "maybe", "yes"), "regression": ("similarity",)}
+
+
+@dataclass
+class Pair:
+    """A random model of `transformers`, and ours imported from the folder that it saved."""
+
+    reference: PreTrainedModel
+    config: gpt2.Config
+    model: Transformer
+
+
+def make(family: str, task: str, folder: Path) -> Pair:
+    config, name = FAMILIES[family]
+    labels = LABELS[task]
+    config = type(config).from_dict(
+        {**config.to_dict(), "id2label": dict(enumerate(labels)), "label2id": {n: i for i, n in enumerate(labels)}}
+    )
+    reference = getattr(transformers, f"{name}ForSequenceClassification")(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in reference.parameters():  # larger than at initialisation, and biases not zero
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    reference.save_pretrained(folder)
+    weights = load_weights(folder)
+    model = weights.config.build().eval()
+    model.load_state_dict(dict(weights.tensors))
+    return Pair(reference, weights.config, model)
+
+
+@pytest.fixture(params=[(family, task) for family in FAMILIES for task in LABELS], ids="-".join)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
+    return make(*request.param, tmp_path / "reference")
+
+
+def rows(*lengths: int) -> dict[str, Tensor]:
+    """Texts of these lengths, each with the token that ends it, padded to 24 cells; the last of them is read."""
+    generator = torch.Generator().manual_seed(1)
+    cells, length = torch.arange(24).expand(len(lengths), -1), torch.tensor(lengths)[:, None]
+    tokens = torch.randint(3, 300, cells.shape, generator=generator)
+    tokens[cells == length] = 2
+    real = cells <= length
+    return {"tokens": tokens * real, "segments": real.int(), "positions": cells * real, "predicted": length}
+
+
+def test_logits_loss_and_gradients_are_equal(pair: Pair):
+    batch = rows(23, 1, 9, 17)
+    inputs = {"input_ids": batch["tokens"], "attention_mask": batch["segments"]}
+    ours = pair.model(**batch)[:, 0]
+    torch.testing.assert_close(ours, pair.reference(**inputs).logits, rtol=1e-5, atol=1e-5)
+    if len(pair.config.labels) == 1:
+        labels = torch.linspace(-1, 3, 4)
+        loss = F.mse_loss(ours[:, 0], labels)
+    else:
+        labels = torch.tensor([0, 2, 1, 2])
+        loss = F.cross_entropy(ours, labels)
+    theirs = pair.reference(**inputs, labels=labels).loss
+    torch.testing.assert_close(loss, theirs, rtol=1e-5, atol=1e-5)
+    loss.backward()
+    theirs.backward()
+    expected = pair.config.import_tensors({name: p.grad for name, p in pair.reference.named_parameters()})
+    actual = {name: p.grad for name, p in pair.model.named_parameters()}
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_transformers_loads_what_we_export(pair: Pair, tmp_path: Path):
+    exported = pair.config.export_tensors(pair.model.state_dict())
+    save_folder(tmp_path / "ours", {**pair.config.to_huggingface(), "pad_token_id": 0}, exported)
+    auto = transformers.AutoModelForSequenceClassification
+    theirs, report = auto.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values()), report
+    assert type(theirs) is type(pair.reference)
+    assert tuple(theirs.config.id2label.values()) == pair.config.labels
+    assert theirs.config.problem_type == ("regression" if len(pair.config.labels) == 1 else None)
+    batch = rows(23, 1, 9, 17)
+    logits = theirs.eval()(input_ids=batch["tokens"]).logits
+    torch.testing.assert_close(pair.model(**batch)[:, 0], logits, rtol=1e-5, atol=1e-5)
+    tree, tensors = load_folder(tmp_path / "ours")
+    assert type(pair.config).from_huggingface(tree, tensors) == pair.config
+    without = [name for name in tensors if name != "score.weight"]
+    assert type(pair.config).from_huggingface(tree, without).head == "language_model"
+
+
+SMALL = {"vocab_size": 100, "layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "max_positions": 24}
+each_family = pytest.mark.parametrize("family", [gpt2.Config, openai_gpt.Config], ids=["gpt2", "openai_gpt"])
+
+
+def built(config: gpt2.Config) -> Transformer:
+    model = config.build()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(model.initial_values(name, 0, parameter.numel(), 0).view_as(parameter))
+    return model
+
+
+@each_family
+def test_the_language_model_beside_a_classifier_is_that_without(family: type[gpt2.Config]):
+    """Without a parameter of its own, and with dropout as it would have been; so is the classifier."""
+    before = family(**SMALL, dropout=0.3)
+    model = built(replace(before, head="classification", labels=LABELS["classification"]))
+    alone = built(before)
+    assert {name for name, _ in model.named_parameters()} == {
+        "head.classifier.weight", *(name for name, _ in alone.named_parameters())}  # fmt: skip
+    batch = rows(23, 1, 9, 17)
+    batch = {**batch, "tokens": batch["tokens"] % 100, "dropout_key": torch.tensor([5, -6, 7, 8], dtype=torch.int32)}
+    logits, tokens = model(**batch, next_tokens=True)
+    torch.testing.assert_close(logits, model(**batch))
+    torch.testing.assert_close(tokens, alone(**{**batch, "predicted": None})[:, :-1])
+    for row in range(4):
+        of_row = model(**{name: values[row : row + 1] for name, values in batch.items()}, next_tokens=True)
+        torch.testing.assert_close(of_row, (logits[row : row + 1], tokens[row : row + 1]), rtol=1e-5, atol=1e-6)
+    assert (model(**{**batch, "dropout_key": batch["dropout_key"] + 1}) != logits).any(-1).all()
+
+
+@each_family
+def test_the_auxiliary_loss_is_added(family: type[gpt2.Config]):
+    """Radford et al. 2018, equation 5, each loss with its own denominator."""
+    model = built(family(**SMALL, head="classification", labels=LABELS["classification"]))
+    objective = classification.Config(lm_weight=0.5).build(GPT1)
+    arrays = objective.collate(PAIRS, 8)
+    batch = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    totals = {name: torch.tensor(weight) for name, weight in objective.weights(batch).items()}
+    loss = objective.loss(model, batch, totals)
+    cells = {name: batch[name] for name in ("tokens", "segments", "positions")}
+    of_classes = F.cross_entropy(model(**cells, predicted=batch["predicted"])[:, 0], batch["labels"])
+    alone = built(family(**SMALL))(**cells)[:, :-1]
+    real = batch["segments"][:, 1:] > 0
+    of_tokens = F.cross_entropy(alone[real], batch["tokens"][:, 1:][real].long())
+    torch.testing.assert_close(loss.total, of_classes + 0.5 * of_tokens)
+    for name, expected in {"loss": loss.total, "class_loss": of_classes, "lm_loss": of_tokens}.items():
+        total, weight = loss.metrics[name]
+        torch.testing.assert_close(total / weight, expected.detach())
+    assert loss.outputs is not None
+    assert loss.outputs.shape == (3, 3)
+
+
+def test_the_work_is_that_of_the_products():
+    model = built(gpt2.Config(**SMALL, head="classification", labels=LABELS["classification"]))
+    batch = rows(23, 23)
+    with FlopCounterMode(display=False) as counter:
+        model(**{**batch, "tokens": batch["tokens"] % 100}, dropout_key=torch.zeros(2, dtype=torch.int32))
+    assert 24 * model.flops_per_token(24, 1 / 24) == pytest.approx(3 * counter.get_total_flops() / 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"head": "tagging", "labels": ("O", "B")}, "head is tagging, and models of this kind have heads for class"),
+        ({"head": "classification"}, "labels must name at least 1"),
+        ({"labels": ("a",)}, "a language_model head has no labels"),
+    ],
+)
+def test_settings_that_do_not_go_with_the_head_are_refused(settings: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        openai_gpt.Config(**SMALL, **settings)
+
+
+def test_what_transformers_lacks_is_not_exported():
+    with pytest.raises(ConfigError, match="a multiple_choice head cannot be exported: transformers' gpt2 has none"):
+        gpt2.Config(**SMALL, head="multiple_choice").to_huggingface()
+
+
+@each_family
+def test_a_pretrained_model_gets_a_head(family: type[gpt2.Config], dataset_folder: Path, tmp_path: Path):
+    before = family(**{**SMALL, "vocab_size": 600, "ffn_width": 128})
+    tensors = before.export_tensors(built(before).state_dict())
+    save_folder(tmp_path / "saved", before.to_huggingface(), tensors, dataset_folder / "tokenizer")
+    weights, tokenizer = load_weights(tmp_path / "saved"), Tokenizer.load(dataset_folder / "tokenizer")
+    model = replace(before, head="classification", labels=LABELS["classification"]).build()
+    given = stored_values(weights, model, SimpleNamespace(name="rows", tokenizer=tokenizer), seed=0)
+    for name, parameter in model.named_parameters():
+        drawn = name == "head.classifier.weight"
+        expected = model.initial_values(name, 0, 96, 0) if drawn else weights.tensors[name].flatten()
+        assert torch.equal(given(name, 0, parameter.numel()), expected)

@@ -1,0 +1,275 @@
+"""Our T5 with the heads of tasks against `transformers`, with random small models, in both directions."""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel, T5Config
+
+from data_pipeline.tokenization import Tokenizer
+from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.errors import CheckpointError, ConfigError
+from trainer.fit import stored_values
+from trainer.models import t5
+from trainer.models.config import Head
+from trainer.models.encoder_decoder import EncoderDecoder
+from trainer.weights import Weights, load_weights
+
+# Heads do not fill the width, and the stacks differ in depth.
+SHAPE = {"vocab_size": 300, "d_model": 48, "d_kv": 20, "d_ff": 80, "num_layers": 2, "num_decoder_layers": 3,
+         "num_heads": 4, "decoder_start_token_id": 0}  # fmt: skip
+VERSIONS = {"v1.0": {}, "v1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}}
+TASKS: dict[str, tuple[Head, str, tuple[str, ...]]] = {
+    "classification": ("classification", "SequenceClassification", ("no", "maybe", "yes")),
+    "regression": ("classification", "SequenceClassification", ("similarity",)),
+    "tagging": ("tagging", "TokenClassification", ("O", "B-PER", "I-PER", "B-LOC")),
+    "span": ("span", "QuestionAnswering", ()),
+}
+CELLS, END = 24, 1
+PADDED, FULL = [(9, 9), (1, 1), (15, 3), (5, 12)], [(9, 13), (20, 2), (2, 20), (3, 19)]
+
+
+@dataclass
+class Pair:
+    """A random model of `transformers`, and ours imported from the folder that it saved."""
+
+    task: str
+    reference: PreTrainedModel
+    config: t5.Config
+    model: EncoderDecoder
+
+    @property
+    def head(self) -> Head:
+        return TASKS[self.task][0]
+
+    def ours(self, batch: dict[str, Tensor]) -> Tensor:
+        """Logits as `transformers` shapes them, of starts and ends [B, S, 2]."""
+        last = batch["segments"].sum(1, keepdim=True) - 1
+        logits: Tensor = self.model(**batch, predicted=last if self.head == "classification" else None)
+        return logits[:, 0] if self.head == "classification" else logits
+
+    def theirs(self, batch: dict[str, Tensor], model: PreTrainedModel | None = None, **labels: Tensor) -> Any:
+        return (model or self.reference)(input_ids=batch["tokens"], attention_mask=batch["segments"], **labels)
+
+    def their_logits(self, batch: dict[str, Tensor], model: PreTrainedModel | None = None) -> Tensor:
+        out = self.theirs(batch, model)
+        return torch.stack([out.start_logits, out.end_logits], -1) if self.head == "span" else out.logits
+
+
+def rows(lengths: list[tuple[int, int]]) -> dict[str, Tensor]:
+    """Pairs of texts of these lengths, each with the token that ends it, padded to 24 cells."""
+    generator = torch.Generator().manual_seed(1)
+    first, second = (torch.tensor(side)[:, None] for side in zip(*lengths, strict=True))
+    cells = torch.arange(CELLS).expand(len(lengths), -1)
+    tokens = torch.randint(2, 300, cells.shape, generator=generator)
+    tokens[(cells == first) | (cells == first + second + 1)] = END
+    real = cells < first + second + 2
+    return {"tokens": tokens * real, "segments": real.int()}
+
+
+def make(version: str, task: str, folder: Path) -> Pair:
+    _, name, labels = TASKS[task]
+    names = {"id2label": dict(enumerate(labels)), "label2id": {label: n for n, label in enumerate(labels)}}
+    config = T5Config(**SHAPE, **VERSIONS[version], **(names if labels else {}))
+    reference = getattr(transformers, f"T5For{name}")(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for key, parameter in reference.named_parameters():
+            scale = 0.5 if "bias" in key else 0.1
+            parameter.copy_(("norm" in key) + scale * torch.randn(parameter.shape, generator=generator))
+    reference.save_pretrained(folder)
+    return Pair(task, reference, *load(folder))
+
+
+def load(folder: Path) -> tuple[t5.Config, EncoderDecoder]:
+    tree, tensors = load_folder(folder)
+    config = t5.Config.from_huggingface(tree, tensors)
+    model = config.build().eval()
+    model.load_state_dict(config.import_tensors(tensors))
+    return config, model
+
+
+@pytest.fixture(params=[(version, task) for version in VERSIONS for task in TASKS], ids="-".join)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
+    return make(*request.param, tmp_path / "reference")
+
+
+def close(ours: object, theirs: object) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_of_padded_batches_are_equal(pair: Pair):
+    assert (pair.config.head, pair.config.labels) == (pair.head, TASKS[pair.task][2])
+    batch = rows(PADDED)
+    ours, theirs = pair.ours(batch), pair.their_logits(batch)
+    real = batch["segments"].bool() if ours.ndim == 3 else slice(None)
+    assert ours.shape == theirs.shape
+    close(ours[real], theirs[real])
+
+
+def test_losses_and_gradients_are_equal(pair: Pair):
+    batch = rows(FULL)  # transformers lets an answer begin in padding
+    logits = pair.ours(batch)
+    if pair.head == "span":
+        starts, ends = torch.tensor([[0, 5, 23, 7], [0, 6, 23, 19]])
+        theirs = pair.theirs(batch, start_positions=starts, end_positions=ends).loss
+        ours = (F.cross_entropy(logits[..., 0], starts) + F.cross_entropy(logits[..., 1], ends)) / 2
+    elif pair.task == "regression":
+        labels = torch.linspace(-1, 3, 4)
+        theirs = pair.theirs(batch, labels=labels).loss
+        ours = F.mse_loss(logits[:, 0], labels)
+    else:
+        labels = torch.randint(0, logits.shape[-1], logits.shape[:-1], generator=torch.Generator().manual_seed(2))
+        theirs = pair.theirs(batch, labels=labels).loss
+        ours = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+    close(ours, theirs)
+    ours.backward()
+    theirs.backward()
+    expected = pair.config.import_tensors({name: p.grad for name, p in pair.reference.named_parameters()})
+    close({name: p.grad for name, p in pair.model.named_parameters()}, expected)
+
+
+def test_transformers_loads_what_we_export(pair: Pair, tmp_path: Path):
+    _, name, labels = TASKS[pair.task]
+    exported = pair.config.export_tensors(pair.model.state_dict())
+    save_folder(tmp_path / "ours", pair.config.to_huggingface(), exported)
+    auto = getattr(transformers, f"AutoModelFor{name}")
+    theirs, report = auto.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values()), report
+    assert type(theirs) is type(pair.reference)
+    if labels:
+        assert theirs.config.id2label == dict(enumerate(labels))
+    assert theirs.config.problem_type == ("regression" if pair.task == "regression" else None)
+    assert theirs.config.classifier_dropout == pair.config.dropout
+    batch = rows(PADDED)
+    close(pair.their_logits(batch, theirs.eval()), pair.their_logits(batch))
+    again, same = load(tmp_path / "ours")
+    assert again == pair.config
+    assert all(torch.equal(same.state_dict()[key], value) for key, value in pair.model.state_dict().items())
+
+
+def test_older_checkpoints_are_understood(tmp_path: Path):
+    """The token embeddings up to three times, and a table that nothing reads."""
+    pair = make("v1.0", "classification", tmp_path)
+    tree, tensors = load_folder(tmp_path)
+    shared = tensors["transformer.shared.weight"]
+    old = {name: tensors[name] for name in tensors}
+    old |= {f"transformer.{stack}.embed_tokens.weight": shared for stack in ("encoder", "decoder")}
+    unread = "transformer.decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    imported = pair.config.import_tensors(old | {unread: torch.zeros(32, 4)})
+    assert all(torch.equal(imported[name], value) for name, value in pair.model.state_dict().items())
+    without = [name for name in tensors if "out_proj" not in name]
+    assert t5.Config.from_huggingface(tree, without).head == "language_model"
+    with pytest.raises(ConfigError, match="decoder_start_token_id 2"):
+        t5.Config.from_huggingface({**tree, "decoder_start_token_id": 2})
+
+
+def small(head: Head, labels: tuple[str, ...] = (), **changes: Any) -> t5.Config:
+    shape = {"vocab_size": 300, "layers": 2, "width": 32, "heads": 4, "head_width": 12, "ffn_width": 48}
+    return t5.Config(**{**shape, **changes}, head=head, labels=labels)
+
+
+def built(config: t5.Config) -> EncoderDecoder:
+    model = config.build()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(model.initial_values(name, 0, parameter.numel(), 0).view_as(parameter))
+    return model
+
+
+HEADS = [("classification", ("a", "b", "c")), ("multiple_choice", ()), ("tagging", ("O", "B")), ("span", ())]
+each_head = pytest.mark.parametrize(("head", "labels"), HEADS, ids=[head for head, _ in HEADS])
+
+
+def read(batch: dict[str, Tensor], head: Head) -> dict[str, Tensor | None]:
+    """The batch with the cells that the objectives of these heads read: the last one, or all."""
+    last = batch["segments"].sum(1, keepdim=True) - 1
+    return {**batch, "predicted": None if head in ("tagging", "span") else last}
+
+
+@each_head
+def test_a_row_is_scored_in_the_same_way_beside_any_others(head: Head, labels: tuple[str, ...]):
+    """In training mode, where dropout masks are those of the row's key; dropout is where transformers has it."""
+    model = built(small(head, labels, dropout=0.3))
+    key = torch.tensor([5, -6, 2**31 - 1, -(2**31)], dtype=torch.int32)
+    batch = {**read(rows(PADDED), head), "dropout_key": key}
+    seen: list[Tensor] = []
+    for linear in model.head.children():
+        linear.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0] == 0))
+    together = model(**batch)
+    twice = 1 - 0.7**2  # after the last norm, and before the head
+    dropped = {"tagging": [twice], "span": [0.3]}.get(head, [twice, 0.3])
+    assert [zeros.float().mean().item() for zeros in seen] == pytest.approx(dropped, abs=0.08)
+    for row in range(4):
+        alone = {name: None if values is None else values[row : row + 1] for name, values in batch.items()}
+        torch.testing.assert_close(model(**alone), together[row : row + 1], rtol=1e-5, atol=1e-6)
+    assert (model(**{**batch, "dropout_key": key + 1}) != together).any(-1).all()
+    assert torch.equal(model.eval()(**batch), model(**{**batch, "dropout_key": None}))
+    some = torch.tensor([[0, 7, 2]] * 4)
+    whole = model(**{**batch, "predicted": None})
+    torch.testing.assert_close(model(**{**batch, "predicted": some}), whole.take_along_dim(some[..., None], dim=1))
+
+
+@each_head
+def test_the_work_is_that_of_the_products(head: Head, labels: tuple[str, ...]):
+    model = built(small(head, labels, decoder_layers=3))
+    batch = read(rows(FULL), head)
+    with FlopCounterMode(display=False) as counter:
+        model(**batch, dropout_key=torch.zeros(4, dtype=torch.int32))  # its attention is written out, for dropout
+    cells = CELLS if batch["predicted"] is None else 1
+    assert CELLS * model.flops_per_token(CELLS, cells / CELLS) == pytest.approx(3 * counter.get_total_flops() / 4)
+
+
+@pytest.mark.parametrize(
+    ("make_config", "message"),
+    [
+        (lambda: small("classification"), "labels must name at least 1 for a classification head, not 0"),
+        (lambda: small("span", ("a",)), "a span head has no labels"),
+        (lambda: small("tagging", ("O", "O")), "labels must differ"),
+        (lambda: small("span", architecture="prefix_lm"), "architecture prefix_lm is for language models, and head is"),
+        (lambda: small("multiple_choice").to_huggingface(), "a multiple_choice head cannot be exported"),
+    ],
+)
+def test_settings_that_do_not_go_with_the_head_are_refused(make_config: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        make_config()
+
+
+@pytest.fixture
+def start(dataset_folder: Path, tmp_path: Path) -> tuple[Weights, Any]:
+    """The weights of a T5 that predicts tokens, and a dataset that goes with them."""
+    before = small("language_model", vocab_size=600, tied=False, activation="geglu_tanh")
+    tensors = before.export_tensors(built(before).state_dict())
+    save_folder(tmp_path / "saved", before.to_huggingface(), tensors, dataset_folder / "tokenizer")
+    tokenizer = Tokenizer.load(dataset_folder / "tokenizer")
+    return load_weights(tmp_path / "saved"), SimpleNamespace(name="rows", tokenizer=tokenizer)
+
+
+@each_head
+def test_a_pretrained_model_gets_a_head(start: tuple[Weights, Any], head: Head, labels: tuple[str, ...]):
+    """Encoder and decoder are taken, its own head is left out; a tagger needs no decoder."""
+    weights, dataset = start
+    model = replace(weights.config, head=head, labels=labels).build()
+    given = stored_values(weights, model, dataset, seed=0)
+    for name, parameter in model.named_parameters():
+        values = given(name, 0, parameter.numel())
+        if name.startswith("head."):
+            assert torch.equal(values, model.initial_values(name, 0, parameter.numel(), 0))
+        else:
+            assert torch.equal(values, weights.tensors[name].flatten())
+    stacks = {name.partition(".")[0] for name, _ in model.named_parameters()}
+    assert ("decoder" in stacks) == (head != "tagging")
+
+
+def test_a_decoder_of_another_depth_is_not_taken(start: tuple[Weights, Any]):
+    weights, dataset = start
+    model = t5.Config(**{**asdict(weights.config), "decoder_layers": 1, "head": "span"}).build()
+    with pytest.raises(CheckpointError, match=r"10 are unknown, first decoder\.1\."):
+        stored_values(weights, model, dataset, seed=0)
