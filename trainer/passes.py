@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
-from trainer.examples import HOST_COLUMNS
+from trainer.examples import HOST_COLUMNS, TaskRow
 from trainer.monitoring.meter import Meter
-from trainer.objectives import Objective
+from trainer.objectives import Objective, Task
+from trainer.objectives.predictions import Gatherer
 from trainer.strategies import Strategy
 
 MicroBatches: TypeAlias = Sequence[Mapping[str, Tensor]]
@@ -24,10 +25,13 @@ class Loader(Protocol):
     """An iterable over steps, whose state is where the consumer stands.
 
     Attributes:
+        examples: of one pass over the split.
         fed: the examples of its last step.
         corrupt: the shards that it passes over: digest of the dataset, name, first global example.
     """
 
+    @property
+    def examples(self) -> int: ...
     @property
     def fed(self) -> Sequence[Sequence[int]]: ...
     @property
@@ -36,6 +40,7 @@ class Loader(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def exclude(self, first: int, end: int) -> None: ...
+    def task_rows(self) -> tuple[list[list[TaskRow]], tuple[str, ...]]: ...
     def close(self) -> None: ...
 
 
@@ -48,7 +53,7 @@ def score(
     batches: int | None,
     work: str = "evaluation",
 ) -> dict[str, float]:
-    """Scores a model: means over the batches of a loader, which it closes, and the loss as perplexity.
+    """Scores a model over the batches of a loader, which it closes.
 
     Args:
         model: as `strategy.prepare` returns it; left in eval mode.
@@ -59,20 +64,27 @@ def score(
         work: the name of this for `Accelerator.graph`.
 
     Returns:
-        Means by name, and the perplexity of the predicted tokens.
+        Means by name, and a task's scores, or else the perplexity of the predicted tokens.
     """
     model.eval()
     meter = Meter(strategy.accelerator.to_device)
+    gatherer = Gatherer(loader.examples)
     for micro_batches in itertools.islice(loader, batches):
         with strategy.accelerator.graph(work):
             totals = _totals(objective, strategy, micro_batches)
             for host_batch in micro_batches:
                 batch = _to_device(strategy, host_batch)
                 with strategy.autocast():
-                    meter.add(objective.loss(model, batch, totals).metrics)
+                    loss = objective.loss(model, batch, totals)
+                meter.add(loss.metrics)
+                if loss.outputs is not None:
+                    gatherer.add(host_batch, strategy.keep_rows(loss.outputs))
     loader.close()
     with strategy.accelerator.graph(f"metrics of {work}"):
         means = meter.compute(strategy.all_reduce)
+    if hasattr(objective, "scores"):
+        predictions = gatherer.predictions(strategy.rows_on_host, strategy.all_reduce, *loader.task_rows())
+        return means | cast(Task, objective).scores(predictions)
     of_tokens = means.get("mlm_loss", means["loss"])  # where another task is part of the loss
     return {**means, "perplexity": math.exp(min(of_tokens, 700.0))}
 

@@ -19,15 +19,19 @@ _READING = "aten::_local_scalar_dense"  # float(tensor), as for logging
 
 
 class Transfers(Losses):
-    """Keeps, besides the losses, how many transfers from the devices there had been at each row of metrics."""
+    """Keeps, besides the losses, how many transfers from the devices there had been at each row of metrics, and rows
+    of scores."""
 
     def __init__(self) -> None:
         super().__init__()
         self.transfers: list[int] = []
+        self.scores: list[dict[str, float]] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         super().log(step, metrics)
         self.transfers.append(_count("TransferFromDeviceTime"))
+        if "heldout/loss" in metrics:
+            self.scores.append(dict(metrics))
 
 
 def main() -> None:
@@ -43,6 +47,7 @@ def main() -> None:
     trainer.loader.close()
     report = {
         "losses": tracker.values,
+        "scores": tracker.scores,
         "compilations": trainer.strategy.accelerator.compilations,
         "compiled": _count("CompileTime"),
         "transfers": tracker.transfers,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor, nn
 
-from trainer.examples import Batch, Examples, PackSpec
+from trainer.examples import Batch, Examples, PackSpec, TaskRow
 
 
 @dataclass(frozen=True)
@@ -18,10 +20,34 @@ class Loss:
     Attributes:
         total: scalar to call `backward` on; over all micro-batches and replicas of a step these add up to the loss.
         metrics: detached (sum, weight) scalars by name; a mean is the sum of sums over the sum of weights.
+        outputs: float [B, ...], detached: what the scores of a `Task` are computed from; None for other objectives.
     """
 
     total: Tensor
     metrics: dict[str, tuple[Tensor, Tensor]]
+    outputs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a model gave for all examples of a split, N of them, in order.
+
+    Attributes:
+        outputs: float32 [N, ...], `Loss.outputs`.
+        document: int64 [N], the row of each example, an index of `rows`.
+        begin, column, length: int64 [N], of each example's last piece: its first token, counted through the row's
+            texts, the cell where that stands, and how many tokens it has.
+        rows: of the split.
+        labels: the names of classes or tags.
+    """
+
+    outputs: npt.NDArray[np.float32]
+    document: npt.NDArray[np.int64]
+    begin: npt.NDArray[np.int64]
+    column: npt.NDArray[np.int64]
+    length: npt.NDArray[np.int64]
+    rows: Sequence[TaskRow]
+    labels: tuple[str, ...]
 
 
 class Objective(Protocol):
@@ -30,12 +56,12 @@ class Objective(Protocol):
     Means are taken over the whole step, never over a micro-batch, because micro-batches hold different numbers of
     predictions: `weights` gives the denominator of each loss term before the forward pass, the caller sums it over
     micro-batches and replicas, and `loss` divides by those totals.
-
-    Attributes:
-        model_settings: settings of the model that must be on, as {"nsp": True}.
     """
 
-    model_settings: Mapping[str, bool]
+    @property
+    def model_settings(self) -> Mapping[str, bool | str]:
+        """Settings that the model must have, as {"nsp": True}, or {"head": "classification"}."""
+        ...
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
         """The cells of an example that must be left to the objective's special tokens."""
@@ -55,4 +81,12 @@ class Objective(Protocol):
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
         """Runs the model on a micro-batch and scores it; never waits for the device."""
+        ...
+
+
+class Task(Objective, Protocol):
+    """An objective whose scores are no means over examples, as F1 or a correlation, but computed from all of them."""
+
+    def scores(self, predictions: Predictions) -> dict[str, float]:
+        """The scores of a split, by name; what is a share is in [0, 1]."""
         ...

@@ -47,7 +47,7 @@ class Rows:
     """
 
     def __init__(self, begin: int, end: int, pad: int) -> None:
-        self._begin, self._end, self._pad = np.int32(begin), np.int32(end), np.int32(pad)
+        self.begin, self.end, self.pad = np.int32(begin), np.int32(end), np.int32(pad)
 
     @classmethod
     def between_specials(cls, vocabulary: Vocabulary) -> Rows:
@@ -86,9 +86,9 @@ class Rows:
             segments = (column < filled).astype(np.int32)
             positions = column * segments
 
-        tokens = np.full(cells, self._pad, dtype=np.int32)
+        tokens = np.full(cells, self.pad, dtype=np.int32)
         is_text = segments.reshape(-1) > 0
-        for cell, token in ((begin, self._begin), (after, self._end)):
+        for cell, token in ((begin, self.begin), (after, self.end)):
             tokens[cell] = token
             is_text[cell] = False
         tokens[is_text] = examples.tokens

@@ -179,6 +179,14 @@ class Strategy(ABC):
         """Copies this replica's rows, CPU tensors, to where the model computes."""
         return self.accelerator.to_device(batch)
 
+    def keep_rows(self, output: Tensor) -> Tensor:
+        """A result [B, ...] of a forward pass, inside of its graph, for `rows_on_host`."""
+        return output
+
+    def rows_on_host(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """This replica's rows of what `keep_rows` has given, on the host."""
+        return [output.cpu() for output in outputs]
+
     def to_host(self, tensors: Mapping[str, Tensor], copy: bool = True) -> Mapping[str, Tensor]:
         """State as it can be saved, and overwritten when it is restored: itself, where the host reaches it in place.
 

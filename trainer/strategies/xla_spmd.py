@@ -63,6 +63,11 @@ class Config:
         training = experiment["training"]
         if training["compile"]:
             raise ConfigError("training.compile is for torch.compile, and XLA compiles every step; set it to false")
+        if self.scan_layers and experiment["optimizer"].get("layer_decay", 1.0) != 1:
+            raise ConfigError(
+                "optimizer.layer_decay gives each layer a learning rate of its own, and strategy.scan_layers holds all "
+                "layers' parameters in one tensor; set strategy.scan_layers=false"
+            )
         if training["activation_checkpointing"] and not self.scan_layers:
             raise ConfigError(
                 "training.activation_checkpointing needs strategy.scan_layers=true: outside of a loop, XLA would find "
@@ -197,6 +202,18 @@ class XlaSpmd(Strategy):
             return value
         dist.all_reduce(value, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
         return value / self.replica.count if op == "mean" else value
+
+    def keep_rows(self, output: Tensor) -> Tensor:
+        return self._split_examples(output)
+
+    def rows_on_host(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Those that this machine's devices hold: tensors of XLA have the rows of all machines."""
+        import torch_xla.core.xla_model as xm
+        from torch_xla import _XLAC
+
+        xm.wait_device_ops()
+        shards = (_XLAC._get_local_shards([output])[0] for output in outputs)
+        return [torch.cat([shard for shard, _ in each]) for each in shards]
 
     def to_host(self, tensors: Mapping[str, Tensor], copy: bool = True) -> Mapping[str, Tensor]:
         """The rows that this machine's devices hold, in memory of the host that is kept for the next time."""

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainer.errors import ConfigError
 from trainer.partition import SegmentParameter, StackedParameter, layer_shape
 from trainer.strategies import Replica
-from trainer.strategies.xla_spmd import XlaSpmd
+from trainer.strategies.xla_spmd import Config, XlaSpmd
 
 
 def held(rows: int, machines: int, devices: int, replicas: int = 1) -> list[tuple[int, int]]:
@@ -152,3 +153,21 @@ def test_machines_save_and_restore_their_rows_of_each_layer(monkeypatch: pytest.
             assert {tuple(shard.shape) for shard in shards} == {tuple(shards[0].shape)}
     for name, whole in single.items():
         assert torch.equal(torch.cat(parts[name]).view(whole.shape), whole)
+
+
+def test_machines_take_their_rows_of_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors have the rows of both machines; each has fed, and is to score, 4 of 8."""
+    outputs = [torch.randn(8, 3), torch.randn(8, 3)]
+    for rank in range(2):
+        strategy, _ = machine(rank, monkeypatch)
+        for rows, whole in zip(strategy.rows_on_host(outputs), outputs, strict=True):
+            assert torch.equal(rows, whole[4 * rank : 4 * rank + 4])
+
+
+def test_learning_rates_of_layers_need_layers_apart() -> None:
+    experiment = {"training": {"compile": False, "activation_checkpointing": False}, "optimizer": {"layer_decay": 0.8}}
+    Config(scan_layers=False).check(experiment)
+    with pytest.raises(ConfigError, match=r"strategy\.scan_layers=false"):
+        Config().check(experiment)
+    Config().check({**experiment, "optimizer": {"layer_decay": 1.0}})
+    Config().check({**experiment, "optimizer": {}})

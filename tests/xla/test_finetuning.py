@@ -1,0 +1,43 @@
+"""Fine-tuning under torch-xla's SPMD, on 4 devices, beside the same runs of one process of torch on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.integration import tasks
+from tests.integration.commands import Samestep
+from tests.xla.conftest import Work
+
+RELATIVE = 1e-4
+MODEL = "model={kind: bert, vocab_size: 600, layers: 3, width: 32, heads: 2, ffn_width: 64, max_positions: 32}"
+TASKS = {
+    "classification": ("model.head=classification", "model.labels=[about_class,about_file]",
+                       "objective.metrics=[accuracy]", "optimizer.layer_decay=0.8", "strategy.scan_layers=false"),
+    "question_answering": ("model.head=span",),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", TASKS)
+def test_losses_and_scores_are_those_of_the_cpu(
+    work: Work, samestep: Samestep, dataset_folder: Path, tmp_path: Path, kind: str
+) -> None:
+    """Two micro-batches a step, and evaluations whose last batch is not full; outputs are gathered without a graph."""
+    assert samestep("data", "build", tasks.write_build(kind, tmp_path, dataset_folder / "tokenizer")).code == 0
+    file = tasks.write_experiment(kind, tmp_path, tmp_path / "none", steps=20)
+    batches = ("training.global_batch_size=16", "training.micro_batch_size=2", "training.evaluate_every=10")
+    settings = ("init_from=null", MODEL, *TASKS[kind], *batches)
+    own = [each for each in settings if not each.startswith("strategy")]
+    assert samestep("train", file, f"output={tmp_path / 'cpu'}", *own).code == 0
+    rows = tasks.rows_of(tmp_path / "cpu")
+    report = work(str(file), f"output={tmp_path / 'xla'}", *settings)
+    expected = [row["train/loss"] for row in rows if "train/loss" in row]
+    np.testing.assert_allclose(report["losses"], expected, rtol=RELATIVE)
+    scores = [{name: row[name] for name in row if "/" in name} for row in rows if "heldout/loss" in row]
+    assert report["scores"] == [pytest.approx(each, rel=RELATIVE) for each in scores]
+    assert len(scores) == 2
+    assert report["compiled"] == 4  # the start, the step, the reading of metrics, the evaluation
+    assert report["fallbacks"] == []

@@ -1,0 +1,168 @@
+"""Classes of texts and of pairs of texts (Devlin et al. 2019, section 4.1): what GLUE's tasks but one are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from trainer.errors import ConfigError
+from trainer.examples import Batch, Examples, PackSpec, Parts, Vocabulary
+from trainer.metrics import check_names
+from trainer.metrics import labels as metrics
+from trainer.objectives import Loss, Predictions, Task
+from trainer.objectives.rows import inputs, score_tokens
+from trainer.objectives.task_rows import (
+    Cell,
+    Float32,
+    TaskRows,
+    class_loss,
+    count_examples,
+    labelled,
+    labels_of,
+    single_labels,
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Classification of texts, each row by itself.
+
+    Attributes:
+        metrics: that the held-out split is scored with: accuracy; f1, of the second label against all others; macro_f1,
+            the mean of all labels' F1; matthews, the correlation; group_exact_match, the share of groups of rows of
+            which all are right, as the answers of a question in MultiRC.
+        label_smoothing: so much of each label's probability is spread evenly over all labels.
+        soft: whether rows are labelled with a probability for each label, as those of a teacher.
+        reads: the cell of a sequence that is scored: for encoders the `first`, that of [CLS], for decoders the `last`.
+            null goes by the tokenizer: the first for BERT's and RoBERTa's, which a GPT may have, too, else the last.
+        lm_weight: what the loss of predicting each token from those before it is multiplied by, before it is added to
+            the classes' loss: for a GPT, 0.5 in Radford et al. 2018, section 3.2. 0 leaves it out.
+    """
+
+    metrics: tuple[str, ...] = ("accuracy",)
+    label_smoothing: float = 0.0
+    soft: bool = False
+    reads: Cell | None = None
+    lm_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_names(self.metrics, metrics.OF_CLASSES)
+        if not 0 <= self.label_smoothing < 1:
+            raise ConfigError(f"label_smoothing is {self.label_smoothing}; use 0 to go without, or a share, as 0.1")
+        if self.lm_weight < 0:
+            raise ConfigError(f"lm_weight is {self.lm_weight}; use 0 to go without, or 0.5 as for GPT")
+        if self.lm_weight and self.reads == "first":
+            raise ConfigError(
+                f"lm_weight is {self.lm_weight} and reads is first, as for an encoder, which predicts no next tokens; "
+                "leave reads out, or set lm_weight to 0"
+            )
+
+    def build(self, vocabulary: Vocabulary) -> Task:
+        return Classification(self, vocabulary)
+
+
+class Classification:
+    """The classification objective; see `trainer.objectives.Task`.
+
+    To the rows of `TaskRows` it adds, for B examples and C classes:
+        predicted: int64 [B, 1], the cell that is read: that of [CLS], or for a decoder the last one with a token.
+        labels: int64 [B], the class; not where `soft` is set.
+        probabilities: float32 [B, C], of each class; only where it is.
+        weights: float32 [B], the weight of the example.
+        lm_weights: float32 [B, S - 1], of S cells, that of the example where cells 1 to S - 1 hold a token, else 0;
+            only with `lm_weight`.
+
+    The outputs are logits, float32 [B, C].
+
+    Raises:
+        ConfigError: as for `TaskRows`.
+    """
+
+    model_settings: Mapping[str, bool | str]
+
+    def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
+        self.config = config
+        self._rows = TaskRows(vocabulary, "last" if config.lm_weight else config.reads)
+        predicts_tokens = {"causal": True} if config.lm_weight else {}
+        self.model_settings = {"head": "classification", "decoder": self._rows.reads == "last", **predicts_tokens}
+
+    def pack_spec(self, sequence_length: int) -> PackSpec:
+        """All texts of a row in one sequence."""
+        return self._rows.pack_spec(sequence_length, Parts("class", "joined", between=self._rows.between))
+
+    def predictions(self, sequence_length: int) -> int:
+        """One; all with `lm_weight`."""
+        return sequence_length if self.config.lm_weight else 1
+
+    def collate(self, examples: Examples, sequence_length: int) -> Batch:
+        """Lays the texts out; see the class for the arrays.
+
+        Raises:
+            ConfigError: the labels are not of the kind that `soft` says.
+        """
+        batch = self._rows.lay_out(examples, sequence_length)
+        batch["predicted"] = self._rows.read_cells(batch)
+        if self.config.soft:
+            batch["probabilities"] = _probabilities(examples)
+        else:
+            batch["labels"] = _classes(examples).astype(np.int64)
+        if self.config.lm_weight:
+            batch["lm_weights"] = (batch["segments"][:, 1:] == 1) * examples.weight[:, None]
+        return {**batch, "weights": examples.weight}
+
+    def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
+        """The number of examples that count, and with `lm_weight` of their tokens that are predicted."""
+        tokens = {"lm": float(batch["lm_weights"].sum())} if self.config.lm_weight else {}
+        return count_examples(batch) | tokens
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
+        """Cross-entropy in float32, over the step's number of examples, totals["examples"].
+
+        With `lm_weight`, so much of the cross-entropy of the tokens is added, which is over totals["lm"].
+        """
+        target = batch["probabilities" if self.config.soft else "labels"]
+        weights, smoothing, lm_weight = batch["weights"], self.config.label_smoothing, self.config.lm_weight
+        if not lm_weight:
+            return class_loss(model(**inputs(batch))[:, 0], target, weights, totals["examples"], smoothing)
+        logits, token_logits = model(**inputs(batch), next_tokens=True)
+        of_class = class_loss(logits[:, 0], target, weights, totals["examples"], smoothing)
+        labels = {"labels": batch["tokens"][:, 1:].long(), "weights": batch["lm_weights"]}
+        of_tokens = score_tokens(token_logits, labels)
+        total = of_class.total + lm_weight * of_tokens.nll / totals["lm"]
+        metrics = {
+            **of_class.metrics,
+            # Its denominators differ; weighted by examples, the micro-batches of a step add up to the loss of the step.
+            "loss": (total.detach() * totals["examples"], weights.sum()),
+            "class_loss": of_class.metrics["loss"],
+            "lm_loss": (of_tokens.nll.detach(), of_tokens.weight),
+        }
+        return Loss(total, metrics, of_class.outputs)
+
+    def scores(self, predictions: Predictions) -> dict[str, float]:
+        """The metrics, over the rows that have a label; none where no row has one."""
+        scored = labelled(predictions)
+        return metrics.scores(self.config.metrics, scored.outputs.argmax(-1), scored.labels.astype(int), scored.groups)
+
+
+def _classes(examples: Examples) -> Float32:
+    """float32 [B], the class of each row."""
+    labels = labels_of(examples)
+    if (labels.count > 1).any():
+        raise ConfigError(
+            f"a row of the dataset has {labels.count.max()} probabilities, and objective.soft is false; set it to true"
+        )
+    return single_labels(examples)
+
+
+def _probabilities(examples: Examples) -> Float32:
+    """float32 [B, C], the probabilities of each row."""
+    labels = labels_of(examples)
+    if (labels.count < 2).any():
+        raise ConfigError(
+            "objective.soft is true, and a row of the dataset has one label, no probability for each; set it to false"
+        )
+    return labels.values.reshape(labels.count.size, -1).copy()  # as in `single_labels`
