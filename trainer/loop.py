@@ -375,7 +375,8 @@ class Trainer:
         grad_norm = float(self._grad_norm)
         self._require_finite(means, grad_norm)
         row = {f"train/{name}": value for name, value in means.items()}
-        row["train/lr"] = self.optimizer.param_groups[0]["lr"]
+        group = self.optimizer.param_groups[0]
+        row["train/lr"] = group["lr"] / group.get("lr_scale", 1.0)
         if math.isfinite(grad_norm):  # fp16 skips steps where it is not
             row["train/grad_norm"] = grad_norm
         self.recorder.log(self.state.step, row | self.recorder.rates(self.state))

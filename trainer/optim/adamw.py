@@ -27,6 +27,8 @@ class Config:
         eps: added to the root of the mean square, which is 0 for weights that have had no gradient yet.
         weight_decay: decoupled; each update takes lr * weight_decay of a weight away.
         bias_correction: whether the running means are corrected for having started at 0; BERT's are not.
+        layer_decay: for fine-tuning: what the learning rate is multiplied by from each layer to the one below it
+            (Clark et al. 2020: 0.8 to 0.95); 1 leaves it the same for all.
     """
 
     lr: float = 1e-4
@@ -34,6 +36,7 @@ class Config:
     eps: float = 1e-6
     weight_decay: float = 0.01
     bias_correction: bool = True
+    layer_decay: float = 1.0
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -42,6 +45,8 @@ class Config:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} is {value}; use a number of 0 or more")
+        if not 0 < self.layer_decay <= 1:
+            raise ConfigError(f"layer_decay is {self.layer_decay}; use 1 for none, or a share as 0.9")
         if not 0 < self.eps < math.inf:
             raise ConfigError(f"eps is {self.eps}; use a number above 0, as 1e-6")
 
@@ -55,7 +60,7 @@ class Config:
             stacked: how many tensors of equal size lie in a parameter's rows, by its name, where there are several.
                 Each element has an update of its own here, so that makes no difference.
         """
-        groups = parameter_groups(parameters, self.weight_decay)
+        groups = parameter_groups(parameters, self.weight_decay, self.layer_decay)
         settings: dict[str, Any] = {"lr": self.lr, "betas": self.betas, "eps": self.eps}
         if groups[0]["params"][0].device.type not in FUSED:
             return TracedAdamW(groups, {}, bias_correction=self.bias_correction, **settings)

@@ -41,7 +41,7 @@ class Config(adamw.Config):
         """
         named = list(parameters)
         return AdamWScale(
-            parameter_groups(named, self.weight_decay),
+            parameter_groups(named, self.weight_decay, self.layer_decay),
             blocks={parameter: stacked[name] for name, parameter in named if name in stacked},
             lr=self.lr,
             betas=self.betas,

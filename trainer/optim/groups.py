@@ -5,6 +5,7 @@ Checkpoints hold the state under the parameters' names, whatever the groups they
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,26 +15,58 @@ from torch.optim import Optimizer
 
 from trainer.partition import layer_shape, state_like
 
+_LAYER = re.compile(r"(layers|encoder|decoder)\.(\d+)\.")
 _WHOLE = ("exp_avg_sq_row", "exp_avg_sq_col")  # Adafactor's means, which every process has the whole of
 
 
-def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float, layer_decay: float = 1.0
+) -> list[dict[str, Any]]:
     """Splits the trainable parameters: matrices decay; biases and norm weights, all of one dimension, do not.
 
+    Args:
+        named_parameters: by name.
+        weight_decay: of matrices.
+        layer_decay: what the learning rate is multiplied by for each layer that is between a parameter and the heads
+            (Howard & Ruder 2018; Clark et al. 2020, appendix B): not at all for these and what follows the last layer,
+            once for the last layer, and once more than for the first layer for what comes before it.
+
     Returns:
-        One or two groups for `torch.optim`, none of them empty.
+        Groups for `torch.optim`, each with its `lr_scale`; none of them is empty.
     """
-    parameters = [parameter for _, parameter in named_parameters if parameter.requires_grad]
-    decay = [parameter for parameter in parameters if len(layer_shape(parameter)) > 1]
-    no_decay = [parameter for parameter in parameters if len(layer_shape(parameter)) <= 1]
-    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    scale = _lr_scales([name for name, _ in named], layer_decay)
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for decays in (True, False):
+        for name, parameter in named:
+            if (len(layer_shape(parameter)) > 1) == decays:
+                groups.setdefault((scale[name], decays), []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": weight_decay if decays else 0.0, "lr_scale": factor}
+        for (factor, decays), parameters in groups.items()
+    ]
+
+
+def _lr_scales(names: list[str], layer_decay: float) -> dict[str, float]:
+    """By what the learning rate of each parameter is multiplied."""
+    found = {name: _LAYER.match(name) for name in names}
+    depth: dict[str, int] = {}  # of each stack of layers
+    for match in found.values():
+        if match:
+            depth[match[1]] = max(depth.get(match[1], 0), int(match[2]) + 1)
+    most = max(depth.values(), default=0)
+    return {
+        name: layer_decay ** (depth[match[1]] - int(match[2]))
+        if match
+        else layer_decay ** (most + 1 if "embeddings" in name else 0)
+        for name, match in found.items()
+    }
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
     """Gives every group the learning rate of the coming step."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def prime(optimizer: Optimizer) -> None:

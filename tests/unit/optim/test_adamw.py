@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer.config import decode
 from trainer.errors import ConfigError
-from trainer.optim import adamw, blockwise, groups
+from trainer.optim import adamw, adamw_scale, blockwise, groups, lamb
 from trainer.optim.adamw import Config
 
 BERT_SHAPES = {
@@ -84,6 +84,24 @@ def test_matrices_decay_and_biases_and_norms_do_not():
     assert [names[id(parameter)] for parameter in decay["params"]] == DECAYING
     assert {names[id(p)] for p in no_decay["params"]} == set(BERT_SHAPES) - set(DECAYING)
     assert (decay["weight_decay"], no_decay["weight_decay"]) == (0.01, 0.0)
+
+
+@pytest.mark.parametrize("config", [Config, lamb.Config, adamw_scale.Config])
+def test_the_learning_rate_decays_from_layer_to_layer(config):
+    """Heads learn at the full rate, the layers below at less and less; BERT's and T5's names both say how deep."""
+    names = ["embeddings.norm.bias", "encoder.0.ffn.up.weight", "encoder.2.ffn.up.bias", "decoder.1.ffn.up.weight",
+             "layers.0.ffn.up.weight", "head.classifier.weight", "final_norm.weight"]  # fmt: skip
+    parameters = {name: nn.Parameter(torch.zeros(2, 2) if "weight" in name else torch.zeros(2)) for name in names}
+    optimizer = config(lr=1.0, weight_decay=0.0, layer_decay=0.5).build(parameters.items())
+    groups.set_lr(optimizer, 8.0)
+    rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    assert [rates[id(parameter)] for parameter in parameters.values()] == [0.5, 1.0, 4.0, 4.0, 4.0, 8.0, 8.0]
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    if config is Config:  # the others scale each tensor by its own weights besides
+        moved = [parameter.flatten()[0].item() for parameter in parameters.values()]
+        assert moved == pytest.approx([-0.5, -1.0, -4.0, -4.0, -4.0, -8.0, -8.0], rel=1e-4)
 
 
 def test_frozen_parameters_are_in_no_group():
