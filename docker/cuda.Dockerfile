@@ -7,7 +7,7 @@ ARG BASE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa
 
 # What is installed, as lists: a layer below is made anew only when its own list has changed.
 FROM ${BASE} AS lists
-ARG EXTRAS=accelerate,deepspeed,energy,gcs,hf,http,parquet,plot,s3,tensorboard,text,wandb
+ARG EXTRAS=accelerate,deepspeed,energy,gcs,hf,http,parquet,plot,s3,tasks,tensorboard,text,wandb
 WORKDIR /lists
 COPY docker/lists.py docker/constraints-cuda.txt constraints.txt pyproject.toml ./
 RUN python3 lists.py "${EXTRAS}" constraints.txt constraints-cuda.txt
@@ -51,8 +51,10 @@ ARG TORCH_INDEX=https://pypi.org/simple
 RUN --mount=type=bind,from=lists,source=/lists/torch.txt,target=/lists/torch.txt \
     pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" --constraint /lists/torch.txt numpy setuptools torch
 
-# DeepSpeed comes as source and would compile for the hardware that it finds; there is none here.
+# DeepSpeed comes as source and would compile for the hardware that it finds; there is none here. seqeval's source takes
+# its version from setuptools-scm.
 RUN --mount=type=bind,from=lists,source=/lists,target=/lists \
+    pip install --no-cache-dir --constraint /lists/constraints.txt setuptools-scm && \
     DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install --no-cache-dir --no-build-isolation --use-pep517 \
         --extra-index-url "${TORCH_INDEX}" --constraint /lists/constraints.txt --requirement /lists/requirements.txt
 

@@ -7,7 +7,7 @@ ARG BASE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa
 
 # What is installed, as lists: a layer below is made anew only when its own list has changed.
 FROM ${BASE} AS lists
-ARG EXTRAS=gcs,tpu,wandb
+ARG EXTRAS=gcs,tasks,tpu,wandb
 WORKDIR /lists
 COPY docker/lists.py docker/constraints-tpu.txt constraints.txt constraints-xla.txt pyproject.toml ./
 # The first to name a package wins: torch 2.9 needs others than constraints.txt has.
@@ -49,7 +49,9 @@ ARG TORCH_INDEX=https://pypi.org/simple
 RUN --mount=type=bind,from=lists,source=/lists/torch.txt,target=/lists/torch.txt \
     pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" --constraint /lists/torch.txt numpy setuptools torch
 
+# seqeval comes as source, which takes its version from setuptools-scm.
 RUN --mount=type=bind,from=lists,source=/lists,target=/lists \
+    pip install --no-cache-dir --constraint /lists/constraints.txt setuptools-scm && \
     pip install --no-cache-dir --no-build-isolation --use-pep517 \
         --extra-index-url "${TORCH_INDEX}" --constraint /lists/constraints.txt --requirement /lists/requirements.txt
 

@@ -180,10 +180,10 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
 
 
 def _config(args: argparse.Namespace) -> int:
-    from trainer.config import dump, load
-    from trainer.experiment import Experiment
+    from trainer.config import dump
+    from trainer.starting import load_experiment
 
-    experiment = load(Experiment, args.file, args.overrides)
+    experiment = load_experiment(args.file, args.overrides)
     if args.devices is not None:
         from trainer import agent, preflight
 
@@ -219,10 +219,9 @@ def _worker_arguments(args: argparse.Namespace, *arguments: str) -> list[str]:
 
 def _train(args: argparse.Namespace) -> int:
     from trainer import agent
-    from trainer.config import load
-    from trainer.experiment import Experiment
+    from trainer.starting import load_experiment
 
-    experiment = load(Experiment, args.file, args.overrides)
+    experiment = load_experiment(args.file, args.overrides)
     if args.rendezvous and not args.elastic:
         raise ConfigError("--rendezvous is where the machines of an elastic run meet; add --elastic MIN:MAX")
     snapshots = experiment.checkpoint.snapshot_every is not None

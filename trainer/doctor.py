@@ -11,7 +11,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
@@ -27,6 +27,7 @@ from trainer.accelerators import Accelerator, Precision, chips, cpu, cuda, tpu, 
 from trainer.errors import SamestepError
 from trainer.experiment import Experiment
 from trainer.findings import Finding, State
+from trainer.metrics import check_installed
 from trainer.monitoring import wandb
 from trainer.strategies import flash, xla_spmd
 from trainer.strategies.world import World
@@ -101,6 +102,8 @@ def _checks_of(experiment: Experiment) -> list[Check]:
         checks.append(("checkpoints", lambda: _object_store(checkpoints)))
     elif checkpoints:
         checks.append(("checkpoints", lambda: _disk("checkpoints", Path(checkpoints), needed)))
+    if metrics := getattr(experiment.objective, "metrics", ()):
+        checks.append(("metrics", lambda: _metrics(metrics)))
     if any(storage.is_url(path) for path in experiment.data.paths):
         cache = experiment.data.cache or os.environ.get("SAMESTEP_CACHE") or Path.home() / ".cache" / "samestep"
         checks.append(("cache", lambda: _disk("cache", Path(cache), 0)))
@@ -298,6 +301,11 @@ def _dataset(experiment: Experiment) -> Iterator[Finding]:
         yield Finding("dataset", "failed", found, fix)
     else:
         yield Finding("dataset", "ok", found)
+
+
+def _metrics(names: Sequence[str]) -> Iterator[Finding]:
+    check_installed(names)
+    yield Finding("metrics", "ok", ", ".join(names))
 
 
 def _disk(subject: str, folder: Path, needed: float) -> Iterator[Finding]:

@@ -39,7 +39,7 @@ class Experiment:
 
     Attributes:
         output: the run's folder; a run found there is continued from its newest checkpoint.
-        model: the architecture (a module of trainer/models).
+        model: the architecture (a module of trainer/models); with `init_from`, what is to be other than there.
         objective: what is predicted (a module of trainer/objectives).
         data: the dataset that `samestep data build` made, and how it is cut into examples.
         training: steps, batch sizes, precision.
@@ -55,6 +55,7 @@ class Experiment:
         seed: the root of every random choice.
         init_from: a Hugging Face folder, hf://NAME[@REVISION] on the Hub, or a checkpoint, whose weights the run starts
             from; None draws them.
+        redraw_layers: of a model that starts from weights, how many of its last layers are drawn all the same.
     """
 
     output: str
@@ -71,6 +72,7 @@ class Experiment:
     tracking: Tracking = field(default_factory=Tracking)
     seed: int = 0
     init_from: str | None = None
+    redraw_layers: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
@@ -80,6 +82,8 @@ class Experiment:
                 f"output {self.output!r} is not a folder of a file system; name one, and let checkpoint.folder be the "
                 "address that checkpoints go to"
             )
+        if self.redraw_layers < 0 or (self.redraw_layers and self.init_from is None):
+            raise ConfigError(f"redraw_layers is {self.redraw_layers}; use 0, or more of a model that has init_from")
         self.resolved_phases()  # refuses those that do not fit the run
 
     def in_one_process(self) -> Experiment:

@@ -1,4 +1,4 @@
-"""What becomes of a checkpoint: a Hugging Face folder, or answers to masked texts."""
+"""What becomes of a checkpoint: a Hugging Face folder with a model card, or answers to masked texts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from data_pipeline.tokenization import Tokenizer
+from trainer import model_card
 from trainer.checkpoint import huggingface
 from trainer.errors import ConfigError
 from trainer.examples import Vocabulary
@@ -21,20 +22,29 @@ logger = logging.getLogger(__name__)
 
 
 def export(checkpoint: str, folder: str) -> None:
-    """Writes a checkpoint and its tokenizer as a folder that `transformers` loads."""
+    """Writes a checkpoint and its tokenizer as a folder that `transformers` loads, with a model card for people."""
     weights = load_weights(checkpoint)
-    vocabulary = _tokenizer(weights).vocabulary
+    tokenizer = _tokenizer(weights)
+    vocabulary = tokenizer.vocabulary
     _check_padding(weights, vocabulary)
     tensors = weights.config.export_tensors(dict(weights.tensors))
     config = weights.config.to_huggingface() | _token_ids(weights.config, vocabulary)
-    with weights.tokenizer_files() as tokenizer:
-        huggingface.save_folder(Path(folder), config, tensors, tokenizer)
+    mask = None if vocabulary.mask is None else tokenizer.token(vocabulary.mask)
+    card = model_card.write(weights, checkpoint, Path(folder).absolute().name, mask)
+    with weights.tokenizer_files() as files:
+        huggingface.save_folder(Path(folder), config, tensors, files, card)
     logger.info("wrote %s: %d tensors of %s", folder, len(tensors), checkpoint)
 
 
 def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
     """Prints the likeliest words for each masked place of each text."""
     weights = load_weights(checkpoint)
+    head = getattr(weights.config, "head", "language_model")
+    if head != "language_model":
+        raise ConfigError(
+            f"{checkpoint} holds a model with a {head} head, which predicts no words and fills no masks; use the model "
+            "that it was fine-tuned from, or samestep evaluate for what it does predict"
+        )
     if weights.config.causal or getattr(weights.config, "encoder_decoder", False):
         raise ConfigError(
             f"{checkpoint} holds a model that writes text from left to right and fills no masks; use samestep generate"

@@ -23,7 +23,9 @@ def flops_until(experiment: Experiment, trainer: Trainer) -> Callable[[int], flo
         model = experiment.model.build()
 
     def flops_per_step(length: int, examples: int) -> float:
-        each: float = model.flops_per_token(length, trainer.objective.predictions(length) / length) * length
+        spec = trainer.objective.pack_spec(length)
+        cells = length if spec.parts is None else spec.cells
+        each: float = model.flops_per_token(length, trainer.objective.predictions(length) / cells) * cells
         return each * examples
 
     phases = [(phase, flops_per_step(phase.sequence_length, phase.global_batch_size)) for phase in trainer.phases]

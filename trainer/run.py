@@ -20,10 +20,11 @@ from trainer.checkpoint import files, integrity
 from trainer.checkpoint.lock import only_writer
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import dump, to_tree
-from trainer.errors import EXIT_DONE, SamestepError
+from trainer.errors import EXIT_DONE, ConfigError, SamestepError
 from trainer.experiment import Experiment
-from trainer.fit import check_fit, stored_values
+from trainer.fit import check_fit, redraw_layers, stored_values
 from trainer.loop import Trainer
+from trainer.metrics import check_installed
 from trainer.micro_batch import probe, without_probe
 from trainer.monitoring import Tracker
 from trainer.objectives import Objective
@@ -69,6 +70,7 @@ def train(experiment: Experiment) -> int:
             trainer = build_trainer(experiment, dataset, strategy, checkpointer, weights, snapshots, step is not None)
             if experiment.training.evaluate_every is not None:
                 trainer.heldout(trainer.phase).close()  # refuses a split without examples now rather than after hours
+                check_installed(getattr(experiment.objective, "metrics", ()))
             if step is not None:
                 changes = trainer.restore(step, source)
                 logger.info("continuing   at step %d%s", step, f" with {changes}" if changes else "")
@@ -115,6 +117,7 @@ def evaluate(experiment: Experiment, step: int | None) -> dict[str, float]:
 
 
 def _evaluate(experiment: Experiment, step: int | None, strategy: Strategy) -> dict[str, float]:
+    check_installed(getattr(experiment.objective, "metrics", ()))
     dataset = experiment.data.open()
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
     checkpoints = checkpoint_folder(experiment)
@@ -190,12 +193,20 @@ def build_trainer(
         ConfigError: the parts do not fit each other.
         CheckpointError: the weights are of another model.
     """
+    if experiment.data.group_by_length is not None and strategy.accelerator.compiles:
+        raise ConfigError(
+            f"{strategy.accelerator.description} compiles for each width of a batch, and data.group_by_length gives "
+            "many; set it to null"
+        )
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
     model = build_model(experiment, dataset, objective)
     shapes = copy.deepcopy(model)  # of its own parameters the strategy may leave nothing but names
     initial: InitialValues = partial(shapes.initial_values, seed=experiment.seed)
     if weights is not None:
-        initial = stored_values(load_weights(weights, strategy.world.rank, strategy.world.size), model, dataset)
+        trained = load_weights(weights, strategy.world.rank, strategy.world.size)
+        initial = stored_values(trained, shapes, dataset, seed=experiment.seed)
+        if experiment.redraw_layers:
+            initial = redraw_layers(initial, shapes, experiment.redraw_layers, experiment.seed)
     elif to_restore:
         initial = _zeros
     build_optimizer = partial(experiment.optimizer.build, stacked=model.stacked())

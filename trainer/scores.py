@@ -63,6 +63,12 @@ def evaluate(
     config: GenerationConfig = decode(GenerationConfig, tree, "--generate")
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit must be at least 1, not {limit}")
+    head = getattr(experiment.model, "head", "language_model")
+    if head != "language_model":
+        raise ConfigError(
+            f"the model of {experiment.output} has a {head} head, which writes no text; leave --generate out, and "
+            "samestep evaluate scores what it predicts"
+        )
     scorers = {name: METRICS[name]() for name in metrics}  # a missing package is named before hours of work
     checkpoints = checkpoint_folder(experiment)
     weights = load_weights(checkpoints if step is None else integrity.step_folder(checkpoints, step))

@@ -80,11 +80,10 @@ def _doctor(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from trainer import doctor, findings
-    from trainer.config import load
-    from trainer.experiment import Experiment
+    from trainer.starting import load_experiment
 
     if args.processes is not None and args.processes < 1:
         raise ConfigError(f"--processes must be at least 1, not {args.processes}")
-    experiment = load(Experiment, args.file, args.overrides) if args.file else None
+    experiment = load_experiment(args.file, args.overrides) if args.file else None
     sound = findings.report(doctor.examine(experiment, args.processes), Console())
     return EXIT_DONE if sound else EXIT_FAILED

@@ -77,6 +77,22 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
     return Weights(config, tensors, folder, tokenizer, meta["step"], meta["config"]["objective"], optimizer)
 
 
+def load_config(path: str | Location) -> Any:
+    """The `Config` of the model that `load_weights` would open; the newest checkpoint of a run is taken as it is.
+
+    Raises:
+        CheckpointError: there is none, or what describes it is damaged.
+    """
+    folder = model_folder(str(path)) if is_hub_path(str(path)) else files.location(path)
+    if _is_huggingface(folder):
+        return _from_huggingface(folder).config
+    if not _is_step(folder):
+        check_weights(folder)
+        root = checkpoints_of(folder)
+        folder = integrity.step_folder(root, max(integrity.committed_steps(root)))
+    return decode(Annotated[Any, _MODELS], integrity.read_meta(folder)["config"]["model"], f"{folder}: model")
+
+
 def check_weights(start: Location) -> None:
     """Looks whether `load_weights` would find any in a folder or store, without reading them.
 

@@ -96,8 +96,11 @@ def test_images_have_one_base_and_one_end():
 @pytest.mark.parametrize(
     ("dockerfile", "expected"),
     [
-        (DOCKERFILES[0], {"accelerate", "deepspeed", "hf", "s3", "gcs", "wandb", "tensorboard", "text", "parquet"}),
-        (DOCKERFILES[1], {"tpu", "gcs"}),
+        (
+            DOCKERFILES[0],
+            {"accelerate", "deepspeed", "hf", "s3", "gcs", "wandb", "tasks", "tensorboard", "text", "parquet"},
+        ),
+        (DOCKERFILES[1], {"tpu", "gcs", "tasks"}),
     ],
     ids=["cuda", "tpu"],
 )
@@ -112,6 +115,7 @@ def test_all_that_samestep_asks_for_is_pinned(dockerfile: Path, tmp_path: Path, 
     pinned = [module.name(pin) for pin in written["constraints.txt"]]
     assert len(pinned) == len(set(pinned))
     assert {module.name(line) for line in written["requirements.txt"]} <= set(pinned)
+    assert {"setuptools", "setuptools-scm"} <= set(pinned)  # what builds those that come as source
     assert set(written["torch.txt"]) < set(written["constraints.txt"])
     for command in rest_of(dockerfile, "RUN"):
         from_index = "pip install" in command and "--no-index" not in command

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -54,6 +55,17 @@ def test_an_experiment_is_checked_on_its_own_dataset_and_disk(experiment_file: s
     assert not (tmp_path / "new").exists()
     small = load(Experiment, experiment_file, [f"output={tmp_path}", "model.vocab_size=100"])
     assert "set model.vocab_size to 600" in next(f.fix for f in doctor.examine(small, 1) if f.subject == "dataset")
+
+
+def test_metrics_that_cannot_be_computed_are_found(experiment_file: str, monkeypatch: pytest.MonkeyPatch):
+    task = ["objective={kind: tagging, metrics: [entity_f1]}", "model.head=tagging", "model.labels=[O,B-X]"]
+    experiment = load(Experiment, experiment_file, task)
+    ((_, check),) = (check for check in doctor._checks_of(experiment) if check[0] == "metrics")
+    assert states(doctor._tried("metrics", check)) == {"metrics": "ok"}
+    monkeypatch.setitem(sys.modules, "seqeval.metrics.sequence_labeling", None)
+    (found,) = doctor._tried("metrics", check)
+    assert found.state == "failed"
+    assert "samestep[tasks]" in found.found
 
 
 def test_a_device_that_computes_wrongly_is_found():

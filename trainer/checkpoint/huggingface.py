@@ -19,6 +19,7 @@ from trainer.hub import TOKENIZER_FILES
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_CARD = "README.md"
 
 
 class LazyTensors(Mapping[str, Tensor]):
@@ -75,7 +76,11 @@ def load_folder(folder: Path) -> tuple[dict[str, Any], LazyTensors]:
 
 
 def save_folder(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], tokenizer_folder: Path | None = None
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    tokenizer_folder: Path | None = None,
+    card: str | None = None,
 ) -> None:
     """Writes a folder that `transformers` loads; it appears under its name once it is whole.
 
@@ -84,6 +89,7 @@ def save_folder(
         config: the content of config.json.
         tensors: CPU tensors that share no memory.
         tokenizer_folder: where the tokenizer's files are copied from.
+        card: the content of README.md.
 
     Raises:
         CheckpointError: the folder is taken or cannot be written, or there is no tokenizer in `tokenizer_folder`.
@@ -97,6 +103,8 @@ def save_folder(
         save_file(dict(tensors), temporary / _WEIGHTS, metadata={"format": "pt"})
         if tokenizer_folder is not None:
             _copy_tokenizer(tokenizer_folder, temporary)
+        if card is not None:
+            (temporary / _CARD).write_text(card, encoding="utf-8")
         for file in temporary.iterdir():
             with file.open("rb") as content:
                 os.fsync(content.fileno())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.examples import Batch, Examples, PackSpec, Vocabulary
+from trainer.examples import Batch, Examples, Labels, PackSpec, Target, Vocabulary
 from trainer.experiment import Experiment
 from trainer.objectives import Objective
 from trainer.phases import Phase
@@ -33,10 +33,13 @@ def example(experiment: Experiment, objective: Objective, phase: Phase) -> Batch
         length=np.array(lengths, dtype=np.int64),
         key=np.zeros(1, dtype=np.uint64),
         weight=np.ones(1, dtype=np.float32),
-        isolated=experiment.data.packing in ("best_fit", "padded"),
+        isolated=spec.parts is None and experiment.data.packing in ("best_fit", "padded"),
         random=np.zeros(1, dtype=np.bool_) if spec.pairs else None,
+        labels=None if spec.parts is None else _labels(experiment, spec.parts.target, sum(lengths)),
     )
-    batch = {**objective.collate(examples, spec.sequence_length), "dropout_key": np.zeros(1, dtype=np.int32)}
+    choices = 1 if spec.parts is None else spec.parts.choices
+    dropout_key = np.zeros(1 if choices == 1 else (1, choices), dtype=np.int32)
+    batch = {**objective.collate(examples, spec.sequence_length), "dropout_key": dropout_key}
     if experiment.data.packing == "concat":
         batch = {name: column for name, column in batch.items() if name not in ("segments", "target_segments")}
     return batch
@@ -49,8 +52,18 @@ def _pieces(spec: PackSpec) -> tuple[list[int], list[int]]:
         target = min(target, source // 2) if spec.sides.joined else target
         return [0, 0], [source - target if spec.sides.joined else source - 1, target - 1]
     room = spec.sequence_length - spec.prefix - spec.suffix
-    if not spec.pairs:
-        return [spec.prefix], [room]
+    if not spec.pairs:  # of a task's texts that share a sequence one fills it as well as several
+        choices = 1 if spec.parts is None else spec.parts.choices
+        return [spec.prefix + choice * spec.sequence_length for choice in range(choices)], [room] * choices
     room -= spec.suffix
     first = room // 2
     return [spec.prefix, spec.prefix + first + spec.suffix], [first, room - first]
+
+
+def _labels(experiment: Experiment, target: Target, tokens: int) -> Labels:
+    """Labels of a row: zeros, which every target has, or of soft classes their probabilities."""
+    soft = getattr(experiment.objective, "soft", False)
+    classes = len(experiment.model.labels) if soft else 1
+    count = {"class": classes, "number": 1, "choice": 1, "tags": tokens, "span": 2}[target]
+    zeros = np.zeros(1, dtype=np.int64)
+    return Labels(np.zeros(count, dtype=np.float32), np.array([count]), document=zeros, begin=zeros)

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.command import Commands, add_command
-from trainer.config import load
 from trainer.config.sizes import parse_size
 from trainer.errors import EXIT_DONE, ConfigError
 
@@ -63,9 +62,9 @@ def register(commands: Commands) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from trainer.experiment import Experiment
     from trainer.plan.plan import STRATEGIES, Planner, as_json, copies_of
     from trainer.plan.trace import Step, device_of
+    from trainer.starting import load_experiment
     from trainer.strategies import xla_spmd
 
     names = [name for name in args.strategy if "=" not in name]
@@ -76,7 +75,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.devices < 1:
         raise ConfigError(f"--devices must be at least 1, not {args.devices}")
     memory = parse_size(args.memory, "--memory") if args.memory else None
-    experiment = load(Experiment, args.file, overrides)
+    experiment = load_experiment(args.file, overrides)
     names = names or [
         name for name in STRATEGIES if name != "hsdp" or args.devices % copies_of(experiment, args.devices) == 0
     ]

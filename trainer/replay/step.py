@@ -181,7 +181,7 @@ class _Past:
                 "loss": _finite(total / weight if weight else 0.0),
                 "predicted": int(next(iter(trainer.objective.weights(row).values()))),
                 "documents": [{"file": file, "line": line} for file, line in dict.fromkeys(sources)],
-                "text": self._dataset.tokenizer.decode(row["tokens"][0, :_TEXT_TOKENS].tolist()),
+                "text": self._dataset.tokenizer.decode(row["tokens"][row["segments"] > 0][:_TEXT_TOKENS].tolist()),
             }
             for row, (total, weight), sources in zip(rows, losses, documents, strict=True)
         ]

@@ -17,6 +17,15 @@ from trainer.plan.trace import LiveBytes, Step
 
 _ROWS = 3
 
+_TASKS = {
+    "classification": ["model.head=classification", "model.labels=[a,b,c]"],
+    "classification, soft": ["objective.soft=true", "model.head=classification", "model.labels=[a,b,c]"],
+    "regression": ["model.head=classification", "model.labels=[score]"],
+    "multiple_choice": ["model.head=multiple_choice", "objective.choices=3"],
+    "question_answering": ["model.head=span", "objective.question_length=8", "objective.stride=8"],
+    "tagging": ["model.head=tagging", "model.labels=[O,B-PER,I-PER]"],
+}
+
 
 def _saved_by_autograd(experiment: Experiment, rows: int) -> tuple[int, Any]:
     """Bytes of the tensors that autograd keeps at the end of a real forward pass, and the loss."""
@@ -54,6 +63,20 @@ def test_what_autograd_saves_is_what_a_real_forward_pass_saves(
     objective = experiment.objective.build(stand_in(experiment.model.vocab_size))
     columns = example(experiment, objective, experiment.resolved_phases()[0])
     assert step.activations(objective, columns, _ROWS).saved == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("task", _TASKS)
+def test_tasks_are_traced_as_they_run(task: str, experiment_file: str) -> None:
+    kind = task.partition(",")[0]
+    experiment = load(Experiment, experiment_file, [f"objective={kind}", "data.packing=padded", *_TASKS[task]])
+    measured, _ = _saved_by_autograd(experiment, _ROWS)
+    objective = experiment.objective.build(stand_in(experiment.model.vocab_size))
+    columns = example(experiment, objective, experiment.resolved_phases()[0])
+    choices = 3 if kind == "multiple_choice" else 1
+    assert columns["tokens"].shape == columns["segments"].shape == (1, choices * 32)
+    assert columns["segments"].all()
+    assert columns["dropout_key"].size == choices
+    assert Step(experiment, "cpu").activations(objective, columns, _ROWS).saved == pytest.approx(measured, rel=0.1)
 
 
 def test_checkpointing_trades_activations_for_work(experiment_file: str) -> None:

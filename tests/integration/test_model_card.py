@@ -1,0 +1,151 @@
+"""The card that goes with an exported model: it says what the run says, runs as it stands, and gives nothing away."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors import safe_open
+
+from data_pipeline.manifest import Manifest
+from tests.integration.commands import Samestep
+from tests.integration.tasks import rows_of
+from trainer import model_card
+from trainer.models import bert, gpt2, t5
+from trainer.weights import load_weights
+
+LABELS = ("yes | no", "<b>`*_maybe_*`</b>", "---\nlicense: mit", "```")
+
+
+def card(folder: Path) -> tuple[dict[str, Any], str]:
+    """The metadata and the Markdown of an exported folder."""
+    _, metadata, text = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
+    return yaml.safe_load(metadata), text
+
+
+def table(text: str, section: str) -> dict[str, str]:
+    """The rows of a section's table of two columns."""
+    lines = text.partition(f"## {section}\n")[2].partition("\n## ")[0].splitlines()
+    found = [re.findall(r"(?:\\.|[^|\\])+", line) for line in lines if line.startswith("| ")]
+    assert all(len(row) == 2 for row in found), found
+    return {name.strip(): value.strip() for name, value in found[2:]}
+
+
+def test_a_card_says_what_the_run_says(
+    finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    assert samestep("export", finished_run, tmp_path / "first").code == 0
+    metadata, text = card(tmp_path / "first")
+    assert metadata == {"library_name": "transformers", "pipeline_tag": "fill-mask", "tags": ["samestep"]}
+    with safe_open(tmp_path / "first" / "model.safetensors", "np") as tensors:
+        parameters = sum(tensors.get_tensor(name).size for name in tensors.keys())  # noqa: SIM118
+    model, training = table(text, "Model"), table(text, "Training")
+    assert (model["family"], model["layers"], model["width"]) == ("BERT", "2", "32")
+    assert model["parameters"] == f"{parameters:,}"
+    assert (training["steps"], training["global batch"], training["warm-up"]) == ("12 of 12", "10", "4 steps")
+    assert (training["optimizer"], training["learning rate"], training["schedule"]) == ("adamw", "0.001", "linear")
+    assert (training["seed"], training["strategy"], training["precision"]) == ("0", "fsdp", "fp32")
+    manifest = Manifest.load(dataset_folder)
+    documents = sum(shard.documents for shard in manifest.splits["train"])
+    assert f"| topics | {documents:,} | " in text
+    assert manifest.digest[:16] in text
+    (scores,) = (row for row in rows_of(finished_run) if "heldout/loss" in row)
+    assert table(text, "Held-out scores")["loss"] == f"{scores['heldout/loss']:.6g}"
+    (settings,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert yaml.safe_load(settings)["schedule"]["warmup_steps"] == 4
+    assert "tracking" not in settings
+    assert str(finished_run.parent) not in text
+    assert str(dataset_folder.parent) not in text
+
+
+def test_what_is_not_known_is_not_said(finished_run: Path, tmp_path: Path, samestep: Samestep) -> None:
+    """Scores that are newer than the checkpoint; those of a run that is not there; a dataset that has moved."""
+    assert samestep("export", finished_run / "checkpoints" / "step-00000008", tmp_path / "earlier").code == 0
+    _, text = card(tmp_path / "earlier")
+    assert table(text, "Training")["steps"] == "8 of 12"
+    assert "## Held-out scores" not in text
+
+    alone = tmp_path / "alone"
+    shutil.copytree(finished_run / "checkpoints" / "step-00000012", alone / "step-00000012")
+    shutil.copytree(finished_run / "tokenizer", alone / "tokenizer")
+    assert samestep("export", alone / "step-00000012", tmp_path / "copied").code == 0
+    _, text = card(tmp_path / "copied")
+    assert table(text, "Training")["steps"] == "12 of 12"
+    assert "## Held-out scores" not in text
+
+    assert samestep("export", tmp_path / "copied", tmp_path / "again").code == 0
+    _, text = card(tmp_path / "again")
+    assert re.findall("^## (.*)", text, re.MULTILINE) == ["Model", "Use"]
+    downloaded = model_card.write(load_weights(tmp_path / "again"), "hf://ada/bert@main", "name", "[MASK]")
+    assert yaml.safe_load(downloaded.split("---\n")[1])["base_model"] == "ada/bert"
+
+
+def test_settings_give_nothing_away() -> None:
+    tree = {
+        "output": "/home/ada/runs/first",
+        "model": {"vocab_size": 600, "api_key": "hidden-1"},
+        "data": {"path": "https://ada:hidden-2@store.example/data/wiki?sig=hidden-3", "cache": "~/ada/cache"},
+        "tracking": {"wandb": {"entity": "hidden-4"}},
+        "init_from": "hf://google-bert/bert-base-uncased",
+        "note": "```\n</details>",
+    }
+    text = model_card.configuration(tree)
+    assert not re.search("ada|hidden|store", text)
+    assert yaml.safe_load(text.partition("````yaml\n")[2].partition("````")[0]) == {
+        "output": "first",
+        "model": {"vocab_size": 600, "api_key": "(left out)"},
+        "data": {"path": "wiki", "cache": "cache"},
+        "init_from": "hf://google-bert/bert-base-uncased",
+        "note": "```\n</details>",
+    }
+
+
+SMALL: dict[str, Any] = {"vocab_size": 600, "layers": 1, "width": 16, "heads": 2, "ffn_width": 32}
+BERT = {**SMALL, "max_positions": 64}
+MODELS: dict[str, Any] = {
+    "fill-mask": bert.Config(**BERT),
+    "text-classification": bert.Config(**BERT, head="classification", labels=LABELS),
+    "token-classification": bert.Config(**BERT, head="tagging", labels=("O", "B-PER", "I-PER")),
+    "question-answering": bert.Config(**BERT, head="span"),
+    "multiple-choice": bert.Config(**BERT, head="multiple_choice"),
+    "text-generation": gpt2.Config(**{**SMALL, "ffn_width": 64}, max_positions=64),
+    "text2text-generation": t5.Config(**SMALL, head_width=8),
+}
+
+
+@pytest.mark.parametrize("task", MODELS)
+def test_the_example_runs(
+    task: str,
+    dataset_folder: Path,
+    tmp_path: Path,
+    samestep: Samestep,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As it stands in the card, beside the exported folder; whatever labels are called, they stay in their cell."""
+    from trainer.checkpoint.huggingface import save_folder
+
+    config = MODELS[task]
+    model = config.build()
+    for name, parameter in model.named_parameters():
+        parameter.data = model.initial_values(name, 0, parameter.numel(), seed=0).view_as(parameter)
+    exported = config.export_tensors(model.state_dict())
+    save_folder(tmp_path / "theirs", config.to_huggingface(), exported, dataset_folder / "tokenizer")
+    monkeypatch.chdir(tmp_path)
+    assert samestep("export", "theirs", "it's_ours").code == 0
+    metadata, text = card(tmp_path / "it's_ours")
+    assert metadata["pipeline_tag"] == task
+    assert "license" not in metadata
+    if config.head == "classification":
+        shown = r"yes \| no, \<b\>\`\*\_maybe\_\*\`\</b\>, --- license: mit, \`\`\`"
+        assert table(text, "Model")["labels"] == shown
+        assert json.loads((tmp_path / "it's_ours" / "config.json").read_text())["id2label"]["0"] == "yes | no"
+    (code,) = re.findall(r"```python\n(.*?)```\n", text, re.DOTALL)
+    capsys.readouterr()
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()

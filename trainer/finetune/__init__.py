@@ -1,0 +1,1 @@
+"""Fine-tuning on many tasks: each run is an experiment like any other; here they are made, run and compared."""

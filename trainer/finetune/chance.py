@@ -1,0 +1,54 @@
+"""What a task's score is for a model that gives the same answer to every row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from data_pipeline.dataset import Dataset
+from trainer.errors import ConfigError
+from trainer.objectives import Predictions
+
+
+def chance(objective: Any, dataset: Dataset, score: str) -> float:
+    """The best score of a constant answer on the held-out rows: the largest class's, say.
+
+    It is 0 where there is no such answer, as for tags and spans, or where it scores nothing, as for correlations.
+
+    Args:
+        objective: a `trainer.objectives.Task`.
+        dataset: of the task.
+        score: one of its metrics.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    task = dataset.manifest.task or {}
+    rows = dataset.rows("heldout")
+    if task.get("target") == "class":
+        answers = len(task["labels"])
+    elif task.get("target") == "choice":
+        answers = len(rows[0].texts) - 1
+    else:
+        return 0.0
+    none = np.zeros(len(rows), dtype=np.int64)
+    each = np.eye(answers, dtype=np.float32)
+    scores = (
+        objective.scores(
+            Predictions(
+                outputs=np.tile(answer, (len(rows), 1)),
+                document=np.arange(len(rows)),
+                begin=none,
+                column=none,
+                length=none,
+                rows=rows,
+                labels=tuple(task["labels"]),
+            )
+        )
+        for answer in each
+    )
+    found = list(scores)
+    if score not in found[0]:
+        raise ConfigError(f"score is {score!r}, and the objective gives {', '.join(found[0])}; name one of these")
+    return float(max(each[score] for each in found))

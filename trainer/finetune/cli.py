@@ -1,0 +1,87 @@
+"""`samestep finetune-suite`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from trainer.command import Commands, add_command
+from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+
+if TYPE_CHECKING:
+    from trainer.finetune.suite import Result, Run
+
+
+def register(commands: Commands) -> None:
+    """Adds `samestep finetune-suite`."""
+    parser = add_command(
+        commands,
+        "finetune-suite",
+        _suite,
+        "fine-tune a checkpoint on tasks x seeds and compare the scores",
+        "Each run is a `samestep train` of its own on one device. Stopped at any moment, the suite goes on where it\n"
+        "was when it is run again: finished runs are not made again. DIR gets data/ and runs/, results.jsonl, and the\n"
+        "table as table.html.\n\n"
+        "examples:\n"
+        "  samestep finetune-suite runs/bert_base --tasks glue --seeds 5\n"
+        "  samestep finetune-suite hf://google-bert/bert-base-uncased --tasks mrpc rte --grid --output runs/suite\n"
+        "  samestep finetune-suite runs/bert_mini --tasks my_task.yaml optimizer.lr=1e-4 model.dropout=0.1",
+    )
+    parser.add_argument("checkpoint", metavar="CKPT", help="a run or a step, a Hugging Face folder or hf://NAME")
+    parser.add_argument(
+        "--tasks", nargs="+", required=True, metavar="TASK", help="glue, mrpc, ...: see configs/tasks; or YAML files"
+    )
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each setting (default: 3)")
+    parser.add_argument("--grid", action="store_true", help="try every point of the tasks' grids, not the first alone")
+    parser.add_argument("--output", default="runs/suite", metavar="DIR", help="where it all goes (default: runs/suite)")
+    parser.add_argument("--parallel", type=int, metavar="N", help="runs at a time (default: one a GPU, or one)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of all runs, as optimizer.lr=5e-5")
+
+
+def _suite(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from trainer import agent
+    from trainer.finetune.suite import Suite, read_results
+    from trainer.finetune.table import as_table, summarise, write_page
+    from trainer.finetune.task import find_tasks
+
+    if args.parallel is not None and args.parallel < 1:
+        raise ConfigError(f"--parallel must be at least 1, not {args.parallel}")
+    tasks = find_tasks(args.tasks)
+    devices = agent.default_processes("accelerator=cpu" in args.overrides)
+    most = args.parallel or devices
+    slots = [{"CUDA_VISIBLE_DEVICES": str(number % devices)} if devices > 1 else {} for number in range(most)]
+    suite = Suite(args.checkpoint, tasks, Path(args.output), args.seeds, args.grid, args.overrides)
+    signal.signal(signal.SIGTERM, _interrupt)
+    console = Console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("building datasets", total=None)
+
+        def tell(run: Run, result: Result | None) -> None:
+            if result is None:
+                progress.update(bar, description=f"{run.task} {run.name}")
+            else:
+                said = f"{run.score} {100 * result.scores[run.score]:.1f}" + " (degenerate)" * result.degenerate
+                progress.console.print(f"{run.task} {run.name}: {said}, {result.seconds:.0f} s", highlight=False)
+                progress.advance(bar)
+
+        runs = suite.missing()
+        progress.update(bar, total=len(runs), description="fine-tuning")
+        problems = suite.run(runs, slots, tell)
+    rows = summarise(tasks, read_results(suite.folder))
+    console.print(as_table(rows))
+    write_page(rows, f"{args.checkpoint}: {', '.join(task.name for task in tasks)}", suite.folder / "table.html")
+    for problem in problems:
+        sys.stderr.write(f"{problem}\n")
+    return EXIT_FAILED if problems else EXIT_DONE
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

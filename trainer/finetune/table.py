@@ -1,0 +1,142 @@
+"""The table of a suite's results, for a terminal and as a page."""
+
+from __future__ import annotations
+
+import html
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from trainer.finetune.suite import Result
+from trainer.finetune.task import Task
+from trainer.storage import write_text
+
+_HEADINGS = ("task", "score", "median", "range", "std", "runs", "settings", "published")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A metric of a task, of the settings whose median is best by the task's score.
+
+    Attributes:
+        task, metric: which.
+        values: of the runs that are not degenerate, or of all where all are.
+        runs: how many there are, degenerate ones included.
+        degenerate: how many of them are no better than chance.
+        settings: of the grid.
+        published: what others have reported; None where nobody is named.
+        published_by: who.
+    """
+
+    task: str
+    metric: str
+    values: Sequence[float]
+    runs: int
+    degenerate: int
+    settings: Mapping[str, float]
+    published: float | None
+    published_by: str
+
+    def cells(self) -> tuple[str, ...]:
+        """As text; scores in percent."""
+        spread = statistics.stdev(self.values) if len(self.values) > 1 else 0.0
+        return (
+            self.task,
+            self.metric,
+            f"{100 * statistics.median(self.values):.1f}",
+            f"{100 * min(self.values):.1f}-{100 * max(self.values):.1f}",
+            f"{100 * spread:.1f}",
+            f"{self.runs - self.degenerate} of {self.runs}" if self.degenerate else str(self.runs),
+            ", ".join(
+                f"{name.rpartition('_')[2].rpartition('.')[2]} {value:g}" for name, value in self.settings.items()
+            ),
+            "" if self.published is None else f"{self.published:g}",
+        )
+
+
+def summarise(tasks: Sequence[Task], results: Sequence[Result]) -> list[Row]:
+    """A row for each task that has a result and each of its metrics, that by which runs are compared first."""
+    rows = []
+    for task in tasks:
+        config = task.config
+        points: dict[tuple[tuple[str, float], ...], list[Result]] = {}
+        for result in results:
+            if result.task == task.name:
+                points.setdefault(tuple(sorted(result.settings.items())), []).append(result)
+        if not points:
+            continue
+
+        def compared(point: Sequence[Result], score: str = config.score) -> float:
+            return statistics.median(result.scores[score] for result in _sound(point))
+
+        best = max(points.values(), key=compared)
+        metrics = [config.score, *(name for name in config.published if name != config.score)]
+        for metric in metrics:
+            values = [result.scores[metric] for result in _sound(best) if metric in result.scores]
+            if values:
+                rows.append(
+                    Row(
+                        task=task.name,
+                        metric=metric,
+                        values=values,
+                        runs=len(best),
+                        degenerate=sum(result.degenerate for result in best),
+                        settings=best[0].settings,
+                        published=config.published.get(metric),
+                        published_by=config.published_by,
+                    )
+                )
+    return rows
+
+
+def _sound(results: Sequence[Result]) -> Sequence[Result]:
+    return [result for result in results if not result.degenerate] or results
+
+
+def as_table(rows: Sequence[Row]) -> Table:
+    """For a terminal."""
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), caption=_notes(rows), caption_justify="left")
+    for name in _HEADINGS:
+        table.add_column(name, no_wrap=name != "settings", overflow="fold")
+    for row in rows:
+        table.add_row(*row.cells())
+    return table
+
+
+def _notes(rows: Sequence[Row]) -> str:
+    whose = ", ".join(dict.fromkeys(row.published_by for row in rows if row.published is not None))
+    return (
+        "Scores are percentages of the held-out rows, of the runs that learnt something"
+        + ("; the others scored no more than a constant answer" if any(row.degenerate for row in rows) else "")
+        + (f". Published: {whose}." if whose else ".")
+    )
+
+
+def write_page(rows: Sequence[Row], title: str, file: Path) -> None:
+    """Writes the table as a page of its own."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in _HEADINGS)
+    body = "\n".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.cells()) + "</tr>" for row in rows
+    )
+    write_text(file, _PAGE.format(title=html.escape(title), notes=html.escape(_notes(rows)), head=head, body=body))
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 3rem auto; max-width: 70rem; padding: 0 1rem }}
+table {{ border-collapse: collapse; width: 100% }}
+th, td {{ border-bottom: 1px solid #ddd; padding: .4rem .6rem; text-align: right }}
+th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) {{ text-align: left }}
+th {{ border-bottom: 2px solid #444 }}
+</style>
+<h1>{title}</h1>
+<p>{notes}</p>
+<table><thead><tr>{head}</tr></thead><tbody>
+{body}
+</tbody></table></html>
+"""

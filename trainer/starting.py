@@ -1,0 +1,67 @@
+"""Reading an experiment whose model is that of the weights it starts from: `model` without a `kind`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from data_pipeline.config import Config as DataConfig
+from data_pipeline.mixed import named_sources
+from trainer.config import Kinds, Tree, decode, read_tree, to_tree
+from trainer.config.tree import merge
+from trainer.errors import ConfigError
+from trainer.experiment import Experiment
+from trainer.weights import load_config
+
+_OBJECTIVES = Kinds("trainer.objectives")
+_MODELS = Kinds("trainer.models")
+_LABELLED = ("classification", "tagging")  # heads with an output for each label
+
+
+def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Reads an experiment; one with `init_from` may leave the model out, or name but the settings that change.
+
+    The head is then the one that the objective is for, with an output for each label of the dataset. A run that has
+    begun keeps the model it has.
+
+    Raises:
+        ConfigError: as for any configuration, or the model that it starts from has no such head.
+        CheckpointError, DataError: these weights or the dataset cannot be read.
+    """
+    return complete(read_tree(path, overrides))
+
+
+def complete(tree: Tree) -> Experiment:
+    """As `load_experiment`, of a tree that is read already."""
+    model = tree.get("model")
+    if tree.get("init_from") and (model is None or (isinstance(model, dict) and "kind" not in model)):
+        begun = _begun(tree)
+        tree = {**tree, "model": merge(_model_of(tree) if begun is None else begun, model or {})}
+    experiment: Experiment = decode(Experiment, tree)
+    return experiment
+
+
+def _begun(tree: Tree) -> Tree | None:
+    """The model of the run in the output folder, if there is one."""
+    file = Path(str(tree.get("output")), "config.yaml")
+    return read_tree(file).get("model") if file.is_file() else None
+
+
+def _model_of(tree: Tree) -> Tree:
+    config = load_config(tree["init_from"])
+    model = {"kind": _MODELS.kind_of(config), **to_tree(config)}
+    dataset = decode(DataConfig, tree.get("data"), "data").open()
+    objective = decode(Annotated[Any, _OBJECTIVES], tree.get("objective"), "objective")
+    settings: Mapping[str, bool | str] = objective.build(dataset.tokenizer.vocabulary).model_settings
+    head = settings.get("head", "language_model")
+    if head == model.get("head", "language_model") == "language_model":
+        return model | {name: settings.get(name, False) for name in ("nsp",) if name in model}
+    if "head" not in model:
+        raise ConfigError(
+            f"{tree['init_from']} is a model of kind {model['kind']}, which has no {head} head; use bert, roberta, t5, "
+            "gpt2 or openai_gpt"
+        )
+    tasks = [source.manifest.task for source in named_sources(dataset).values()]
+    labels = tasks[0]["labels"] if head in _LABELLED and tasks[0] is not None else []
+    return model | {"head": head, "labels": labels} | ({"nsp": False} if "nsp" in model else {})
