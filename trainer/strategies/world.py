@@ -26,6 +26,8 @@ _FAILURE = "failure"
 _ENDING = "ending"  # how many have come to the end of a run that went well
 _POLL_SECONDS = 0.5
 
+_LEFT: list[object] = []  # groups that have been left, until the process ends
+
 
 @dataclass(frozen=True)
 class World:
@@ -88,6 +90,9 @@ class World:
             self.store.add(_ENDING, 1)
         dist.barrier()  # rank 0 may host the store: nobody may take its end for a failure
         self._over.set()
+        # A module of DDP holds the group too. Were it the last to, the group would end when the module does, under the
+        # interpreter's lock, for which the group's threads may wait to let go of tensors: neither would ever end.
+        _LEFT.append(dist.group.WORLD)
         dist.destroy_process_group()
 
     def failed(self, error: BaseException) -> None:
