@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -47,3 +50,16 @@ def add_group(commands: Commands, name: str, summary: str) -> Commands:
     """Adds a sub-command that has sub-commands of its own; returns these, none so far."""
     parser = commands.add_parser(name, help=summary, description=summary)
     return parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+
+def progress_bar(total: int | None) -> Progress:
+    """A bar on stderr for so many pieces of work; hidden where that is no terminal, or None of how many it is known."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    hidden = total is None or not console.is_terminal
+    bar = Progress(*columns, console=console, redirect_stdout=False, transient=True, disable=hidden)
+    bar.add_task("", total=total or 0)
+    return bar

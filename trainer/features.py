@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from trainer.command import Commands, add_command
+from trainer.command import Commands, add_command, progress_bar
 from trainer.errors import EXIT_DONE, ConfigError, SamestepError
 
 if TYPE_CHECKING:
@@ -185,7 +183,7 @@ def write(encoder: TextEncoder, tokens: Sequence[Tokens], features: Features, ou
         array = stack.enter_context(_new_array(output, shape, np.float32))
         if ragged:
             stack.enter_context(_new_array(_offsets_file(output), offsets.shape, np.int64))[:] = offsets
-        bar = stack.enter_context(_progress(len(tokens)))
+        bar = stack.enter_context(progress_bar(len(tokens)))
         for numbers in batches(lengths, cells):
             real, states = encoder([tokens[number] for number in numbers], max(features.layers))
             found = features.of(states, real).cpu().numpy()
@@ -254,12 +252,3 @@ def _new_array(path: Path, shape: Shape, dtype: npt.DTypeLike) -> Iterator[npt.N
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _progress(texts: int) -> Progress:
-    """A bar on a terminal."""
-    console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    bar.add_task("", total=texts)
-    return bar

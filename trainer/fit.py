@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -17,7 +16,9 @@ from data_pipeline.tokenization import Tokenizer
 from trainer.config import to_tree
 from trainer.errors import CheckpointError, ConfigError
 from trainer.experiment import Experiment
+from trainer.models.config import FEWEST_LABELS
 from trainer.objectives import Objective
+from trainer.optim.groups import layers_from_last
 from trainer.strategies import InitialValues
 from trainer.weights import Weights
 
@@ -112,7 +113,7 @@ def _check_head(experiment: Experiment, dataset: AnyDataset, objective: Objectiv
         )
     for source in named_sources(dataset).values():
         labels = tuple((source.manifest.task or {}).get("labels", ()))
-        if needed in ("classification", "tagging") and labels != model.labels:
+        if needed in FEWEST_LABELS and labels != model.labels:
             raise ConfigError(
                 f"the labels of {source.name} are {', '.join(labels)}, and model.labels is {', '.join(model.labels)}; "
                 f"set model.labels='{json.dumps(labels)}', in this order"
@@ -217,14 +218,9 @@ def redraw_layers(values: InitialValues, model: Any, layers: int, seed: int) -> 
     """
     if layers > model.config.layers:
         raise ConfigError(f"redraw_layers is {layers}, and the model has {model.config.layers} layers; use fewer")
-    ends = re.compile(r"(layers|encoder|decoder)\.(\d+)\.")
-    places = {name: ends.match(name) for name, _ in model.named_parameters()}
-    depth = {
-        stack: 1 + max(int(at[2]) for at in places.values() if at and at[1] == stack)
-        for stack in {at[1] for at in places.values() if at}
-    }
-    drawn = {name for name, at in places.items() if at and int(at[2]) >= depth[at[1]] - layers}
-    drawn |= {name for name in places if name.startswith("head.pooler.")}
+    names = [name for name, _ in model.named_parameters()]
+    drawn = {name for name, number in layers_from_last(names).items() if number <= layers}
+    drawn |= {name for name in names if name.startswith("head.pooler.")}
     logger.info("drawn anew: the last %d layers", layers)
     return lambda name, start, stop: (
         model.initial_values(name, start, stop, seed) if name in drawn else values(name, start, stop)

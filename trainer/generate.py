@@ -11,10 +11,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, TextIO
 
 import yaml
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from trainer.command import Commands, add_command
+from trainer.command import Commands, add_command, progress_bar
 from trainer.config import decode
 from trainer.errors import EXIT_DONE, ConfigError, DataError
 
@@ -74,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
     waiting = listed is None and sys.stdin.isatty()  # a person, for the answer to each line
     generator = TextGenerator(args.checkpoint, config, args.prefix)
     shown = None if args.output is None and sys.stdout.isatty() else listed
-    with _output(args.output) as output, _progress(shown) as bar:
+    with _output(args.output) as output, progress_bar(None if shown is None else len(shown)) as bar:
         while sources := list(islice(texts, 1 if waiting else _BATCHES * config.batch_size)):
             for source, text in zip(sources, generator(sources), strict=True):
                 line = " ".join(text.splitlines())
@@ -184,13 +182,3 @@ def _output(path: str | None) -> Iterator[TextIO]:
         raise ConfigError(f"--output {path} already exists; name another file, or remove it") from None
     with file:
         yield file
-
-
-def _progress(texts: Sequence[str] | None) -> Progress:
-    """A bar on a terminal, if it is known how many texts there are."""
-    console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    hidden = texts is None or not console.is_terminal
-    bar = Progress(*columns, console=console, redirect_stdout=False, transient=True, disable=hidden)
-    bar.add_task("", total=len(texts or ()))
-    return bar

@@ -12,11 +12,11 @@ from trainer.config import Kinds, Tree, decode, read_tree, to_tree
 from trainer.config.tree import merge
 from trainer.errors import ConfigError
 from trainer.experiment import Experiment
+from trainer.models.config import FEWEST_LABELS
 from trainer.weights import load_config
 
 _OBJECTIVES = Kinds("trainer.objectives")
 _MODELS = Kinds("trainer.models")
-_LABELLED = ("classification", "tagging")  # heads with an output for each label
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
@@ -29,11 +29,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
         ConfigError: as for any configuration, or the model that it starts from has no such head.
         CheckpointError, DataError: these weights or the dataset cannot be read.
     """
-    return complete(read_tree(path, overrides))
-
-
-def complete(tree: Tree) -> Experiment:
-    """As `load_experiment`, of a tree that is read already."""
+    tree = read_tree(path, overrides)
     model = tree.get("model")
     if tree.get("init_from") and (model is None or (isinstance(model, dict) and "kind" not in model)):
         begun = _begun(tree)
@@ -63,5 +59,5 @@ def _model_of(tree: Tree) -> Tree:
             "gpt2 or openai_gpt"
         )
     tasks = [source.manifest.task for source in named_sources(dataset).values()]
-    labels = tasks[0]["labels"] if head in _LABELLED and tasks[0] is not None else []
+    labels = tasks[0]["labels"] if head in FEWEST_LABELS and tasks[0] is not None else []
     return model | {"head": head, "labels": labels} | ({"nsp": False} if "nsp" in model else {})

@@ -1,19 +1,27 @@
 """Our T5 with the heads of tasks against `transformers`, with random small models, in both directions."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel, T5Config
 
 from data_pipeline.tokenization import Tokenizer
+from tests.parity import heads
+from tests.parity.heads import (
+    CELLS,
+    assert_logits_are_equal,
+    assert_losses_and_gradients_are_equal,
+    assert_transformers_loads_what_we_export,
+    load,
+    names_of,
+)
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.errors import CheckpointError, ConfigError
 from trainer.fit import stored_values
@@ -26,29 +34,12 @@ from trainer.weights import Weights, load_weights
 SHAPE = {"vocab_size": 300, "d_model": 48, "d_kv": 20, "d_ff": 80, "num_layers": 2, "num_decoder_layers": 3,
          "num_heads": 4, "decoder_start_token_id": 0}  # fmt: skip
 VERSIONS = {"v1.0": {}, "v1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}}
-TASKS: dict[str, tuple[Head, str, tuple[str, ...]]] = {
-    "classification": ("classification", "SequenceClassification", ("no", "maybe", "yes")),
-    "regression": ("classification", "SequenceClassification", ("similarity",)),
-    "tagging": ("tagging", "TokenClassification", ("O", "B-PER", "I-PER", "B-LOC")),
-    "span": ("span", "QuestionAnswering", ()),
-}
-CELLS, END = 24, 1
+TASKS = {task: each for task, each in heads.TASKS.items() if task != "multiple_choice"}
+END = 1
 PADDED, FULL = [(9, 9), (1, 1), (15, 3), (5, 12)], [(9, 13), (20, 2), (2, 20), (3, 19)]
 
 
-@dataclass
-class Pair:
-    """A random model of `transformers`, and ours imported from the folder that it saved."""
-
-    task: str
-    reference: PreTrainedModel
-    config: t5.Config
-    model: EncoderDecoder
-
-    @property
-    def head(self) -> Head:
-        return TASKS[self.task][0]
-
+class Pair(heads.Pair):
     def ours(self, batch: dict[str, Tensor]) -> Tensor:
         """Logits as `transformers` shapes them, of starts and ends [B, S, 2]."""
         last = batch["segments"].sum(1, keepdim=True) - 1
@@ -57,10 +48,6 @@ class Pair:
 
     def theirs(self, batch: dict[str, Tensor], model: PreTrainedModel | None = None, **labels: Tensor) -> Any:
         return (model or self.reference)(input_ids=batch["tokens"], attention_mask=batch["segments"], **labels)
-
-    def their_logits(self, batch: dict[str, Tensor], model: PreTrainedModel | None = None) -> Tensor:
-        out = self.theirs(batch, model)
-        return torch.stack([out.start_logits, out.end_logits], -1) if self.head == "span" else out.logits
 
 
 def rows(lengths: list[tuple[int, int]]) -> dict[str, Tensor]:
@@ -76,8 +63,7 @@ def rows(lengths: list[tuple[int, int]]) -> dict[str, Tensor]:
 
 def make(version: str, task: str, folder: Path) -> Pair:
     _, name, labels = TASKS[task]
-    names = {"id2label": dict(enumerate(labels)), "label2id": {label: n for n, label in enumerate(labels)}}
-    config = T5Config(**SHAPE, **VERSIONS[version], **(names if labels else {}))
+    config = T5Config(**SHAPE, **VERSIONS[version], **names_of(labels))
     reference = getattr(transformers, f"T5For{name}")(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -85,15 +71,7 @@ def make(version: str, task: str, folder: Path) -> Pair:
             scale = 0.5 if "bias" in key else 0.1
             parameter.copy_(("norm" in key) + scale * torch.randn(parameter.shape, generator=generator))
     reference.save_pretrained(folder)
-    return Pair(task, reference, *load(folder))
-
-
-def load(folder: Path) -> tuple[t5.Config, EncoderDecoder]:
-    tree, tensors = load_folder(folder)
-    config = t5.Config.from_huggingface(tree, tensors)
-    model = config.build().eval()
-    model.load_state_dict(config.import_tensors(tensors))
-    return config, model
+    return Pair(task, reference, *load(t5.Config, folder))
 
 
 @pytest.fixture(params=[(version, task) for version in VERSIONS for task in TASKS], ids="-".join)
@@ -101,58 +79,18 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
     return make(*request.param, tmp_path / "reference")
 
 
-def close(ours: object, theirs: object) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
 def test_logits_of_padded_batches_are_equal(pair: Pair):
-    assert (pair.config.head, pair.config.labels) == (pair.head, TASKS[pair.task][2])
-    batch = rows(PADDED)
-    ours, theirs = pair.ours(batch), pair.their_logits(batch)
-    real = batch["segments"].bool() if ours.ndim == 3 else slice(None)
-    assert ours.shape == theirs.shape
-    close(ours[real], theirs[real])
+    assert_logits_are_equal(pair, rows(PADDED))
 
 
 def test_losses_and_gradients_are_equal(pair: Pair):
     batch = rows(FULL)  # transformers lets an answer begin in padding
-    logits = pair.ours(batch)
-    if pair.head == "span":
-        starts, ends = torch.tensor([[0, 5, 23, 7], [0, 6, 23, 19]])
-        theirs = pair.theirs(batch, start_positions=starts, end_positions=ends).loss
-        ours = (F.cross_entropy(logits[..., 0], starts) + F.cross_entropy(logits[..., 1], ends)) / 2
-    elif pair.task == "regression":
-        labels = torch.linspace(-1, 3, 4)
-        theirs = pair.theirs(batch, labels=labels).loss
-        ours = F.mse_loss(logits[:, 0], labels)
-    else:
-        labels = torch.randint(0, logits.shape[-1], logits.shape[:-1], generator=torch.Generator().manual_seed(2))
-        theirs = pair.theirs(batch, labels=labels).loss
-        ours = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-    close(ours, theirs)
-    ours.backward()
-    theirs.backward()
-    expected = pair.config.import_tensors({name: p.grad for name, p in pair.reference.named_parameters()})
-    close({name: p.grad for name, p in pair.model.named_parameters()}, expected)
+    assert_losses_and_gradients_are_equal(pair, batch, ([0, 5, 23, 7], [0, 6, 23, 19]))
 
 
 def test_transformers_loads_what_we_export(pair: Pair, tmp_path: Path):
-    _, name, labels = TASKS[pair.task]
-    exported = pair.config.export_tensors(pair.model.state_dict())
-    save_folder(tmp_path / "ours", pair.config.to_huggingface(), exported)
-    auto = getattr(transformers, f"AutoModelFor{name}")
-    theirs, report = auto.from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not any(report.values()), report
-    assert type(theirs) is type(pair.reference)
-    if labels:
-        assert theirs.config.id2label == dict(enumerate(labels))
-    assert theirs.config.problem_type == ("regression" if pair.task == "regression" else None)
+    theirs = assert_transformers_loads_what_we_export(pair, rows(PADDED), tmp_path / "ours")
     assert theirs.config.classifier_dropout == pair.config.dropout
-    batch = rows(PADDED)
-    close(pair.their_logits(batch, theirs.eval()), pair.their_logits(batch))
-    again, same = load(tmp_path / "ours")
-    assert again == pair.config
-    assert all(torch.equal(same.state_dict()[key], value) for key, value in pair.model.state_dict().items())
 
 
 def test_older_checkpoints_are_understood(tmp_path: Path):

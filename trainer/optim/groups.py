@@ -49,18 +49,18 @@ def parameter_groups(
 
 def _lr_scales(names: list[str], layer_decay: float) -> dict[str, float]:
     """By what the learning rate of each parameter is multiplied."""
-    found = {name: _LAYER.match(name) for name in names}
-    depth: dict[str, int] = {}  # of each stack of layers
-    for match in found.values():
-        if match:
-            depth[match[1]] = max(depth.get(match[1], 0), int(match[2]) + 1)
-    most = max(depth.values(), default=0)
-    return {
-        name: layer_decay ** (depth[match[1]] - int(match[2]))
-        if match
-        else layer_decay ** (most + 1 if "embeddings" in name else 0)
-        for name, match in found.items()
-    }
+    in_layers = layers_from_last(names)
+    below = max(in_layers.values(), default=0) + 1
+    return {name: layer_decay ** in_layers.get(name, below if "embeddings" in name else 0) for name in names}
+
+
+def layers_from_last(names: Iterable[str]) -> dict[str, int]:
+    """Which layer of its stack each parameter is of, 1 for the last; without those that are of none."""
+    found = {name: match for name in names if (match := _LAYER.match(name))}
+    depth: dict[str, int] = {}  # of each stack
+    for stack, number in (match.groups() for match in found.values()):
+        depth[stack] = max(depth.get(stack, 0), int(number) + 1)
+    return {name: depth[match[1]] - int(match[2]) for name, match in found.items()}
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

@@ -1,0 +1,125 @@
+"""What the tests of heads for tasks share: a random model of `transformers`, ours from its folder, and their parity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from trainer.checkpoint.huggingface import load_folder, save_folder
+from trainer.models.config import Head
+
+CELLS = 24
+TASKS: dict[str, tuple[Head, str, tuple[str, ...]]] = {
+    "classification": ("classification", "SequenceClassification", ("no", "maybe", "yes")),
+    "regression": ("classification", "SequenceClassification", ("similarity",)),
+    "multiple_choice": ("multiple_choice", "MultipleChoice", ()),
+    "tagging": ("tagging", "TokenClassification", ("O", "B-PER", "I-PER", "B-LOC")),
+    "span": ("span", "QuestionAnswering", ()),
+}
+"""The head of each task, the end of its class's name in `transformers`, and its labels."""
+
+
+@dataclass
+class Pair:
+    """A random model of `transformers`, and ours imported from the folder that it saved."""
+
+    task: str
+    reference: PreTrainedModel
+    config: Any
+    model: Any
+
+    @property
+    def head(self) -> Head:
+        return TASKS[self.task][0]
+
+    def ours(self, batch: dict[str, Tensor]) -> Tensor:
+        """Logits as `transformers` shapes them, of starts and ends [B, S, 2]."""
+        raise NotImplementedError
+
+    def theirs(self, batch: dict[str, Tensor], model: PreTrainedModel | None = None, **labels: Tensor) -> Any:
+        """What theirs gives, or another model of its kind."""
+        raise NotImplementedError
+
+    def their_logits(self, batch: dict[str, Tensor], model: PreTrainedModel | None = None) -> Tensor:
+        out = self.theirs(batch, model)
+        return torch.stack([out.start_logits, out.end_logits], -1) if self.head == "span" else out.logits
+
+
+def names_of(labels: tuple[str, ...]) -> dict[str, Any]:
+    """Labels as settings of `transformers`; none where there are none."""
+    names = {"id2label": dict(enumerate(labels)), "label2id": {label: n for n, label in enumerate(labels)}}
+    return names if labels else {}
+
+
+def load(schema: Any, folder: Path) -> tuple[Any, Any]:
+    """Our configuration and model of a folder, for a family's `Config`."""
+    tree, tensors = load_folder(folder)
+    config = schema.from_huggingface(tree, tensors)
+    model = config.build().eval()
+    model.load_state_dict(config.import_tensors(tensors))
+    return config, model
+
+
+def close(ours: object, theirs: object) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def assert_logits_are_equal(pair: Pair, batch: dict[str, Tensor]) -> None:
+    assert (pair.config.head, pair.config.labels) == (pair.head, TASKS[pair.task][2])
+    ours, theirs = pair.ours(batch), pair.their_logits(batch)
+    real = batch["segments"].bool() if ours.ndim == 3 else slice(None)
+    assert ours.shape == theirs.shape
+    close(ours[real], theirs[real])
+
+
+def assert_losses_and_gradients_are_equal(
+    pair: Pair, batch: dict[str, Tensor], spans: tuple[list[int], list[int]], untagged: slice | None = None
+) -> None:
+    """Args: spans are the answers' first and last cells; untagged are cells without a tag."""
+    logits = pair.ours(batch)
+    if pair.head == "span":
+        starts, ends = map(torch.tensor, spans)
+        theirs = pair.theirs(batch, start_positions=starts, end_positions=ends).loss
+        ours = (F.cross_entropy(logits[..., 0], starts) + F.cross_entropy(logits[..., 1], ends)) / 2
+    elif pair.task == "regression":
+        labels = torch.linspace(-1, 3, len(logits))
+        theirs = pair.theirs(batch, labels=labels).loss
+        ours = F.mse_loss(logits[:, 0], labels)
+    else:
+        generator = torch.Generator().manual_seed(2)
+        labels = torch.randint(0, logits.shape[-1], logits.shape[:-1], generator=generator)
+        if pair.head == "tagging" and untagged is not None:
+            labels[:, untagged] = -100
+        theirs = pair.theirs(batch, labels=labels).loss
+        ours = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+    close(ours, theirs)
+    ours.backward()
+    theirs.backward()
+    expected = pair.config.import_tensors({name: p.grad for name, p in pair.reference.named_parameters()})
+    close({name: p.grad for name, p in pair.model.named_parameters()}, expected)
+
+
+def assert_transformers_loads_what_we_export(pair: Pair, batch: dict[str, Tensor], folder: Path) -> PreTrainedModel:
+    """Exports ours into the folder, and returns what transformers loads."""
+    _, name, labels = TASKS[pair.task]
+    save_folder(folder, pair.config.to_huggingface(), pair.config.export_tensors(pair.model.state_dict()))
+    auto = getattr(transformers, f"AutoModelFor{name}")
+    theirs, report = auto.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    assert type(theirs) is type(pair.reference)
+    if labels:
+        assert theirs.config.id2label == dict(enumerate(labels))
+        assert theirs.config.label2id == {label: number for number, label in enumerate(labels)}
+    assert theirs.config.problem_type == ("regression" if pair.task == "regression" else None)
+    close(pair.their_logits(batch, theirs.eval()), pair.their_logits(batch))
+    again, same = load(type(pair.config), folder)
+    assert again == pair.config
+    assert all(torch.equal(same.state_dict()[key], value) for key, value in pair.model.state_dict().items())
+    return theirs
