@@ -79,7 +79,6 @@ class BatchMaker:
             self._prefetcher.expect(corrupt.without(np.concatenate((at.shard, ahead))))
         made: list[Batch] = []
         for cut, width in self._blocks(starts, len(number), excluded):
-            width = None if corrupt.found else width  # what stands in for an example may be longer
             gone = corrupt.has(number[cut], at.shard[cut])
             read = corrupt.stand_in(at[cut], gone, self._counts)
             # No row depends on those that it is made with.

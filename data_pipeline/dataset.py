@@ -8,7 +8,7 @@ import logging
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -168,8 +168,10 @@ class Dataset:
             raise DataError(f"{address} is not the shard that the manifest describes; push the dataset again")
         return index
 
-    def rows(self, split: str) -> list[TaskRow]:
+    def rows(self, split: str, without: Collection[str] = ()) -> list[TaskRow]:
         """The rows of a task that a split keeps for scores, which the held-out one does, by their document numbers.
+
+        Those of the shards `without` are empty.
 
         Raises:
             DataError: it has none, a shard is missing or damaged, or a remote one cannot be downloaded.
@@ -178,7 +180,9 @@ class Dataset:
             raise DataError(f"{self.name} holds documents, not rows of a task, and cannot be scored as those")
         rows: list[TaskRow] = []
         for info in self.shards(split):
-            if self.remote is None:
+            if info.name in without:
+                rows += [TaskRow(())] * info.documents
+            elif self.remote is None:
                 path = self.path / info.name
                 with open_file(path, info.sha256) as file:
                     rows += read_rows(file, str(path), info.documents)
@@ -255,7 +259,7 @@ class PackedSplit:
     def cells(self, at: Location) -> Int64:
         """The cells that examples which are rows of a task take, of one sequence each: int64 [B]."""
         opened = self._packed(np.unique(at.shard).tolist())
-        ends = [opened[shard].rows[index, 4] for shard, index in zip(at.shard.tolist(), at.index.tolist(), strict=True)]
+        ends = [opened[shard].rows[index, 5] for shard, index in zip(at.shard.tolist(), at.index.tolist(), strict=True)]
         return np.array(ends, dtype=np.int64) + self._spec.suffix
 
     def read(self, at: Location, weight: npt.NDArray[np.float32]) -> Examples:

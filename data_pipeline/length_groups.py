@@ -1,8 +1,9 @@
 """Groups of examples of about the same length, so that little of a batch is padding.
 
-Pools of consecutive examples of an order are sorted by length and cut into groups, which are taken in a random order.
+Pools of consecutive examples of a pass are sorted by length and cut into groups, which are taken in a random order.
 A pure function of the order and the seed, like the order itself: the size of batches and the number of devices have no
-part in it, but batches that are as large as a group, or a part of it, have the least padding.
+part in it, but batches that are as large as a group, or a part of it, have the least padding. Where a pass ends within
+a batch, the shortest examples of both passes meet in it.
 """
 
 from __future__ import annotations
@@ -45,22 +46,29 @@ class LengthGroups:
         self._end = order.examples if finite else None
         self._pool = functools.lru_cache(maxsize=8)(self._arrange)  # a batch is of one or two
 
-    def _arrange(self, pool: int) -> Int64:
+    def _arrange(self, first: int, end: int) -> Int64:
         """The numbers, in the order that is grouped, of a pool's examples."""
-        first, end = pool * GROUPS * self._size, (pool + 1) * GROUPS * self._size
-        number = np.arange(first, end if self._end is None else min(end, self._end))
+        number = np.arange(first, end)
         by_length = number[np.argsort(self._cells(self._order.locate(number)), kind="stable")]
-        whole = len(number) // self._size
-        turns = np.argsort(combine(self._seed, _GROUPS, pool, np.arange(whole)), kind="stable")
-        groups = by_length[: whole * self._size].reshape(whole, self._size)[turns]
-        return np.concatenate((groups.reshape(-1), by_length[whole * self._size :]))
+        # Groups begin at multiples of their size, as batches do; other passes may share the first and the last one.
+        head = min(-first % self._size, len(number))
+        tail = (len(number) - head) % self._size
+        groups = by_length[head + tail :].reshape(-1, self._size)
+        turns = np.argsort(combine(self._seed, _GROUPS, first, np.arange(len(groups))), kind="stable")
+        return np.concatenate((by_length[:head], groups[turns].reshape(-1), by_length[head : head + tail]))
+
+    def _bounds(self, number: Int64) -> tuple[Int64, Int64]:
+        """The first example of the pool that each one is in, and the one after its last."""
+        size, begin = GROUPS * self._size, number // self.examples * self.examples
+        pool = number // size * size
+        return np.maximum(pool, begin), np.minimum(pool + size, begin + self.examples)
 
     def _grouped(self, number: Int64) -> Int64:
-        pool, place = np.divmod(number, GROUPS * self._size)
+        first, end = self._bounds(number)
         found = np.empty_like(number)
-        for each in set(pool.tolist()):
-            rows = np.flatnonzero(pool == each)
-            found[rows] = self._pool(each)[place[rows]]
+        for begin, stop in set(zip(first.tolist(), end.tolist(), strict=True)):
+            rows = np.flatnonzero(first == begin)
+            found[rows] = self._pool(begin, stop)[number[rows] - begin]
         return found
 
     def width(self, number: Int64, most: int) -> int:

@@ -21,7 +21,7 @@ from data_pipeline.config import Config
 from data_pipeline.corruption import CorruptShardError, CorruptShards
 from data_pipeline.dataset import max_open_shards
 from data_pipeline.exclusions import Exclusions
-from data_pipeline.length_groups import LengthGroups
+from data_pipeline.length_groups import GROUPS, LengthGroups
 from data_pipeline.mixed import AnyDataset, MixedSplit, named_sources
 from data_pipeline.mixture import PERIOD, Mixture, Schedule
 from data_pipeline.order import ORDER_VERSION, ExampleOrder, Replica, SinglePass
@@ -131,6 +131,10 @@ class StreamingLoader:
         self._mixture: Mixture | None = None
         order: ExampleOrder
         of_replica = (global_batch_size, replica.index, replica.count)
+        self._group = config.group_by_length
+        if self._group is not None:
+            _check_groups(config, pack_spec)
+            of_replica = (GROUPS * self._group, 0, 1)
         if finite:
             order = SinglePass(self._packed.counts)
             most = order.working_set(*of_replica)
@@ -152,9 +156,6 @@ class StreamingLoader:
             remote = [source.remote is not None for source in named.values()]  # these stay in the cache while open
             self._packed.keep_open([each + (0 if far else spare) for each, far in zip(of_each, remote, strict=True)])
             most = sum(each for each, far in zip(of_each, remote, strict=True) if far)
-        self._group = config.group_by_length
-        if self._group and (pack_spec.parts is None or pack_spec.parts.choices > 1):
-            raise ConfigError("data.group_by_length is for rows of tasks of one sequence each; set it to null")
         self._accept_change, self._skips_corrupt = config.on_change == "accept", config.on_corrupt == "skip"
         self._batch_size, self._prefetch, self._largest = global_batch_size, config.prefetch, largest
         self._prefetcher: Prefetcher | None = None
@@ -284,7 +285,12 @@ class StreamingLoader:
             DataError: a shard is damaged.
         """
         tasks = [source.manifest.task or {} for source in self._named.values()]
-        return [source.rows(self._split) for source in self._named.values()], tuple(tasks[0].get("labels", ()))
+        gone = {(digest, name) for digest, name, _ in self.corrupt}
+        rows = [
+            source.rows(self._split, {name for digest, name in gone if digest == source.manifest.digest})
+            for source in self._named.values()
+        ]
+        return rows, tuple(tasks[0].get("labels", ()))
 
     @property
     def corrupt(self) -> tuple[tuple[str, str, int], ...]:
@@ -362,6 +368,21 @@ class StreamingLoader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_groups(config: Config, spec: PackSpec) -> None:
+    """Refuses what `data.group_by_length` does not go with.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if spec.parts is None or spec.parts.choices > 1:
+        raise ConfigError("data.group_by_length is for rows of tasks of one sequence each; set it to null")
+    if config.on_corrupt == "skip" or config.weights or config.on_change == "accept":
+        raise ConfigError(
+            "data.group_by_length looks ahead, so what comes must not change: set it to null, or data.on_corrupt=stop "
+            "data.weights=[] data.on_change=error"
+        )
 
 
 def _schedule(config: Config, keys: dict[str, str], example_after: Callable[[int], int]) -> Schedule:

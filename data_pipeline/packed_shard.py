@@ -24,9 +24,9 @@ class PackedShard:
         pieces: [3 * M], per piece the index of its first token in `tokens`, its length and its column.
         random: bool [N], as in `PackPlan`.
         labels: [K], those of the shard's documents where they are rows of a task; else empty.
-        rows: int64 [N, 5], where documents are rows of a task: per example the first of its labels and the one after
-            its last, its document's number in the split, its last piece's first token within that, and the cells up
-            to that piece's end.
+        rows: int64 [N, 6], where documents are rows of a task: per example the first of its labels and the one after
+            its last, its document's number in the split, its last piece's first token within that, how many examples
+            there are of the document, and the cells up to that piece's end.
     """
 
     tokens: memoryview
@@ -48,13 +48,14 @@ class PackedShard:
         """
         address = shard.start[plan.document] + plan.begin
         pieces = np.stack((address, plan.length, plan.column), axis=1).astype(dtype)
-        rows = np.zeros((0, 5), dtype=np.int64)
+        rows = np.zeros((0, 6), dtype=np.int64)
         if len(shard.label_start):
             last = plan.example_start[1:] - 1
             document = plan.document[last]
             labels = shard.label_start[document], shard.label_start[document + 1]
             end = plan.column[last] + plan.length[last]
-            rows = np.stack((*labels, first_document + document, plan.begin[last], end), axis=1)
+            examples = np.bincount(document)[document]
+            rows = np.stack((*labels, first_document + document, plan.begin[last], examples, end), axis=1)
         return cls(
             shard.tokens.data,
             plan.example_start.astype(dtype).data,
@@ -78,7 +79,7 @@ def gather(buffers: Iterable[memoryview], begin: Int64, end: Int64, dtype: npt.D
 
 def gather_labels(shards: Sequence[PackedShard], index: Int64) -> Labels:
     """What is to be predicted of examples, given the shard of each and its number there."""
-    rows = np.array([shard.rows[i] for shard, i in zip(shards, index.tolist(), strict=True)]).reshape(-1, 5)
-    first, end, document, begin, _ = rows.T
+    rows = np.array([shard.rows[i] for shard, i in zip(shards, index.tolist(), strict=True)]).reshape(-1, 6)
+    first, end, document, begin, examples, _ = rows.T
     values = gather((shard.labels for shard in shards), first, end, np.float32)
-    return Labels(values, end - first, document, begin)
+    return Labels(values, end - first, document, begin, examples)

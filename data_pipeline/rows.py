@@ -74,6 +74,7 @@ class RowMaker:
         if (labels := examples.labels) is not None:
             last = np.searchsorted(examples.row, np.arange(len(number)), side="right") - 1
             arrays |= {"document": np.where(fed, labels.document, -1), "begin": labels.begin}
+            arrays["examples"] = labels.examples
             arrays |= {"column": examples.column[last], "length": examples.length[last]}
         return arrays
 

@@ -18,7 +18,19 @@ Batch: TypeAlias = dict[str, npt.NDArray[np.generic]]
 """Arrays of one micro-batch by name, every one with the examples (B) as its first dimension."""
 
 
-HOST_COLUMNS = ("number", "source", "example", "epoch", "digest", "filled", "document", "begin", "column", "length")
+HOST_COLUMNS = (
+    "number",
+    "source",
+    "example",
+    "epoch",
+    "digest",
+    "filled",
+    "document",
+    "begin",
+    "column",
+    "length",
+    "examples",
+)
 """Columns of a batch that say what its rows are; the host keeps them."""
 
 
@@ -108,12 +120,14 @@ class Labels:
         count: int64 [B], how many of them are an example's.
         document: int64 [B], the row's number in its split.
         begin: int64 [B], the first token of the example's last piece, counted through the row's texts.
+        examples: int64 [B], how many the whole row has become.
     """
 
     values: npt.NDArray[np.float32]
     count: npt.NDArray[np.int64]
     document: npt.NDArray[np.int64]
     begin: npt.NDArray[np.int64]
+    examples: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

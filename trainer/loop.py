@@ -63,7 +63,6 @@ class Trainer:
         self.checkpointer = checkpointer
         self.snapshots = snapshots
         self.description = description
-        self._cells = [objective.pack_spec(phase.sequence_length).cells for phase in phases]
         self.state = TrainState()
         self.recorder = Recorder(strategy)
         self.guard = Guard(config.faults, strategy, description["config"]["output"])
@@ -204,7 +203,8 @@ class Trainer:
         self.state_check.after_update(self.state.step)
         self.recorder.lap("optimizer")
         self.state.examples += phase.global_batch_size
-        self.state.tokens += phase.global_batch_size * self._cells[phase.index]
+        sides = [batch[name].shape[1] for name in ("tokens", "target_tokens") if name in (batch := micro_batches[0])]
+        self.state.tokens += phase.global_batch_size * sum(sides)
         if self.state.step == phase.end:
             self._hand_over(phase)
         return None

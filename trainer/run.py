@@ -214,8 +214,11 @@ def build_trainer(
         wrapped, optimizer = strategy.prepare(model, build_optimizer, initial)
         groups.prime(optimizer)
     open_split = partial(open_loader, experiment, dataset, objective, strategy.replica, largest=strategy.largest)
+    # What memory has to be enough for is the widest of the batches.
+    widest = replace(experiment, data=replace(experiment.data, group_by_length=None))
+    open_widest = partial(open_loader, widest, dataset, objective, strategy.replica, largest=strategy.largest)
     phases = tuple(
-        _sized(phase, strategy, objective, open_split, partial(probe, wrapped, optimizer, objective, strategy))
+        _sized(phase, strategy, objective, open_widest, partial(probe, wrapped, optimizer, objective, strategy))
         for phase in experiment.resolved_phases()
     )
     return Trainer(

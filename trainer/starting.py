@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from data_pipeline.config import Config as DataConfig
 from data_pipeline.mixed import named_sources
+from trainer.checkpoint import files, integrity
 from trainer.config import Kinds, Tree, decode, read_tree, to_tree
 from trainer.config.tree import merge
 from trainer.errors import ConfigError
@@ -39,9 +40,12 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
 
 
 def _begun(tree: Tree) -> Tree | None:
-    """The model of the run in the output folder, if there is one."""
-    file = Path(str(tree.get("output")), "config.yaml")
-    return read_tree(file).get("model") if file.is_file() else None
+    """The model of the run in the output folder, if there is one with a checkpoint to go on from."""
+    output = Path(str(tree.get("output")))
+    folder = (tree.get("checkpoint") or {}).get("folder") or output / "checkpoints"
+    if not (output / "config.yaml").is_file() or not integrity.committed_steps(files.location(folder)):
+        return None
+    return read_tree(output / "config.yaml").get("model")
 
 
 def _model_of(tree: Tree) -> Tree:

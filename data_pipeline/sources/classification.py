@@ -21,15 +21,17 @@ class Config(TableConfig):
 
     Attributes:
         texts: the columns of the texts, in their order in the sequence; dots reach into nested objects.
-        label: the column of the class: one of `labels`, or its index among them, or a list of a probability for each
-            of them, as of a teacher.
+        label: the column of the class: one of `labels`, or where these are no numbers its index among them, or a list
+            of a probability for each of them, as of a teacher.
         labels: the classes.
+        group: a column that rows share which are scored together, such as a question whose answers they are.
         ignore: what stands in `label` of rows that are left out, such as the "-" of SNLI.
     """
 
     texts: tuple[str, ...] = ("text",)
     label: str = "label"
     labels: tuple[str, ...]
+    group: str | None = None
     ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -59,7 +61,8 @@ class Classification(TableSource):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (*self.config.texts, self.config.label)
+        group = () if self.config.group is None else (self.config.group,)
+        return (*self.config.texts, self.config.label, *group)
 
     def records(self) -> Iterator[Record]:
         every = super().records()
@@ -71,7 +74,8 @@ class Classification(TableSource):
         label = nested(row, self.config.label)
         if isinstance(label, list):
             return TaskRow(texts, probabilities=self._probabilities(label))
-        return TaskRow(texts, float(index_of(label, self.labels, self.config.label)))
+        group = "" if self.config.group is None else label_text(column(row, self.config.group))
+        return TaskRow(texts, float(index_of(label, self.labels, self.config.label)), group=group)
 
     def _is_ignored(self, record: Record) -> bool:
         try:

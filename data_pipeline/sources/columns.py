@@ -105,7 +105,8 @@ def index_of(value: Any, labels: tuple[str, ...], name: str) -> int:
     written = label_text(value)
     if written in labels:
         return labels.index(written)
-    index = whole(value)
+    # Where labels are numbers themselves, a number is one of them, or wrong.
+    index = None if any(whole(label) is not None for label in labels) else whole(value)
     if index is None or not 0 <= index < len(labels):
         raise BadRecord(f"{name} {brief(value)} is not one of: {listed(labels)}")
     return index

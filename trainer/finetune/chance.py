@@ -14,7 +14,8 @@ from trainer.objectives import Predictions
 def chance(objective: Any, dataset: Dataset, score: str) -> float:
     """The best score of a constant answer on the held-out rows: the largest class's, say.
 
-    It is 0 where there is no such answer, as for tags and spans, or where it scores nothing, as for correlations.
+    Where questions may have no answer, it is never to give one. It is 0 where there is no such answer, as for tags, or
+    where it scores nothing, as for correlations.
 
     Args:
         objective: a `trainer.objectives.Task`.
@@ -30,6 +31,8 @@ def chance(objective: Any, dataset: Dataset, score: str) -> float:
         answers = len(task["labels"])
     elif task.get("target") == "choice":
         answers = len(rows[0].texts) - 1
+    elif task.get("target") == "span" and objective.config.impossible:
+        return sum(not row.answers for row in rows) / len(rows)
     else:
         return 0.0
     none = np.zeros(len(rows), dtype=np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ from trainer.command import Commands, add_command
 from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 
 if TYPE_CHECKING:
-    from trainer.finetune.suite import Result, Run
+    from trainer.finetune.runs import Run
+    from trainer.finetune.suite import Result
 
 
 def register(commands: Commands) -> None:
@@ -46,7 +48,8 @@ def _suite(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from trainer import agent
+    from trainer.checkpoint.lock import only_writer
+    from trainer.finetune.runs import list_runs
     from trainer.finetune.suite import Suite, read_results
     from trainer.finetune.table import as_table, summarise, write_page
     from trainer.finetune.task import find_tasks
@@ -54,12 +57,8 @@ def _suite(args: argparse.Namespace) -> int:
     if args.parallel is not None and args.parallel < 1:
         raise ConfigError(f"--parallel must be at least 1, not {args.parallel}")
     tasks = find_tasks(args.tasks)
-    devices = agent.default_processes("accelerator=cpu" in args.overrides)
-    most = args.parallel or devices
-    slots = [{"CUDA_VISIBLE_DEVICES": str(number % devices)} if devices > 1 else {} for number in range(most)]
-    suite = Suite(args.checkpoint, tasks, Path(args.output), args.seeds, args.grid, args.overrides)
+    folder, slots = Path(args.output), _slots(args.parallel, "accelerator=cpu" in args.overrides)
     signal.signal(signal.SIGTERM, _interrupt)
-    console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("building datasets", total=None)
@@ -68,19 +67,32 @@ def _suite(args: argparse.Namespace) -> int:
             if result is None:
                 progress.update(bar, description=f"{run.task} {run.name}")
             else:
-                said = f"{run.score} {100 * result.scores[run.score]:.1f}" + " (degenerate)" * result.degenerate
+                said = f"{run.score} {100 * result.scores[run.score]:.1f}"
                 progress.console.print(f"{run.task} {run.name}: {said}, {result.seconds:.0f} s", highlight=False)
                 progress.advance(bar)
 
-        runs = suite.missing()
-        progress.update(bar, total=len(runs), description="fine-tuning")
-        problems = suite.run(runs, slots, tell)
-    rows = summarise(tasks, read_results(suite.folder))
-    console.print(as_table(rows))
-    write_page(rows, f"{args.checkpoint}: {', '.join(task.name for task in tasks)}", suite.folder / "table.html")
+        runs = list_runs(args.checkpoint, tasks, folder, args.seeds, args.grid, args.overrides)
+        with only_writer(folder):
+            missing = [run for run in runs if run.digest not in read_results(folder)]
+            progress.update(bar, total=len(missing), description="fine-tuning")
+            problems = Suite(folder).make(missing, slots, tell)
+    rows = summarise(tasks, runs, read_results(folder))
+    Console().print(as_table(rows))
+    write_page(rows, f"{args.checkpoint}: {', '.join(task.name for task in tasks)}", folder / "table.html")
     for problem in problems:
         sys.stderr.write(f"{problem}\n")
     return EXIT_FAILED if problems else EXIT_DONE
+
+
+def _slots(parallel: int | None, on_cpu: bool) -> list[dict[str, str]]:
+    """What the environments of the runs that are made at a time have: a GPU each, where there are several."""
+    from trainer import agent
+
+    devices = agent.default_processes(on_cpu)
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = names if len(names) == devices else [str(number) for number in range(devices)]
+    most = parallel or devices
+    return [{"CUDA_VISIBLE_DEVICES": names[number % devices]} if devices > 1 else {} for number in range(most)]
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

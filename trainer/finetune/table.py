@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import html
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich import box
 from rich.table import Table
 
+from trainer.finetune.runs import Run
 from trainer.finetune.suite import Result
 from trainer.finetune.task import Task
 from trainer.storage import write_text
@@ -58,43 +59,45 @@ class Row:
         )
 
 
-def summarise(tasks: Sequence[Task], results: Sequence[Result]) -> list[Row]:
-    """A row for each task that has a result and each of its metrics, that by which runs are compared first."""
-    rows = []
-    for task in tasks:
-        config = task.config
-        points: dict[tuple[tuple[str, float], ...], list[Result]] = {}
-        for result in results:
-            if result.task == task.name:
-                points.setdefault(tuple(sorted(result.settings.items())), []).append(result)
-        if not points:
-            continue
+def summarise(tasks: Sequence[Task], runs: Sequence[Run], results: Mapping[str, Result]) -> list[Row]:
+    """A row for each task and each of its metrics, that by which runs are compared first.
 
-        def compared(point: Sequence[Result], score: str = config.score) -> float:
-            return statistics.median(result.scores[score] for result in _sound(point))
-
-        best = max(points.values(), key=compared)
-        metrics = [config.score, *(name for name in config.published if name != config.score)]
-        for metric in metrics:
-            values = [result.scores[metric] for result in _sound(best) if metric in result.scores]
-            if values:
-                rows.append(
-                    Row(
-                        task=task.name,
-                        metric=metric,
-                        values=values,
-                        runs=len(best),
-                        degenerate=sum(result.degenerate for result in best),
-                        settings=best[0].settings,
-                        published=config.published.get(metric),
-                        published_by=config.published_by,
-                    )
-                )
-    return rows
+    Args:
+        tasks: in the order of the rows.
+        runs: theirs.
+        results: by the digests of runs; those of other runs take no part.
+    """
+    return [row for task in tasks for row in _rows_of(task, [run for run in runs if run.task == task.name], results)]
 
 
-def _sound(results: Sequence[Result]) -> Sequence[Result]:
-    return [result for result in results if not result.degenerate] or results
+def _rows_of(task: Task, runs: Sequence[Run], results: Mapping[str, Result]) -> Iterator[Row]:
+    points: dict[tuple[tuple[str, float], ...], list[Run]] = {}
+    for run in runs:
+        if run.digest in results:
+            points.setdefault(tuple(run.settings.items()), []).append(run)
+    if not points:
+        return
+
+    def learnt(point: Sequence[Run]) -> Sequence[Run]:
+        return [run for run in point if results[run.digest].scores[run.score] > run.chance + 1e-6]
+
+    def compared(point: Sequence[Run]) -> float:
+        return statistics.median(results[run.digest].scores[run.score] for run in learnt(point) or point)
+
+    best = max(points.values(), key=compared)
+    config = task.config
+    for metric in dict.fromkeys((config.score, *config.published)):
+        values = [results[run.digest].scores.get(metric) for run in learnt(best) or best]
+        yield Row(
+            task=task.name,
+            metric=metric,
+            values=[value for value in values if value is not None],
+            runs=len(best),
+            degenerate=len(best) - len(learnt(best)),
+            settings=best[0].settings,
+            published=config.published.get(metric),
+            published_by=config.published_by,
+        )
 
 
 def as_table(rows: Sequence[Row]) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import trainer
 from trainer.config import Kinds, Tree, decode, read_tree
@@ -22,6 +22,8 @@ class Config:
         source: its rows, held-out ones among them.
         objective: what is predicted.
         score: the metric of the objective that runs are compared by.
+        heldout_fraction: share of the rows that is held out, where the source names none that are.
+        on_error: whether a bad row stops the build or is left out ("skip"), counted and listed.
         epochs: passes over the rows to train on.
         warmup: share of the steps in which the learning rate rises.
         sequence_length: cells of an example.
@@ -34,6 +36,8 @@ class Config:
     source: Annotated[Any, Kinds("data_pipeline.sources")]
     objective: Annotated[Any, Kinds("trainer.objectives")]
     score: str
+    heldout_fraction: float = 0.1
+    on_error: Literal["stop", "skip"] = "stop"
     epochs: float = 3.0
     warmup: float = 0.1
     sequence_length: int = 128

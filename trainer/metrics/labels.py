@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from trainer.errors import MissingExtra
+from trainer.errors import ConfigError, MissingExtra
 
 Array: TypeAlias = npt.NDArray[Any]
 Metric: TypeAlias = Callable[[Array, Array], float]
@@ -46,6 +46,8 @@ def spearman(predicted: Array, true: Array) -> float:
 
 def group_exact_match(predicted: Array, true: Array, groups: Sequence[str]) -> float:
     """The share of groups of which all rows are right: MultiRC's EM, where a group is the answers of a question."""
+    if not any(groups):
+        raise ConfigError("group_exact_match needs rows with a group; set source.group to the column, and build again")
     names, group = np.unique(np.array(groups), return_inverse=True)
     wrong = np.bincount(group, weights=predicted != true, minlength=names.size)
     return float((wrong == 0).mean())
@@ -61,7 +63,7 @@ _METRICS: Mapping[str, Metric] = {
     "spearman": spearman,
 }
 OF_CLASSES = ("accuracy", "f1", "macro_f1", "matthews", *_OF_GROUPS)
-OF_CHOICES = ("accuracy", *_OF_GROUPS)
+OF_CHOICES = ("accuracy",)
 OF_NUMBERS = ("pearson", "spearman")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer.examples import TaskRow
 from trainer.objectives import Predictions
 
-_COLUMNS = ("source", "document", "begin", "column", "length")
+_COLUMNS = ("source", "document", "begin", "column", "length", "examples")
 
 
 class Gatherer:
@@ -58,16 +58,20 @@ class Gatherer:
         outputs = torch.zeros(self._examples, *mine.shape[1:])
         outputs[at] = mine
         columns = torch.zeros(self._examples, 1 + len(_COLUMNS), dtype=torch.float64)
-        columns[at] = torch.stack([torch.ones(len(at)), *(host[name][fed] for name in _COLUMNS)], dim=1).double()
+        seen = torch.ones(len(at))
+        columns[at] = torch.stack([each.double() for each in (seen, *(host[name][fed] for name in _COLUMNS))], dim=1)
         outputs, columns = all_reduce(outputs).cpu(), all_reduce(columns).cpu()
-        seen = columns[:, 0] > 0
-        source, document, begin, column, length = columns[seen, 1:].long().numpy().T
+        table = columns[columns[:, 0] > 0, 1:].long().numpy()
+        outputs = outputs[columns[:, 0] > 0]
         first = np.cumsum([0, *map(len, rows[:-1])])
-        # Of an evaluation of some batches only, the rows that it has met.
-        met, document = np.unique(first[source] + document, return_inverse=True)
+        table[:, 1] += first[table[:, 0]]
+        # Of an evaluation of some batches only, the rows that it has met, with all that became of them.
+        whole = np.bincount(table[:, 1])[table[:, 1]] == table[:, 5]
+        _, document, begin, column, length, _ = table[whole].T
+        met, document = np.unique(document, return_inverse=True)
         every = [row for each in rows for row in each]
         return Predictions(
-            outputs=outputs[seen].numpy(),
+            outputs=outputs.numpy()[whole],
             document=document,
             begin=begin,
             column=column,

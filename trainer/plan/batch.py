@@ -66,4 +66,4 @@ def _labels(experiment: Experiment, target: Target, tokens: int) -> Labels:
     classes = len(experiment.model.labels) if soft else 1
     count = {"class": classes, "number": 1, "choice": 1, "tags": tokens, "span": 2}[target]
     zeros = np.zeros(1, dtype=np.int64)
-    return Labels(np.zeros(count, dtype=np.float32), np.array([count]), document=zeros, begin=zeros)
+    return Labels(np.zeros(count, dtype=np.float32), np.array([count]), document=zeros, begin=zeros, examples=zeros + 1)

@@ -270,13 +270,17 @@ def test_a_class_is_a_name_or_an_index_or_a_distribution(file, label, expected):
         assert found == TaskRow(("x",), expected)
 
 
-def test_names_go_before_indices_and_ignored_labels_are_no_rows(tmp_path):
+def test_labels_are_names_or_indices_of_names_and_ignored_ones_are_no_rows(tmp_path):
     data = [{"text": str(label), "label": label} for label in ("0", 1, True, "-", -1, "2")]
     path = write(tmp_path / "a.jsonl", "\n".join([*map(json.dumps, data), "{"]))
     found = parsed(classification.Config((path,), labels=("1", "0", "true"), ignore=("-", "-1")).build())
     assert [(line, row.label if isinstance(row, TaskRow) else row) for line, row in found] == [
-        (1, 1.0), (2, 0.0), (3, 2.0), (6, 2.0), (7, "invalid JSON")
+        (1, 1.0), (2, 0.0), (3, 2.0), (6, "label '2' is not one of: 1, 0, true"), (7, "invalid JSON")
     ]  # fmt: skip
+    named = parsed(
+        classification.Config((path,), labels=("a", "b", "c"), ignore=("-", "-1", "true"), group="text").build()
+    )
+    assert [(row.label, row.group) for _, row in named[:-1]] == [(0.0, "0"), (1.0, "1"), (2.0, "2")]
 
 
 @pytest.mark.parametrize(

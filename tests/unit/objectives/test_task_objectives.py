@@ -50,6 +50,7 @@ def make(rows: Sequence[Pieces], labels: Sequence[Sequence[float]], begin: Seque
             np.array([len(each) for each in labels], dtype=np.int64),
             number,
             np.array(begin or [0] * len(rows), dtype=np.int64),
+            np.ones(len(rows), dtype=np.int64),
         ),
     )
 
@@ -278,7 +279,7 @@ def test_losses_are_those_of_pytorch() -> None:
         assert loss.metrics["accuracy"][0] == (logits.argmax(-1) == label).sum()
     soft = classification.Config(soft=True).build(VOCABULARY)
     hard = dataclasses.replace(
-        PAIRS, labels=Labels(np.eye(3, dtype=np.float32)[[1, 0, 2]].reshape(-1), np.full(3, 3), *[np.zeros(3, int)] * 2)
+        PAIRS, labels=Labels(np.eye(3, dtype=np.float32)[[1, 0, 2]].reshape(-1), np.full(3, 3), *[np.zeros(3, int)] * 3)
     )
     loss = soft.loss(model, as_tensors(soft.collate(hard, 8)), one)
     torch.testing.assert_close(loss.total, F.cross_entropy(logits, label))
@@ -320,7 +321,9 @@ def test_scores_of_classes() -> None:
     assert found == pytest.approx({"accuracy": 2 / 3, "f1": 2 / 3, "group_exact_match": 1 / 2})
     assert list(found) == list(names)
     assert objective.scores(predictions([[0, 1]], rows[3:])) == {}  # a test set without labels
-    taught = TaskRow(("a",), probabilities=(0.4, 0.6))
+    with pytest.raises(ConfigError, match=r"set source\.group to the column"):
+        objective.scores(predictions([[0, 1]], [TaskRow(("a",), 1)], ("no", "yes")))
+    taught = TaskRow(("a",), probabilities=(0.4, 0.6), group="z")
     assert objective.scores(predictions([[0, 1], [1, 0]], [taught] * 2))["accuracy"] == 0.5
     choice = multiple_choice.Config(choices=2).build(VOCABULARY)
     assert choice.scores(predictions([[0, 1], [0, 1]], rows)) == {"accuracy": 0.5}
