@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
 from data_pipeline.tokenization import Tokenizer
-from trainer import model_card
+from trainer import exported_tokenizer, model_card
 from trainer.checkpoint import huggingface
 from trainer.errors import ConfigError
 from trainer.examples import Vocabulary
 from trainer.weights import Weights, load_weights
 
 logger = logging.getLogger(__name__)
+
+_TOKENS = "embeddings.tokens.weight"
 
 
 def export(checkpoint: str, folder: str) -> None:
@@ -27,12 +32,18 @@ def export(checkpoint: str, folder: str) -> None:
     tokenizer = _tokenizer(weights)
     vocabulary = tokenizer.vocabulary
     _check_padding(weights, vocabulary)
-    tensors = weights.config.export_tensors(dict(weights.tensors))
-    config = weights.config.to_huggingface() | _token_ids(weights.config, vocabulary)
     mask = None if vocabulary.mask is None else tokenizer.token(vocabulary.mask)
     card = model_card.write(weights, checkpoint, Path(folder).absolute().name, mask)
-    with weights.tokenizer_files() as files:
-        huggingface.save_folder(Path(folder), config, tensors, files, card)
+    with tempfile.TemporaryDirectory() as files:
+        tokenizer.save(files)
+        padding = exported_tokenizer.adapt(Path(files), weights.config, vocabulary)
+        parameters, ours = dict(weights.tensors), weights.config
+        if padding is not None and padding >= ours.vocab_size:
+            parameters[_TOKENS] = F.pad(parameters[_TOKENS], (0, 0, 0, padding + 1 - ours.vocab_size))
+            ours = replace(ours, vocab_size=padding + 1)
+        tensors = ours.export_tensors(parameters)
+        config = ours.to_huggingface() | _token_ids(ours, replace(vocabulary, pad=padding))
+        huggingface.save_folder(Path(folder), config, tensors, Path(files), card)
     logger.info("wrote %s: %d tensors of %s", folder, len(tensors), checkpoint)
 
 
