@@ -176,49 +176,60 @@ def ours(job: Job, commands: Connection) -> None:
 
 def theirs(job: Job, commands: Connection, compiled: bool = False) -> None:
     """Hugging Face's side."""
+    transformers = _transformers()
+    model = transformers.BertForMaskedLM(their_config(job, vocab_size=VOCAB_SIZE, attention_probs_dropout_prob=0.0))
+    train_theirs(
+        job, commands, model, ready_examples(job), per_device_train_batch_size=job.batch, torch_compile=compiled
+    )
+
+
+def _transformers() -> Any:
     sys.modules["torchvision"] = None  # type: ignore[assignment]  # unused; litdata's need not fit this torch
     import transformers
 
+    return transformers
+
+
+def their_config(job: Job, **settings: Any) -> Any:
+    """The `BertConfig` of a job's model."""
+    layers, width = SHAPES[job.model]
+    shape = {"hidden_size": width, "num_attention_heads": width // 64, "intermediate_size": 4 * width}
+    return _transformers().BertConfig(num_hidden_layers=layers, **shape, **settings)
+
+
+def train_theirs(
+    job: Job, commands: Connection, model: Any, examples: list[Any], collate: Any = None, **settings: Any
+) -> None:
+    """Hugging Face's `Trainer` in turns, with further `TrainingArguments`."""
+    transformers = _transformers()
     torch.set_num_threads(job.threads)
     turns = Turns(job, commands)
 
-    class InTurns(transformers.TrainerCallback):
+    class InTurns(transformers.TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             turns.wait()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop = not turns.step()
 
-    class InOrder(transformers.Trainer):
+    class InOrder(transformers.Trainer):  # type: ignore[misc]
         def _get_train_sampler(self, *_: Any) -> None:
             return None
 
-    layers, width = SHAPES[job.model]
-    config = transformers.BertConfig(
-        vocab_size=VOCAB_SIZE,
-        num_hidden_layers=layers,
-        hidden_size=width,
-        num_attention_heads=width // 64,
-        intermediate_size=4 * width,
-        attention_probs_dropout_prob=0.0,
-    )
-    settings = transformers.TrainingArguments(
+    arguments = transformers.TrainingArguments(
         output_dir=f"{job.folder}/theirs",
-        per_device_train_batch_size=job.batch,
         max_steps=1_000_000,
         learning_rate=1e-4,
         weight_decay=0.01,
         use_cpu=job.device == "cpu",
         bf16=job.device == "cuda",
-        torch_compile=compiled,
         save_strategy="no",
         logging_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        **settings,
     )
-    InOrder(
-        transformers.BertForMaskedLM(config), settings, train_dataset=ready_examples(job), callbacks=[InTurns()]
-    ).train()
+    InOrder(model, arguments, data_collator=collate, train_dataset=examples, callbacks=[InTurns()]).train()
     turns.report()
 
 
@@ -264,7 +275,7 @@ def write_dataset(folder: Path, tokens: int = 2**22, documents: int = 16) -> Non
 class Side:
     """A side's process, seen from the other end."""
 
-    def __init__(self, serve: Callable[[Job, Connection], None], job: Job) -> None:
+    def __init__(self, serve: Callable[[Any, Connection], None], job: Job) -> None:
         context = get_context("spawn")
         self._job = job
         self._commands, theirs = context.Pipe()
