@@ -176,43 +176,42 @@ def ours(job: Job, commands: Connection) -> None:
 
 def theirs(job: Job, commands: Connection, compiled: bool = False) -> None:
     """Hugging Face's side."""
-    transformers = _transformers()
-    model = transformers.BertForMaskedLM(their_config(job, vocab_size=VOCAB_SIZE, attention_probs_dropout_prob=0.0))
+    config = their_config(job, vocab_size=VOCAB_SIZE, attention_probs_dropout_prob=0.0)
+    import transformers
+
+    model = transformers.BertForMaskedLM(config)
     train_theirs(
         job, commands, model, ready_examples(job), per_device_train_batch_size=job.batch, torch_compile=compiled
     )
 
 
-def _transformers() -> Any:
-    sys.modules["torchvision"] = None  # type: ignore[assignment]  # unused; litdata's need not fit this torch
-    import transformers
-
-    return transformers
-
-
 def their_config(job: Job, **settings: Any) -> Any:
     """The `BertConfig` of a job's model."""
     layers, width = SHAPES[job.model]
-    shape = {"hidden_size": width, "num_attention_heads": width // 64, "intermediate_size": 4 * width}
-    return _transformers().BertConfig(num_hidden_layers=layers, **shape, **settings)
+    shape: dict[str, Any] = {"hidden_size": width, "num_attention_heads": width // 64, "intermediate_size": 4 * width}
+    sys.modules["torchvision"] = None  # type: ignore[assignment]  # unused; litdata's need not fit this torch
+    import transformers
+
+    return transformers.BertConfig(num_hidden_layers=layers, **shape, **settings)
 
 
 def train_theirs(
     job: Job, commands: Connection, model: Any, examples: list[Any], collate: Any = None, **settings: Any
 ) -> None:
     """Hugging Face's `Trainer` in turns, with further `TrainingArguments`."""
-    transformers = _transformers()
+    import transformers
+
     torch.set_num_threads(job.threads)
     turns = Turns(job, commands)
 
-    class InTurns(transformers.TrainerCallback):  # type: ignore[misc]
+    class InTurns(transformers.TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             turns.wait()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop = not turns.step()
 
-    class InOrder(transformers.Trainer):  # type: ignore[misc]
+    class InOrder(transformers.Trainer):
         def _get_train_sampler(self, *_: Any) -> None:
             return None
 
