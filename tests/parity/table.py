@@ -31,7 +31,8 @@ HEADER = """# Parity with transformers
 Written by `tests/parity/table.py`: models of the sizes that were released, with random weights, in fp32 on a CPU. A
 difference is the largest one of any element, divided by the largest element; that of gradients is of the worst
 parameter. Inputs are 2 rows of 256 tokens, and for T5 targets of 64. `tests/parity/` makes the same comparisons, and
-more, of small models.
+more, of small models: BERT and RoBERTa, too, and every head for a task that a family has (classification, regression,
+multiple choice, tagging, spans), whose logits, losses and gradients are within 1e-5 of `transformers`' classes.
 
 | model | parameters | logits | loss | gradients | {tokens} greedy tokens |
 |---|---|---|---|---|---|
