@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, repeat
 from operator import getitem
 from pathlib import Path
@@ -74,6 +74,7 @@ class Dataset:
     path: Path
     manifest: Manifest
     remote: RemoteDataset | None = None
+    _rows: dict[str, list[TaskRow]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def open(cls, path: str | Path, cache: ShardCache | None = None, *, whole: bool = True) -> Dataset:
@@ -171,7 +172,7 @@ class Dataset:
     def rows(self, split: str, without: Collection[str] = ()) -> list[TaskRow]:
         """The rows of a task that a split keeps for scores, which the held-out one does, by their document numbers.
 
-        Those of the shards `without` are empty.
+        Those of the shards `without` are empty. They are read once: a run scores them again and again.
 
         Raises:
             DataError: it has none, a shard is missing or damaged, or a remote one cannot be downloaded.
@@ -182,14 +183,19 @@ class Dataset:
         for info in self.shards(split):
             if info.name in without:
                 rows += [TaskRow(())] * info.documents
-            elif self.remote is None:
-                path = self.path / info.name
-                with open_file(path, info.sha256) as file:
-                    rows += read_rows(file, str(path), info.documents)
-            else:
-                with self.remote.open(info) as file:
-                    rows += read_rows(file, shown(self.remote.address(info)), info.documents)
+                continue
+            if info.name not in self._rows:
+                self._rows[info.name] = self._read_rows(info)
+            rows += self._rows[info.name]
         return rows
+
+    def _read_rows(self, info: ShardInfo) -> list[TaskRow]:
+        if self.remote is None:
+            path = self.path / info.name
+            with open_file(path, info.sha256) as file:
+                return read_rows(file, str(path), info.documents)
+        with self.remote.open(info) as file:
+            return read_rows(file, shown(self.remote.address(info)), info.documents)
 
     @contextmanager
     def small_file(self, name: str) -> Iterator[Path]:

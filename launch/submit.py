@@ -161,12 +161,16 @@ def check(launch: Launch) -> None:
     if launch.job.action == "build":
         _ask(["data", "build", *launch.arguments, "--check"], environment.variables)
         return
-    elsewhere = [] if launch.cluster.shares_files else ["--elsewhere"]
+    elsewhere = not launch.cluster.shares_files
     devices = ",".join(map(str, launch.cluster.devices))
     options: tuple[str, ...] = getattr(launch.cluster, "options", ())
     later = any(option.startswith("--dependency") for option in options)  # a job before may be to make the weights
+    model = yaml.safe_load(launch.job.config).get("model") or {}
     without = ["init_from=null"] if later else []
-    _ask(["config", *launch.arguments, *without, "--devices", devices, *elsewhere], environment.variables)
+    if later and isinstance(model, dict) and "kind" not in model:  # which those weights are to tell
+        elsewhere, without = True, ["init_from=of_the_job_before"]
+    flags = ["--elsewhere"] if elsewhere else []
+    _ask(["config", *launch.arguments, *without, "--devices", devices, *flags], environment.variables)
 
 
 def _place(launch: Launch) -> str:

@@ -113,7 +113,7 @@ def _add_evaluate(commands: Commands) -> None:
     )
     evaluate.add_argument("run_folder", metavar="RUN", help="the output folder of a run")
     evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-    evaluate.add_argument("--step", type=int, help="the checkpoint to score (default: the newest)")
+    evaluate.add_argument("--step", metavar="N|best", help="the checkpoint to score (default: the newest)")
     generated = evaluate.add_argument_group("scores of generated texts, instead of the loss")
     help_ = "generate, with these settings, as beams=4"
     generated.add_argument("--generate", nargs="*", metavar="key=value", help=help_)
@@ -135,7 +135,7 @@ def _add_export(commands: Commands) -> None:
     export.add_argument(
         "checkpoint",
         metavar="CKPT",
-        help="a run (its newest checkpoint) or a step, its folder or address; or hf://NAME",
+        help="a run (its newest checkpoint), RUN/best or a step, its folder or address; or hf://NAME",
     )
     export.add_argument("folder", metavar="DIR", help="the folder to write")
 
@@ -183,7 +183,7 @@ def _config(args: argparse.Namespace) -> int:
     from trainer.config import dump
     from trainer.starting import load_experiment
 
-    experiment = load_experiment(args.file, args.overrides)
+    experiment = load_experiment(args.file, args.overrides, args.elsewhere)
     if args.devices is not None:
         from trainer import agent, preflight
 
@@ -245,21 +245,34 @@ def _evaluate(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.run_folder} is no run (no config.yaml in it); name the output folder of a run")
     experiment = load(Experiment, file, args.overrides)
     experiment = dataclasses.replace(experiment, output=args.run_folder)  # wherever the run was when it was trained
+    step = _step(args.step, experiment)
     if args.generate is not None:
         from trainer import scores
 
-        return _print_scores(
-            scores.evaluate(experiment, args.step, args.generate, args.metrics, args.pairs, args.limit)
-        )
+        return _print_scores(scores.evaluate(experiment, step, args.generate, args.metrics, args.pairs, args.limit))
     processes = _processes_to_start(args, experiment)
     if processes > 1:
-        step = [] if args.step is None else [f"--step={args.step}"]
-        return agent.run_workers(main, _worker_arguments(args, "evaluate", args.run_folder, *step), processes)
+        flags = [] if step is None else [f"--step={step}"]
+        return agent.run_workers(main, _worker_arguments(args, "evaluate", args.run_folder, *flags), processes)
     if processes == 1:
         experiment = experiment.in_one_process()
     from trainer.run import evaluate
 
-    return _print_scores(evaluate(experiment, args.step))
+    return _print_scores(evaluate(experiment, step))
+
+
+def _step(said: str | None, experiment: Experiment) -> int | None:
+    """The step that is to be scored; None for the newest."""
+    if said is None or said.isdecimal():
+        return None if said is None else int(said)
+    if said != "best":
+        raise ConfigError(f"--step is the number of a step, or best, not {said}")
+    from trainer.checkpoint import retention
+    from trainer.run import checkpoint_folder
+
+    if (step := retention.best_step(checkpoint_folder(experiment))) is None:
+        raise ConfigError(f"{experiment.output} was trained without training.best; name a step by its number")
+    return step
 
 
 def _print_scores(scores: Mapping[str, float]) -> int:

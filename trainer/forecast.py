@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -18,7 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 def flops_until(experiment: Experiment, trainer: Trainer) -> Callable[[int], float]:
-    """A function from a step to the model FLOPs of all steps before it, over all devices."""
+    """A function from a step to the model FLOPs of all steps before it, over all devices.
+
+    With `data.group_by_length` these are the most: batches are no wider than their longest row.
+    """
     with torch.device("meta"):
         model = experiment.model.build()
 
@@ -28,20 +31,28 @@ def flops_until(experiment: Experiment, trainer: Trainer) -> Callable[[int], flo
         each: float = model.flops_per_token(length, trainer.objective.predictions(length) / cells) * cells
         return each * examples
 
-    phases = [(phase, flops_per_step(phase.sequence_length, phase.global_batch_size)) for phase in trainer.phases]
+    return _until(trainer, [flops_per_step(phase.sequence_length, phase.global_batch_size) for phase in trainer.phases])
+
+
+def _until(trainer: Trainer, per_step: Sequence[float]) -> Callable[[int], float]:
+    """A function from a step to the sum over all steps before it of what a step of each phase has."""
+    phases = list(zip(trainer.phases, per_step, strict=True))
     return lambda step: sum(
-        flops * (min(step, phase.end) - phase.first_step) for phase, flops in phases if step > phase.first_step
+        each * (min(step, phase.end) - phase.first_step) for phase, each in phases if step > phase.first_step
     )
 
 
 def throughput(experiment: Experiment, trainer: Trainer) -> Throughput:
     """Measures the speed of the run from now on."""
     peak = trainer.strategy.accelerator.peak_flops(experiment.training.precision)
+    spec = trainer.objective.pack_spec
+    cells = [phase.global_batch_size * spec(phase.sequence_length).cells for phase in trainer.phases]
     return Throughput(
         trainer.state.step,
         experiment.training.steps,
         flops_until=flops_until(experiment, trainer),
         peak_flops=peak * trainer.strategy.replica.count if peak else None,
+        cells_until=None if experiment.data.group_by_length is None else _until(trainer, cells),
     )
 
 
@@ -53,7 +64,8 @@ def report(experiment: Experiment, trainer: Trainer) -> None:
     done = flops_until(experiment, trainer)
     flops = done(settings.steps) - done(trainer.state.step)
     speed = accelerator.expected_flops(settings.precision)
-    estimate = f", {timedelta(seconds=round(flops / speed / count))} or more" if speed else ""
+    narrower = experiment.data.group_by_length is not None
+    estimate = f", {timedelta(seconds=round(flops / speed / count))} or more" if speed and not narrower else ""
     kind = type(experiment.strategy).__module__.rpartition(".")[2]
     logger.info("device       %d x %s, strategy %s, %s", count, accelerator.description, kind, settings.precision)
     logger.info("model        %s parameters", f"{parameters:,}")
@@ -77,5 +89,7 @@ def report(experiment: Experiment, trainer: Trainer) -> None:
             phase.micro_batch_size,
             "" if len(trainer.phases) == 1 else f", steps {phase.first_step + 1} to {phase.end}",
         )
-    logger.info("work         steps %d to %d, %.3g FLOPs%s", trainer.state.step + 1, settings.steps, flops, estimate)
+    most = " at most" if narrower else ""
+    steps = f"steps {trainer.state.step + 1} to {settings.steps}"
+    logger.info("work         %s, %.3g FLOPs%s%s", steps, flops, most, estimate)
     logger.info("output       %s", experiment.output)

@@ -97,17 +97,17 @@ def _report(root: Location, check: Callable[[Location], None], sound: str) -> in
 
     table = Table("step", "age", "size", "ranks", "state")
     problems = []
-    for step in integrity.committed_steps(root):
+    found = [(step, *_look_at(integrity.step_folder(root, step), check)) for step in integrity.committed_steps(root)]
+    best = next((meta.get("best", {}).get("step") for _, meta, _ in reversed(found) if meta), None)
+    for step, meta, damage in found:
         folder = integrity.step_folder(root, step)
-        meta, damage = _look_at(folder, check)
         if damage is not None:
             if not integrity.is_committed(folder):  # the retention of a training that goes on has removed it
                 continue
             problems.append(f"step {step}: {damage}")
         age = _age(meta["saved"]) if "saved" in meta else "-"
-        table.add_row(
-            str(step), age, decimal(_size(folder)), str(meta.get("world_size", "-")), "damaged" if damage else sound
-        )
+        state = ("damaged" if damage else sound) + (", best" if step == best else "")
+        table.add_row(str(step), age, decimal(_size(folder)), str(meta.get("world_size", "-")), state)
     for folder in integrity.uncommitted_folders(root):
         table.add_row(str(int(folder.name.rpartition("-")[2])), "-", decimal(_size(folder)), "-", "not committed")
     if not table.row_count:
@@ -141,7 +141,9 @@ def _gc(args: argparse.Namespace) -> int:
     said = "would remove" if args.dry_run else "removed"
     console = Console(soft_wrap=True, highlight=False, markup=False)
     with nullcontext() if args.dry_run else only_writer(root):
-        outdated = retention.outdated_steps(root, config.keep_last, config.keep_every, integrity.check_content)
+        outdated = retention.outdated_steps(
+            root, config.keep_last, config.keep_every, integrity.check_content, retention.best_step(root)
+        )
         going = [*integrity.uncommitted_folders(root), *(integrity.step_folder(root, step) for step in outdated)]
         freed = 0
         for folder in going:
@@ -156,11 +158,10 @@ def _gc(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> int:
     from trainer import conversion
-    from trainer.config import load
-    from trainer.experiment import Experiment
+    from trainer.starting import load_experiment
 
     if Path(args.target).suffix in (".yaml", ".yml"):
-        conversion.take_over(Path(args.folder), load(Experiment, args.target, args.overrides))
+        conversion.take_over(Path(args.folder), load_experiment(args.target, args.overrides))
     elif args.overrides:
         raise ConfigError(
             f"{args.target} is no experiment (a YAML file), so {args.overrides[0]} has nothing to replace; leave it out"

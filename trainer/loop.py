@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.best import Best
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import Tree, differences
 from trainer.errors import CheckpointError, SamestepError
@@ -64,6 +65,7 @@ class Trainer:
         self.snapshots = snapshots
         self.description = description
         self.state = TrainState()
+        self.best = Best(config.best)
         self.recorder = Recorder(strategy)
         self.guard = Guard(config.faults, strategy, description["config"]["output"])
         stacks = Path(description["config"]["output"], "stacks")
@@ -103,11 +105,16 @@ class Trainer:
         self.recorder.open(self.state.step, trackers, ledger, throughput)
         self.model.train()
         with self.heartbeat:
-            while self.state.step < self.config.steps and not (stop and stop.agreed):
+            while not (self.over or (stop and stop.agreed)):
                 if fault := self._run_phase(self.phase):
                     return fault
             self.checkpointer.wait()
         return None
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has come to its end: its last step, or the last evaluation that it has patience for."""
+        return self.state.step >= self.config.steps or self.best.over
 
     def _run_phase(self, phase: Phase) -> str | None:
         """Trains to the end of a phase; its last step ends a row of metrics, so that no row is about two phases.
@@ -134,14 +141,17 @@ class Trainer:
                 self._reserve_memory()
             if self._profiler is not None and (shares := self._profiler.end_step(self.state.step)):
                 self.recorder.log(self.state.step, shares)
-            if self._due(self.config.log_every) or self.state.step == phase.end:
+            if logged := self._due(self.config.log_every) or self.state.step == phase.end:
                 self._log_training()
                 lap("logging")
             if self._due(self.config.evaluate_every):
                 scores = self.evaluate(phase)
                 self.recorder.log(self.state.step, {f"heldout/{name}": value for name, value in scores.items()})
+                self.best.look(self.state.step, scores, self.strategy.all_reduce)
                 lap("evaluation")
-            stopping = self._stop is not None and self._stop.decide()
+            if self.best.over and not logged:
+                self._log_training()
+            stopping = (self._stop is not None and self._stop.decide()) or self.best.over
             if due := self._saves_due(stopping):
                 self.save(due)
                 lap("checkpoint")
@@ -255,7 +265,7 @@ class Trainer:
 
     def _saves_due(self, stopping: bool) -> list[Checkpointer]:
         """Where to save now, if anywhere. What is left in the end has to be a checkpoint, so no snapshot is as new."""
-        ending = stopping or self.state.step == self.config.steps
+        ending = stopping or self.state.step in (self.config.steps, self.best.step)
         due = [self.checkpointer] if ending or self._due(self.checkpointer.config.every) else []
         if self.snapshots is not None and not ending and self._due(self.snapshots.config.every):
             due.append(self.snapshots)
@@ -278,6 +288,7 @@ class Trainer:
             "order": self.phase.order,
             "data": self.loader.state_dict(),
             **self.guard.state_dict(),
+            **self.best.state_dict(),
             **window,
         }
         if self.strategy.loss_scale is not None:
@@ -285,7 +296,8 @@ class Trainer:
         self.state_check.before_save(self.state.step)
         tensors = self.strategy.to_host(self._tensors())
         for checkpointer in checkpointers:
-            checkpointer.save(self.state.step, tensors, meta)
+            kept = self.best.step if checkpointer is self.checkpointer else None
+            checkpointer.save(self.state.step, tensors, meta, kept)
 
     def restore(self, step: int | None, checkpointer: Checkpointer | None = None) -> str:
         """Continues from a checkpoint that any world size and strategy may have written.
@@ -309,6 +321,7 @@ class Trainer:
         if self.strategy.loss_scale is not None and "loss_scale" in meta:
             self.strategy.loss_scale.load_state_dict(meta["loss_scale"])
         self.guard.load_state_dict(meta)
+        self.best.load_state_dict(meta, self.checkpointer.holds)
         self._enter_order(meta)
         self.recorder.load_state_dict(meta, self.state.tokens)
         return changes

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from data_pipeline.loader import check_batch
 from data_pipeline.mixed import AnyDataset
+from trainer import starting
 from trainer.checkpoint import files, integrity
 from trainer.errors import CheckpointError
 from trainer.experiment import Experiment
@@ -47,7 +48,8 @@ def check(experiment: Experiment, devices: Sequence[int], elsewhere: bool = Fals
     seen = start is not None and not is_hub_path(start) and (not elsewhere or is_url(start))
     if start and seen and not integrity.committed_steps(checkpoint_folder(experiment)):  # which it would go on from
         check_weights(files.location(start))
-    if not elsewhere or all(map(is_url, experiment.data.paths)):
+    told = not isinstance(experiment.model, starting.Config)
+    if told and (not elsewhere or all(map(is_url, experiment.data.paths))):
         _check_data(experiment, experiment.data.open(), sorted({min(devices), max(devices)}))
 
 

@@ -16,6 +16,7 @@ import torch
 from data_pipeline.loader import StreamingLoader
 from data_pipeline.mixed import AnyDataset
 from trainer import accelerators, forecast, records, storage
+from trainer.best import Best, check_metric
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.lock import only_writer
 from trainer.checkpoint.manager import Checkpointer
@@ -61,8 +62,8 @@ def train(experiment: Experiment) -> int:
         checkpointer = open_checkpointer(experiment, strategy.world)
         snapshots = open_snapshots(experiment, strategy.world)
         source, step = newest(checkpointer, snapshots)
-        if step is not None and step >= experiment.training.steps:
-            logger.info("nothing to do: %s is at step %d; raise training.steps to train on", experiment.output, step)
+        if step is not None and (said := _finished(experiment, source, step)):
+            logger.info("nothing to do: %s %s", experiment.output, said)
             return EXIT_DONE
         weights = experiment.init_from if step is None else None
         trainer: Trainer | None = None
@@ -71,6 +72,8 @@ def train(experiment: Experiment) -> int:
             if experiment.training.evaluate_every is not None:
                 trainer.heldout(trainer.phase).close()  # refuses a split without examples now rather than after hours
                 check_installed(getattr(experiment.objective, "metrics", ()))
+                if experiment.training.best is not None and hasattr(trainer.objective, "score_names"):
+                    check_metric(experiment.training.best, ("loss", *trainer.objective.score_names))
             if step is not None:
                 changes = trainer.restore(step, source)
                 logger.info("continuing   at step %d%s", step, f" with {changes}" if changes else "")
@@ -86,7 +89,10 @@ def train(experiment: Experiment) -> int:
                     break
                 rewind(trainer, fault)
             stop.finish()
-            if trainer.state.step == experiment.training.steps:
+            if trainer.over:
+                if experiment.training.best is not None:
+                    early = f"stopped early at step {trainer.state.step}: " if trainer.best.over else ""
+                    logger.info("finished     %s%s; its checkpoint is %s/best", early, trainer.best, experiment.output)
                 return EXIT_DONE
             logger.info("stopped      at step %d, with a checkpoint to go on from", trainer.state.step)
             return stop.exit_code
@@ -96,6 +102,16 @@ def train(experiment: Experiment) -> int:
         finally:
             if trainer is not None:
                 trainer.close()
+
+
+def _finished(experiment: Experiment, source: Checkpointer, step: int) -> str | None:
+    """Why there is nothing left to do after a step, and what to change; None if there is."""
+    if step >= experiment.training.steps:
+        return f"is at step {step}; raise training.steps to train on"
+    best = Best(experiment.training.best)
+    if experiment.training.best is not None:
+        best.load_state_dict(integrity.read_meta(integrity.step_folder(source.folder, step)), lambda step: True)
+    return f"was stopped early at step {step}; raise training.best.patience to train on" if best.over else None
 
 
 def evaluate(experiment: Experiment, step: int | None) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,17 +15,30 @@ from trainer.config.tree import merge
 from trainer.errors import ConfigError
 from trainer.experiment import Experiment
 from trainer.models.config import FEWEST_LABELS
+from trainer.storage import is_url
 from trainer.weights import load_config
 
 _OBJECTIVES = Kinds("trainer.objectives")
 _MODELS = Kinds("trainer.models")
 
 
-def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
+@dataclass(frozen=True)
+class Config:
+    """Stands for a model that only other machines can tell: the one of `init_from`, but for these settings."""
+
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+def load_experiment(path: str | Path, overrides: Sequence[str] = (), elsewhere: bool = False) -> Experiment:
     """Reads an experiment; one with `init_from` may leave the model out, or name but the settings that change.
 
     The head is then the one that the objective is for, with an output for each label of the dataset. A run that has
     begun keeps the model it has.
+
+    Args:
+        path: of the file.
+        overrides: settings that replace those of the file.
+        elsewhere: whether folders are those of other machines; where such are needed to tell the model, it stays open.
 
     Raises:
         ConfigError: as for any configuration, or the model that it starts from has no such head.
@@ -33,8 +47,12 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
     tree = read_tree(path, overrides)
     model = tree.get("model")
     if tree.get("init_from") and (model is None or (isinstance(model, dict) and "kind" not in model)):
-        begun = _begun(tree)
-        tree = {**tree, "model": merge(_model_of(tree) if begun is None else begun, model or {})}
+        begun = None if elsewhere else _begun(tree)
+        data = decode(DataConfig, tree.get("data"), "data")
+        if elsewhere and not all(map(is_url, (tree["init_from"], *data.paths))):
+            stand_in: Experiment = decode(Experiment, {**tree, "model": {"kind": __name__}})
+            return replace(stand_in, model=Config(model or {}))
+        tree = {**tree, "model": merge(model_of(tree) if begun is None else begun, model or {})}
     experiment: Experiment = decode(Experiment, tree)
     return experiment
 
@@ -48,7 +66,16 @@ def _begun(tree: Tree) -> Tree | None:
     return read_tree(output / "config.yaml").get("model")
 
 
-def _model_of(tree: Tree) -> Tree:
+def model_of(tree: Tree) -> Tree:
+    """The model that an experiment starts from, with the head that its objective is for.
+
+    Args:
+        tree: the experiment's init_from, data and objective.
+
+    Raises:
+        ConfigError: the model has no such head.
+        CheckpointError, DataError: the weights or the dataset cannot be read.
+    """
     config = load_config(tree["init_from"])
     model = {"kind": _MODELS.kind_of(config), **to_tree(config)}
     dataset = decode(DataConfig, tree.get("data"), "data").open()

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from trainer.accelerators import Precision
+from trainer.best import Config as BestConfig
 from trainer.errors import ConfigError
 from trainer.faults import Config as FaultsConfig
 from trainer.phases import MicroBatchSize
@@ -29,6 +30,7 @@ class Config:
         log_every: steps between two rows of metrics.
         evaluate_every: steps between evaluations on the held-out documents (and at the end); None never does.
         evaluate_batches: global batches of an evaluation; None takes all held-out documents.
+        best: by which score of these evaluations the best checkpoint is kept, and early stopping; None has no best.
         collective_timeout: seconds that ranks wait for each other before they give up.
         hang_timeout: seconds in which nothing moves that end the run with a line about who is to blame; None never
             does. The default is longer than a store is tried for, and shorter than collective_timeout.
@@ -47,6 +49,7 @@ class Config:
     log_every: int = 10
     evaluate_every: int | None = None
     evaluate_batches: int | None = None
+    best: BestConfig | None = None
     collective_timeout: float = 600.0
     hang_timeout: float | None = 480.0
     verify_state_every: int | None = 100
@@ -62,6 +65,8 @@ class Config:
         for name in ("evaluate_every", "evaluate_batches", "verify_state_every"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, or null for none, not {getattr(self, name)}")
+        if self.best is not None and self.evaluate_every is None:
+            raise ConfigError("best is about evaluations, and evaluate_every is null; set it to a number of steps")
         if self.max_grad_norm is not None and not 0 < self.max_grad_norm < math.inf:
             raise ConfigError(f"max_grad_norm must be above 0, or null for no clipping, not {self.max_grad_norm}")
         for name in ("collective_timeout", "hang_timeout"):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard
 
-from trainer.checkpoint import files, huggingface, integrity, manager
+from trainer.checkpoint import files, huggingface, integrity, manager, retention
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredTensors, group_by_name, local_pieces, stored_piece
 from trainer.checkpoint.together import together
 from trainer.config import Kinds, decode, read_tree
 from trainer.errors import CheckpointError
 from trainer.hub import is_hub_path, model_folder
+
+logger = logging.getLogger(__name__)
 
 _MODELS = Kinds("trainer.models")
 
@@ -49,7 +52,8 @@ class Weights:
 def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> Weights:
     """Opens the newest valid checkpoint of a run, a certain checkpoint, a Hugging Face folder, or hf://NAME.
 
-    A run is named by its output folder, or by the folder or address that its checkpoints are in.
+    A run is named by its output folder, or by the folder or address that its checkpoints are in. RUN/best is its best
+    checkpoint, where `training.best` says what that is.
 
     With several ranks this is collective: they share the work of verifying a checkpoint, and all raise if one does.
 
@@ -57,7 +61,7 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
         CheckpointError: there is none of these, it is damaged, or it cannot be downloaded.
     """
     with together(world_size):
-        folder = model_folder(str(path)) if is_hub_path(str(path)) else files.location(path)
+        folder = model_folder(str(path)) if is_hub_path(str(path)) else _best_named(files.location(path))
         if _is_huggingface(folder):
             return _from_huggingface(folder)
         is_step = _is_step(folder)
@@ -69,6 +73,8 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
             raise CheckpointError(f"{folder} has no checkpoint yet; wait for one, or set checkpoint.every lower")
         folder = integrity.step_folder(root, newest)
     meta, stored = checkpoints.open(folder)
+    if not is_step and (best := meta.get("best", {}).get("step")) not in (None, meta["step"]):
+        logger.info("taking step %d of %s, the newest; the best, step %d, is %s/best", meta["step"], path, best, path)
     config = decode(Annotated[Any, _MODELS], meta["config"]["model"], f"{folder}: model")
     tensors, optimizer = (_part(stored, prefix) for prefix in ("model/", "optimizer/"))
     with together(world_size):
@@ -83,7 +89,7 @@ def load_config(path: str | Location) -> Any:
     Raises:
         CheckpointError: there is none, or what describes it is damaged.
     """
-    folder = model_folder(str(path)) if is_hub_path(str(path)) else files.location(path)
+    folder = model_folder(str(path)) if is_hub_path(str(path)) else _best_named(files.location(path))
     if _is_huggingface(folder):
         return _from_huggingface(folder).config
     if not _is_step(folder):
@@ -99,12 +105,29 @@ def check_weights(start: Location) -> None:
     Raises:
         CheckpointError: it would not.
     """
+    start = _best_named(start)
     if _is_huggingface(start):
         huggingface.load_folder(start)
     elif _is_step(start):
         integrity.check_sizes(start)
     elif not integrity.committed_steps(checkpoints_of(start)):
         raise CheckpointError(f"init_from={start} has no checkpoint yet; wait for one, or name another run")
+
+
+def _best_named(path: Location) -> Location:
+    """The checkpoint that RUN/best stands for; any other path as it is.
+
+    Raises:
+        CheckpointError: the run has found none to be best.
+    """
+    if path.name != "best" or files.names(path):
+        return path
+    root = checkpoints_of(path.parent)
+    if (step := retention.best_step(root)) is None:
+        raise CheckpointError(
+            f"{path.parent} has no best checkpoint: it was trained without training.best; name the run, or a step"
+        )
+    return integrity.step_folder(root, step)
 
 
 def _is_huggingface(folder: Location) -> TypeGuard[Path]:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.integration import tasks
-from tests.integration.commands import Samestep, Start
+from tests.integration.commands import Samestep, Start, children
 from tests.waiting import until
+
+MODULE = (sys.executable, "-m", "trainer.cli")
 
 
 def results(folder: Path) -> list[dict[str, object]]:
@@ -25,10 +31,14 @@ def test_killed_in_the_middle_and_run_again(
     files = [tasks.write_task(kind, tmp_path) for kind in ("classification", "tagging")]
     folder = tmp_path / "suite"
     command = ["finetune-suite", finished_run, "--tasks", *files, "--seeds", "1", "--output", folder]
-    process = start(*command)
-    until(lambda: bool(results(folder)), 100)
-    os.killpg(process.popen.pid, signal.SIGKILL)
+    process = start(*command, command=MODULE)
+    until(lambda: bool(results(folder)) and list(folder.glob("runs/tagging/*/log.txt")), 200)
+    trainings = children(process.popen.pid)
+    os.kill(process.popen.pid, signal.SIGKILL)  # the suite alone
     process.popen.wait()
+    if shutil.which("setpriv"):
+        assert trainings
+        until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in trainings), 30)
     before = results(folder)
     assert len(before) == 1
     again = samestep(*command)
@@ -42,6 +52,30 @@ def test_killed_in_the_middle_and_run_again(
     assert page.count("<tr>") == 3
     once_more = samestep(*command)
     assert (once_more.code, results(folder)) == (0, found)
+
+
+def test_runs_start_from_the_best_of_another_task(finished_run: Path, tmp_path: Path, samestep: Samestep) -> None:
+    """Which alone keeps its checkpoint."""
+    first = tasks.write_task("classification", tmp_path)
+    after = tmp_path / "after.yaml"
+    after.write_text(f"base: {first}\nstart: classification\nevaluations: 3\ngrid: {{optimizer.lr: [3e-3]}}\n")
+    folder = tmp_path / "suite"
+    done = samestep(
+        *("finetune-suite", finished_run, "--output", folder, "--seeds", "1", "--grid", "--parallel", "2"),
+        *("--tasks", after, first, "training.steps=6"),
+    )
+    assert (done.code, done.err.count("error")) == (0, 0), done.err
+    scores = {row["run"]: row["scores"]["accuracy"] for row in results(folder) if row["task"] == "classification"}
+    best = max(("lr-0.003-seed-0", "lr-0.001-seed-0"), key=lambda name: scores[name])
+    (kept,) = [run for run in (folder / "runs" / "classification").iterdir() if (run / "checkpoints").exists()]
+    assert kept.name.startswith(best)
+    (run,) = (folder / "runs" / "after").iterdir()
+    assert yaml.safe_load((run / "config.yaml").read_text())["init_from"] == str(kept)
+    assert "of several evaluations of a run, the best counts" in " ".join(done.out.split())
+    (result,) = [row for row in results(folder) if row["task"] == "after"]
+    found = [row["heldout/accuracy"] for row in tasks.rows_of(run) if "heldout/accuracy" in row]
+    assert len(found) == 3
+    assert result["scores"]["accuracy"] == max(found)
 
 
 def test_a_run_that_fails_is_named_with_its_log(finished_run: Path, tmp_path: Path, samestep: Samestep) -> None:
@@ -62,11 +96,12 @@ def test_a_run_that_fails_is_named_with_its_log(finished_run: Path, tmp_path: Pa
         (["--tasks", "mrpc", "--seeds", "0"], "--seeds must be at least 1"),
         (["--tasks", "mrpc", "mrpc"], "named twice"),
         (["--tasks", "mrpc", "--parallel", "0"], "--parallel must be at least 1"),
+        (["--tasks", "mrpc", "seed=1"], "leave seed=... out"),
+        (["--tasks", "mrpc", "output=x"], "leave output=... out"),
+        (["--tasks", "mrpc", "init_from=x"], "leave init_from=... out"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], message: str, tmp_path: Path, samestep: Samestep) -> None:
-    import re
-
     result = samestep("finetune-suite", "nowhere", *arguments, "--output", tmp_path / "suite")
     assert result.code == 2
     assert re.search(message, result.message)

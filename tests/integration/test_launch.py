@@ -172,3 +172,10 @@ def test_folders_of_other_machines_are_not_looked_at(samestep: Samestep, experim
     elsewhere = ["output=/proc/run", "data.path=/not/here", "init_from=/not/here", "--elsewhere"]
     assert samestep("config", experiment_file, "--devices", "2", *elsewhere).code == 0
     assert "less than the 11" in samestep("config", experiment_file, "--devices", "11", *elsewhere).message
+    task = Path(experiment_file).with_name("task.yaml")  # whose model is that of weights elsewhere
+    task.write_text(Path(experiment_file).read_text().replace("kind: bert, vocab_size: 600,", ""))
+    there = samestep("config", task, "--devices", "2", *elsewhere)
+    assert there.code == 0, there.err
+    assert "width: 32" in there.out
+    assert "less than the 11" in samestep("config", task, "--devices", "11", *elsewhere).message
+    assert "/not/here" in samestep("config", task, *elsewhere[:-1]).message

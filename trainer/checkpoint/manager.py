@@ -104,12 +104,13 @@ class Checkpointer:
         self._failures = 0
         self._sound: set[Location] = set()
         self._at: int | None = None
+        self._kept: int | None = None
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes the memory that saving such tensors needs, in the background; without it the first save is slow."""
         self._staging.reserve(layout.pieces_to_write(tensors, self._rank, self._world_size))
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], kept: int | None = None) -> None:
         """Writes a checkpoint; returns once the tensors have been copied, if `asynchronous`.
 
         One save is under way at a time: the next waits for it, and a process must `wait` for its last one. Saving
@@ -121,8 +122,10 @@ class Checkpointer:
             tensors: by logical name; plain tensors hold the same values on all ranks, DTensors are split or
                 replicated over all ranks, segments split over all.
             meta: what else is needed to go on; anything JSON can hold.
+            kept: a step that retention does not remove from now on, in place of that of the last call.
         """
         self.settle()
+        self._kept = kept
         if step == self._at:
             return
         meta_text = writer.describe(step, self._world_size, meta)
@@ -194,6 +197,14 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """The committed steps, oldest first. Not collective."""
         return integrity.committed_steps(self.folder)
+
+    def holds(self, step: int) -> bool:
+        """Whether a step is committed."""
+        found = False
+        with together(self._world_size):
+            if self._rank == 0:
+                found = integrity.is_committed(integrity.step_folder(self.folder, step))
+        return gather(found, self._world_size)[0]
 
     def latest(self, most: int | None = None, least: int | None = None) -> int | None:
         """The newest committed step whose checksums hold, or None if nothing was ever committed.
@@ -345,7 +356,7 @@ class Checkpointer:
         """Removes what retention lets go; it stays if that fails, which takes nothing from what was saved."""
         try:
             last, every = self.config.keep_last, self.config.keep_every
-            for step in retention.outdated_steps(self.folder, last, every, integrity.check_sizes):
+            for step in retention.outdated_steps(self.folder, last, every, integrity.check_sizes, self._kept):
                 integrity.remove_step(integrity.step_folder(self.folder, step))
         except CheckpointError as error:
             logger.warning("an old checkpoint stays: %s", error)

@@ -25,6 +25,9 @@ def chance(objective: Any, dataset: Dataset, score: str) -> float:
     Raises:
         ConfigError: it is none of them.
     """
+    if score not in objective.score_names:
+        known = ", ".join(objective.score_names) or "none"
+        raise ConfigError(f"score is {score!r}, and the objective gives {known}; name one of these")
     task = dataset.manifest.task or {}
     rows = dataset.rows("heldout")
     if task.get("target") == "class":
@@ -36,8 +39,7 @@ def chance(objective: Any, dataset: Dataset, score: str) -> float:
     else:
         return 0.0
     none = np.zeros(len(rows), dtype=np.int64)
-    each = np.eye(answers, dtype=np.float32)
-    scores = (
+    found: float = max(
         objective.scores(
             Predictions(
                 outputs=np.tile(answer, (len(rows), 1)),
@@ -48,10 +50,7 @@ def chance(objective: Any, dataset: Dataset, score: str) -> float:
                 rows=rows,
                 labels=tuple(task["labels"]),
             )
-        )
-        for answer in each
+        )[score]
+        for answer in np.eye(answers, dtype=np.float32)
     )
-    found = list(scores)
-    if score not in found[0]:
-        raise ConfigError(f"score is {score!r}, and the objective gives {', '.join(found[0])}; name one of these")
-    return float(max(each[score] for each in found))
+    return found

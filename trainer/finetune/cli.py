@@ -27,7 +27,7 @@ def register(commands: Commands) -> None:
         "fine-tune a checkpoint on tasks x seeds and compare the scores",
         "Each run is a `samestep train` of its own on one device. Stopped at any moment, the suite goes on where it\n"
         "was when it is run again: finished runs are not made again. DIR gets data/ and runs/, results.jsonl, and the\n"
-        "table as table.html.\n\n"
+        "table as table.html. The best run of each task keeps its checkpoint.\n\n"
         "examples:\n"
         "  samestep finetune-suite runs/bert_base --tasks glue --seeds 5\n"
         "  samestep finetune-suite hf://google-bert/bert-base-uncased --tasks mrpc rte --grid --output runs/suite\n"
@@ -39,6 +39,9 @@ def register(commands: Commands) -> None:
     )
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each setting (default: 3)")
     parser.add_argument("--grid", action="store_true", help="try every point of the tasks' grids, not the first alone")
+    help_ = "make the runs from random weights, too: what the checkpoint's weights are worth"
+    parser.add_argument("--scratch", action="store_true", help=help_)
+    parser.add_argument("--keep", action="store_true", help="keep the checkpoints of all runs")
     parser.add_argument("--output", default="runs/suite", metavar="DIR", help="where it all goes (default: runs/suite)")
     parser.add_argument("--parallel", type=int, metavar="N", help="runs at a time (default: one a GPU, or one)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of all runs, as optimizer.lr=5e-5")
@@ -56,8 +59,9 @@ def _suite(args: argparse.Namespace) -> int:
 
     if args.parallel is not None and args.parallel < 1:
         raise ConfigError(f"--parallel must be at least 1, not {args.parallel}")
-    tasks = find_tasks(args.tasks)
-    folder, slots = Path(args.output), _slots(args.parallel, "accelerator=cpu" in args.overrides)
+    tasks = find_tasks([name for name in args.tasks if "=" not in name])
+    overrides = [*args.overrides, *(name for name in args.tasks if "=" in name)]  # which stand behind --tasks
+    folder, slots = Path(args.output), _slots(args.parallel, "accelerator=cpu" in overrides)
     signal.signal(signal.SIGTERM, _interrupt)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -71,11 +75,11 @@ def _suite(args: argparse.Namespace) -> int:
                 progress.console.print(f"{run.task} {run.name}: {said}, {result.seconds:.0f} s", highlight=False)
                 progress.advance(bar)
 
-        runs = list_runs(args.checkpoint, tasks, folder, args.seeds, args.grid, args.overrides)
+        runs = list_runs(args.checkpoint, tasks, folder, args.seeds, args.grid, overrides, args.scratch)
         with only_writer(folder):
-            missing = [run for run in runs if run.digest not in read_results(folder)]
-            progress.update(bar, total=len(missing), description="fine-tuning")
-            problems = Suite(folder).make(missing, slots, tell)
+            suite = Suite(folder, runs, args.keep)
+            progress.update(bar, total=len(suite.missing()), description="fine-tuning")
+            problems = suite.make(slots, tell)
     rows = summarise(tasks, runs, read_results(folder))
     Console().print(as_table(rows))
     write_page(rows, f"{args.checkpoint}: {', '.join(task.name for task in tasks)}", folder / "table.html")

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +22,7 @@ from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError
 from trainer.finetune.chance import chance
 from trainer.finetune.task import Task
+from trainer.starting import model_of
 from trainer.weights import Weights, load_weights
 
 _OBJECTIVE = Annotated[Any, Kinds("trainer.objectives")]
@@ -42,10 +43,12 @@ class Run:
         settings: what the grid chose.
         seed: of the head's weights, the order of the rows and dropout.
         folder: where it goes.
-        experiment: all its settings.
+        experiment: all its settings, but for `init_from` where there is a `start`.
         digest: of all that its result depends on, but for the code.
         score: the metric that it is compared by.
         chance: what that is for a model that always says the same.
+        start: the digests of runs of another task, of which it starts from the best.
+        scratch: whether it starts from random weights.
     """
 
     task: str
@@ -56,16 +59,29 @@ class Run:
     digest: str
     score: str
     chance: float
+    start: tuple[str, ...] = ()
+    scratch: bool = False
 
     @property
     def name(self) -> str:
         """For a reader: what sets it apart from the task's other runs."""
         chosen = [f"{key.rpartition('.')[2]}-{value:g}" for key, value in self.settings.items()]
-        return "-".join([*chosen, f"seed-{self.seed}"])
+        return "-".join([*chosen, *(["scratch"] if self.scratch else []), f"seed-{self.seed}"])
+
+    @property
+    def weights(self) -> str:
+        """What `load_weights` opens when it is over: its best checkpoint, or its last."""
+        return f"{self.folder}/best" if self.experiment["training"].get("best") else str(self.folder)
 
 
 def list_runs(
-    checkpoint: str, tasks: Sequence[Task], folder: Path, seeds: int, whole_grid: bool, overrides: Sequence[str]
+    checkpoint: str,
+    tasks: Sequence[Task],
+    folder: Path,
+    seeds: int,
+    whole_grid: bool,
+    overrides: Sequence[str],
+    scratch: bool = False,
 ) -> list[Run]:
     """Builds the datasets that are not there yet and lists the runs.
 
@@ -76,6 +92,11 @@ def list_runs(
         seeds: how many of them, from 0.
         whole_grid: whether every point of the tasks' grids is tried.
         overrides: settings of all runs, as on the command line; one that a grid has is not varied.
+        scratch: whether there are as many runs from random weights of the checkpoint's architecture, too, of the tasks
+            that start from the checkpoint.
+
+    Returns:
+        The runs; those of a task behind those that it starts from.
 
     Raises:
         ConfigError: a setting cannot be overridden, or does not fit.
@@ -89,19 +110,81 @@ def list_runs(
         changes = merge(changes, parse_override(override))
     if own := [name for name in _OWN if name in changes]:
         raise ConfigError(f"{own[0]} is what the suite sets for each run; leave {own[0]}=... out")
+    ordered = _in_order(tasks)
     weights = load_weights(checkpoint)
-    runs = []
+    runs: list[Run] = []
     with weights.tokenizer_files() as tokenizer:
-        for task in tasks:
+        for task in ordered:
             dataset = _dataset(task, tokenizer, folder)
-            start = [checkpoint, _identity(weights), dataset.manifest.digest]
-            runs += list(_runs_of(task, dataset, folder, start, seeds, whole_grid, changes))
+            points = list(_points(task, dataset, whole_grid, changes))
+            before = tuple(run.digest for run in runs if run.task == task.config.start and not run.scratch)
+            of = [checkpoint, _identity(weights), dataset.manifest.digest, *before]
+            for point in points:
+                start = {} if before else {"init_from": checkpoint}
+                runs += _seeded(task, folder, point.having(start), of, seeds, start=before)
+            for point in points if scratch and not before else ():
+                model = model_of({**point.experiment, "init_from": checkpoint})
+                drawn = {"model": merge(model, point.experiment.get("model") or {}), "redraw_layers": 0}
+                runs += _seeded(task, folder, point.having(drawn), [dataset.manifest.digest], seeds, scratch=True)
     return runs
 
 
-def _runs_of(
-    task: Task, dataset: Dataset, folder: Path, start: list[str], seeds: int, whole_grid: bool, changes: Tree
-) -> Iterator[Run]:
+def _in_order(tasks: Sequence[Task]) -> list[Task]:
+    """Each task behind the one that it starts from."""
+    ordered: list[Task] = []
+    while left := [task for task in tasks if task not in ordered]:
+        there = {None, *(task.name for task in ordered)}
+        ready = [task for task in left if task.config.start in there]
+        if not ready:
+            raise ConfigError(
+                f"{left[0].name} starts from {left[0].config.start}, which is not among --tasks, or starts from it in "
+                "turn; name it, too"
+            )
+        ordered += ready
+    return ordered
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A point of a task's grid.
+
+    Attributes:
+        settings: what the grid has chosen.
+        experiment: all settings but the seed and the output.
+        chance: as in `Run`.
+    """
+
+    settings: Mapping[str, float]
+    experiment: Tree
+    chance: float
+
+    def having(self, changes: Tree) -> _Point:
+        """The same with these sections of the experiment."""
+        return replace(self, experiment={**self.experiment, **changes})
+
+
+def _seeded(task: Task, folder: Path, point: _Point, of: Sequence[str], seeds: int, **more: Any) -> Iterator[Run]:
+    """The runs of a point: one for each seed.
+
+    Args:
+        task: theirs.
+        folder: of the suite.
+        point: of the grid.
+        of: what else their results depend on.
+        seeds: how many.
+        more: what else `Run` has.
+    """
+    for seed in range(seeds):
+        experiment = {**point.experiment, "seed": seed}
+        content = json.dumps([experiment, *of], sort_keys=True)
+        digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+        score, chance = task.config.score, point.chance
+        run = Run(task.name, point.settings, seed, folder, experiment, digest, score, chance, **more)
+        place = folder / "runs" / task.name / f"{run.name}-{digest[:8]}"
+        yield replace(run, folder=place, experiment={"output": str(place), **experiment})
+
+
+def _points(task: Task, dataset: Dataset, whole_grid: bool, changes: Tree) -> Iterator[_Point]:
     config = task.config
     own: Tree = {
         "objective": to_tree(config)["objective"],
@@ -122,19 +205,13 @@ def _runs_of(
             "steps", math.ceil(examples * config.epochs / tree["training"]["global_batch_size"])
         )
         by_steps: Tree = {
-            "training": {"steps": steps, "evaluate_every": steps},
+            "training": {"steps": steps, "evaluate_every": math.ceil(steps / config.evaluations)},
             "schedule": {"warmup_steps": int(config.warmup * steps)},
             "data": {"path": str(dataset.path)},
-            "init_from": start[0],
         }
-        baseline = chance(objective, dataset, config.score)
-        for seed in range(seeds):
-            experiment = merge(by_steps, {**tree, "seed": seed})
-            content = json.dumps([experiment, *start], sort_keys=True)
-            digest = hashlib.sha256(content.encode()).hexdigest()[:16]
-            run = Run(task.name, settings, seed, folder, experiment, digest, config.score, baseline)
-            place = folder / "runs" / task.name / f"{run.name}-{digest[:8]}"
-            yield Run(**{**vars(run), "folder": place, "experiment": {"output": str(place), **experiment}})
+        if config.evaluations > 1:
+            by_steps["training"]["best"] = {"metric": config.score, "mode": "max", "patience": config.patience}
+        yield _Point(settings, merge(by_steps, tree), chance(objective, dataset, config.score))
 
 
 def _has(tree: Tree, name: str) -> bool:

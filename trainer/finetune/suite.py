@@ -9,13 +9,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import yaml
 
+from trainer.checkpoint import integrity
+from trainer.config import Tree
 from trainer.errors import EXIT_DONE, SamestepError
 from trainer.finetune.runs import Run
 from trainer.monitoring.jsonl import read_rows
@@ -30,8 +32,8 @@ class Result:
 
     Attributes:
         task, run, settings, seed, digest: of the `Run`, by its name.
-        scores: of the held-out rows at its end, by name.
-        steps: optimizer steps.
+        scores: of the held-out rows by name, at its end or, where it is evaluated several times, when they were best.
+        steps: optimizer steps by then.
         seconds: that it took, without what ran before an interruption.
     """
 
@@ -57,19 +59,26 @@ class Suite:
 
     Args:
         folder: which.
+        runs: those that there are to be.
+        keep: whether all finished runs keep their checkpoints, rather than the best one of each task alone.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, runs: Sequence[Run], keep: bool = False) -> None:
+        self._folder, self._runs, self._keep_all = folder, runs, keep
         self._processes: set[subprocess.Popen[bytes]] = set()
 
-    def make(
-        self, runs: Sequence[Run], slots: Sequence[Mapping[str, str]], tell: Callable[[Run, Result | None], None]
-    ) -> list[str]:
-        """Makes runs, as many at a time as there are slots.
+    def missing(self) -> list[Run]:
+        """The runs without a result, and those that they are to start from but whose checkpoints are gone."""
+        results = read_results(self._folder)
+        missing = [run for run in self._runs if run.digest not in results]
+        starts = {run.start for run in missing if run.start and results.keys() >= set(run.start)}
+        best = {self._best(start, results).digest for start in starts}
+        return [run for run in self._runs if run in missing or (run.digest in best and not _has_checkpoint(run))]
+
+    def make(self, slots: Sequence[Mapping[str, str]], tell: Callable[[Run, Result | None], None]) -> list[str]:
+        """Makes the missing runs, as many at a time as there are slots.
 
         Args:
-            runs: that have no result yet.
             slots: environment variables of the processes, each a device's.
             tell: is told of every run, with its result; None says that it begins.
 
@@ -88,25 +97,53 @@ class Suite:
             finally:
                 free.put(slot)
 
-        problems = []
+        problems, waiting, futures = [], self.missing(), dict[Future[Result], Run]()
+        self._tidy()
         with ThreadPoolExecutor(len(slots)) as pool:
-            futures = {pool.submit(train, run): run for run in runs}
             try:
-                for future in as_completed(futures):
-                    try:
-                        result = future.result()
-                    except SamestepError as error:
-                        problems.append(str(error))
-                        continue
-                    self._keep([*read_results(self._folder).values(), result])
-                    tell(futures[future], result)
+                while True:
+                    unmade = {run.digest for run in (*waiting, *futures.values())}
+                    results = read_results(self._folder).keys() - unmade
+                    ready = [run for run in waiting if results >= set(run.start)]
+                    waiting = [run for run in waiting if run not in ready]
+                    futures |= {pool.submit(train, run): run for run in ready}
+                    if not futures:
+                        break
+                    for future in wait(futures, return_when=FIRST_COMPLETED).done:
+                        run = futures.pop(future)
+                        try:
+                            result = future.result()
+                        except SamestepError as error:
+                            problems.append(str(error))
+                            continue
+                        self._keep([*read_results(self._folder).values(), result])
+                        self._tidy()
+                        tell(run, result)
             except BaseException:
                 for future in futures:
                     future.cancel()
                 for process in list(self._processes):
                     process.terminate()  # it saves a checkpoint to go on from
                 raise
-        return problems
+        return problems + [f"{run.folder} was not made: a run that it may start from has failed" for run in waiting]
+
+    def _best(self, digests: Collection[str], results: Mapping[str, Result]) -> Run:
+        """Of finished runs, the one with the best score; of equal ones, the first."""
+        finished = [run for run in self._runs if run.digest in digests]
+        return max(finished, key=lambda run: results[run.digest].scores[run.score])
+
+    def _tidy(self) -> None:
+        """Removes the checkpoints of finished runs, but for the best one's of each task."""
+        results = read_results(self._folder)
+        groups: dict[tuple[str, bool], list[Run]] = {}
+        for run in self._runs:
+            if run.digest in results:
+                groups.setdefault((run.task, run.scratch), []).append(run)
+        for finished in () if self._keep_all else groups.values():
+            best = self._best([run.digest for run in finished], results)
+            for run in finished:
+                if run is not best:
+                    shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
 
     def _keep(self, results: Iterable[Result]) -> None:
         lines = (json.dumps(asdict(result)) + "\n" for result in results)
@@ -115,7 +152,7 @@ class Suite:
     def _train(self, run: Run, environment: Mapping[str, str]) -> Result:
         run.folder.mkdir(parents=True, exist_ok=True)
         file, log = run.folder / "experiment.yaml", run.folder / "log.txt"
-        write_text(file, yaml.safe_dump(dict(run.experiment), sort_keys=False))
+        write_text(file, yaml.safe_dump(self._experiment(run), sort_keys=False))
         began = time.monotonic()
         command = [sys.executable, "-m", "trainer.cli", "train", str(file), "--processes", "1"]
         if setpriv := shutil.which("setpriv"):  # a suite that is killed takes what it has started with it
@@ -131,6 +168,18 @@ class Suite:
             raise SamestepError(f"{run.folder} ended with exit code {code}: {said} (see {log})")
         return _result(run, time.monotonic() - began)
 
+    def _experiment(self, run: Run) -> Tree:
+        if not run.start:
+            return run.experiment
+        best = self._best(run.start, read_results(self._folder))
+        if not _has_checkpoint(best):
+            raise SamestepError(f"{best.folder}, to start from, has no checkpoint any more; run the same command again")
+        return {**run.experiment, "init_from": best.weights}
+
+
+def _has_checkpoint(run: Run) -> bool:
+    return bool(integrity.committed_steps(run.folder / "checkpoints"))
+
 
 def _result(run: Run, seconds: float) -> Result:
     """What the metrics of a run that is over say.
@@ -143,6 +192,8 @@ def _result(run: Run, seconds: float) -> Result:
         raise SamestepError(
             f"{run.folder} has no score {run.score!r}; name one of objective.metrics in the task's file"
         )
-    last = rows[-1]
-    scores = {name.removeprefix("heldout/"): value for name, value in last.items() if name.startswith("heldout/")}
-    return Result(run.task, run.name, run.settings, run.seed, run.digest, scores, int(last["step"]), round(seconds, 1))
+    row = rows[-1]
+    if run.experiment["training"].get("best"):  # which of equal ones is the first
+        row = max(rows, key=lambda row: row[f"heldout/{run.score}"])
+    scores = {name.removeprefix("heldout/"): value for name, value in row.items() if name.startswith("heldout/")}
+    return Result(run.task, run.name, run.settings, run.seed, run.digest, scores, int(row["step"]), round(seconds, 1))

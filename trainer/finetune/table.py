@@ -25,28 +25,32 @@ class Row:
 
     Attributes:
         task, metric: which.
+        scratch: whether these runs start from random weights.
         values: of the runs that are not degenerate, or of all where all are.
         runs: how many there are, degenerate ones included.
         degenerate: how many of them are no better than chance.
         settings: of the grid.
         published: what others have reported; None where nobody is named.
         published_by: who.
+        evaluations: how many a run has, of which the best counts.
     """
 
     task: str
     metric: str
+    scratch: bool
     values: Sequence[float]
     runs: int
     degenerate: int
     settings: Mapping[str, float]
     published: float | None
     published_by: str
+    evaluations: int
 
     def cells(self) -> tuple[str, ...]:
         """As text; scores in percent."""
         spread = statistics.stdev(self.values) if len(self.values) > 1 else 0.0
         return (
-            self.task,
+            f"{self.task} (random weights)" if self.scratch else self.task,
             self.metric,
             f"{100 * statistics.median(self.values):.1f}",
             f"{100 * min(self.values):.1f}-{100 * max(self.values):.1f}",
@@ -67,7 +71,12 @@ def summarise(tasks: Sequence[Task], runs: Sequence[Run], results: Mapping[str, 
         runs: theirs.
         results: by the digests of runs; those of other runs take no part.
     """
-    return [row for task in tasks for row in _rows_of(task, [run for run in runs if run.task == task.name], results)]
+    return [
+        row
+        for task in tasks
+        for scratch in (False, True)
+        for row in _rows_of(task, [run for run in runs if (run.task, run.scratch) == (task.name, scratch)], results)
+    ]
 
 
 def _rows_of(task: Task, runs: Sequence[Run], results: Mapping[str, Result]) -> Iterator[Row]:
@@ -91,11 +100,13 @@ def _rows_of(task: Task, runs: Sequence[Run], results: Mapping[str, Result]) -> 
         yield Row(
             task=task.name,
             metric=metric,
+            scratch=best[0].scratch,
             values=[value for value in values if value is not None],
             runs=len(best),
             degenerate=len(best) - len(learnt(best)),
             settings=best[0].settings,
-            published=config.published.get(metric),
+            published=None if best[0].scratch else config.published.get(metric),
+            evaluations=config.evaluations,
             published_by=config.published_by,
         )
 
@@ -115,6 +126,7 @@ def _notes(rows: Sequence[Row]) -> str:
     return (
         "Scores are percentages of the held-out rows, of the runs that learnt something"
         + ("; the others scored no more than a constant answer" if any(row.degenerate for row in rows) else "")
+        + ("; of several evaluations of a run, the best counts" if any(row.evaluations > 1 for row in rows) else "")
         + (f". Published: {whose}." if whose else ".")
     )
 

@@ -29,6 +29,10 @@ class Config:
         sequence_length: cells of an example.
         grid: settings of the experiment to try, each with its values; the first of each is taken unless all are asked
             for.
+        evaluations: how many a run has, evenly spread; of several, its scores are those of the best one.
+        patience: a run ends after so many of them in a row without a better one; null trains to the last step.
+        start: another task of the suite: the runs of this one start from its best run, as those of RTE from MNLI's
+            (Phang et al. 2018); null: from the suite's checkpoint.
         published: scores of others, by name of the metric, to compare with.
         published_by: who they are of.
     """
@@ -42,6 +46,9 @@ class Config:
     warmup: float = 0.1
     sequence_length: int = 128
     grid: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    evaluations: int = 1
+    patience: int | None = None
+    start: str | None = None
     published: dict[str, float] = field(default_factory=dict)
     published_by: str = "BERT-base"
 
@@ -50,6 +57,12 @@ class Config:
             raise ConfigError(f"epochs is {self.epochs}; use a number above 0, as 3")
         if not 0 <= self.warmup < 1:
             raise ConfigError(f"warmup is a share of the steps in [0, 1), not {self.warmup}")
+        if self.evaluations < 1:
+            raise ConfigError(f"evaluations must be at least 1, not {self.evaluations}")
+        if self.patience is not None and not 1 <= self.patience < self.evaluations:
+            raise ConfigError(
+                f"patience is {self.patience} of {self.evaluations} evaluations; use 1 or more, and fewer than these"
+            )
         if empty := [name for name, values in self.grid.items() if not values]:
             raise ConfigError(f"grid.{empty[0]} has no value; name at least one, or leave it out")
 

@@ -18,14 +18,22 @@ class Throughput:
         total_steps: updates of the whole run.
         flops_until: the FLOPs of forward and backward, as the model states them, in all steps before a step.
         peak_flops: of all devices together, per second; None where it is not known, as on CPUs: no utilisation then.
+        cells_until: the cells that these FLOPs are for, in all steps before a step; where batches may be narrower,
+            their FLOPs are taken to be less as their cells are, a little too much for attention. None: they are not.
     """
 
     def __init__(
-        self, step: int, total_steps: int, *, flops_until: Callable[[int], float], peak_flops: float | None = None
+        self,
+        step: int,
+        total_steps: int,
+        *,
+        flops_until: Callable[[int], float],
+        peak_flops: float | None = None,
+        cells_until: Callable[[int], float] | None = None,
     ) -> None:
         self._first_step = self._step = step
         self._total_steps = total_steps
-        self._flops_until, self._peak_flops = flops_until, peak_flops
+        self._flops_until, self._peak_flops, self._cells_until = flops_until, peak_flops, cells_until
         self._trained = 0.0
 
     def measure(self, step: int, cells: int, tokens: int, seconds: Mapping[str, float]) -> dict[str, float]:
@@ -57,6 +65,8 @@ class Throughput:
         }
         if self._peak_flops is not None:
             flops = self._flops_until(step) - self._flops_until(self._step)
+            if self._cells_until is not None:
+                flops *= cells / (self._cells_until(step) - self._cells_until(self._step))
             rates["perf/mfu"] = flops / training / self._peak_flops
             rates["perf/mfu_useful"] = rates["perf/mfu"] * useful
         self._step = step

@@ -87,6 +87,11 @@ class Objective(Protocol):
 class Task(Objective, Protocol):
     """An objective whose scores are no means over examples, as F1 or a correlation, but computed from all of them."""
 
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """The names of its scores."""
+        ...
+
     def scores(self, predictions: Predictions) -> dict[str, float]:
         """The scores of a split, by name; what is a share is in [0, 1]."""
         ...

@@ -142,8 +142,13 @@ class Classification:
         }
         return Loss(total, metrics, of_class.outputs)
 
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """The metrics."""
+        return self.config.metrics
+
     def scores(self, predictions: Predictions) -> dict[str, float]:
-        """The metrics, over the rows that have a label; none where no row has one."""
+        """The metrics."""
         scored = labelled(predictions)
         return metrics.scores(self.config.metrics, scored.outputs.argmax(-1), scored.labels.astype(int), scored.groups)
 

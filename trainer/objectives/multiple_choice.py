@@ -101,7 +101,12 @@ class MultipleChoice:
         logits = model(**sequences).view(-1, self.config.choices)
         return class_loss(logits, batch["labels"], batch["weights"], totals["examples"])
 
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """The metrics."""
+        return self.config.metrics
+
     def scores(self, predictions: Predictions) -> dict[str, float]:
-        """The metrics, over the rows that have a label; none where no row has one."""
+        """The metrics."""
         scored = labelled(predictions)
         return metrics.scores(self.config.metrics, scored.outputs.argmax(-1), scored.labels.astype(int), scored.groups)

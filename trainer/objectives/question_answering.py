@@ -214,6 +214,12 @@ class QuestionAnswering:
         of_none = outputs[of_row.example, self._rows.cell_after(of_row.column, of_row.length)].astype(np.float64)
         return Answers(tuple(found.values()), float(of_none.sum(axis=-1).min(initial=math.inf)))
 
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """SQuAD's, and more where questions may have no answer."""
+        of_each = ("has_answer_f1", "no_answer_accuracy") if self.config.impossible else ()
+        return ("exact_match", "f1", *of_each)
+
     def scores(self, predictions: Predictions) -> dict[str, float]:
         """SQuAD's exact_match and f1, and where questions may have no answer what is right of those with and without.
 

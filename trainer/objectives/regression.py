@@ -90,7 +90,12 @@ class Regression:
         error = ((outputs[:, 0] - batch["labels"]).square() * weights).sum()
         return Loss(error / totals["examples"], {"loss": (error.detach(), weights.sum())}, outputs.detach())
 
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """The metrics."""
+        return self.config.metrics
+
     def scores(self, predictions: Predictions) -> dict[str, float]:
-        """The metrics, over the rows that have a number; none where no row has one."""
+        """The metrics."""
         scored = labelled(predictions)
         return metrics.scores(self.config.metrics, scored.outputs[:, 0].astype(np.float64), scored.labels)

@@ -91,6 +91,11 @@ class Tagging:
         metrics = {"loss": (nll.detach(), weight), "accuracy": (((tags == labels) * weights).sum(), weight)}
         return Loss(nll / totals["tags"], metrics, tags.float())
 
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """The metrics."""
+        return self.config.metrics
+
     def scores(self, predictions: Predictions) -> dict[str, float]:
         """The metrics, over all words of the split; a word that no token stands for is predicted to be outside."""
         true = [[predictions.labels[tag] for _, _, tag in row.spans] for row in predictions.rows]

@@ -180,7 +180,7 @@ def class_loss(logits: Tensor, target: Tensor, weights: Tensor, total: Tensor, l
 
 
 class Scored(NamedTuple):
-    """The examples of a split whose rows have a label, M of them.
+    """The examples of a split, M of them, with the labels of their rows.
 
     Attributes:
         outputs: float32 [M, ...].
@@ -194,18 +194,10 @@ class Scored(NamedTuple):
 
 
 def labelled(predictions: Predictions) -> Scored:
-    """What can be scored; test sets that are published without labels have nothing."""
-    of_example = [predictions.rows[number] for number in predictions.document.tolist()]
-    labels = np.array([_label(row) for row in of_example], dtype=np.float64)
-    known = np.flatnonzero(~np.isnan(labels))
-    return Scored(predictions.outputs[known], labels[known], [of_example[i].group for i in known.tolist()])
-
-
-def _label(row: TaskRow) -> float:
-    """A row's label, or its most probable class; NaN where it has none."""
-    if row.probabilities:
-        return int(np.argmax(row.probabilities))
-    return np.nan if row.label is None else row.label
+    """What is scored: each row's label, or its most probable class."""
+    rows = [predictions.rows[number] for number in predictions.document.tolist()]
+    labels = [np.argmax(row.probabilities) if row.probabilities else row.label for row in rows]
+    return Scored(predictions.outputs, np.array(labels, dtype=np.float64), [row.group for row in rows])
 
 
 class RowWindows(NamedTuple):

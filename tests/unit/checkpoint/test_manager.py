@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import Checkpointer, Config, files, integrity, read_meta
+from trainer.checkpoint import Checkpointer, Config, files, integrity, read_meta, retention
 from trainer.errors import CheckpointError, ConfigError
 
 
@@ -92,6 +92,16 @@ def test_nothing_saved_is_not_an_error_until_it_is_to_be_restored(tmp_path: Path
 def test_retention_keeps_the_newest_and_the_milestones(tmp_path: Path) -> None:
     assert save(tmp_path, *range(1, 11), keep_last=3, keep_every=4).steps() == [4, 8, 9, 10]
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in (4, 8, 9, 10)]
+
+
+def test_retention_keeps_the_best_until_another_one_is_committed(tmp_path: Path) -> None:
+    checkpointer = open_at(tmp_path, keep_last=2)
+    for step, best in ((1, 1), (2, 1), (3, 1), (4, 1), (5, 5), (6, 5), (7, 5), (8, 5)):
+        checkpointer.save(step, tensors(step), {"best": {"step": best}}, kept=best)
+        checkpointer.wait()
+        assert checkpointer.holds(best)
+        assert retention.best_step(tmp_path) == best
+        assert checkpointer.steps() == sorted({max(1, step - 1), step, best})
 
 
 def test_retention_counts_sound_checkpoints_only(tmp_path: Path) -> None:

@@ -187,6 +187,7 @@ def test_rows_that_are_held_out_come_back_as_they_were_in_the_order_of_their_doc
     rows = [row for (file, _), row in parsed(config_of(corpus, kind, tmp_path).source.build()).items() if "dev" in file]
     assert len(dataset.shards("heldout")) > 1 or kind in ("soft", "regression")
     found = dataset.rows("heldout")
+    assert all(again is row for again, row in zip(dataset.rows("heldout"), found, strict=True)), "read once"
     assert [dataclasses.replace(row, offsets=()) for row in found] == rows
     for row in found:
         if kind in ("tagging", "question_answering"):
@@ -314,7 +315,7 @@ def test_a_damaged_row_is_not_scored(built, tmp_path):
     assert len(dataset.rows("heldout")) == HELDOUT
     rewrite(tmp_path / info.name, "000000.rows.jsonl", b"0\n")
     with pytest.raises(CorruptError, match=rf"{info.name} is cut short or damaged \(its SHA-256 is not"):
-        dataset.rows("heldout")
+        dataclasses.replace(dataset).rows("heldout")  # which has not read them yet
     with pytest.raises(CorruptError, match="keeps 0 rows of"):
         Dataset.open(built["tagging"]).rows("train")
 

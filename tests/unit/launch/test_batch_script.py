@@ -148,6 +148,10 @@ def test_weights_that_a_job_before_is_to_make(project: Path, monkeypatch: pytest
     for options in ("[]", "[--dependency=afterok:1]"):
         submit.check(submit.prepare("slurm.yaml", "run.yaml", [f"cluster.options={options}", "init_from=other"]))
     assert ["init_from=null" in arguments for arguments in asked] == [False, True]
+    Path("task.yaml").write_text("base: run.yaml\nmodel: null\n")  # the model is that of the weights
+    submit.check(submit.prepare("slurm.yaml", "task.yaml", [f"cluster.options={options}", "init_from=other"]))
+    assert "--elsewhere" in asked[-1]
+    assert asked[-1].index("init_from=other") < asked[-1].index("init_from=of_the_job_before")
 
 
 def test_every_number_of_nodes_must_fit() -> None:

@@ -28,6 +28,14 @@ def test_rates_are_of_the_window_and_the_time_left_is_from_the_mean():
     )
 
 
+def test_of_narrower_batches_the_share_of_their_cells_counts():
+    throughput = Throughput(0, 10, flops_until=lambda step: 8e12 * step, peak_flops=1e14, cells_until=lambda n: 100 * n)
+    rates = throughput.measure(2, 50, 40, {"forward_backward": 1.0})
+    assert rates["perf/mfu"] == pytest.approx(0.16 * 50 / 200)
+    assert rates["perf/tokens_per_second"] == 50
+    assert rates["perf/eta_seconds"] == pytest.approx(4)
+
+
 def test_without_a_peak_there_is_no_utilisation():
     rates = Throughput(0, 10, flops_until=float).measure(1, 1, 1, {"optimizer": 1.0})
     assert not {"perf/mfu", "perf/mfu_useful"} & rates.keys()

@@ -1,0 +1,117 @@
+"""`training.best`: early stopping, the checkpoint that stays, and what names it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.integration import tasks
+from tests.integration.commands import Samestep
+from trainer.checkpoint import integrity, retention
+from trainer.cli import main
+
+SETTINGS = [
+    "training.evaluate_every=5",
+    "training.steps=150",
+    "training.best={metric: accuracy, patience: 4}",
+    "optimizer.lr=0.006",
+    "checkpoint.every=5",
+]
+
+
+@pytest.fixture(scope="module")
+def task(finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The experiment of a classifier that soon has learnt what it can."""
+    folder = tmp_path_factory.mktemp("best")
+    assert main(["data", "build", str(tasks.write_build("classification", folder, dataset_folder / "tokenizer"))]) == 0
+    return tasks.write_experiment("classification", folder, finished_run)
+
+
+@pytest.fixture(scope="module")
+def stopped(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has stopped early."""
+    run = tmp_path_factory.mktemp("stopped") / "run"
+    assert main(["train", str(task), f"output={run}", *SETTINGS]) == 0
+    return run
+
+
+def evaluations(run: Path) -> dict[int, float]:
+    return {int(row["step"]): row["heldout/accuracy"] for row in tasks.rows_of(run) if "heldout/accuracy" in row}
+
+
+def steps(run: Path) -> list[int]:
+    return integrity.committed_steps(run / "checkpoints")
+
+
+def test_a_run_ends_after_its_patience_and_keeps_its_best_checkpoint(
+    stopped: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    found = evaluations(stopped)
+    best, last = max(found, key=lambda step: (found[step], -step)), max(found)
+    assert last == best + 4 * 5 < 150
+    assert best in steps(stopped)
+    assert retention.best_step(stopped / "checkpoints") == best
+    assert max(row["step"] for row in tasks.rows_of(stopped) if "train/loss" in row) == last
+    again = samestep("train", stopped / "config.yaml")
+    assert again.code == 0
+    assert "nothing to do" in again.err
+    assert "patience" in again.err
+    assert f"step         {best}" in samestep("evaluate", stopped, "--step", "best").out
+    assert f"step         {last}" in samestep("evaluate", stopped).out
+    listed = samestep("checkpoint", "ls", stopped).out.splitlines()
+    assert [line.split()[1] for line in listed if "best" in line] == [str(best)]
+    assert samestep("checkpoint", "gc", stopped).code == 0
+    assert best in steps(stopped)
+    assert samestep("export", f"{stopped}/best", tmp_path / "exported").code == 0
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert f"after step {best}." in card
+    assert samestep("ledger", "verify", stopped).code == 0
+
+
+def test_a_run_that_is_cut_stops_where_it_would_have(stopped: Path, tmp_path: Path, samestep: Samestep) -> None:
+    """On two processes: a checkpoint remembers the evaluations before it."""
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    shutil.rmtree(run / "checkpoints" / f"step-{max(steps(run)):08d}")
+    assert samestep("train", run / "config.yaml", f"output={run}", "--processes", 2, "strategy=ddp").code == 0
+    whole, again = evaluations(stopped), evaluations(run)
+    assert list(again) == list(whole)
+    np.testing.assert_allclose(list(again.values()), list(whole.values()), atol=0.05)
+    assert steps(run) == steps(stopped)
+
+
+def test_more_patience_trains_on(stopped: Path, tmp_path: Path, samestep: Samestep) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    settings = [f"output={run}", "training.best.patience=null"]
+    assert samestep("train", run / "config.yaml", *settings).code == 0
+    assert max(evaluations(run)) == 150
+    best = retention.best_step(run / "checkpoints")
+    assert best in steps(run)
+    assert evaluations(run)[best] == max(evaluations(run).values())
+
+
+def test_without_a_best_nothing_is_named_so(finished_run: Path, tmp_path: Path, samestep: Samestep) -> None:
+    assert "without training.best" in samestep("export", f"{finished_run}/best", tmp_path / "exported").message
+    assert "without training.best" in samestep("evaluate", finished_run, "--step", "best").message
+    assert "--step is the number" in samestep("evaluate", finished_run, "--step", "last").message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["training.best.metric=bleu"], "evaluations give loss, accuracy, f1, matthews"),
+        (["training.best.metric=heldout/loss"], "leave heldout/ out"),
+        (["training.best.patience=0"], "patience must be at least 1"),
+        (["training.evaluate_every=null"], "evaluate_every is null"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    settings: list[str], message: str, task: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    result = samestep("train", task, f"output={tmp_path / 'run'}", *SETTINGS, *settings)
+    assert message in result.message
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,0 +1,135 @@
+"""The runs of a suite: what they depend on, and which of their results the table has."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tests.integration import tasks
+from trainer.errors import ConfigError
+from trainer.finetune.runs import Run, list_runs
+from trainer.finetune.suite import Result, Suite
+from trainer.finetune.table import summarise
+from trainer.finetune.task import Task
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    return Task.read(tasks.write_task("classification", tmp_path_factory.mktemp("task")))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("suite")
+
+
+def scored(run: Run, accuracy: float) -> Result:
+    return Result(run.task, run.name, run.settings, run.seed, run.digest, {"accuracy": accuracy}, 10, 1.0)
+
+
+def test_another_setting_checkpoint_or_row_is_another_run(
+    finished_run: Path, task: Task, folder: Path, tmp_path: Path
+) -> None:
+    def runs(checkpoint: Path, *overrides: str) -> set[str]:
+        return {run.folder.name for run in list_runs(str(checkpoint), [task], folder, 2, False, overrides)}
+
+    first = runs(finished_run)
+    assert len(first) == 2
+    assert runs(finished_run) == first
+    assert not runs(finished_run, "model.dropout=0.3") & first
+    assert not runs(finished_run, "training.steps=7") & first
+    copied = shutil.copytree(finished_run, tmp_path / "run")
+    elsewhere = runs(copied)
+    shutil.rmtree(max((copied / "checkpoints").glob("step-*")))
+    assert len(runs(copied) | elsewhere) == 4, "the same place, and other weights"
+    train = Path(task.config.source.paths[0])
+    text = train.read_text()
+    train.write_text(text + text.splitlines()[0] + "\n")
+    try:
+        assert not runs(finished_run) & first
+    finally:
+        train.write_text(text)
+
+
+def test_what_is_set_on_the_command_line_is_not_varied(finished_run: Path, task: Task, folder: Path) -> None:
+    grid = list_runs(str(finished_run), [task], folder, 1, True, [])
+    assert [dict(run.settings) for run in grid] == [{"optimizer.lr": 3e-3}, {"optimizer.lr": 1e-3}]
+    (run,) = list_runs(str(finished_run), [task], folder, 1, True, ["optimizer.lr=0.5", "training.steps=40"])
+    assert (dict(run.settings), run.name, run.experiment["optimizer"]["lr"]) == ({}, "seed-0", 0.5)
+    assert run.experiment["schedule"]["warmup_steps"] == 4, "a tenth of the steps that the run has"
+
+
+def test_the_table_has_the_results_of_these_runs_alone(finished_run: Path, task: Task, folder: Path) -> None:
+    before = list_runs(str(finished_run), [task], folder, 3, False, ["model.dropout=0.5"])
+    runs = list_runs(str(finished_run), [task], folder, 3, False, [])
+    results = {run.digest: scored(run, 1.0) for run in before}
+    assert summarise([task], runs, results) == []
+    results |= {run.digest: scored(run, accuracy) for run, accuracy in zip(runs, (0.7, 0.9, 0.5), strict=True)}
+    (row,) = summarise([task], runs, results)
+    assert (sorted(row.values), row.runs, row.degenerate) == ([0.7, 0.9], 3, 1)
+    assert row.cells()[2:4] == ("80.0", "70.0-90.0")
+    assert replace(runs[0], seed=1).name == runs[1].name
+
+
+def test_several_evaluations_make_the_best_one_count(finished_run: Path, task: Task, folder: Path) -> None:
+    several = replace(task, config=replace(task.config, evaluations=4, patience=2))
+    (run,) = list_runs(str(finished_run), [several], folder, 1, False, [])
+    training = run.experiment["training"]
+    assert training["evaluate_every"] == training["steps"] // 4
+    assert training["best"] == {"metric": "accuracy", "mode": "max", "patience": 2}
+    assert run.weights == f"{run.folder}/best"
+
+
+def test_runs_may_start_from_those_of_another_task(finished_run: Path, task: Task, folder: Path) -> None:
+    after = Task("after", replace(task.config, start=task.name), task.experiment)
+    runs = list_runs(str(finished_run), [after, task], folder, 2, False, [])
+    assert [run.task for run in runs] == [task.name] * 2 + ["after"] * 2
+    first = tuple(run.digest for run in runs[:2])
+    assert [run.start for run in runs] == [(), (), first, first]
+    assert "init_from" not in runs[2].experiment
+    others = list_runs(str(finished_run), [after, task], folder, 2, False, ["model.dropout=0.3"])
+    assert not {run.digest for run in runs} & {run.digest for run in others}
+    with pytest.raises(ConfigError, match="starts from classification, which is not among --tasks"):
+        list_runs(str(finished_run), [after], folder, 1, False, [])
+
+
+def test_runs_from_random_weights_have_the_same_model_and_steps(finished_run: Path, task: Task, folder: Path) -> None:
+    run, scratch = list_runs(str(finished_run), [task], folder, 1, False, ["model.dropout=0.3"], scratch=True)
+    assert (run.scratch, scratch.scratch) == (False, True)
+    assert scratch.experiment["training"] == run.experiment["training"]
+    assert "init_from" not in scratch.experiment
+    model = scratch.experiment["model"]
+    assert (model["kind"], model["layers"], model["head"], model["dropout"]) == ("bert", 2, "classification", 0.3)
+    rows = summarise([task], [run, scratch], {run.digest: scored(run, 0.9), scratch.digest: scored(scratch, 0.6)})
+    assert [row.cells()[:3] for row in rows] == [
+        ("classification", "accuracy", "90.0"),
+        ("classification (random weights)", "accuracy", "60.0"),
+    ]
+    assert [row.published for row in rows] == [50.0, None]
+
+
+def test_a_score_that_the_objective_does_not_give_is_noticed_before_training(
+    finished_run: Path, tmp_path: Path, folder: Path
+) -> None:
+    for kind in ("tagging", "question_answering", "regression", "multiple_choice"):
+        task = Task.read(tasks.write_task(kind, tmp_path))
+        with pytest.raises(ConfigError, match="score is 'bleu', and the objective gives"):
+            list_runs(
+                str(finished_run), [replace(task, config=replace(task.config, score="bleu"))], folder, 1, False, []
+            )
+
+
+def test_a_finished_run_is_made_again_where_it_is_needed_as_a_start_and_its_checkpoint_is_gone(
+    finished_run: Path, task: Task, tmp_path: Path
+) -> None:
+    after = Task("after", replace(task.config, start=task.name), task.experiment)
+    runs = list_runs(str(finished_run), [task, after], tmp_path, 2, False, [])
+    lines = [json.dumps(asdict(scored(run, accuracy))) for run, accuracy in zip(runs, (0.7, 0.9), strict=False)]
+    (tmp_path / "results.jsonl").write_text("\n".join(lines) + "\n")
+    assert Suite(tmp_path, runs).missing() == runs[1:], "the best of the first task, and the second task"
+    shutil.copytree(finished_run / "checkpoints", runs[1].folder / "checkpoints")
+    assert Suite(tmp_path, runs).missing() == runs[2:]
