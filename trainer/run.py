@@ -99,7 +99,7 @@ def train(experiment: Experiment) -> int:
 
 
 def evaluate(experiment: Experiment, step: int | None) -> dict[str, float]:
-    """Scores a checkpoint of a run (the newest by default) on the held-out documents.
+    """Scores a checkpoint of a run (the newest by default) on the held-out documents; see `records.keep_scores`.
 
     Raises:
         CheckpointError: the run has no checkpoint.
@@ -133,6 +133,8 @@ def _evaluate(experiment: Experiment, step: int | None, strategy: Strategy) -> d
         experiment, dataset, objective, strategy.replica, phase, split="heldout", largest=strategy.largest
     )
     scores = score(model, objective, strategy, heldout, experiment.training.evaluate_batches)
+    if strategy.world.rank == 0:
+        records.keep_scores(experiment, weights.step, dataset.name, {f"heldout/{k}": v for k, v in scores.items()})
     return {"step": weights.step, **scores}
 
 

@@ -37,6 +37,11 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "--tasks", nargs="+", required=True, metavar="TASK", help="glue, mrpc, ...: see configs/tasks; or YAML files"
     )
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME",
+        help="fine-tune as bert, roberta, gpt, t5 or distilbert was (default: the tasks' own)",
+    )
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each setting (default: 3)")
     parser.add_argument("--grid", action="store_true", help="try every point of the tasks' grids, not the first alone")
     parser.add_argument("--output", default="runs/suite", metavar="DIR", help="where it all goes (default: runs/suite)")
@@ -56,7 +61,7 @@ def _suite(args: argparse.Namespace) -> int:
 
     if args.parallel is not None and args.parallel < 1:
         raise ConfigError(f"--parallel must be at least 1, not {args.parallel}")
-    tasks = find_tasks(args.tasks)
+    tasks = find_tasks(args.tasks, args.recipe)
     folder, slots = Path(args.output), _slots(args.parallel, "accelerator=cpu" in args.overrides)
     signal.signal(signal.SIGTERM, _interrupt)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

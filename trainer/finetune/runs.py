@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from trainer.config import Kinds, Tree, decode, to_tree
 from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError
 from trainer.finetune.chance import chance
+from trainer.finetune.task import Config as TaskConfig
 from trainer.finetune.task import Task
 from trainer.weights import Weights, load_weights
 
@@ -30,6 +31,7 @@ _DEFAULTS: Tree = {
     "training": {"global_batch_size": 32},
     "optimizer": {"kind": "adamw"},
     "strategy": {"kind": "single"},
+    "data": {"packing": "padded"},
 }
 
 
@@ -46,6 +48,8 @@ class Run:
         digest: of all that its result depends on, but for the code.
         score: the metric that it is compared by.
         chance: what that is for a model that always says the same.
+        evaluations: arguments of `samestep evaluate` that score it when it is over, by what comes before the names of
+            these scores.
     """
 
     task: str
@@ -56,6 +60,7 @@ class Run:
     digest: str
     score: str
     chance: float
+    evaluations: Mapping[str, Sequence[str]]
 
     @property
     def name(self) -> str:
@@ -93,9 +98,16 @@ def list_runs(
     runs = []
     with weights.tokenizer_files() as tokenizer:
         for task in tasks:
-            dataset = _dataset(task, tokenizer, folder)
+            config = task.config
+            dataset = _dataset(task.name, config, config.source, tokenizer, folder)
+            also = {
+                name: _dataset(f"{task.name}-{name}", config, source, tokenizer, folder)
+                for name, source in task.also.items()
+            }
             start = [checkpoint, _identity(weights), dataset.manifest.digest]
-            runs += list(_runs_of(task, dataset, folder, start, seeds, whole_grid, changes))
+            start += [*(further.manifest.digest for further in also.values()), *config.metrics]
+            for run in _runs_of(task, dataset, folder, start, seeds, whole_grid, changes):
+                runs.append(replace(run, evaluations=_evaluations(run, config.metrics, also)))
     return runs
 
 
@@ -105,7 +117,7 @@ def _runs_of(
     config = task.config
     own: Tree = {
         "objective": to_tree(config)["objective"],
-        "data": {"sequence_length": config.sequence_length, "packing": "padded"},
+        "data": {"sequence_length": config.sequence_length},
     }
     grid = {name: values for name, values in config.grid.items() if not _has(changes, name)}
     grid = grid if whole_grid else {name: values[:1] for name, values in grid.items()}
@@ -132,9 +144,19 @@ def _runs_of(
             experiment = merge(by_steps, {**tree, "seed": seed})
             content = json.dumps([experiment, *start], sort_keys=True)
             digest = hashlib.sha256(content.encode()).hexdigest()[:16]
-            run = Run(task.name, settings, seed, folder, experiment, digest, config.score, baseline)
+            run = Run(task.name, settings, seed, folder, experiment, digest, config.score, baseline, {})
             place = folder / "runs" / task.name / f"{run.name}-{digest[:8]}"
             yield Run(**{**vars(run), "folder": place, "experiment": {"output": str(place), **experiment}})
+
+
+def _evaluations(run: Run, metrics: Sequence[str], also: Mapping[str, Dataset]) -> dict[str, list[str]]:
+    """How a run is scored when it is over: on further rows, and where its answers are texts, on the task's own."""
+    data = {f"{name}/": [f"data.path={dataset.path}"] for name, dataset in also.items()}
+    if not metrics:
+        return data
+    most = run.experiment["objective"]["target_length"]
+    generated = ["--generate", f"max_new_tokens={most}", "--metrics", *metrics]
+    return {name: [*where, *generated] for name, where in {"": list[str](), **data}.items()}
 
 
 def _has(tree: Tree, name: str) -> bool:
@@ -145,20 +167,20 @@ def _has(tree: Tree, name: str) -> bool:
     return True
 
 
-def _dataset(task: Task, tokenizer: Path, folder: Path) -> Dataset:
-    """The task's dataset, in a folder that is named by all that it is made of."""
+def _dataset(name: str, task: TaskConfig, source: Any, tokenizer: Path, folder: Path) -> Dataset:
+    """The dataset of a task's source, in a folder that is named by all that it is made of."""
     config = BuildConfig(
-        task.config.source,
+        source,
         tokenization.Config(str(tokenizer)),
         output="",
-        heldout_fraction=task.config.heldout_fraction,
-        on_error=task.config.on_error,
+        heldout_fraction=task.heldout_fraction,
+        on_error=task.on_error,
     )
     tree = to_tree(config)
     made_of = [tree["source"], tree["heldout_fraction"], tree["on_error"], Tokenizer.load(tokenizer).fingerprint]
-    made_of += [_stamp(Path(file)) for file in config.source.build().files]
+    made_of += [_stamp(Path(file)) for file in source.build().files]
     digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:8]
-    output = folder / "data" / f"{task.name}-{digest}"
+    output = folder / "data" / f"{name}-{digest}"
     build(BuildConfig(**{**vars(config), "output": str(output)}))
     return Dataset.open(output)
 

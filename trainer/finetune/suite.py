@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import yaml
 
 from trainer.errors import EXIT_DONE, SamestepError
 from trainer.finetune.runs import Run
+from trainer.metrics.texts import PERCENT
 from trainer.monitoring.jsonl import read_rows
 from trainer.storage import write_text
 
@@ -117,19 +119,30 @@ class Suite:
         file, log = run.folder / "experiment.yaml", run.folder / "log.txt"
         write_text(file, yaml.safe_dump(dict(run.experiment), sort_keys=False))
         began = time.monotonic()
-        command = [sys.executable, "-m", "trainer.cli", "train", str(file), "--processes", "1"]
+        with log.open("wb") as output:
+            self._samestep(run, ["train", str(file), "--processes", "1"], environment, output)
+            for arguments in run.evaluations.values():
+                self._samestep(run, ["evaluate", str(run.folder), "--processes", "1", *arguments], environment, output)
+        return _result(run, time.monotonic() - began)
+
+    def _samestep(self, run: Run, arguments: list[str], environment: Mapping[str, str], output: BinaryIO) -> None:
+        """Runs a command of a run, which says what it says in its log.
+
+        Raises:
+            SamestepError: it fails.
+        """
+        command = [sys.executable, "-m", "trainer.cli", *arguments]
         if setpriv := shutil.which("setpriv"):  # a suite that is killed takes what it has started with it
             command = [setpriv, "--pdeathsig", "TERM", *command]
-        with log.open("wb") as output:
-            process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=output)
+        process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=output)
         self._processes.add(process)
         code = process.wait()
         self._processes.remove(process)
         if code != EXIT_DONE:
+            log = Path(output.name)
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             said = lines[-1] if lines else "it said nothing"
             raise SamestepError(f"{run.folder} ended with exit code {code}: {said} (see {log})")
-        return _result(run, time.monotonic() - began)
 
 
 def _result(run: Run, seconds: float) -> Result:
@@ -138,11 +151,25 @@ def _result(run: Run, seconds: float) -> Result:
     Raises:
         SamestepError: they lack its score.
     """
-    rows = [row for row in read_rows(run.folder / "metrics.jsonl") if f"heldout/{run.score}" in row]
-    if not rows:
+    rows = [row for row in read_rows(run.folder / "metrics.jsonl") if "heldout/loss" in row]
+    scores = _scores(rows[-1]) if rows and "" not in run.evaluations else {}  # there, accuracy is of tokens
+    evaluated = list(read_rows(run.folder / "scores.jsonl"))[-len(run.evaluations) :] if run.evaluations else []
+    for prefix, row in zip(run.evaluations, evaluated, strict=True):
+        scores |= {f"{prefix}{name}": value for name, value in _scores(row).items()}
+    if run.score not in scores:
         raise SamestepError(
             f"{run.folder} has no score {run.score!r}; name one of objective.metrics in the task's file"
         )
-    last = rows[-1]
-    scores = {name.removeprefix("heldout/"): value for name, value in last.items() if name.startswith("heldout/")}
-    return Result(run.task, run.name, run.settings, run.seed, run.digest, scores, int(last["step"]), round(seconds, 1))
+    return Result(
+        run.task, run.name, run.settings, run.seed, run.digest, scores, int(rows[-1]["step"]), round(seconds, 1)
+    )
+
+
+def _scores(row: Mapping[str, Any]) -> dict[str, float]:
+    """The scores in a row of metrics.jsonl or scores.jsonl, as shares of the whole."""
+    parts = ((*name.partition("/"), value) for name, value in row.items())
+    return {
+        name: value / 100 if group == "generated" and name.startswith(PERCENT) else value
+        for group, _, name, value in parts
+        if group in ("heldout", "generated")
+    }
