@@ -302,7 +302,7 @@ class _Build:
                     file.write(json.dumps(entry).encode() + b"\n")
         if not reasons:
             (self.folder / "rejected.jsonl").unlink()
-        first_heldout = self.source.first_heldout if isinstance(self.source, TaskSource) else None
+        first_heldout = self.source.first_heldout if isinstance(self.source, (TaskSource, PairSource)) else None
         counts = f"{documents_in} read, {reasons.total()} rejected ({dict(reasons)})"
         if first_heldout is not None and not splits["heldout"]:
             limit = "" if self.config.limit is None else f", raise limit, which is {self.config.limit},"

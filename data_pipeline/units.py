@@ -195,8 +195,6 @@ class UnitWriter:
         if isinstance(source, TaskSource):
             row = source.parse_row(record)
             texts = list(row.texts)
-            if source.first_heldout is not None:
-                return _Parsed(record.file, record.line, record.file >= source.first_heldout, texts, row)
             key = "\n".join(texts)
         elif isinstance(source, PairSource):
             texts = list(source.parse_pair(record))
@@ -204,7 +202,10 @@ class UnitWriter:
         else:
             key = source.parse(record)
             texts = [key] if self._splitter is None else sentences.split(key, self._splitter)
-        heldout = hashed_share(key, "heldout") < self._heldout_fraction
+        if isinstance(source, (TaskSource, PairSource)) and source.first_heldout is not None:
+            heldout = record.file >= source.first_heldout
+        else:
+            heldout = hashed_share(key, "heldout") < self._heldout_fraction
         return _Parsed(record.file, record.line, heldout, texts, row)
 
     def _encode(self, batch: Sequence[_Parsed]) -> list[Encoded | str]:

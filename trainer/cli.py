@@ -29,6 +29,11 @@ _USERS_ERRNO = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EMFILE),
 }
 
+_METRICS = (  # trainer.metrics.texts.METRICS, which takes longer to import
+    *("bleu", "chrf", "rouge_1", "rouge_2", "rouge_l", "rouge_lsum", "accuracy", "f1", "macro_f1", "matthews"),
+    *("pearson", "spearman", "answer_exact_match", "answer_f1"),
+)
+
 _WALK_THROUGH = """\
 from raw text to a model for transformers:
   samestep doctor
@@ -117,7 +122,10 @@ def _add_evaluate(commands: Commands) -> None:
     generated = evaluate.add_argument_group("scores of generated texts, instead of the loss")
     help_ = "generate, with these settings, as beams=4"
     generated.add_argument("--generate", nargs="*", metavar="key=value", help=help_)
-    generated.add_argument("--metrics", nargs="+", choices=("bleu", "chrf", "rouge_l"), default=["bleu", "chrf"])
+    help_ = f"out of: {', '.join(_METRICS)} (default: bleu chrf)"
+    generated.add_argument(
+        "--metrics", nargs="+", choices=_METRICS, default=["bleu", "chrf"], metavar="METRIC", help=help_
+    )
     help_ = "files of pairs like those of the run's dataset (default: its held-out split)"
     generated.add_argument("--pairs", nargs="+", metavar="FILE", default=[], help=help_)
     generated.add_argument("--limit", type=int, metavar="N", help="the first N pairs only")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from trainer.loop import Trainer
 from trainer.monitoring import Tracker
 from trainer.monitoring.jsonl import JsonlTracker, read_rows
 from trainer.monitoring.progress import ProgressTracker
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -94,3 +97,20 @@ def _note_start(folder: Path, experiment: Experiment, driver: Trainer) -> dict[s
     )
     starts.close()
     return start
+
+
+def keep_scores(experiment: Experiment, step: int, of: str, scores: Mapping[str, float]) -> None:
+    """Appends the scores of an evaluation to scores.jsonl in the folder of the run, if that can be written.
+
+    Args:
+        experiment: of the run.
+        step: of the checkpoint.
+        of: what it was scored on.
+        scores: by name.
+    """
+    try:
+        tracker = JsonlTracker(Path(experiment.output) / "scores.jsonl", resume_step=None)
+        tracker.log(step, {"of": of, **scores})
+        tracker.close()
+    except SamestepError as error:  # as in the folder of somebody else's run
+        logger.warning("the scores are not kept: %s", error)

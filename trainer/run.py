@@ -115,7 +115,7 @@ def _finished(experiment: Experiment, source: Checkpointer, step: int) -> str | 
 
 
 def evaluate(experiment: Experiment, step: int | None) -> dict[str, float]:
-    """Scores a checkpoint of a run (the newest by default) on the held-out documents.
+    """Scores a checkpoint of a run (the newest by default) on the held-out documents; see `records.keep_scores`.
 
     Raises:
         CheckpointError: the run has no checkpoint.
@@ -149,6 +149,8 @@ def _evaluate(experiment: Experiment, step: int | None, strategy: Strategy) -> d
         experiment, dataset, objective, strategy.replica, phase, split="heldout", largest=strategy.largest
     )
     scores = score(model, objective, strategy, heldout, experiment.training.evaluate_batches)
+    if strategy.world.rank == 0:
+        records.keep_scores(experiment, weights.step, dataset.name, {f"heldout/{k}": v for k, v in scores.items()})
     return {"step": weights.step, **scores}
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Annotated, Any
 
 from data_pipeline import text_pairs
@@ -13,16 +12,16 @@ from data_pipeline.dataset import Dataset
 from data_pipeline.mixed import MixedDataset
 from data_pipeline.shards import Tokens
 from data_pipeline.sources import BadRecord, PairSource
-from trainer import accelerators
+from trainer import accelerators, records
 from trainer.checkpoint import integrity
 from trainer.config import Kinds, Tree, decode
 from trainer.config.tree import merge, parse_override
-from trainer.errors import ConfigError, DataError, MissingExtra
+from trainer.errors import ConfigError, DataError
 from trainer.experiment import Experiment
 from trainer.fit import stored_values
 from trainer.generation import Generator
 from trainer.generation.config import Config as GenerationConfig
-from trainer.monitoring.jsonl import JsonlTracker
+from trainer.metrics import texts
 from trainer.run import checkpoint_folder
 from trainer.storage import shown
 from trainer.weights import load_weights
@@ -48,7 +47,7 @@ def evaluate(
         experiment: of the run.
         step: that of the checkpoint; None means the newest.
         settings: of a `generation.Config`, as "beams=4".
-        metrics: keys of `METRICS`.
+        metrics: some of `trainer.metrics.texts.METRICS`.
         files: pairs in the format of the run's dataset; none means its held-out split.
         limit: how many of the pairs are taken; None means all.
 
@@ -69,7 +68,6 @@ def evaluate(
             f"the model of {experiment.output} has a {head} head, which writes no text; leave --generate out, and "
             "samestep evaluate scores what it predicts"
         )
-    scorers = {name: METRICS[name]() for name in metrics}  # a missing package is named before hours of work
     checkpoints = checkpoint_folder(experiment)
     weights = load_weights(checkpoints if step is None else integrity.step_folder(checkpoints, step))
     dataset = experiment.data.open()
@@ -80,26 +78,34 @@ def evaluate(
         )
     if dataset.manifest.target_file is None:
         raise ConfigError(f"{dataset.name} holds documents, not pairs of texts; set data.path to a dataset of pairs")
+    labels = tuple(dataset.manifest.source.get("labels", ()))
+    scorers = {name: texts.build(name, labels) for name in metrics}  # a missing package is named before hours of work
     model = weights.config.build()
     stored_values(weights, model, dataset)  # refuses another tokenizer
     model.load_state_dict(dict(weights.tensors))
     accelerator = accelerators.for_any_shapes(experiment.accelerator)
     device = accelerator.device
     generate = Generator(model.to(device), dataset.tokenizer.vocabulary, config, device)
-    pairs = _of_files(dataset, tuple(files)) if files else _heldout(dataset)
+    pairs = _of_files(dataset, tuple(files)) if files else heldout_pairs(dataset)
     sources, references = zip(*islice(pairs, limit), strict=True)
+    if labels and (wrong := texts.strangers(references, labels)):
+        raise DataError(
+            f"the target {wrong[0]!r} is no label, as the tokenizer does not give labels back as they are; name the "
+            "files of pairs with --pairs, or labels of its characters in source.labels"
+        )
     logger.info("generating %d texts on %s", len(sources), accelerator.description)
     generated = generate([[*source.tolist(), generate.end] for source in sources])
-    texts = [dataset.tokenizer.decode(tokens) for tokens in generated]
-    scores = {name: score(texts, references) for name, score in scorers.items()}
-    tracker = JsonlTracker(Path(experiment.output) / "scores.jsonl", resume_step=None)
+    written = [dataset.tokenizer.decode(tokens) for tokens in generated]
+    scores = {name: score(written, references) for name, score in scorers.items()}
+    if labels:
+        scores["no_label"] = len(texts.strangers(written, labels))
     of = ",".join(map(shown, files)) or "heldout"
-    tracker.log(weights.step or 0, {"pairs": len(texts), "of": of, **{f"generated/{k}": v for k, v in scores.items()}})
-    tracker.close()
-    return {"step": weights.step or 0, "pairs": len(texts), **scores}
+    generated_scores = {f"generated/{name}": value for name, value in scores.items()}
+    records.keep_scores(experiment, weights.step or 0, of, {"pairs": len(written), **generated_scores})
+    return {"step": weights.step or 0, "pairs": len(written), **scores}
 
 
-def _heldout(dataset: Dataset) -> Iterator[tuple[Tokens, str]]:
+def heldout_pairs(dataset: Dataset) -> Iterator[tuple[Tokens, str]]:
     """The tokens of each source of the held-out split, and its target, as far as tokens give the text back."""
     for info in dataset.shards("heldout"):
         shard = dataset.open_shard(info, sentences=True)
@@ -119,44 +125,3 @@ def _of_files(dataset: Dataset, paths: tuple[str, ...]) -> Iterator[tuple[Tokens
             raise DataError(f"{shown(source.files[record.file])}:{record.line}: {error}; correct it") from None
     encoded = dataset.tokenizer.encode_batch([text for text, _ in pairs])
     return zip(encoded, (target for _, target in pairs), strict=True)
-
-
-Metric = Callable[[Sequence[str], Sequence[str]], float]
-
-
-def _sacrebleu(name: str) -> Metric:
-    """BLEU or chrF as sacrebleu computes it (Post 2018), with its defaults."""
-    try:
-        from sacrebleu import metrics
-    except ImportError:
-        raise MissingExtra("sacrebleu", "text", f"the metric {name.lower()}") from None
-    metric = getattr(metrics, name)()
-
-    def score(texts: Sequence[str], references: Sequence[str]) -> float:
-        result = metric.corpus_score(list(texts), [list(references)])
-        logger.info("%s = %.2f, signature %s", result.name, result.score, metric.get_signature())
-        return float(result.score)
-
-    return score
-
-
-def _rouge_l() -> Metric:
-    """The mean F-measure of ROUGE-L in percent, as rouge-score computes it (Lin 2004); it looks at a-z and 0-9 only."""
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError:
-        raise MissingExtra("rouge-score", "text", "the metric rouge_l") from None
-    scorer = RougeScorer(["rougeL"])
-
-    def score(texts: Sequence[str], references: Sequence[str]) -> float:
-        found = (scorer.score(reference, text)["rougeL"] for text, reference in zip(texts, references, strict=True))
-        return 100 * float(sum(each.fmeasure for each in found)) / len(texts)
-
-    return score
-
-
-METRICS: dict[str, Callable[[], Metric]] = {
-    "bleu": lambda: _sacrebleu("BLEU"),
-    "chrf": lambda: _sacrebleu("CHRF"),
-    "rouge_l": _rouge_l,
-}

@@ -79,9 +79,12 @@ class PairSource(Source):
 
     Attributes:
         prefix: what each source begins with, as T5's "translate English to German: ".
+        first_heldout: index into `files` of the first one whose pairs are the held-out split; None: there is none, and
+            the split is chosen by hash.
     """
 
     prefix: str
+    first_heldout: int | None
     target_file: ClassVar[int] = 0
     """How many places in `files` the file of the targets stands behind that of their sources."""
 

@@ -30,7 +30,9 @@ def row_of(data: bytes) -> Row:
 
 
 def column(row: Row, name: str) -> Any:
-    """What a row has in a column, in whose name dots reach into nested objects unless a column has them in its own.
+    """What a row has in a column.
+
+    Dots in the name reach into nested objects, and by number, from 0, into lists, unless a column has them in its own.
 
     Raises:
         BadRecord: there is no such column.
@@ -39,9 +41,12 @@ def column(row: Row, name: str) -> Any:
         return row[name]
     value: Any = row
     for key in name.split("."):
-        if not isinstance(value, dict) or key not in value:
+        if isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        elif isinstance(value, dict) and key in value:
+            value = value[key]
+        else:
             raise BadRecord(no_column(name, row))
-        value = value[key]
     return value
 
 

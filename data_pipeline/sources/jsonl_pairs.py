@@ -36,7 +36,7 @@ class Config:
         Raises:
             ConfigError: a pattern matches nothing.
         """
-        return JsonLinesPairs(find(self.paths), self.prefix, self.source, self.target)
+        return JsonLinesPairs(find(self.paths), self.prefix, None, self.source, self.target)
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from data_pipeline.sources import BadRecord
-from data_pipeline.sources.columns import brief, column, items, row_of, text, whole
-from data_pipeline.sources.table import TableConfig, TableSource
+from data_pipeline.sources import BadRecord, TaskSource
+from data_pipeline.sources.columns import brief, column, items, row_of, whole
+from data_pipeline.sources.table import TableSource
+from data_pipeline.sources.templates import TemplateConfig, columns_of, write
 from trainer.errors import ConfigError
 from trainer.examples import TaskRow
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TableConfig):
+class Config(TemplateConfig):
     """Where the rows are, and which columns they have.
 
     Attributes:
-        context: the column of the text that all choices share; dots reach into nested objects.
-        question: a column whose text each choice begins with, such as SWAG's "sent2"; a blank stands between them.
-        choices: the columns of the choices, or the one that holds a list of them.
+        context: the text that all choices share: a column, in whose name dots reach into nested objects, or a template,
+            as "{first} {second}".
+        question: a text that each choice begins with, such as SWAG's "sent2"; a blank stands between them.
+        choices: the texts of the choices, or the column that holds a list of them.
         label: the column of the right choice: its number, or a letter from "A" on.
         first: the number of the first choice.
     """
@@ -34,6 +36,20 @@ class Config(TableConfig):
         super().__post_init__()
         if not self.choices:
             raise ConfigError("choices is empty; name the columns of the choices, or the one that holds a list of them")
+        columns_of(self._texts)
+        if len(self.choices) == 1 and "{" in self.choices[0]:
+            raise ConfigError(
+                f"choices is {self.choices[0]!r} alone; name two or more, or the column with a list of them"
+            )
+
+    @property
+    def _texts(self) -> tuple[str, ...]:
+        return (self.context, *self.choices, *(() if self.question is None else (self.question,)))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What each row must have."""
+        return (*columns_of(self._texts), self.label)
 
     def build(self) -> MultipleChoice:
         """Finds the files.
@@ -47,19 +63,18 @@ class Config(TableConfig):
 
 
 @dataclass(frozen=True)
-class MultipleChoice(TableSource):
+class MultipleChoice(TableSource, TaskSource):
     """Reads a row's context, its choices, each with the question before it, and the index of the right one."""
 
     config: Config
 
     @property
     def columns(self) -> tuple[str, ...]:
-        question = () if self.config.question is None else (self.config.question,)
-        return (self.config.context, *self.config.choices, *question, self.config.label)
+        return self.config.columns
 
     def text_name(self, index: int) -> str:
         if index == 0 or len(self.config.choices) > 1:
-            return super().text_name(index)
+            return (self.config.context, *self.config.choices)[index]
         return f"{self.config.choices[0]}[{index - 1}]"
 
     def decode_row(self, data: bytes) -> TaskRow:
@@ -72,14 +87,17 @@ class MultipleChoice(TableSource):
             raise BadRecord(
                 f"{self.config.label} {brief(label)} is not the number of a choice, {first} to {last}, nor its letter"
             )
-        question = "" if self.config.question is None else text(row, self.config.question).rstrip()
+        question = "" if self.config.question is None else self._write(row, self.config.question).rstrip()
         # A blank choice stays blank, to be refused; a blank question, as in parts of HellaSwag, is none.
         begun = (f"{question} {choice}" if question and choice.strip() else choice for choice in choices)
-        return TaskRow((text(row, self.config.context), *begun), float(right))
+        return TaskRow((self._write(row, self.config.context), *begun), float(right))
+
+    def _write(self, row: dict[str, Any], template: str) -> str:
+        return write(row, template, self.config.words)
 
     def _choices(self, row: dict[str, Any]) -> list[str]:
         if len(self.config.choices) > 1:
-            return [text(row, name) for name in self.config.choices]
+            return [self._write(row, name) for name in self.config.choices]
         name = self.config.choices[0]
         choices = items(row, name)
         if len(choices) < 2:

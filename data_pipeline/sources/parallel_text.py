@@ -55,7 +55,9 @@ class Config:
                 f"source_paths are {len(sources)} files and target_paths {len(targets)}; name a file of targets for "
                 "each file of sources"
             )
-        return ParallelText(tuple(file for pair in zip(sources, targets, strict=True) for file in pair), self.prefix)
+        return ParallelText(
+            tuple(file for pair in zip(sources, targets, strict=True) for file in pair), self.prefix, None
+        )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from data_pipeline.sources import BadRecord
+from data_pipeline.sources import BadRecord, TaskSource
 from data_pipeline.sources.columns import brief, column, nested, row_of, text, whole
 from data_pipeline.sources.table import TableConfig, TableSource
 from trainer.examples import TaskRow
@@ -44,7 +44,7 @@ class Config(TableConfig):
 
 
 @dataclass(frozen=True)
-class QuestionAnswering(TableSource):
+class QuestionAnswering(TableSource, TaskSource):
     """Reads a question, its context, and where in it the answers stand."""
 
     config: Config

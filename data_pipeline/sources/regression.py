@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from data_pipeline.sources import BadRecord
-from data_pipeline.sources.columns import brief, column, row_of, text
-from data_pipeline.sources.table import TableConfig, TableSource
+from data_pipeline.sources import BadRecord, TaskSource
+from data_pipeline.sources.columns import brief, column, row_of
+from data_pipeline.sources.table import TableSource
+from data_pipeline.sources.templates import TemplateConfig, columns_of, write
 from trainer.errors import ConfigError
 from trainer.examples import TaskRow
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TableConfig):
+class Config(TemplateConfig):
     """Where the rows are, and which columns they have.
 
     Attributes:
-        texts: the columns of the texts, in their order in the sequence; dots reach into nested objects.
+        texts: the texts, in their order in the sequence: columns, in whose names dots reach into nested objects, or
+            templates, as "{passage} {question}".
         label: the column of the number.
     """
 
@@ -28,6 +30,7 @@ class Config(TableConfig):
         super().__post_init__()
         if not self.texts:
             raise ConfigError("texts is empty; name the columns of the texts")
+        columns_of(self.texts)
 
     def build(self) -> Regression:
         """Finds the files.
@@ -41,18 +44,21 @@ class Config(TableConfig):
 
 
 @dataclass(frozen=True)
-class Regression(TableSource):
+class Regression(TableSource, TaskSource):
     """Reads the columns of texts and that of the number."""
 
     config: Config
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (*self.config.texts, self.config.label)
+        return (*columns_of(self.config.texts), self.config.label)
+
+    def text_name(self, index: int) -> str:
+        return self.config.texts[index]
 
     def decode_row(self, data: bytes) -> TaskRow:
         row = row_of(data)
-        texts = tuple(text(row, name) for name in self.config.texts)
+        texts = tuple(write(row, template, self.config.words) for template in self.config.texts)
         value = column(row, self.config.label)
         try:
             number = math.nan if isinstance(value, bool) else float(value)

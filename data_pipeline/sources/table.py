@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple, TypeAlias
 
-from data_pipeline.sources import BadRecord, Record, TaskSource, huggingface
+from data_pipeline.sources import BadRecord, Record, Source, huggingface
 from data_pipeline.sources.columns import no_column
 from data_pipeline.sources.files import find, read_records
 from data_pipeline.sources.jsonl import lines, load_json
@@ -39,18 +39,20 @@ class HubDataset:
     Attributes:
         path: the repository, OWNER/NAME, or a folder: one that `save_to_disk` wrote, or one of data files.
         name: the subset, where there are several.
-        split: the part to train on.
+        split: the part to train on; None for a dataset that is only evaluated on.
         heldout: the part whose rows are held out, such as "validation"; None: `heldout_fraction` of the other one.
         revision: a commit, tag or branch of the repository. Name a commit: anything else may change between two builds.
     """
 
     path: str
     name: str | None = None
-    split: str = "train"
+    split: str | None = "train"
     heldout: str | None = None
     revision: str | None = None
 
     def __post_init__(self) -> None:
+        if self.heldout is None and self.split is None:
+            raise ConfigError("split and heldout are both null; name a part of the dataset in one of them")
         if self.heldout == self.split:
             raise ConfigError(f"split and heldout are both {self.split!r}; held-out rows must not be trained on")
 
@@ -65,7 +67,7 @@ class HubDataset:
                 f"{self.path} holds a single split, so that {self.heldout!r} is not in it; leave heldout out, or save "
                 "a DatasetDict of both"
             )
-        splits = (self.split,) if self.heldout is None else (self.split, self.heldout)
+        splits = [split for split in (self.split, self.heldout) if split is not None]
         return tuple(huggingface.Config(self.path, self.name, split, "", self.revision) for split in splits)
 
     def save(self, folder: Path) -> None:
@@ -121,7 +123,7 @@ class TableConfig:
                 files = tuple(part.build().files[0] for part in parts)
             except MissingExtra:
                 raise MissingExtra("datasets", "hf", "source.dataset") from None
-            return Found(files, 1 if len(parts) > 1 else None, parts)
+            return Found(files, None if self.dataset.heldout is None else len(parts) - 1, parts)
         train = find(self.paths) if self.paths else ()
         heldout = find(self.heldout, "source.heldout") if self.heldout else ()
         if both := {*map(_place, train)} & {*map(_place, heldout)}:
@@ -161,7 +163,7 @@ class Problem(bytes):
 
 
 @dataclass(frozen=True)
-class TableSource(TaskSource):
+class TableSource(Source):
     """Reads the rows of each file, by its suffix; a record's line is where the row begins, or its number.
 
     Attributes:

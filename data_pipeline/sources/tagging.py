@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, ClassVar
 
-from data_pipeline.sources import BadRecord
+from data_pipeline.sources import BadRecord, TaskSource
 from data_pipeline.sources.columns import brief, check_labels, index_of, items, row_of
 from data_pipeline.sources.table import Problem, Split, TableConfig, TableSource, encoded
 from trainer.errors import ConfigError
@@ -59,7 +59,7 @@ class Config(TableConfig):
 
 
 @dataclass(frozen=True)
-class Tagging(TableSource):
+class Tagging(TableSource, TaskSource):
     """Reads the words of a sentence, which a blank is put between, and their tags."""
 
     config: Config

@@ -44,7 +44,7 @@ class Config:
         Raises:
             ConfigError: a pattern matches nothing.
         """
-        return TsvPairs(find(self.paths), self.prefix, self.source, self.target)
+        return TsvPairs(find(self.paths), self.prefix, None, self.source, self.target)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ def test_killed_in_the_middle_and_run_again(
     finished_run: Path, tmp_path: Path, start: Start, samestep: Samestep
 ) -> None:
     files = [tasks.write_task(kind, tmp_path) for kind in ("classification", "tagging")]
+    further = f"also: {{again: {{heldout: [{tmp_path}/classification-dev.jsonl]}}}}\n"
+    files[0].write_text(files[0].read_text() + further)
     folder = tmp_path / "suite"
     command = ["finetune-suite", finished_run, "--tasks", *files, "--seeds", "1", "--output", folder]
     process = start(*command, command=MODULE)
@@ -41,6 +43,9 @@ def test_killed_in_the_middle_and_run_again(
         until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in trainings), 30)
     before = results(folder)
     assert len(before) == 1
+    scores = before[0]["scores"]
+    assert isinstance(scores, dict)
+    assert scores["again/accuracy"] == scores["accuracy"]
     again = samestep(*command)
     assert again.code == 0
     found = results(folder)
@@ -49,7 +54,7 @@ def test_killed_in_the_middle_and_run_again(
     assert "classification" in again.out
     assert "Published: BERT-base." in " ".join(again.out.split())
     page = (folder / "table.html").read_text()
-    assert page.count("<tr>") == 3
+    assert page.count("<tr>") == 4
     once_more = samestep(*command)
     assert (once_more.code, results(folder)) == (0, found)
 
@@ -87,6 +92,41 @@ def test_a_run_that_fails_is_named_with_its_log(finished_run: Path, tmp_path: Pa
     assert "model.max_positions" in broken.err
     file.write_text(file.read_text().replace("score: accuracy", "score: bleu"))
     assert "score is 'bleu', and the objective gives accuracy" in samestep(*command).message
+
+
+def test_answers_that_are_written_are_scored(tmp_path: Path, samestep: Samestep) -> None:
+    """T5 writes the names of classes, and a text that is none of them is wrong."""
+    transformers = pytest.importorskip("transformers")
+    from data_pipeline import tokenization
+
+    checkpoint, rows = tmp_path / "t5", tasks.classification(40)
+    texts = [f"topic: {row['text']} about_class about_file" for row in rows]
+    tokenization.Config("", "unigram", 28, lowercase=False).train(texts).save(checkpoint)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2}
+    config = transformers.T5Config(vocab_size=200, decoder_start_token_id=0, **sizes)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(checkpoint)
+
+    paths = {"paths": [str(tasks.write(tmp_path / "train.jsonl", rows[:32]))]}
+    paths["heldout"] = [str(tasks.write(tmp_path / "dev.jsonl", rows[32:]))]
+    labels = ["about_class", "about_file"]
+    tree = {
+        "source": {"kind": "table_pairs", **paths, "source": "topic: {text}", "target": "label", "labels": labels},
+        "objective": {"kind": "seq2seq", "target_length": 16},
+        "metrics": ["accuracy", "f1"],
+        "score": "accuracy",
+        "sequence_length": 40,
+        "experiment": {"accelerator": "cpu", "data": {"lanes": 8}},
+    }
+    file = tmp_path / "topic.yaml"
+    file.write_text(json.dumps(tree))
+    arguments = ["--seeds", "1", "--recipe", "t5", "training.steps=2", "training.global_batch_size=8"]
+    suite = samestep("finetune-suite", checkpoint, "--tasks", file, *arguments, "--output", tmp_path / "suite")
+    assert suite.code == 0, suite.err
+    (result,) = results(tmp_path / "suite")
+    scores = result["scores"]
+    assert isinstance(scores, dict)
+    assert {"accuracy", "f1", "no_label"} <= scores.keys()
+    assert 0 <= scores["accuracy"] <= 1 - scores["no_label"] / 8
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,13 @@ def test_a_group_is_right_where_all_its_rows_are() -> None:
     assert labels.scores(("group_exact_match",), predicted, true, groups) == {"group_exact_match": 2 / 3}
 
 
+def test_the_surest_row_of_a_group_answers_for_it() -> None:
+    certainty, true = np.array([0.1, -3.0, 2.0, -1.0, -2.0]), np.array([0, 0, 1, 1, 0])
+    groups = ["q1", "q2", "q1", "q2", "q3"]
+    found = labels.scores(("group_first_right",), certainty > 0, true, groups, certainty)
+    assert found == {"group_first_right": 2 / 3}
+
+
 def test_unknown_metrics_are_refused() -> None:
     with pytest.raises(ConfigError, match="metrics has bleu; there are accuracy, f1, macro_f1, matthews, group_exact"):
         check_names(("f1", "bleu"), labels.OF_CLASSES)

@@ -8,7 +8,9 @@ import numpy as np
 
 from data_pipeline.dataset import Dataset
 from trainer.errors import ConfigError
+from trainer.metrics import texts
 from trainer.objectives import Predictions
+from trainer.scores import heldout_pairs
 
 
 def chance(objective: Any, dataset: Dataset, score: str) -> float:
@@ -18,18 +20,19 @@ def chance(objective: Any, dataset: Dataset, score: str) -> float:
     where it scores nothing, as for correlations.
 
     Args:
-        objective: a `trainer.objectives.Task`.
+        objective: a `trainer.objectives.Task`, or one of pairs of texts, whose answers are labels or anything.
         dataset: of the task.
         score: one of its metrics.
 
     Raises:
         ConfigError: it is none of them.
     """
+    if dataset.manifest.task is None:
+        return _of_texts(dataset, score)
     if score not in objective.score_names:
         known = ", ".join(objective.score_names) or "none"
         raise ConfigError(f"score is {score!r}, and the objective gives {known}; name one of these")
-    task = dataset.manifest.task or {}
-    rows = dataset.rows("heldout")
+    task, rows = dataset.manifest.task, dataset.rows("heldout")
     if task.get("target") == "class":
         answers = len(task["labels"])
     elif task.get("target") == "choice":
@@ -54,3 +57,13 @@ def chance(objective: Any, dataset: Dataset, score: str) -> float:
         for answer in np.eye(answers, dtype=np.float32)
     )
     return found
+
+
+def _of_texts(dataset: Dataset, score: str) -> float:
+    """Where answers are texts: to write the same label for every source."""
+    labels = tuple(dataset.manifest.source.get("labels", ()))
+    if not labels:
+        return 0.0
+    metric = texts.build(score, labels)
+    references = [target for _, target in heldout_pairs(dataset)]
+    return max(metric([label] * len(references), references) for label in labels)

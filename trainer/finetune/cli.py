@@ -37,6 +37,11 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "--tasks", nargs="+", required=True, metavar="TASK", help="glue, mrpc, ...: see configs/tasks; or YAML files"
     )
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME",
+        help="fine-tune as bert, roberta, gpt, t5 or distilbert was (default: the tasks' own)",
+    )
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each setting (default: 3)")
     parser.add_argument("--grid", action="store_true", help="try every point of the tasks' grids, not the first alone")
     help_ = "make the runs from random weights, too: what the checkpoint's weights are worth"
@@ -59,7 +64,7 @@ def _suite(args: argparse.Namespace) -> int:
 
     if args.parallel is not None and args.parallel < 1:
         raise ConfigError(f"--parallel must be at least 1, not {args.parallel}")
-    tasks = find_tasks([name for name in args.tasks if "=" not in name])
+    tasks = find_tasks([name for name in args.tasks if "=" not in name], args.recipe)
     overrides = [*args.overrides, *(name for name in args.tasks if "=" in name)]  # which stand behind --tasks
     folder, slots = Path(args.output), _slots(args.parallel, "accelerator=cpu" in overrides)
     signal.signal(signal.SIGTERM, _interrupt)

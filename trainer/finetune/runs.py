@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from trainer.config import Kinds, Tree, decode, to_tree
 from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError
 from trainer.finetune.chance import chance
+from trainer.finetune.task import Config as TaskConfig
 from trainer.finetune.task import Task
 from trainer.starting import model_of
 from trainer.weights import Weights, load_weights
@@ -31,6 +32,7 @@ _DEFAULTS: Tree = {
     "training": {"global_batch_size": 32},
     "optimizer": {"kind": "adamw"},
     "strategy": {"kind": "single"},
+    "data": {"packing": "padded"},
 }
 
 
@@ -49,6 +51,8 @@ class Run:
         chance: what that is for a model that always says the same.
         start: the digests of runs of another task, of which it starts from the best.
         scratch: whether it starts from random weights.
+        evaluations: arguments of `samestep evaluate` that score it when it is over, by what comes before the names of
+            these scores.
     """
 
     task: str
@@ -61,6 +65,7 @@ class Run:
     chance: float
     start: tuple[str, ...] = ()
     scratch: bool = False
+    evaluations: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -115,17 +120,22 @@ def list_runs(
     runs: list[Run] = []
     with weights.tokenizer_files() as tokenizer:
         for task in ordered:
-            dataset = _dataset(task, tokenizer, folder)
-            points = list(_points(task, dataset, whole_grid, changes))
+            dataset = _dataset(task.name, task.config, task.config.source, tokenizer, folder)
+            also = {
+                name: _dataset(f"{task.name}-{name}", task.config, source, tokenizer, folder)
+                for name, source in task.also.items()
+            }
+            rows = [found.manifest.digest for found in (dataset, *also.values())]
+            points = list(_points(task, dataset, also, whole_grid, changes))
             before = tuple(run.digest for run in runs if run.task == task.config.start and not run.scratch)
-            of = [checkpoint, _identity(weights), dataset.manifest.digest, *before]
+            of = [checkpoint, _identity(weights), *rows, *before]
             for point in points:
                 start = {} if before else {"init_from": checkpoint}
                 runs += _seeded(task, folder, point.having(start), of, seeds, start=before)
             for point in points if scratch and not before else ():
                 model = model_of({**point.experiment, "init_from": checkpoint})
                 drawn = {"model": merge(model, point.experiment.get("model") or {}), "redraw_layers": 0}
-                runs += _seeded(task, folder, point.having(drawn), [dataset.manifest.digest], seeds, scratch=True)
+                runs += _seeded(task, folder, point.having(drawn), rows, seeds, scratch=True)
     return runs
 
 
@@ -151,12 +161,13 @@ class _Point:
     Attributes:
         settings: what the grid has chosen.
         experiment: all settings but the seed and the output.
-        chance: as in `Run`.
+        chance, evaluations: as in `Run`.
     """
 
     settings: Mapping[str, float]
     experiment: Tree
     chance: float
+    evaluations: Mapping[str, Sequence[str]]
 
     def having(self, changes: Tree) -> _Point:
         """The same with these sections of the experiment."""
@@ -176,19 +187,22 @@ def _seeded(task: Task, folder: Path, point: _Point, of: Sequence[str], seeds: i
     """
     for seed in range(seeds):
         experiment = {**point.experiment, "seed": seed}
-        content = json.dumps([experiment, *of], sort_keys=True)
+        content = json.dumps([experiment, *task.config.metrics, *of], sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:16]
         score, chance = task.config.score, point.chance
         run = Run(task.name, point.settings, seed, folder, experiment, digest, score, chance, **more)
+        run = replace(run, evaluations=point.evaluations)
         place = folder / "runs" / task.name / f"{run.name}-{digest[:8]}"
         yield replace(run, folder=place, experiment={"output": str(place), **experiment})
 
 
-def _points(task: Task, dataset: Dataset, whole_grid: bool, changes: Tree) -> Iterator[_Point]:
+def _points(
+    task: Task, dataset: Dataset, also: Mapping[str, Dataset], whole_grid: bool, changes: Tree
+) -> Iterator[_Point]:
     config = task.config
     own: Tree = {
         "objective": to_tree(config)["objective"],
-        "data": {"sequence_length": config.sequence_length, "packing": "padded"},
+        "data": {"sequence_length": config.sequence_length},
     }
     grid = {name: values for name, values in config.grid.items() if not _has(changes, name)}
     grid = grid if whole_grid else {name: values[:1] for name, values in grid.items()}
@@ -211,7 +225,20 @@ def _points(task: Task, dataset: Dataset, whole_grid: bool, changes: Tree) -> It
         }
         if config.evaluations > 1:
             by_steps["training"]["best"] = {"metric": config.score, "mode": "max", "patience": config.patience}
-        yield _Point(settings, merge(by_steps, tree), chance(objective, dataset, config.score))
+        experiment = merge(by_steps, tree)
+        baseline = chance(objective, dataset, config.score)
+        yield _Point(settings, experiment, baseline, _evaluations(experiment, config.metrics, also))
+
+
+def _evaluations(experiment: Tree, metrics: Sequence[str], also: Mapping[str, Dataset]) -> Mapping[str, Sequence[str]]:
+    """How a run is scored when it is over: on further rows, and where its answers are texts, on the task's own."""
+    data = {f"{name}/": [f"data.path={dataset.path}"] for name, dataset in also.items()}
+    if metrics:
+        most = experiment["objective"]["target_length"]
+        generated = ["--generate", f"max_new_tokens={most}", "--metrics", *metrics]
+        return {name: [*where, *generated] for name, where in {"": list[str](), **data}.items()}
+    best = ["--step", "best"] if experiment["training"].get("best") else []
+    return {name: [*where, *best] for name, where in data.items()}
 
 
 def _has(tree: Tree, name: str) -> bool:
@@ -222,20 +249,20 @@ def _has(tree: Tree, name: str) -> bool:
     return True
 
 
-def _dataset(task: Task, tokenizer: Path, folder: Path) -> Dataset:
-    """The task's dataset, in a folder that is named by all that it is made of."""
+def _dataset(name: str, task: TaskConfig, source: Any, tokenizer: Path, folder: Path) -> Dataset:
+    """The dataset of a task's source, in a folder that is named by all that it is made of."""
     config = BuildConfig(
-        task.config.source,
+        source,
         tokenization.Config(str(tokenizer)),
         output="",
-        heldout_fraction=task.config.heldout_fraction,
-        on_error=task.config.on_error,
+        heldout_fraction=task.heldout_fraction,
+        on_error=task.on_error,
     )
     tree = to_tree(config)
     made_of = [tree["source"], tree["heldout_fraction"], tree["on_error"], Tokenizer.load(tokenizer).fingerprint]
-    made_of += [_stamp(Path(file)) for file in config.source.build().files]
+    made_of += [_stamp(Path(file)) for file in source.build().files]
     digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:8]
-    output = folder / "data" / f"{task.name}-{digest}"
+    output = folder / "data" / f"{name}-{digest}"
     build(BuildConfig(**{**vars(config), "output": str(output)}))
     return Dataset.open(output)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -20,6 +21,7 @@ from trainer.checkpoint import integrity
 from trainer.config import Tree
 from trainer.errors import EXIT_DONE, SamestepError
 from trainer.finetune.runs import Run
+from trainer.metrics.texts import PERCENT
 from trainer.monitoring.jsonl import read_rows
 from trainer.storage import write_text
 
@@ -154,19 +156,30 @@ class Suite:
         file, log = run.folder / "experiment.yaml", run.folder / "log.txt"
         write_text(file, yaml.safe_dump(self._experiment(run), sort_keys=False))
         began = time.monotonic()
-        command = [sys.executable, "-m", "trainer.cli", "train", str(file), "--processes", "1"]
+        with log.open("wb") as output:
+            self._samestep(run, ["train", str(file), "--processes", "1"], environment, output)
+            for arguments in run.evaluations.values():
+                self._samestep(run, ["evaluate", str(run.folder), "--processes", "1", *arguments], environment, output)
+        return _result(run, time.monotonic() - began)
+
+    def _samestep(self, run: Run, arguments: list[str], environment: Mapping[str, str], output: BinaryIO) -> None:
+        """Runs a command of a run, which says what it says in its log.
+
+        Raises:
+            SamestepError: it fails.
+        """
+        command = [sys.executable, "-m", "trainer.cli", *arguments]
         if setpriv := shutil.which("setpriv"):  # a suite that is killed takes what it has started with it
             command = [setpriv, "--pdeathsig", "TERM", *command]
-        with log.open("wb") as output:
-            process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=output)
+        process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=output)
         self._processes.add(process)
         code = process.wait()
         self._processes.remove(process)
         if code != EXIT_DONE:
+            log = Path(output.name)
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             said = lines[-1] if lines else "it said nothing"
             raise SamestepError(f"{run.folder} ended with exit code {code}: {said} (see {log})")
-        return _result(run, time.monotonic() - began)
 
     def _experiment(self, run: Run) -> Tree:
         if not run.start:
@@ -187,13 +200,26 @@ def _result(run: Run, seconds: float) -> Result:
     Raises:
         SamestepError: they lack its score.
     """
-    rows = [row for row in read_rows(run.folder / "metrics.jsonl") if f"heldout/{run.score}" in row]
-    if not rows:
+    rows = [row for row in read_rows(run.folder / "metrics.jsonl") if "heldout/loss" in row]
+    row = rows[-1] if rows else {"step": 0}
+    if run.experiment["training"].get("best"):  # which of equal ones is the first
+        row = max(rows, key=lambda row: row[f"heldout/{run.score}"], default=row)
+    scores = _scores(row) if "" not in run.evaluations else {}  # there, accuracy is of tokens
+    evaluated = list(read_rows(run.folder / "scores.jsonl"))[-len(run.evaluations) :] if run.evaluations else []
+    for prefix, row in zip(run.evaluations, evaluated, strict=True):
+        scores |= {f"{prefix}{name}": value for name, value in _scores(row).items()}
+    if run.score not in scores:
         raise SamestepError(
             f"{run.folder} has no score {run.score!r}; name one of objective.metrics in the task's file"
         )
-    row = rows[-1]
-    if run.experiment["training"].get("best"):  # which of equal ones is the first
-        row = max(rows, key=lambda row: row[f"heldout/{run.score}"])
-    scores = {name.removeprefix("heldout/"): value for name, value in row.items() if name.startswith("heldout/")}
     return Result(run.task, run.name, run.settings, run.seed, run.digest, scores, int(row["step"]), round(seconds, 1))
+
+
+def _scores(row: Mapping[str, Any]) -> dict[str, float]:
+    """The scores in a row of metrics.jsonl or scores.jsonl, as shares of the whole."""
+    parts = ((*name.partition("/"), value) for name, value in row.items())
+    return {
+        name: value / 100 if group == "generated" and name.startswith(PERCENT) else value
+        for group, _, name, value in parts
+        if group in ("heldout", "generated")
+    }

@@ -95,7 +95,7 @@ def _rows_of(task: Task, runs: Sequence[Run], results: Mapping[str, Result]) -> 
 
     best = max(points.values(), key=compared)
     config = task.config
-    for metric in dict.fromkeys((config.score, *config.published)):
+    for metric in dict.fromkeys((config.score, *(f"{name}/{config.score}" for name in task.also), *config.published)):
         values = [results[run.digest].scores.get(metric) for run in learnt(best) or best]
         yield Row(
             task=task.name,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import trainer
 from trainer.config import Kinds, Tree, decode, read_tree
+from trainer.config.tree import merge
 from trainer.errors import ConfigError
 
 _FOLDER = Path("configs", "tasks")
+_RECIPE = ("epochs", "warmup", "grid", "experiment")
+_SOURCE = Annotated[Any, Kinds("data_pipeline.sources")]
 
 
 @dataclass(frozen=True)
@@ -27,13 +30,14 @@ class Config:
         epochs: passes over the rows to train on.
         warmup: share of the steps in which the learning rate rises.
         sequence_length: cells of an example.
+        metrics: of `samestep evaluate --metrics`, where answers are texts, which finished runs generate.
         grid: settings of the experiment to try, each with its values; the first of each is taken unless all are asked
             for.
         evaluations: how many a run has, evenly spread; of several, its scores are those of the best one.
         patience: a run ends after so many of them in a row without a better one; null trains to the last step.
         start: another task of the suite: the runs of this one start from its best run, as those of RTE from MNLI's
             (Phang et al. 2018); null: from the suite's checkpoint.
-        published: scores of others, by name of the metric, to compare with.
+        published: scores of others, by name of the metric, to compare with; NAME/METRIC is of the further set NAME.
         published_by: who they are of.
     """
 
@@ -45,6 +49,7 @@ class Config:
     epochs: float = 3.0
     warmup: float = 0.1
     sequence_length: int = 128
+    metrics: tuple[str, ...] = ()
     grid: dict[str, tuple[float, ...]] = field(default_factory=dict)
     evaluations: int = 1
     patience: int | None = None
@@ -63,6 +68,17 @@ class Config:
             raise ConfigError(
                 f"patience is {self.patience} of {self.evaluations} evaluations; use 1 or more, and fewer than these"
             )
+        if self.metrics and not hasattr(self.objective, "target_length"):
+            raise ConfigError(
+                f"metrics has {', '.join(self.metrics)}, of texts that are written, as with the objective seq2seq; "
+                "name them in objective.metrics instead"
+            )
+        if self.metrics and self.score not in self.metrics:
+            raise ConfigError(f"score is {self.score!r}, and metrics has {', '.join(self.metrics)}; name one of them")
+        if self.metrics and self.evaluations > 1:
+            raise ConfigError(
+                f"evaluations is {self.evaluations}, and texts are written when a run is over; set evaluations to 1"
+            )
         if empty := [name for name, values in self.grid.items() if not values]:
             raise ConfigError(f"grid.{empty[0]} has no value; name at least one, or leave it out")
 
@@ -75,37 +91,62 @@ class Task:
         name: of its file.
         config: what the file says.
         experiment: settings of its runs that are not the defaults, as the file gives them.
+        also: sources of further held-out rows, by name, that finished runs are scored on; in the file, settings in
+            which they differ from the task's own.
     """
 
     name: str
     config: Config
     experiment: Tree
+    also: Mapping[str, Any]
 
     @classmethod
-    def read(cls, path: Path) -> Task:
+    def read(cls, path: Path, recipe: Tree | None = None) -> Task:
         """Reads a file.
+
+        Args:
+            path: which.
+            recipe: epochs, warmup, grid and experiment, in place of the file's own as far as it has them.
 
         Raises:
             ConfigError: it describes no task.
         """
         tree = read_tree(path)
-        experiment = tree.pop("experiment", None) or {}
+        if recipe is not None:
+            tree = {**merge(tree, recipe), "grid": recipe.get("grid") or tree.get("grid") or {}}
+        for name in ("tokenizer", "output"):  # of a file for `samestep data build` that it is based on
+            tree.pop(name, None)
+        experiment, also = tree.pop("experiment", None) or {}, tree.pop("also", None) or {}
         try:
-            return cls(path.stem, decode(Config, tree), experiment)
+            config = decode(Config, tree)
+            sources = {name: _heldout_only(tree["source"], changes, name) for name, changes in also.items() if changes}
+            return cls(path.stem, config, experiment, sources)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
 
 
-def find_tasks(names: Sequence[str]) -> list[Task]:
+def _heldout_only(source: Tree, changes: Tree, name: str) -> Any:
+    """A source like another, with nothing to train on."""
+    merged = merge(source, changes)
+    nothing: Tree = {"paths": []} if merged.get("dataset") is None else {"dataset": {"split": None}}
+    return decode(_SOURCE, merge(merged, nothing), f"also.{name}")
+
+
+def find_tasks(names: Sequence[str], recipe: str | None = None) -> list[Task]:
     """The tasks that are named: files, folders of them, or what lies under configs/tasks, with or without its suffix.
+
+    Args:
+        names: of them.
+        recipe: how they are fine-tuned, in place of their own way: a file, or the name of one in configs/tasks.
 
     Raises:
         ConfigError: a name means nothing, or two tasks have the same.
     """
+    settings = None if recipe is None else _read_recipe(recipe)
     found: dict[str, Task] = {}
     for name in names:
         for path in _files(name):
-            task = Task.read(path)
+            task = Task.read(path, settings)
             if task.name in found:
                 raise ConfigError(f"the task {task.name} is named twice; leave one out")
             found[task.name] = task
@@ -113,7 +154,7 @@ def find_tasks(names: Sequence[str]) -> list[Task]:
 
 
 def _files(name: str) -> list[Path]:
-    folders = [_FOLDER, Path(trainer.__file__).parents[1] / _FOLDER]
+    folders = _folders()
     for place in (Path(name), *(folder / name for folder in folders)):
         if place.is_dir() and (files := sorted(place.glob("*.yaml"))):
             return files
@@ -127,3 +168,20 @@ def _files(name: str) -> list[Path]:
     raise ConfigError(
         f"no task {name!r}: it is no file or folder here, nor in {_FOLDER}; known: {', '.join(known) or 'none'}"
     )
+
+
+def _read_recipe(name: str) -> Tree:
+    """How tasks are fine-tuned, from a file or by the name of one."""
+    known = {path.stem: path for folder in reversed(_folders()) for path in sorted(folder.glob("*.yaml"))}
+    path = Path(name) if Path(name).is_file() else known.get(name)
+    if path is None:
+        raise ConfigError(f"no recipe {name!r}: it is no file here; known: {', '.join(known)}")
+    tree = read_tree(path)
+    if others := [key for key in tree if key not in _RECIPE]:
+        raise ConfigError(f"{path} is no recipe, which has {', '.join(_RECIPE)} alone: leave {others[0]} out")
+    return tree
+
+
+def _folders() -> list[Path]:
+    """Where tasks and recipes lie: here, and where samestep comes from."""
+    return [_FOLDER, Path(trainer.__file__).parents[1] / _FOLDER]

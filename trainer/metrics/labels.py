@@ -46,14 +46,26 @@ def spearman(predicted: Array, true: Array) -> float:
 
 def group_exact_match(predicted: Array, true: Array, groups: Sequence[str]) -> float:
     """The share of groups of which all rows are right: MultiRC's EM, where a group is the answers of a question."""
-    if not any(groups):
-        raise ConfigError("group_exact_match needs rows with a group; set source.group to the column, and build again")
-    names, group = np.unique(np.array(groups), return_inverse=True)
+    names, group = _groups("group_exact_match", groups)
     wrong = np.bincount(group, weights=predicted != true, minlength=names.size)
     return float((wrong == 0).mean())
 
 
-_OF_GROUPS = {"group_exact_match": group_exact_match}
+def group_first_right(certainty: Array, true: Array, groups: Sequence[str]) -> float:
+    """The share of groups whose row of the greatest certainty is of class 1: of ReCoRD's entities for a query."""
+    names, group = _groups("group_first_right", groups)
+    order = np.lexsort((certainty, group))  # the last row of each group is its surest
+    return float((true[order][np.cumsum(np.bincount(group)) - 1] == 1).sum() / names.size)
+
+
+def _groups(metric: str, groups: Sequence[str]) -> tuple[Array, Array]:
+    """The names of the groups, and the number of each row's."""
+    if not any(groups):
+        raise ConfigError(f"{metric} needs rows with a group; set source.group to the column, and build again")
+    names, group = np.unique(np.array(groups), return_inverse=True)
+    return names, group
+
+
 _METRICS: Mapping[str, Metric] = {
     "accuracy": accuracy,
     "f1": f1,
@@ -62,28 +74,32 @@ _METRICS: Mapping[str, Metric] = {
     "pearson": pearson,
     "spearman": spearman,
 }
-OF_CLASSES = ("accuracy", "f1", "macro_f1", "matthews", *_OF_GROUPS)
+OF_CLASSES = ("accuracy", "f1", "macro_f1", "matthews", "group_exact_match", "group_first_right")
 OF_CHOICES = ("accuracy",)
 OF_NUMBERS = ("pearson", "spearman")
 
 
-def scores(names: Sequence[str], predicted: Array, true: Array, groups: Sequence[str] = ()) -> dict[str, float]:
+def scores(
+    names: Sequence[str], predicted: Array, true: Array, groups: Sequence[str] = (), certainty: Array | None = None
+) -> dict[str, float]:
     """Metrics of N rows by name; none where there are no rows.
 
     Args:
         names: of metrics.
         predicted, true: [N], int for classes, float for numbers.
         groups: of the rows, where metrics are of groups.
+        certainty: [N], how sure class 1 is, where metrics compare the rows of a group; None takes `predicted`.
 
     Raises:
         MissingExtra: scikit-learn is not installed.
     """
     if not len(true):
         return {}
-    return {
-        name: _OF_GROUPS[name](predicted, true, groups) if name in _OF_GROUPS else _METRICS[name](predicted, true)
-        for name in names
+    of_groups = {
+        "group_exact_match": lambda: group_exact_match(predicted, true, groups),
+        "group_first_right": lambda: group_first_right(predicted if certainty is None else certainty, true, groups),
     }
+    return {name: of_groups[name]() if name in of_groups else _METRICS[name](predicted, true) for name in names}
 
 
 def _correlation(name: str, x: Array, y: Array) -> float:

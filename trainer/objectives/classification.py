@@ -34,7 +34,8 @@ class Config:
     Attributes:
         metrics: that the held-out split is scored with: accuracy; f1, of the second label against all others; macro_f1,
             the mean of all labels' F1; matthews, the correlation; group_exact_match, the share of groups of rows of
-            which all are right, as the answers of a question in MultiRC.
+            which all are right, as the answers of a question in MultiRC; group_first_right, the share of groups whose
+            row that is the surest of the second label has it, as the entities for a query in ReCoRD.
         label_smoothing: so much of each label's probability is spread evenly over all labels.
         soft: whether rows are labelled with a probability for each label, as those of a teacher.
         reads: the cell of a sequence that is scored: for encoders the `first`, that of [CLS], for decoders the `last`.
@@ -150,7 +151,9 @@ class Classification:
     def scores(self, predictions: Predictions) -> dict[str, float]:
         """The metrics."""
         scored = labelled(predictions)
-        return metrics.scores(self.config.metrics, scored.outputs.argmax(-1), scored.labels.astype(int), scored.groups)
+        of_classes = scored.outputs.argmax(-1), scored.labels.astype(int)
+        certainty = scored.outputs[:, 1] - scored.outputs[:, 0]
+        return metrics.scores(self.config.metrics, *of_classes, scored.groups, certainty)
 
 
 def _classes(examples: Examples) -> Float32:

@@ -1,0 +1,68 @@
+"""Tables whose rows are made into pairs of texts by templates: tasks as T5 reads and writes them (text to text)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from data_pipeline.sources import PairSource
+from data_pipeline.sources.columns import check_labels, index_of, row_of
+from data_pipeline.sources.table import TableSource
+from data_pipeline.sources.templates import TemplateConfig, columns_of, value_of, write
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TemplateConfig):
+    """Where the rows are, and how sources and targets are made of their columns.
+
+    Attributes:
+        source: the source: a template, as "mnli hypothesis: {hypothesis} premise: {premise}", or a column, in whose
+            name dots reach into nested objects.
+        target: the target, in the same way; where there are `labels`, the column of the class: one of them, or where
+            these are no numbers its index among them.
+        labels: all targets that there are. A generated text that is none of them is a wrong answer.
+        prefix: what each source begins with, as "translate English to German: ".
+    """
+
+    source: str = "source"
+    target: str = "target"
+    labels: tuple[str, ...] = ()
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        columns_of((self.source, self.target))
+        if self.labels:
+            check_labels(self.labels, 2)
+
+    def at(self, paths: tuple[str, ...]) -> Config:
+        """The same pairs in other files."""
+        return replace(self, paths=paths, heldout=(), dataset=None)
+
+    def build(self) -> TablePairs:
+        """Finds the files.
+
+        Raises:
+            ConfigError: a pattern matches nothing, or a file cannot be used.
+            MissingExtra: what reads them is not installed.
+        """
+        found = self.find()
+        return TablePairs(found.files, self.prefix, found.first_heldout, found.parts, self)
+
+
+@dataclass(frozen=True)
+class TablePairs(TableSource, PairSource):
+    """Makes a source and a target of each row."""
+
+    config: Config
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return columns_of((self.config.source, self.config.target))
+
+    def decode_pair(self, data: bytes) -> tuple[str, str]:
+        config, row = self.config, row_of(data)
+        source = write(row, config.source, config.words)
+        if config.labels:
+            label = value_of(row, config.target, config.words)
+            return source, config.labels[index_of(label, config.labels, config.target)]
+        return source, write(row, config.target, config.words)
