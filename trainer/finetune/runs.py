@@ -16,13 +16,12 @@ from data_pipeline.build import Config as BuildConfig
 from data_pipeline.build import build
 from data_pipeline.dataset import Dataset, PackedSplit
 from data_pipeline.tokenization import Tokenizer
-from trainer.checkpoint import files
 from trainer.config import Kinds, Tree, decode, to_tree
 from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError
 from trainer.finetune.chance import chance
 from trainer.finetune.task import Task
-from trainer.weights import Weights, load_weights
+from trainer.weights import load_weights
 
 _OBJECTIVE = Annotated[Any, Kinds("trainer.objectives")]
 _OWN = ("output", "init_from", "seed")  # settings that the suite makes itself
@@ -94,7 +93,7 @@ def list_runs(
     with weights.tokenizer_files() as tokenizer:
         for task in tasks:
             dataset = _dataset(task, tokenizer, folder)
-            start = [checkpoint, _identity(weights), dataset.manifest.digest]
+            start = [checkpoint, weights.identity(), dataset.manifest.digest]
             runs += list(_runs_of(task, dataset, folder, start, seeds, whole_grid, changes))
     return runs
 
@@ -115,7 +114,10 @@ def _runs_of(
         for name, value in settings.items():
             tree = merge(tree, parse_override(f"{name}={value:g}"))
         tree = merge(tree, changes)
-        objective = decode(_OBJECTIVE, tree["objective"], "objective").build(dataset.tokenizer.vocabulary)
+        settings_of = decode(_OBJECTIVE, tree["objective"], "objective")
+        teacher = getattr(settings_of, "teacher", None)
+        made_of = start if teacher is None else [*start, load_weights(teacher).identity()]
+        objective = settings_of.build(dataset.tokenizer.vocabulary)
         spec, policy = objective.pack_spec(tree["data"]["sequence_length"]), tree["data"]["packing"]
         examples = int(PackedSplit(dataset, "train", spec, policy, seed=0).counts.sum())
         steps = tree["training"].get(
@@ -130,7 +132,7 @@ def _runs_of(
         baseline = chance(objective, dataset, config.score)
         for seed in range(seeds):
             experiment = merge(by_steps, {**tree, "seed": seed})
-            content = json.dumps([experiment, *start], sort_keys=True)
+            content = json.dumps([experiment, *made_of], sort_keys=True)
             digest = hashlib.sha256(content.encode()).hexdigest()[:16]
             run = Run(task.name, settings, seed, folder, experiment, digest, config.score, baseline)
             place = folder / "runs" / task.name / f"{run.name}-{digest[:8]}"
@@ -169,11 +171,3 @@ def _stamp(file: Path) -> list[str | int]:
         return [str(file)]
     found = file.stat()
     return [str(file), found.st_size, found.st_mtime_ns]
-
-
-def _identity(weights: Weights) -> str:
-    """What changes with the weights."""
-    if weights.step is not None:
-        return hashlib.sha256(files.read(weights.folder / "checksums.json")).hexdigest()
-    assert isinstance(weights.folder, Path)
-    return json.dumps([_stamp(file) for file in sorted(weights.folder.iterdir()) if file.is_file()])
