@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.packing import Int64
-from data_pipeline.shards import Tokens
+from data_pipeline import parts
+from data_pipeline.packing import Int64, ranges
+from data_pipeline.shards import ShardIndex, Tokens
 from data_pipeline.tokenization import Tokenizer
-from trainer.examples import Target, TaskRow
+from trainer.examples import Examples, Labels, PackSpec, Target, TaskRow
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +45,43 @@ def encode(rows: Sequence[TaskRow], tokenizer: Tokenizer, target: Target) -> lis
     return [_encode(row, list(itertools.islice(remaining, len(row.texts))), target) for row in rows]
 
 
+def pack(documents: Sequence[Encoded], spec: PackSpec) -> Examples:
+    """Rows as examples, one each, that stand in no dataset; for a spec whose texts are `joined`.
+
+    Args:
+        documents: B of them.
+        spec: cells of an example, from the objective.
+    """
+    length = np.array([len(document.tokens) for document in documents], dtype=np.int64)
+    start = np.cumsum(length) - length
+    sentences = np.concatenate([first + document.parts for first, document in zip(start, documents, strict=True)])
+    packed = parts.plan(ShardIndex(start, length, np.zeros((len(documents), 2), np.uint32), sentences), spec)
+    first, number = start[packed.document] + packed.begin, np.arange(len(documents))
+    tokens = np.concatenate([document.tokens for document in documents])
+    zeros = np.zeros_like(number)
+    return Examples(
+        tokens=tokens[ranges(first, packed.length)].astype(np.int32),
+        row=np.repeat(number, np.diff(packed.example_start)),
+        column=packed.column,
+        length=packed.length,
+        key=zeros.astype(np.uint64),
+        weight=np.ones(number.size, dtype=np.float32),
+        isolated=False,
+        labels=Labels(
+            values=np.concatenate([document.labels for document in documents]),
+            count=np.array([len(document.labels) for document in documents]),
+            document=number,
+            begin=zeros,
+            examples=zeros + 1,
+        ),
+    )
+
+
 def _encode(row: TaskRow, texts: Sequence[tuple[Tokens, Int64 | None]], target: Target) -> Encoded | str:
     length = np.array([len(tokens) for tokens, _ in texts], dtype=np.int64)
     if not length.all():
         return "no tokens in a text"
-    parts, offsets = np.cumsum(length) - length, texts[-1][1]
+    first_of_text, offsets = np.cumsum(length) - length, texts[-1][1]
     if offsets is None:
         labels = np.array(row.probabilities or [np.nan if row.label is None else row.label], dtype=np.float64)
     else:
@@ -56,17 +89,17 @@ def _encode(row: TaskRow, texts: Sequence[tuple[Tokens, Int64 | None]], target: 
         first, last = _tokens_of(offsets, begin, end)
         if target == "tags":
             labels = np.full(length.sum(), -1.0)
-            labels[parts[-1] + first[first <= last]] = kind[first <= last]
+            labels[first_of_text[-1] + first[first <= last]] = kind[first <= last]
         else:
             if (first[:1] > last[:1]).any():
                 return "answer without tokens"
-            labels = parts[-1] + np.stack((first[:1], last[:1]), axis=1).reshape(-1).astype(np.float64)
+            labels = first_of_text[-1] + np.stack((first[:1], last[:1]), axis=1).reshape(-1).astype(np.float64)
         row = replace(row, offsets=tuple((a, b) for a, b in offsets.tolist()))
     with np.errstate(over="ignore"):
         values = labels.astype(np.float32)
     if not np.isfinite(values).all():
         return "the label is no finite number"
-    return Encoded(np.concatenate([tokens for tokens, _ in texts]), parts, values, row)
+    return Encoded(np.concatenate([tokens for tokens, _ in texts]), first_of_text, values, row)
 
 
 def _tokens_of(offsets: Int64, begin: Int64, end: Int64) -> tuple[Int64, Int64]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, g
 
 from data_pipeline import build
 from launch.records import KINDS
+from trainer.config import Kinds
 from trainer.config.decode import kinds_of
 from trainer.experiment import Experiment
 
@@ -37,8 +38,8 @@ def _clusters() -> Iterator[str]:
         yield from _section(KINDS.schema(kind, "cluster"), "cluster", f"`kind: {kind}`")
 
 
-def _section(schema: type[Any], path: str, title: str) -> Iterator[str]:
-    """The table of a dataclass, then those of the sections inside it."""
+def _section(schema: type[Any], path: str, title: str, above: tuple[Kinds, ...] = ()) -> Iterator[str]:
+    """The table of a dataclass, then those of the sections inside it, but for kinds that it is itself one of."""
     hints, texts, fields = get_type_hints(schema, include_extras=True), _attributes(schema), dataclasses.fields(schema)
     summary = inspect.cleandoc(schema.__doc__ or "").partition("\n\n")[0]
     yield f"{'###' if path else '##'} {title}\n\n{summary}\n"
@@ -50,10 +51,11 @@ def _section(schema: type[Any], path: str, title: str) -> Iterator[str]:
     for field in fields:
         hint, inner = hints[field.name], f"{path}.{field.name}" if path else field.name
         if kinds := kinds_of(hint):
-            for kind in kinds.available():
-                yield from _section(kinds.schema(kind, inner), inner, f"`{inner}: {{kind: {kind}}}`")
+            for kind in kinds.available() if kinds not in above else ():
+                title = f"`{inner}: {{kind: {kind}}}`"
+                yield from _section(kinds.schema(kind, inner), inner, title, (*above, kinds))
         elif section := next(filter(dataclasses.is_dataclass, (hint, *get_args(hint))), None):
-            yield from _section(cast(type[Any], section), inner, f"`{inner}`")
+            yield from _section(cast(type[Any], section), inner, f"`{inner}`", above)
 
 
 def _attributes(schema: type[Any]) -> dict[str, str]:

@@ -29,7 +29,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of
 VOCAB_SIZE = 600
 
 
-def make_dataset(folder: Path, algorithm: Literal["wordpiece", "unigram"] = "wordpiece") -> Path:
+def make_dataset(
+    folder: Path, algorithm: Literal["wordpiece", "unigram"] = "wordpiece", vocabulary: int = VOCAB_SIZE
+) -> Path:
     """About 1,300 paragraphs of English in 5 train shards and 1 held-out shard, WordPiece tokens, with sentences.
 
     A `unigram` tokenizer has 100 sentinels besides.
@@ -41,7 +43,7 @@ def make_dataset(folder: Path, algorithm: Literal["wordpiece", "unigram"] = "wor
 
     folder.mkdir()
     paragraphs = [p for name in sorted(topics) for p in topics[name].split("\n\n") if p.strip()][::2]
-    tokenizer = tokenization.Config("", algorithm, VOCAB_SIZE, lowercase=True).train(paragraphs[:400])
+    tokenizer = tokenization.Config("", algorithm, vocabulary, lowercase=True).train(paragraphs[:400])
     tokenizer.save(folder / "tokenizer")
     documents = tokenizer.encode_batch(paragraphs)
     sizes = [[len(part) for part in tokenizer.encode_batch(split(text, "rules"))] for text in paragraphs]

@@ -29,6 +29,7 @@ from trainer.experiment import Experiment
 from trainer.findings import Finding, State
 from trainer.metrics import check_installed
 from trainer.monitoring import wandb
+from trainer.objectives import task_of
 from trainer.strategies import flash, xla_spmd
 from trainer.strategies.world import World
 from trainer.strategies.xla_trial import XlaTrial
@@ -102,7 +103,7 @@ def _checks_of(experiment: Experiment) -> list[Check]:
         checks.append(("checkpoints", lambda: _object_store(checkpoints)))
     elif checkpoints:
         checks.append(("checkpoints", lambda: _disk("checkpoints", Path(checkpoints), needed)))
-    if metrics := getattr(experiment.objective, "metrics", ()):
+    if metrics := getattr(task_of(experiment.objective), "metrics", ()):
         checks.append(("metrics", lambda: _metrics(metrics)))
     if any(storage.is_url(path) for path in experiment.data.paths):
         cache = experiment.data.cache or os.environ.get("SAMESTEP_CACHE") or Path.home() / ".cache" / "samestep"

@@ -55,6 +55,8 @@ class Experiment:
         seed: the root of every random choice.
         init_from: a Hugging Face folder, hf://NAME[@REVISION] on the Hub, or a checkpoint, whose weights the run starts
             from; None draws them.
+        init_layers: of the weights that the run starts from, the layers that its own start from, in order, as
+            [0, 2, 4, 6, 8, 10]; of T5, in both stacks. [] takes all as they are.
         redraw_layers: of a model that starts from weights, how many of its last layers are drawn all the same.
     """
 
@@ -72,6 +74,7 @@ class Experiment:
     tracking: Tracking = field(default_factory=Tracking)
     seed: int = 0
     init_from: str | None = None
+    init_layers: tuple[int, ...] = ()
     redraw_layers: int = 0
 
     def __post_init__(self) -> None:
@@ -84,7 +87,21 @@ class Experiment:
             )
         if self.redraw_layers < 0 or (self.redraw_layers and self.init_from is None):
             raise ConfigError(f"redraw_layers is {self.redraw_layers}; use 0, or more of a model that has init_from")
+        if self.init_layers:
+            self._check_init_layers()
         self.resolved_phases()  # refuses those that do not fit the run
+
+    def _check_init_layers(self) -> None:
+        said = f"init_layers is {list(self.init_layers)}"
+        if self.init_from is None:
+            raise ConfigError(f"{said}, which are layers of init_from, and there is none; leave init_layers out")
+        for name in ("layers", "decoder_layers"):
+            layers = getattr(self.model, name, None)
+            if layers not in (None, len(self.init_layers)):
+                raise ConfigError(
+                    f"{said}, and model.{name} is {layers}; name a layer for each, or set "
+                    f"model.{name}={len(self.init_layers)}"
+                )
 
     def in_one_process(self) -> Experiment:
         """With a strategy for one process, where the run's own may need more."""

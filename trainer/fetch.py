@@ -57,11 +57,13 @@ def fetch(target: str, overrides: list[str], to: str | None) -> list[str]:
 
 
 def _experiment_inputs(experiment: Experiment, to: str | None) -> Iterator[str]:
-    start = experiment.init_from
-    if start and is_hub_path(start):
-        yield f"init_from={model_folder(start, to and f'{to}/model')}"
-    elif start and storage.is_url(start):
-        yield f"init_from={_checkpoint(start, Path(to or 'fetched'))}"
+    teacher = getattr(experiment.objective, "teacher", None)
+    models = {"init_from": (experiment.init_from, "model"), "objective.teacher": (teacher, "teacher")}
+    for setting, (start, place) in models.items():
+        if start and is_hub_path(start):
+            yield f"{setting}={model_folder(start, to and f'{to}/{place}')}"
+        elif start and storage.is_url(start):
+            yield f"{setting}={_checkpoint(start, Path(to or 'fetched'))}"
     here = {
         path: str(_built_dataset(path.rstrip("/"), Path(to or "fetched")))
         for path in experiment.data.paths

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias, get_args, get_type_hints
 
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from data_pipeline.mixed import AnyDataset, named_sources
 from data_pipeline.tokenization import Tokenizer
+from trainer.checkpoint.layout import StoredTensors
 from trainer.config import to_tree
 from trainer.errors import CheckpointError, ConfigError
 from trainer.experiment import Experiment
 from trainer.models.config import FEWEST_LABELS
-from trainer.objectives import Objective
-from trainer.optim.groups import layers_from_last
+from trainer.objectives import Objective, task_of
+from trainer.optim.groups import LAYER, layers_from_last
 from trainer.strategies import InitialValues
 from trainer.weights import Weights
 
@@ -79,7 +80,7 @@ def check_fit(experiment: Experiment, dataset: AnyDataset, objective: Objective,
 
 def _check_architecture(experiment: Experiment, objective: Objective) -> None:
     """Refuses an encoder where a decoder is needed, and the like."""
-    model, own = experiment.model, experiment.objective
+    model, own = experiment.model, task_of(experiment.objective)
     (has, layout), (needed, architecture) = (
         _architecture(lambda name: getattr(model, name, False)),
         _architecture(lambda name: objective.model_settings.get(name, False)),
@@ -205,6 +206,33 @@ def stored_values(weights: Weights, model: Any, dataset: AnyDataset, seed: int |
         return own
 
     return values
+
+
+def choose_layers(weights: Weights, layers: Sequence[int]) -> Weights:
+    """A trained model with some of its layers alone, of T5's in both stacks; what is in no layer stays as it is.
+
+    Args:
+        weights: of the trained model.
+        layers: which of its layers come first, second, and so on, counted from 0; one may come twice.
+
+    Raises:
+        ConfigError: there are no such layers.
+    """
+    found = {name: match for name in weights.tensors if (match := LAYER.match(name))}
+    for stack in dict.fromkeys(match[1] for match in found.values()):
+        count = 1 + max(int(match[2]) for match in found.values() if match[1] == stack)
+        if wrong := [number for number in layers if not 0 <= number < count]:
+            raise ConfigError(
+                f"init_layers names layer {wrong[0]}, and {weights.folder} has {count}, numbered from 0; use 0 to "
+                f"{count - 1}"
+            )
+    pieces = {name: of_it for name, of_it in weights.tensors.pieces.items() if name not in found}
+    for name, match in found.items():
+        numbers = [number for number, layer in enumerate(layers) if layer == int(match[2])]
+        rest = name[match.end() :]
+        pieces |= {f"{match[1]}.{number}.{rest}": weights.tensors.pieces[name] for number in numbers}
+    logger.info("the layers start from layers %s of %s", ", ".join(map(str, layers)), weights.folder)
+    return replace(weights, tensors=StoredTensors(pieces))
 
 
 def redraw_layers(values: InitialValues, model: Any, layers: int, seed: int) -> InitialValues:

@@ -170,7 +170,7 @@ def _data(meta: Mapping[str, Any]) -> tuple[str, list[Manifest]]:
     """A table of the datasets, by the digests in a checkpoint, and what of them is still where it was."""
     mixture = meta.get("data", {}).get("mixture", [])
     digests = dict.fromkeys(digest for _, shares in mixture for digest in shares)
-    found = {manifest.digest: manifest for manifest in _manifests(meta)} if digests else {}
+    found = {manifest.digest: manifest for manifest in manifests_of(meta)} if digests else {}
     rows = []
     for digest in digests:
         files, documents, tokens = "", "", ""
@@ -183,8 +183,8 @@ def _data(meta: Mapping[str, Any]) -> tuple[str, list[Manifest]]:
     return _table(rows, ("source files", "documents", "tokens", "digest")), used
 
 
-def _manifests(meta: Mapping[str, Any]) -> Iterator[Manifest]:
-    """Those that lie where the run found its datasets."""
+def manifests_of(meta: Mapping[str, Any]) -> Iterator[Manifest]:
+    """Those that lie where a run found its datasets, by what its checkpoint says."""
     data = meta["config"].get("data", {})
     for path in [data.get("path"), *(source.get("path") for source in data.get("sources", ()))]:
         if path is not None:

@@ -85,7 +85,8 @@ def score(
     if hasattr(objective, "scores"):
         predictions = gatherer.predictions(strategy.rows_on_host, strategy.all_reduce, *loader.task_rows())
         return means | cast(Task, objective).scores(predictions)
-    of_tokens = means.get("mlm_loss", means["loss"])  # where another task is part of the loss
+    # Where another task is part of the loss, or a teacher.
+    of_tokens = next(means[name] for name in ("mlm_loss", "hard_loss", "loss") if name in means)
     return {**means, "perplexity": math.exp(min(of_tokens, 700.0))}
 
 

@@ -19,7 +19,8 @@ from trainer.hub import is_hub_path
 from trainer.run import build_model, checkpoint_folder, open_loader
 from trainer.storage import is_url
 from trainer.strategies import Replica
-from trainer.weights import check_weights
+from trainer.teacher import build_teacher, teacher_of
+from trainer.weights import check_weights, load_config
 
 
 def check(experiment: Experiment, devices: Sequence[int], elsewhere: bool = False) -> None:
@@ -48,7 +49,9 @@ def check(experiment: Experiment, devices: Sequence[int], elsewhere: bool = Fals
     seen = start is not None and not is_hub_path(start) and (not elsewhere or is_url(start))
     if start and seen and not integrity.committed_steps(checkpoint_folder(experiment)):  # which it would go on from
         check_weights(files.location(start))
-    told = not isinstance(experiment.model, starting.Config)
+    told, teacher = not isinstance(experiment.model, starting.Config), teacher_of(experiment)
+    if told and teacher is not None and (not elsewhere or is_url(teacher)):
+        build_teacher(experiment, load_config(teacher))
     if told and (not elsewhere or all(map(is_url, experiment.data.paths))):
         _check_data(experiment, experiment.data.open(), sorted({min(devices), max(devices)}))
 

@@ -23,12 +23,12 @@ from trainer.checkpoint.manager import Checkpointer
 from trainer.config import dump, to_tree
 from trainer.errors import EXIT_DONE, ConfigError, SamestepError
 from trainer.experiment import Experiment
-from trainer.fit import check_fit, redraw_layers, stored_values
+from trainer.fit import check_fit, choose_layers, redraw_layers, stored_values
 from trainer.loop import Trainer
 from trainer.metrics import check_installed
 from trainer.micro_batch import probe, without_probe
 from trainer.monitoring import Tracker
-from trainer.objectives import Objective
+from trainer.objectives import Objective, task_of
 from trainer.optim import groups
 from trainer.passes import Loader, score
 from trainer.phases import Phase, examples_after, phase_of
@@ -37,6 +37,7 @@ from trainer.rewind import rewind
 from trainer.snapshots import newest, open_snapshots
 from trainer.strategies import InitialValues, Replica, Strategy
 from trainer.strategies.world import World
+from trainer.teacher import attach_teacher
 from trainer.weights import load_weights
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def train(experiment: Experiment) -> int:
             trainer = build_trainer(experiment, dataset, strategy, checkpointer, weights, snapshots, step is not None)
             if experiment.training.evaluate_every is not None:
                 trainer.heldout(trainer.phase).close()  # refuses a split without examples now rather than after hours
-                check_installed(getattr(experiment.objective, "metrics", ()))
+                check_installed(getattr(task_of(experiment.objective), "metrics", ()))
                 if experiment.training.best is not None and hasattr(trainer.objective, "score_names"):
                     check_metric(experiment.training.best, ("loss", *trainer.objective.score_names))
             if step is not None:
@@ -133,7 +134,7 @@ def evaluate(experiment: Experiment, step: int | None) -> dict[str, float]:
 
 
 def _evaluate(experiment: Experiment, step: int | None, strategy: Strategy) -> dict[str, float]:
-    check_installed(getattr(experiment.objective, "metrics", ()))
+    check_installed(getattr(task_of(experiment.objective), "metrics", ()))
     dataset = experiment.data.open()
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
     checkpoints = checkpoint_folder(experiment)
@@ -143,6 +144,7 @@ def _evaluate(experiment: Experiment, step: int | None, strategy: Strategy) -> d
     # The optimizer that comes with it has no state yet, and so takes no memory.
     with strategy.accelerator.graph("start"):
         model, _ = strategy.prepare(model, experiment.optimizer.build, stored_values(weights, model, dataset))
+    attach_teacher(experiment, dataset, objective, strategy)
     assert weights.step is not None
     phase = phase_of(experiment.resolved_phases(), weights.step - 1)
     heldout = open_loader(
@@ -222,6 +224,8 @@ def build_trainer(
     initial: InitialValues = partial(shapes.initial_values, seed=experiment.seed)
     if weights is not None:
         trained = load_weights(weights, strategy.world.rank, strategy.world.size)
+        if experiment.init_layers:
+            trained = choose_layers(trained, experiment.init_layers)
         initial = stored_values(trained, shapes, dataset, seed=experiment.seed)
         if experiment.redraw_layers:
             initial = redraw_layers(initial, shapes, experiment.redraw_layers, experiment.seed)
@@ -231,6 +235,7 @@ def build_trainer(
     with strategy.accelerator.graph("start"):
         wrapped, optimizer = strategy.prepare(model, build_optimizer, initial)
         groups.prime(optimizer)
+    teacher = attach_teacher(experiment, dataset, objective, strategy)
     open_split = partial(open_loader, experiment, dataset, objective, strategy.replica, largest=strategy.largest)
     # What memory has to be enough for is the widest of the batches.
     widest = replace(experiment, data=replace(experiment.data, group_by_length=None))
@@ -253,6 +258,7 @@ def build_trainer(
         description={
             "config": to_tree(experiment),
             "micro_batch_sizes": [phase.micro_batch_size for phase in phases],
+            "teacher": teacher,
         },
     )
 

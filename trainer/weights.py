@@ -33,7 +33,7 @@ class Weights:
         folder: of the checkpoint, or of the Hugging Face model.
         tokenizer: the folder of the tokenizer that goes with them; see `tokenizer_files`.
         step: of the checkpoint; None for a Hugging Face model.
-        objective: the settings that a checkpoint's model was trained with, its kind included.
+        objective: the settings that a checkpoint's model was trained with, its kind included; of a student, its own.
     """
 
     config: Any
@@ -43,6 +43,13 @@ class Weights:
     step: int | None = None
     objective: Mapping[str, Any] = field(default_factory=dict)
     optimizer: StoredTensors = field(default_factory=lambda: StoredTensors({}))
+
+    def identity(self) -> str:
+        """A digest that changes with the weights; of a Hugging Face folder it takes a second for some gigabytes."""
+        if self.step is not None:
+            return integrity.identity(self.folder)
+        assert isinstance(self.folder, Path)
+        return huggingface.identity(self.folder)
 
     def tokenizer_files(self) -> AbstractContextManager[Path]:
         """The tokenizer's folder on this machine, while the context lasts."""
@@ -80,7 +87,8 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
     with together(world_size):
         beside = root / "tokenizer"
         tokenizer = beside if (beside / "tokenizer_config.json").exists() else root.parent / "tokenizer"
-    return Weights(config, tensors, folder, tokenizer, meta["step"], meta["config"]["objective"], optimizer)
+    objective = meta["config"]["objective"]
+    return Weights(config, tensors, folder, tokenizer, meta["step"], objective.get("of", objective), optimizer)
 
 
 def load_config(path: str | Location) -> Any:

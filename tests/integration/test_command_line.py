@@ -124,6 +124,7 @@ def test_kind(package: str, kind: str) -> None:
     schema = importlib.import_module(f"{package}.{kind}").Config
     assert schema.__dataclass_params__.frozen
     required = {"vocab_size": 100, "paths": ["a"], "path": "a", "source_paths": ["a"], "target_paths": ["a"]}
+    required |= {"teacher": "runs/teacher", "of": "mlm"}
     if package == "data_pipeline.sources":
         required |= {"labels": ["O", "B-X"], "choices": ["a", "b"]}
     config = decode(schema, {f.name: required[f.name] for f in dataclasses.fields(schema) if f.name in required})

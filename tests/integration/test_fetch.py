@@ -54,6 +54,15 @@ def test_a_model_is_fetched_and_trained_on_without_a_network(hub, samestep, expe
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_a_teacher_is_fetched_beside_the_student(hub, samestep, experiment_file, tmp_path, monkeypatch):
+    student = ("init_from=hf://owner/tiny", "objective={kind: distillation, teacher: hf://owner/tiny, of: mlm}")
+    found = settings(samestep("fetch", experiment_file, *student, "--to", tmp_path / "raw"))
+    assert found == [f"init_from={tmp_path / 'raw/model'}", f"objective.teacher={tmp_path / 'raw/teacher'}"]
+    unplug(hub, monkeypatch)
+    result = samestep("train", experiment_file, f"output={tmp_path / 'run'}", *student, *found, *TWO_STEPS)
+    assert result.code == 0, result.err
+
+
 def test_an_address_stands_for_a_checkpoint_in_every_command(hub, samestep, finished_run, tmp_path):
     text = "the value of [MASK]"
     assert samestep("fill", "hf://owner/tiny", text).out == samestep("fill", finished_run, text).out

@@ -41,3 +41,26 @@ def test_losses_and_scores_are_those_of_the_cpu(
     assert len(scores) == 2
     assert report["compiled"] == 4  # the start, the step, the reading of metrics, the evaluation
     assert report["fallbacks"] == []
+
+
+@pytest.mark.timeout(600)
+def test_a_student_learns_beside_its_teacher(
+    work: Work, samestep: Samestep, dataset_folder: Path, tmp_path: Path
+) -> None:
+    """The teacher is whole on each device, and part of the step's graph."""
+    assert (
+        samestep("data", "build", tasks.write_build("classification", tmp_path, dataset_folder / "tokenizer")).code == 0
+    )
+    file = tasks.write_experiment("classification", tmp_path, tmp_path / "none", steps=10)
+    batches = ("training.global_batch_size=16", "training.micro_batch_size=2", "training.evaluate_every=null")
+    settings = ("init_from=null", MODEL, *TASKS["classification"][:2], *batches)
+    teacher = tmp_path / "teacher"
+    assert samestep("train", file, f"output={teacher}", *settings).code == 0
+    of = f"objective={{kind: distillation, teacher: {teacher}, of: classification, hard: 0.5, cosine: 1.0}}"
+    student = (*settings, of, "model.layers=2", "seed=3")
+    assert samestep("train", file, f"output={tmp_path / 'cpu'}", *student).code == 0
+    report = work(str(file), f"output={tmp_path / 'xla'}", *student)
+    expected = [row["train/loss"] for row in tasks.rows_of(tmp_path / "cpu") if "train/loss" in row]
+    np.testing.assert_allclose(report["losses"], expected, rtol=RELATIVE)
+    assert report["fallbacks"] == []
+    assert max(report["compilations"].values()) == 1

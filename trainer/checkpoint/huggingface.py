@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trainer.checkpoint import files
 from trainer.errors import CheckpointError
 from trainer.hub import TOKENIZER_FILES
 
@@ -43,6 +45,12 @@ class LazyTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
+
+
+def identity(folder: Path) -> str:
+    """A digest of a model's settings and weights."""
+    names = [_CONFIG, *sorted(path.name for path in folder.glob("*.safetensors"))]
+    return hashlib.sha256("".join(files.digest(folder / name).sha256 for name in names).encode()).hexdigest()
 
 
 def load_folder(folder: Path) -> tuple[dict[str, Any], LazyTensors]:

@@ -78,6 +78,11 @@ def read_checksums(folder: Location) -> dict[str, Digest]:
     return {name: Digest(**digest) for name, digest in json.loads(files.read(checksums)).items()}
 
 
+def identity(folder: Location) -> str:
+    """A digest of all that a committed step holds."""
+    return files.digest(folder / _CHECKSUMS).sha256
+
+
 def rank_files(folder: Location) -> list[Location]:
     """The files of a committed step that hold tensors."""
     return [folder / name for name in read_checksums(folder) if name.endswith(".safetensors")]

@@ -16,7 +16,6 @@ from data_pipeline.build import Config as BuildConfig
 from data_pipeline.build import build
 from data_pipeline.dataset import Dataset, PackedSplit
 from data_pipeline.tokenization import Tokenizer
-from trainer.checkpoint import files
 from trainer.config import Kinds, Tree, decode, to_tree
 from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError
@@ -24,7 +23,7 @@ from trainer.finetune.chance import chance
 from trainer.finetune.task import Config as TaskConfig
 from trainer.finetune.task import Task
 from trainer.starting import model_of
-from trainer.weights import Weights, load_weights
+from trainer.weights import load_weights
 
 _OBJECTIVE = Annotated[Any, Kinds("trainer.objectives")]
 _OWN = ("output", "init_from", "seed")  # settings that the suite makes itself
@@ -128,7 +127,7 @@ def list_runs(
             rows = [found.manifest.digest for found in (dataset, *also.values())]
             points = list(_points(task, dataset, also, whole_grid, changes))
             before = tuple(run.digest for run in runs if run.task == task.config.start and not run.scratch)
-            of = [checkpoint, _identity(weights), *rows, *before]
+            of = [checkpoint, weights.identity(), *rows, *before]
             for point in points:
                 start = {} if before else {"init_from": checkpoint}
                 runs += _seeded(task, folder, point.having(start), of, seeds, start=before)
@@ -162,12 +161,14 @@ class _Point:
         settings: what the grid has chosen.
         experiment: all settings but the seed and the output.
         chance, evaluations: as in `Run`.
+        of: what results depend on besides.
     """
 
     settings: Mapping[str, float]
     experiment: Tree
     chance: float
     evaluations: Mapping[str, Sequence[str]]
+    of: Sequence[str]
 
     def having(self, changes: Tree) -> _Point:
         """The same with these sections of the experiment."""
@@ -187,7 +188,7 @@ def _seeded(task: Task, folder: Path, point: _Point, of: Sequence[str], seeds: i
     """
     for seed in range(seeds):
         experiment = {**point.experiment, "seed": seed}
-        content = json.dumps([experiment, *task.config.metrics, *of], sort_keys=True)
+        content = json.dumps([experiment, *point.of, *of], sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:16]
         score, chance = task.config.score, point.chance
         run = Run(task.name, point.settings, seed, folder, experiment, digest, score, chance, **more)
@@ -212,7 +213,8 @@ def _points(
         for name, value in settings.items():
             tree = merge(tree, parse_override(f"{name}={value:g}"))
         tree = merge(tree, changes)
-        objective = decode(_OBJECTIVE, tree["objective"], "objective").build(dataset.tokenizer.vocabulary)
+        predicted = decode(_OBJECTIVE, tree["objective"], "objective")
+        objective = predicted.build(dataset.tokenizer.vocabulary)
         spec, policy = objective.pack_spec(tree["data"]["sequence_length"]), tree["data"]["packing"]
         examples = int(PackedSplit(dataset, "train", spec, policy, seed=0).counts.sum())
         steps = tree["training"].get(
@@ -227,7 +229,9 @@ def _points(
             by_steps["training"]["best"] = {"metric": config.score, "mode": "max", "patience": config.patience}
         experiment = merge(by_steps, tree)
         baseline = chance(objective, dataset, config.score)
-        yield _Point(settings, experiment, baseline, _evaluations(experiment, config.metrics, also))
+        teacher = getattr(predicted, "teacher", None)
+        of = (*config.metrics, *(() if teacher is None else (load_weights(teacher).identity(),)))
+        yield _Point(settings, experiment, baseline, _evaluations(experiment, config.metrics, also), of)
 
 
 def _evaluations(experiment: Tree, metrics: Sequence[str], also: Mapping[str, Dataset]) -> Mapping[str, Sequence[str]]:
@@ -273,11 +277,3 @@ def _stamp(file: Path) -> list[str | int]:
         return [str(file)]
     found = file.stat()
     return [str(file), found.st_size, found.st_mtime_ns]
-
-
-def _identity(weights: Weights) -> str:
-    """What changes with the weights."""
-    if weights.step is not None:
-        return hashlib.sha256(files.read(weights.folder / "checksums.json")).hexdigest()
-    assert isinstance(weights.folder, Path)
-    return json.dumps([_stamp(file) for file in sorted(weights.folder.iterdir()) if file.is_file()])

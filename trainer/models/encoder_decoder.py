@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models.attention import causal_mask, segment_mask
+from trainer.models.attention import causal_mask, segment_mask, take
 from trainer.models.cache import Cache, Memory
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout, split_key
@@ -66,7 +66,8 @@ class EncoderDecoder(Model):
         target_positions: Tensor | None = None,
         predicted: Tensor | None = None,
         dropout_key: Tensor | None = None,
-    ) -> Tensor:
+        hidden_states: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Scores every token of the vocabulary, or what a task's head has classes for, at the predicted positions.
 
         Args:
@@ -80,15 +81,18 @@ class EncoderDecoder(Model):
             positions, target_positions: not read: distances between cells are enough.
             predicted: int [B, P], the decoder's cells to predict, or that a task's head reads; None predicts all.
             dropout_key: int32 [B], a random key for each row; None, or a model in eval mode, means no dropout.
+            hidden_states: whether to return those that the head reads, of all cells.
 
         Returns:
             Logits [B, P, V], or [B, T, V] when `predicted` is None; with a task's head its classes C in place of V.
+            With `hidden_states`, a pair of these and [B, T, D].
         """
         if self.config.head != "language_model":
             target_tokens, target_segments = F.pad(tokens[:, :-1], (1, 0), value=START), segments
         assert target_tokens is not None, "a language model needs the tokens that its decoder reads"
         assert (segments is None) == (target_segments is None), "either both sides have segments, or neither"
         encoder_layers = len(self._encoder_layers)
+        read = None if hidden_states else predicted  # the cells of the last layer that the head reads
         embedding_key, after_encoder, after_decoder, head_key = None, None, None, None
         layer_keys: Tensor | list[None] = [None] * (encoder_layers + len(self.decoder))
         if self.training and dropout_key is not None:
@@ -98,9 +102,8 @@ class EncoderDecoder(Model):
             layer_keys = keys[3:-1].view(len(layer_keys), places, -1)
         if not self.decoder:
             hidden, matrix = self.embeddings(tokens, None, dropout_key=embedding_key)
-            encoded = self._encode(hidden, segments, layer_keys, after_encoder, predicted)
-            tags: Tensor = self.head(encoded, matrix, head_key)
-            return tags
+            hidden = self._encode(hidden, segments, layer_keys, after_encoder, read)
+            return self._answer(hidden, matrix, head_key, predicted, hidden_states)
         # One look-up for both sides: its backward pass fills a table of gradients once.
         both, matrix = self.embeddings(torch.cat([tokens, target_tokens], 1), None, dropout_key=embedding_key)
         source, hidden = both.split([tokens.shape[1], target_tokens.shape[1]], 1)
@@ -112,12 +115,20 @@ class EncoderDecoder(Model):
             hidden,
             mask,
             layer_keys[encoder_layers:],
-            cells=predicted,
+            cells=read,
             memory=memory,
             checkpointing=self._checkpointing,
         )
-        hidden = dropout(self.decoder_norm(hidden), self.config.dropout, after_decoder, predicted)
-        logits: Tensor = self.head(hidden, matrix, head_key)
+        hidden = dropout(self.decoder_norm(hidden), self.config.dropout, after_decoder, read)
+        return self._answer(hidden, matrix, head_key, predicted, hidden_states)
+
+    def _answer(
+        self, hidden: Tensor, matrix: Tensor, key: Tensor | None, predicted: Tensor | None, hidden_states: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The logits of the predicted cells; with `hidden_states`, these of all cells, too."""
+        if hidden_states:
+            return self.head(take(hidden, predicted), matrix, key), hidden
+        logits: Tensor = self.head(hidden, matrix, key)
         return logits
 
     @property

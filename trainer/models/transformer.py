@@ -63,6 +63,7 @@ class Transformer(Model):
         next_sentence: bool = False,
         prefix: Tensor | None = None,
         next_tokens: bool = False,
+        hidden_states: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Scores every token of the vocabulary, or what a task's head has classes for, at the predicted positions.
 
@@ -79,11 +80,14 @@ class Transformer(Model):
             next_sentence: whether to score the pair of segments, too; the model needs the head for it.
             prefix: bool [B, S], cells of a causal model that all cells of their segment may attend to; None: no cell.
             next_tokens: whether a causal model with a task's head is to score the token after each cell, too.
+            hidden_states: whether to return those that the head reads, of all cells; for models that do none of the
+                former two.
 
         Returns:
             Logits [B, P, V], or [B, S, V] when `predicted` is None; with a task's head its classes C in place of V.
             With `next_sentence`, a pair of these and the logits [B, 2] of "B follows A" and "B is from elsewhere";
-            with `next_tokens`, of these and the logits [B, S - 1, V] of the tokens in cells 1 to S - 1.
+            with `next_tokens`, of these and the logits [B, S - 1, V] of the tokens in cells 1 to S - 1;
+            with `hidden_states`, of these and [B, S, D].
         """
         embedding_key, final_key = None, None
         layer_keys: Tensor | list[None] = [None] * len(self.layers)
@@ -95,7 +99,7 @@ class Transformer(Model):
         read = predicted  # the cells of the last layer that the heads read
         if predicted is not None and next_sentence:
             read = F.pad(predicted, (1, 0))
-        elif next_tokens:
+        elif next_tokens or hidden_states:
             read = None
         checkpointing = self.activation_checkpointing and self.training
         mask = self._mask(tokens, segments, prefix)
@@ -107,6 +111,8 @@ class Transformer(Model):
         if next_tokens:
             assert self.lm_head is not None, "the model was built without a language-model head beside its own"
             return self.head(take(hidden, predicted), matrix, final_key), self.lm_head(hidden[:, :-1], matrix)
+        if hidden_states:
+            return self.head(take(hidden, predicted), matrix, final_key), hidden
         if not next_sentence:
             logits: Tensor = self.head(hidden, matrix, final_key)
             return logits

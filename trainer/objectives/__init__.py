@@ -95,3 +95,16 @@ class Task(Objective, Protocol):
     def scores(self, predictions: Predictions) -> dict[str, float]:
         """The scores of a split, by name; what is a share is in [0, 1]."""
         ...
+
+
+class Taught(Objective, Protocol):
+    """An objective that asks a trained model, the teacher, besides: one whose settings name a `teacher`."""
+
+    def attach(self, teacher: nn.Module) -> None:
+        """Takes the teacher, in eval mode and without gradients; `loss` needs it, and nothing else does."""
+        ...
+
+
+def task_of(config: Any) -> Any:
+    """The settings of an objective, or of the one that it is put around, as a distillation."""
+    return getattr(config, "of", config)

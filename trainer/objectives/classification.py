@@ -37,7 +37,7 @@ class Config:
             which all are right, as the answers of a question in MultiRC; group_first_right, the share of groups whose
             row that is the surest of the second label has it, as the entities for a query in ReCoRD.
         label_smoothing: so much of each label's probability is spread evenly over all labels.
-        soft: whether rows are labelled with a probability for each label, as those of a teacher.
+        soft: whether rows may be labelled with a probability for each label, as by a teacher; one label is certain.
         reads: the cell of a sequence that is scored: for encoders the `first`, that of [CLS], for decoders the `last`.
             null goes by the tokenizer: the first for BERT's and RoBERTa's, which a GPT may have, too, else the last.
         lm_weight: what the loss of predicting each token from those before it is multiplied by, before it is added to
@@ -71,8 +71,8 @@ class Classification:
 
     To the rows of `TaskRows` it adds, for B examples and C classes:
         predicted: int64 [B, 1], the cell that is read: that of [CLS], or for a decoder the last one with a token.
-        labels: int64 [B], the class; not where `soft` is set.
-        probabilities: float32 [B, C], of each class; only where it is.
+        labels: int64 [B], the class; or, where a row has several,
+        probabilities: float32 [B, C], of each class.
         weights: float32 [B], the weight of the example.
         lm_weights: float32 [B, S - 1], of S cells, that of the example where cells 1 to S - 1 hold a token, else 0;
             only with `lm_weight`.
@@ -103,17 +103,33 @@ class Classification:
         """Lays the texts out; see the class for the arrays.
 
         Raises:
-            ConfigError: the labels are not of the kind that `soft` says.
+            ConfigError: there are probabilities, and `soft` is not set.
         """
         batch = self._rows.lay_out(examples, sequence_length)
         batch["predicted"] = self._rows.read_cells(batch)
-        if self.config.soft:
-            batch["probabilities"] = _probabilities(examples)
+        if (labels_of(examples).count > 1).any():
+            batch["probabilities"] = self._probabilities(examples)
         else:
-            batch["labels"] = _classes(examples).astype(np.int64)
+            batch["labels"] = single_labels(examples).astype(np.int64)
         if self.config.lm_weight:
             batch["lm_weights"] = (batch["segments"][:, 1:] == 1) * examples.weight[:, None]
         return {**batch, "weights": examples.weight}
+
+    def _probabilities(self, examples: Examples) -> Float32:
+        """float32 [B, C], those of each row, of which one has several."""
+        labels = labels_of(examples)
+        classes = int(labels.count.max())
+        if not self.config.soft:
+            raise ConfigError(
+                f"a row of the dataset has {classes} probabilities, and objective.soft is false; set it to true"
+            )
+        several = labels.count > 1
+        assert (labels.count[several] == classes).all(), "rows have probabilities for different numbers of classes"
+        probabilities = np.zeros((several.size, classes), dtype=np.float32)
+        of_several = np.repeat(several, labels.count)
+        probabilities[several] = labels.values[of_several].reshape(-1, classes)
+        probabilities[~several, labels.values[~of_several].astype(np.int64)] = 1
+        return probabilities
 
     def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
         """The number of examples that count, and with `lm_weight` of their tokens that are predicted."""
@@ -125,7 +141,7 @@ class Classification:
 
         With `lm_weight`, so much of the cross-entropy of the tokens is added, which is over totals["lm"].
         """
-        target = batch["probabilities" if self.config.soft else "labels"]
+        target = batch["probabilities" if "probabilities" in batch else "labels"]
         weights, smoothing, lm_weight = batch["weights"], self.config.label_smoothing, self.config.lm_weight
         if not lm_weight:
             return class_loss(model(**inputs(batch))[:, 0], target, weights, totals["examples"], smoothing)
@@ -154,23 +170,3 @@ class Classification:
         of_classes = scored.outputs.argmax(-1), scored.labels.astype(int)
         certainty = scored.outputs[:, 1] - scored.outputs[:, 0]
         return metrics.scores(self.config.metrics, *of_classes, scored.groups, certainty)
-
-
-def _classes(examples: Examples) -> Float32:
-    """float32 [B], the class of each row."""
-    labels = labels_of(examples)
-    if (labels.count > 1).any():
-        raise ConfigError(
-            f"a row of the dataset has {labels.count.max()} probabilities, and objective.soft is false; set it to true"
-        )
-    return single_labels(examples)
-
-
-def _probabilities(examples: Examples) -> Float32:
-    """float32 [B, C], the probabilities of each row."""
-    labels = labels_of(examples)
-    if (labels.count < 2).any():
-        raise ConfigError(
-            "objective.soft is true, and a row of the dataset has one label, no probability for each; set it to false"
-        )
-    return labels.values.reshape(labels.count.size, -1).copy()  # as in `single_labels`

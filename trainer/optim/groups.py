@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from trainer.partition import layer_shape, state_like
 
-_LAYER = re.compile(r"(layers|encoder|decoder)\.(\d+)\.")
+LAYER = re.compile(r"(layers|encoder|decoder)\.(\d+)\.")
+"""What the name of a layer's parameter begins with: the stack, and the layer's number in it."""
 _WHOLE = ("exp_avg_sq_row", "exp_avg_sq_col")  # Adafactor's means, which every process has the whole of
 
 
@@ -56,7 +57,7 @@ def _lr_scales(names: list[str], layer_decay: float) -> dict[str, float]:
 
 def layers_from_last(names: Iterable[str]) -> dict[str, int]:
     """Which layer of its stack each parameter is of, 1 for the last; without those that are of none."""
-    found = {name: match for name in names if (match := _LAYER.match(name))}
+    found = {name: match for name in names if (match := LAYER.match(name))}
     depth: dict[str, int] = {}  # of each stack
     for stack, number in (match.groups() for match in found.values()):
         depth[stack] = max(depth.get(stack, 0), int(number) + 1)

@@ -6,7 +6,7 @@ import numpy as np
 
 from trainer.examples import Batch, Examples, Labels, PackSpec, Target, Vocabulary
 from trainer.experiment import Experiment
-from trainer.objectives import Objective
+from trainer.objectives import Objective, task_of
 from trainer.phases import Phase
 
 _SENTINELS = 100  # of T5's tokenizers
@@ -62,7 +62,7 @@ def _pieces(spec: PackSpec) -> tuple[list[int], list[int]]:
 
 def _labels(experiment: Experiment, target: Target, tokens: int) -> Labels:
     """Labels of a row: zeros, which every target has, or of soft classes their probabilities."""
-    soft = getattr(experiment.objective, "soft", False)
+    soft = getattr(task_of(experiment.objective), "soft", False)
     classes = len(experiment.model.labels) if soft else 1
     count = {"class": classes, "number": 1, "choice": 1, "tags": tokens, "span": 2}[target]
     zeros = np.zeros(1, dtype=np.int64)

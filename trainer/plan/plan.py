@@ -77,7 +77,8 @@ class Planner:
         division = divide(strategy, self._experiment, self._step, devices)
 
         def held(rows: int, activations: Activations) -> Held:
-            return division.held(activations, accumulates=rows < most)
+            found = division.held(activations, accumulates=rows < most)
+            return replace(found, parameters=found.parameters + self._step.frozen)
 
         largest = None
         if memory is not None:

@@ -24,7 +24,7 @@ class Held:
     """Bytes of one device's memory at the peak of a step, on the device that holds most.
 
     Attributes:
-        parameters: what the optimizer updates, and the copy that passes work with where that is another.
+        parameters: what the optimizer updates, the copy that passes work with where that is another, and a teacher's.
         gradients: as they are from the second micro-batch of a step on, if it has several.
         optimizer: its state.
         activations: what forward and backward passes hold beside these.

@@ -14,11 +14,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,8 +28,10 @@ from trainer.accelerators import DTYPES, Precision, cpu
 from trainer.errors import ConfigError
 from trainer.examples import Batch
 from trainer.experiment import Experiment
-from trainer.objectives import Objective
+from trainer.objectives import Objective, Taught
 from trainer.optim import groups
+from trainer.teacher import teacher_of
+from trainer.weights import load_config
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 
@@ -123,6 +125,7 @@ class Step:
     Attributes:
         parameters: by name.
         update: bytes of temporary tensors in the optimizer's update of all parameters.
+        teacher: of a distillation; None where there is none.
     """
 
     def __init__(self, experiment: Experiment, device: Device) -> None:
@@ -141,6 +144,10 @@ class Step:
             state = [value for each in optimizer.state.values() for value in each.values()]
             with LiveBytes([*named.values(), *(p.grad for p in named.values()), *state]) as live:
                 optimizer.step()
+            teacher = teacher_of(experiment)
+            self.teacher: nn.Module | None = None
+            if teacher is not None:
+                self.teacher = load_config(teacher).build().requires_grad_(False).eval()
         self.update = live.peaks[0]
         units = {p: i for i, unit in enumerate(self._model.sharding_units()) for p in unit.parameters()}
         self._copied = {parameter: 2 if parameter in units else 1 for parameter in named.values()}
@@ -149,6 +156,11 @@ class Step:
             for name, parameter in named.items()
         }
 
+    @property
+    def frozen(self) -> int:
+        """Bytes of the teacher's parameters, which each device holds whole."""
+        return 0 if self.teacher is None else sum(parameter.nbytes for parameter in self.teacher.parameters())
+
     def activations(self, objective: Objective, example: Batch, rows: int) -> Activations:
         """Runs forward and backward passes over so many copies of an example.
 
@@ -156,6 +168,9 @@ class Step:
             ConfigError: they need the values of tensors, as they do where an objective reads one on the host.
         """
         existing = [tensor for parameter in self._copied for tensor in (parameter, parameter.grad)]
+        if self.teacher is not None:
+            existing += self.teacher.parameters()
+            cast(Taught, objective).attach(self.teacher)
         with self._fake, LiveBytes(existing, self._copied) as live:
             batch = {
                 name: torch.empty((rows, *column.shape[1:]), dtype=torch.from_numpy(column).dtype)

@@ -122,6 +122,14 @@ class Strategy(ABC):
             The module to call in the forward pass, and the optimizer.
         """
 
+    @torch.no_grad()
+    def place_frozen(self, model: nn.Module, values: InitialValues) -> nn.Module:
+        """Gives a meta model that is not trained memory and values, whole on each device; returns it in eval mode."""
+        model.to_empty(device=self.accelerator.device)
+        for name, parameter in model.requires_grad_(False).named_parameters():
+            parameter.copy_(values(name, 0, parameter.numel()).view(parameter.shape))
+        return model.eval()
+
     def autocast(self) -> AbstractContextManager[object]:
         """Surrounds a forward pass; matrix products in it are made in the run's precision."""
         return self.accelerator.autocast(self.precision)

@@ -152,12 +152,8 @@ class XlaSpmd(Strategy):
                 whole = initial_values(name, 0, parameter.numel()).view(parameter.shape)
                 on_devices = self._place(whole, self._rows(whole.shape))
                 placed[parameter] = self.parameters[name] = nn.Parameter(on_devices, parameter.requires_grad)
-            owner, _, own = name.rpartition(".")
-            setattr(model.get_submodule(owner), own, placed[parameter])
-        # Told only how weights are split, XLA would rather split activations so, too, than gather weights.
-        for module in model.modules():
-            if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm | nn.RMSNorm):
-                module.register_forward_hook(lambda _module, _inputs, output: self._split_examples(output))
+            _put(model, name, placed[parameter])
+        self._split_activations(model)
         if stacks:
             scanned = cast(Any, model)
             for module in scanned.modules():
@@ -169,6 +165,20 @@ class XlaSpmd(Strategy):
         self._optimizer = build_optimizer(self.parameters.items())
         self._optimizer.register_step_post_hook(lambda *_: self._keep_split())
         return model, self._optimizer
+
+    def place_frozen(self, model: nn.Module, values: InitialValues) -> nn.Module:
+        for name, parameter in list(model.named_parameters()):
+            whole = values(name, 0, parameter.numel()).view(parameter.shape)
+            on_devices = self._place(whole, (None,) * whole.ndim)
+            _put(model, name, nn.Parameter(on_devices, requires_grad=False))
+        self._split_activations(model)
+        return model.eval()
+
+    def _split_activations(self, model: nn.Module) -> None:
+        """Told only how weights are split, XLA would rather split activations so, too, than gather weights."""
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm | nn.RMSNorm):
+                module.register_forward_hook(lambda _module, _inputs, output: self._split_examples(output))
 
     def _stack(self, names: tuple[str, ...], each: Tensor, initial_values: InitialValues) -> StackedParameter:
         """Equal parameters of all layers, with their values, on the devices.
@@ -325,6 +335,12 @@ class XlaSpmd(Strategy):
             self._mark(parameter, axes)
             for value in self._optimizer.state.get(parameter, {}).values():
                 self._mark(value, axes if value.shape == parameter.shape else (None,) * value.ndim)
+
+
+def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Puts another parameter in the place of one."""
+    owner, _, own = name.rpartition(".")
+    setattr(model.get_submodule(owner), own, parameter)
 
 
 def _rows_dim(tensor: Tensor) -> int:

@@ -1,0 +1,40 @@
+"""Models that return the hidden states of all cells give the same logits as without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.models import bert, gpt2, t5
+
+SHAPE: dict[str, Any] = {"vocab_size": 50, "layers": 2, "width": 16, "heads": 2, "ffn_width": 32, "dropout": 0.2}
+CONFIGS = {
+    "bert": bert.Config(**SHAPE),
+    "bert, classes": bert.Config(**SHAPE, head="classification", labels=("a", "b", "c")),
+    "gpt2": gpt2.Config(**SHAPE),
+    "t5": t5.Config(**SHAPE, head_width=8),
+    "t5, tags": t5.Config(**SHAPE, head_width=8, head="tagging", labels=("O", "B")),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_do_not_depend_on_whether_hidden_states_are_returned(name: str) -> None:
+    """Dropout included; and a layer's norm comes before what is returned."""
+    config = CONFIGS[name]
+    model = config.build().train()
+    with torch.no_grad():
+        for own, parameter in model.named_parameters():
+            parameter.copy_(model.initial_values(own, 0, parameter.numel(), 0).view_as(parameter) * 10)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 50, (3, 12), generator=generator)
+    given: dict[str, Any] = {"tokens": tokens, "segments": (torch.arange(12) < 9).int().expand(3, 12)}
+    given |= {"positions": torch.arange(12).expand(3, 12), "dropout_key": torch.arange(3, dtype=torch.int32)}
+    if name == "t5":
+        given |= {"target_tokens": tokens[:, :7], "target_segments": torch.ones(3, 7, dtype=torch.int32)}
+    predicted = torch.tensor([[0, 2], [5, 1], [3, 3]])
+    for cells in (predicted, None) if name != "bert, classes" else (predicted[:, :1],):
+        logits, states = model(**given, predicted=cells, hidden_states=True)
+        torch.testing.assert_close(logits, model(**given, predicted=cells))
+        assert states.shape == (3, 7 if name == "t5" else 12, 16)

@@ -1,0 +1,180 @@
+"""The terms of distillation's loss are those of the papers, whatever a step's batch is cut into."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.unit.objectives.texts import pack
+from trainer.config import decode
+from trainer.errors import ConfigError
+from trainer.examples import Examples, Vocabulary
+from trainer.models import bert
+from trainer.objectives import Objective, classification, distillation, mlm, regression
+
+PAD, CLS, SEP, MASK = range(4)
+VOCABULARY = Vocabulary(1000, PAD, CLS, SEP, MASK, (PAD, CLS, SEP, MASK))
+LENGTH = 24
+
+
+def student(layers: int = 1, seed: int = 1, **settings: Any) -> nn.Module:
+    config = bert.Config(
+        1000, layers=layers, width=16, heads=2, ffn_width=32, max_positions=LENGTH, dropout=0.0, attention_dropout=0.0,
+        initializer_range=0.3, **settings,
+    )  # fmt: skip
+    model = config.build()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(model.initial_values(name, 0, parameter.numel(), seed).view_as(parameter))
+    return model
+
+
+def build(of: Any, teacher: nn.Module, **settings: Any) -> Objective:
+    objective = distillation.Config("teacher", of, **settings).build(VOCABULARY)
+    objective.attach(teacher.requires_grad_(False).eval())
+    return objective
+
+
+def texts() -> Examples:
+    """Five rows, the last of which only pads the batch."""
+    examples, _ = pack([9, 17, 4, 22, 12], mlm.Config().build(VOCABULARY).pack_spec(LENGTH), "padded")
+    return dataclasses.replace(examples, weight=np.array([1, 1, 1, 1, 0], dtype=np.float32))
+
+
+def batch_of(objective: Objective, examples: Examples) -> dict[str, Tensor]:
+    arrays = objective.collate(examples, LENGTH)
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def totals_of(objective: Objective, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.tensor(weight) for name, weight in objective.weights(batch).items()}
+
+
+def softmax(logits: Tensor, temperature: float) -> Tensor:
+    """Equation 1 of Hinton et al. 2015."""
+    exponentials = (logits.double() / temperature).exp()
+    return exponentials / exponentials.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("cells", ["predicted", "all"])
+def test_the_loss_is_that_of_the_papers(cells: str) -> None:
+    """With the weights of DistilBERT, written out cell by cell."""
+    model, teacher, temperature = student(), student(2, seed=2), 2.0
+    objective = build(
+        mlm.Config(), teacher, temperature=temperature, soft=5.0, hard=2.0, mse=0.01, cosine=1.0, cells=cells
+    )
+    batch = batch_of(objective, texts())
+    loss = objective.loss(model, batch, totals_of(objective, batch))
+    given = {name: batch[name] for name in ("tokens", "segments", "positions")}
+    with torch.no_grad():
+        (own, own_states), (taught, taught_states) = (each(**given, hidden_states=True) for each in (model, teacher))
+    terms: dict[str, list[float]] = {"soft": [], "hard": [], "mse": [], "cosine": []}
+    for row in range(4):  # without the one that only pads
+        predicted = batch["predicted"][row][batch["weights"][row] > 0].tolist()
+        filled = torch.nonzero(batch["segments"][row])[:, 0].tolist()
+        assert len(predicted) < len(filled) <= LENGTH
+        for cell in predicted if cells == "predicted" else filled:
+            p, q = (softmax(each[row, cell], temperature) for each in (taught, own))
+            terms["soft"].append(float(temperature**2 * (p * (p / q).log()).sum()))
+            terms["mse"].append(float((taught[row, cell] - own[row, cell]).double().square().sum()))
+        for cell in filled:
+            a, b = own_states[row, cell].double(), taught_states[row, cell].double()
+            terms["cosine"].append(float(1 - a @ b / (a.norm() * b.norm())))
+        for number, cell in enumerate(predicted):
+            terms["hard"].append(-math.log(float(softmax(own[row, cell], 1.0)[batch["labels"][row, number]])))
+    means = {name: sum(values) / len(values) for name, values in terms.items()}
+    expected = 5 * means["soft"] + 2 * means["hard"] + 0.01 * means["mse"] + means["cosine"]
+    assert float(loss.total) == pytest.approx(expected, rel=1e-5)
+    found = {name: float(total / weight) for name, (total, weight) in loss.metrics.items()}
+    assert found["loss"] == pytest.approx(expected, rel=1e-5)
+    names = {"soft": "soft_loss", "hard": "hard_loss", "mse": "mse", "cosine": "cosine_loss"}
+    assert {key: found[name] for key, name in names.items()} == pytest.approx(means, rel=1e-5)
+    assert 0 <= found["agreement"] <= 1
+    assert "accuracy" in found
+    loss.total.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"soft": 1.0},
+    {"soft": 1.0, "hard": 0.5, "temperature": 1.0},
+    {"soft": 5.0, "hard": 2.0, "cosine": 1.0, "cells": "all"},
+    {"soft": 0.0, "mse": 1.0, "cosine": 0.5},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_losses_of_micro_batches_add_up(settings: dict[str, Any]) -> None:
+    """With their gradients; the teacher's weights get none, and rows that only pad the batch change nothing."""
+    model, teacher = student(), student(2, seed=2)
+    objective = build(mlm.Config(), teacher, **settings)
+    batch = batch_of(objective, texts())
+    totals = totals_of(objective, batch)
+
+    def run(rows: list[slice]) -> tuple[float, list[Tensor], dict[str, Tensor]]:
+        model.zero_grad()
+        parts = [{name: array[each] for name, array in batch.items()} for each in rows]
+        losses = [objective.loss(model, part, totals) for part in parts]
+        for loss in losses:
+            loss.total.backward()
+        names = losses[0].metrics
+        metrics = {name: torch.stack([torch.stack(each.metrics[name]) for each in losses]).sum(0) for name in names}
+        return (
+            sum(float(loss.total) for loss in losses),
+            [parameter.grad.clone() for parameter in model.parameters()],
+            metrics,
+        )
+
+    (whole, gradients, metrics), (cut, cut_gradients, cut_metrics) = run([slice(0, 4)]), run([slice(0, 1), slice(1, 5)])
+    assert whole == pytest.approx(cut, rel=1e-6)
+    torch.testing.assert_close(cut_gradients, gradients, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(cut_metrics, metrics, rtol=1e-5, atol=1e-5)
+    total, weight = metrics["loss"]
+    assert float(total / weight) == pytest.approx(whole, rel=1e-6)
+
+
+def test_a_student_that_equals_its_teacher_has_nothing_to_learn() -> None:
+    """Whatever the dropout of the teacher's own training."""
+    model = student(2, seed=2)
+    teacher = bert.Config(**{**vars(model.config), "dropout": 0.5, "attention_dropout": 0.5}).build()
+    teacher.load_state_dict(model.state_dict())
+    objective = build(mlm.Config(), teacher, soft=1.0, mse=1.0, cosine=1.0)
+    batch = batch_of(objective, texts()) | {"dropout_key": torch.arange(5, dtype=torch.int32)}
+    loss = objective.loss(model, batch, totals_of(objective, batch))
+    assert float(loss.total) == pytest.approx(0.0, abs=1e-5)
+    assert float(loss.metrics["agreement"][0] / loss.metrics["agreement"][1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"of": "mlm_nsp"}, "of is mlm_nsp, whose predictions cannot be compared; use one of: causal_lm"),
+        ({"of": {"kind": "distillation", "teacher": "b", "of": "mlm"}}, "of is distillation"),
+        ({"of": "regression"}, "set soft to 0, and mse to 1"),
+        ({"of": "mlm", "soft": 0}, "nothing the teacher predicts is learnt; set soft to 1"),
+        ({"of": "mlm", "hard": -1}, "hard is -1"),
+        ({"of": "mlm", "temperature": 0}, "temperature must be above 0"),
+        ({"of": "classification", "cells": "all"}, "cells is all, which is for mlm"),
+        ({"of": {"kind": "classification", "lm_weight": 0.5}}, r"of.lm_weight is 0.5"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        decode(distillation.Config, {"teacher": "a", **settings})
+
+
+def test_scores_and_layout_are_the_inner_objectives_and_need_no_teacher() -> None:
+    for of in (classification.Config(), regression.Config()):
+        soft = 0.0 if isinstance(of, regression.Config) else 1.0
+        objective, own = distillation.Config("a", of, soft=soft, mse=1.0).build(VOCABULARY), of.build(VOCABULARY)
+        assert objective.pack_spec(LENGTH) == own.pack_spec(LENGTH)
+        assert objective.model_settings == own.model_settings
+        assert hasattr(objective, "scores")
+    assert not hasattr(distillation.Config("a", mlm.Config()).build(VOCABULARY), "scores")
