@@ -14,14 +14,32 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from data_pipeline.config import Config
 from data_pipeline.order import ExampleOrder, Location
 from data_pipeline.packing import Int64
+from trainer.errors import ConfigError
+from trainer.examples import PackSpec
 from trainer.hashing import combine, name_key
 
 GROUPS = 50  # of a pool, as in transformers' `group_by_length`
 WIDTH_MULTIPLE = 8  # rows of a batch are as wide as its longest example, rounded up to this
 
 _GROUPS = name_key("length groups")
+
+
+def check_groups(config: Config, spec: PackSpec) -> None:
+    """Refuses what `data.group_by_length` does not go with.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if spec.parts is None or spec.parts.choices > 1:
+        raise ConfigError("data.group_by_length is for rows of tasks of one sequence each; set it to null")
+    if config.on_corrupt == "skip" or config.weights or config.on_change == "accept":
+        raise ConfigError(
+            "data.group_by_length looks ahead, so what comes must not change: set it to null, or data.on_corrupt=stop "
+            "data.weights=[] data.on_change=error"
+        )
 
 
 class LengthGroups:

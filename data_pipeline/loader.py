@@ -21,7 +21,7 @@ from data_pipeline.config import Config
 from data_pipeline.corruption import CorruptShardError, CorruptShards
 from data_pipeline.dataset import max_open_shards
 from data_pipeline.exclusions import Exclusions
-from data_pipeline.length_groups import GROUPS, LengthGroups
+from data_pipeline.length_groups import GROUPS, LengthGroups, check_groups
 from data_pipeline.mixed import AnyDataset, MixedSplit, named_sources
 from data_pipeline.mixture import PERIOD, Mixture, Schedule
 from data_pipeline.order import ORDER_VERSION, ExampleOrder, Replica, SinglePass
@@ -133,7 +133,7 @@ class StreamingLoader:
         of_replica = (global_batch_size, replica.index, replica.count)
         self._group = config.group_by_length
         if self._group is not None:
-            _check_groups(config, pack_spec)
+            check_groups(config, pack_spec)
             of_replica = (GROUPS * self._group, 0, 1)
         if finite:
             order = SinglePass(self._packed.counts)
@@ -368,21 +368,6 @@ class StreamingLoader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _check_groups(config: Config, spec: PackSpec) -> None:
-    """Refuses what `data.group_by_length` does not go with.
-
-    Raises:
-        ConfigError: naming it.
-    """
-    if spec.parts is None or spec.parts.choices > 1:
-        raise ConfigError("data.group_by_length is for rows of tasks of one sequence each; set it to null")
-    if config.on_corrupt == "skip" or config.weights or config.on_change == "accept":
-        raise ConfigError(
-            "data.group_by_length looks ahead, so what comes must not change: set it to null, or data.on_corrupt=stop "
-            "data.weights=[] data.on_change=error"
-        )
 
 
 def _schedule(config: Config, keys: dict[str, str], example_after: Callable[[int], int]) -> Schedule:

@@ -54,8 +54,8 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "--texts",
         nargs="+",
-        metavar="COLUMN",
-        help="the columns of the texts, or templates (default: those of the teacher's data)",
+        metavar="TEXT",
+        help="columns, or templates of them (default: those of the teacher's data)",
     )
     parser.add_argument("--column", help="the column of the label (default: that of the teacher's data)")
     parser.add_argument(
@@ -84,10 +84,10 @@ def _run(args: argparse.Namespace) -> int:
         )
     kind = "label" if len(labeller.labels) > 1 else "score"
     column = args.column or labeller.source.get("label", kind)
-    if column in texts:
-        raise ConfigError(f"the column {column!r} holds a text; name another one for the label with --column")
     words = labeller.source.get("words", {})
     source = Unlabelled.open(args.file, texts, words)
+    if column in source.columns:
+        raise ConfigError(f"the column {column!r} holds a text; name another one for the label with --column")
     made_of = {
         "teacher": labeller.identity,
         "files": [[file, os.path.getsize(file) if os.path.isfile(file) else None] for file in source.files],

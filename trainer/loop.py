@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from trainer.best import Best
 from trainer.checkpoint.manager import Checkpointer
-from trainer.config import differences
 from trainer.errors import CheckpointError, SamestepError
 from trainer.guard import Gradients, Guard
 from trainer.monitoring import Tracker
@@ -26,6 +25,7 @@ from trainer.passes import Loader, MicroBatches, accumulate_gradients, score
 from trainer.phases import Phase, phase_of
 from trainer.preemption import StopRequest
 from trainer.recorder import AlertingHeartbeat, Recorder
+from trainer.resuming import changes_since
 from trainer.state import TrainState
 from trainer.strategies import Strategy
 from trainer.strategies.fingerprint import StateCheck
@@ -315,7 +315,7 @@ class Trainer:
         meta = (checkpointer or self.checkpointer).restore(host, step)
         self.strategy.from_host(tensors)
         self.strategy.refresh()
-        changes = self._changes_since(meta)
+        changes = changes_since(meta, self.description)
         self.state.load_state_dict(meta["state"])
         groups.set_step(self.optimizer, self.state.step)
         if self.strategy.loss_scale is not None and "loss_scale" in meta:
@@ -341,24 +341,6 @@ class Trainer:
                 f"run's phases the step belongs to number {phase.order} (each change of the sequence length begins "
                 "one); keep the phases that have begun, or start a new run from the checkpoint's weights with init_from"
             )
-
-    def _changes_since(self, meta: Mapping[str, Any]) -> str:
-        """Which settings have changed since a checkpoint; the model's, dropout excepted, and the teacher may not.
-
-        Raises:
-            CheckpointError: the model's or the teacher have.
-        """
-        if meta.get("teacher") != self.description.get("teacher"):
-            raise CheckpointError(
-                f"objective.teacher names other weights than those that the run has learnt from until step "
-                f"{meta['step']}; name these, by their own checkpoint if the teacher's run has gone on, or start a new "
-                "run with init_from"
-            )
-        changes = differences(meta["config"], self.description["config"])
-        said = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in changes.items())
-        if any(key.startswith("model.") and "dropout" not in key for key in changes):
-            raise CheckpointError(f"the checkpoint is of another model ({said}); use its settings, or another output")
-        return said
 
     def _tensors(self) -> dict[str, Tensor]:
         parameters = self.strategy.parameters

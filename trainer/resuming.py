@@ -1,0 +1,31 @@
+"""Whether a run goes on with what it began with, or with other settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.config import differences
+from trainer.errors import CheckpointError
+
+
+def changes_since(meta: Mapping[str, Any], description: Mapping[str, Any]) -> str:
+    """Which settings have changed since a checkpoint; the model's, dropout excepted, and the teacher may not.
+
+    Args:
+        meta: what the checkpoint says.
+        description: of the run that goes on, which its checkpoints say.
+
+    Raises:
+        CheckpointError: the model's or the teacher have.
+    """
+    if meta.get("teacher") != description.get("teacher"):
+        raise CheckpointError(
+            f"objective.teacher names other weights than those that the run has learnt from until step {meta['step']}; "
+            "name these, by their own checkpoint if the teacher's run has gone on, or start a new run with init_from"
+        )
+    changes = differences(meta["config"], description["config"])
+    said = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in changes.items())
+    if any(key.startswith("model.") and "dropout" not in key for key in changes):
+        raise CheckpointError(f"the checkpoint is of another model ({said}); use its settings, or another output")
+    return said
