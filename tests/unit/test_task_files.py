@@ -160,6 +160,7 @@ CASES = {
     },
     "tagging/conll2003": Case({"tokens": ["Ann", "did"], "ner": ["B-PER", "O"]}, ("Ann did",)),
 }
+CASES |= {f"from_mnli/{name}_from_mnli": CASES[f"glue/{name}"] for name in ("mrpc", "rte", "stsb")}
 
 
 @pytest.fixture(scope="module")

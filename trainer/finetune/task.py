@@ -55,7 +55,7 @@ class Config:
     patience: int | None = None
     start: str | None = None
     published: dict[str, float] = field(default_factory=dict)
-    published_by: str = "BERT-base"
+    published_by: str = "BERT-base (Devlin et al. 2019)"
 
     def __post_init__(self) -> None:
         if not self.epochs > 0:
@@ -98,7 +98,7 @@ class Task:
     name: str
     config: Config
     experiment: Tree
-    also: Mapping[str, Any]
+    also: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path, recipe: Tree | None = None) -> Task:
