@@ -26,19 +26,22 @@ _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", t
 
 def render() -> str:
     """The whole page."""
-    experiment = _section(Experiment, "", "An experiment: `samestep train FILE`")
-    dataset = _section(build.Config, "", "A dataset: `samestep data build FILE`")
+    experiment = _section(Experiment, "", "An experiment: `samestep train FILE`", set())
+    dataset = _section(build.Config, "", "A dataset: `samestep data build FILE`", set())
     return "\n".join([HEADER, *experiment, *dataset, *_clusters()])
 
 
 def _clusters() -> Iterator[str]:
     yield "## A cluster: `samestep launch CLUSTER FILE`\n\n`cluster.key=value` sets one of these.\n"
     for kind in KINDS.available():
-        yield from _section(KINDS.schema(kind, "cluster"), "cluster", f"`kind: {kind}`")
+        yield from _section(KINDS.schema(kind, "cluster"), "cluster", f"`kind: {kind}`", set())
 
 
-def _section(schema: type[Any], path: str, title: str) -> Iterator[str]:
-    """The table of a dataclass, then those of the sections inside it."""
+def _section(schema: type[Any], path: str, title: str, listed: set[tuple[str, type[Any]]]) -> Iterator[str]:
+    """The table of a dataclass, then those of the sections inside it that are not `listed` yet."""
+    if (title, schema) in listed:
+        return
+    listed.add((title, schema))
     hints, texts, fields = get_type_hints(schema, include_extras=True), _attributes(schema), dataclasses.fields(schema)
     summary = inspect.cleandoc(schema.__doc__ or "").partition("\n\n")[0]
     yield f"{'###' if path else '##'} {title}\n\n{summary}\n"
@@ -51,9 +54,9 @@ def _section(schema: type[Any], path: str, title: str) -> Iterator[str]:
         hint, inner = hints[field.name], f"{path}.{field.name}" if path else field.name
         if kinds := kinds_of(hint):
             for kind in kinds.available():
-                yield from _section(kinds.schema(kind, inner), inner, f"`{inner}: {{kind: {kind}}}`")
+                yield from _section(kinds.schema(kind, inner), inner, f"`{inner}: {{kind: {kind}}}`", listed)
         elif section := next(filter(dataclasses.is_dataclass, (hint, *get_args(hint))), None):
-            yield from _section(cast(type[Any], section), inner, f"`{inner}`")
+            yield from _section(cast(type[Any], section), inner, f"`{inner}`", listed)
 
 
 def _attributes(schema: type[Any]) -> dict[str, str]:

@@ -4,36 +4,85 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from data_pipeline.tokenization import Tokenizer
 from trainer import model_card
-from trainer.checkpoint import huggingface
+from trainer.checkpoint import huggingface, integrity
 from trainer.errors import ConfigError
 from trainer.examples import Vocabulary
+from trainer.hub import is_hub_path
+from trainer.models.peft import huggingface as adapters
 from trainer.weights import Weights, load_weights
 
 logger = logging.getLogger(__name__)
 
 
 def export(checkpoint: str, folder: str) -> None:
-    """Writes a checkpoint and its tokenizer as a folder that `transformers` loads, with a model card for people."""
+    """Writes a checkpoint and its tokenizer as a folder that `transformers` loads, with a model card for people.
+
+    What LoRA has learned is added to the weights.
+
+    Raises:
+        ConfigError: transformers has no such model.
+    """
     weights = load_weights(checkpoint)
     tokenizer = _tokenizer(weights)
     vocabulary = tokenizer.vocabulary
     _check_padding(weights, vocabulary)
-    tensors = weights.config.export_tensors(dict(weights.tensors))
-    config = weights.config.to_huggingface() | _token_ids(weights.config, vocabulary)
+    model, parameters = _merged(weights, checkpoint)
+    tensors = model.export_tensors(parameters)
+    config = model.to_huggingface() | _token_ids(model, vocabulary)
     mask = None if vocabulary.mask is None else tokenizer.token(vocabulary.mask)
     card = model_card.write(weights, checkpoint, Path(folder).absolute().name, mask)
     with weights.tokenizer_files() as files:
         huggingface.save_folder(Path(folder), config, tensors, files, card)
     logger.info("wrote %s: %d tensors of %s", folder, len(tensors), checkpoint)
+
+
+def export_adapter(checkpoint: str, folder: str) -> None:
+    """Writes what was added to a model and trained, and the tokenizer, as a folder that the `peft` library loads.
+
+    Raises:
+        ConfigError: nothing was added, or the library has nothing of the kind.
+    """
+    weights = load_weights(checkpoint)
+    if weights.config.peft is None or weights.base is None:
+        raise ConfigError(f"{checkpoint} holds a whole model, to which nothing was added; leave --adapter out")
+    path = str(weights.base.folder)
+    if weights.step is not None:
+        path = integrity.read_meta(weights.folder)["base"]["path"]
+    name, _, revision = path.removeprefix("hf://").partition("@") if is_hub_path(path) else (path, "", "")
+    content, tensors = adapters.export_adapter(weights.config, weights.tensors, name)
+    if revision:
+        content["revision"] = revision
+    with weights.tokenizer_files() as files:
+        huggingface.save_folder(Path(folder), content, tensors, files, adapter=True)
+    logger.info("wrote %s: %d tensors of %s, for %s", folder, len(tensors), checkpoint, name)
+
+
+def _merged(weights: Weights, checkpoint: str) -> tuple[Any, dict[str, Tensor]]:
+    """The `Config` and parameters of the model without `peft`."""
+    config = weights.config
+    peft = getattr(config, "peft", None)
+    if peft is None:
+        return config, dict(weights.tensors)
+    if not hasattr(peft, "merge"):
+        kind = type(peft).__module__.rpartition(".")[2]
+        fix = "use the checkpoint with samestep"
+        if kind in ("prefix", "prompt"):
+            fix = f"samestep export {checkpoint} DIR --adapter writes it for the peft library"
+        raise ConfigError(f"{checkpoint} holds a model with {kind}, which cannot be part of plain weights; {fix}")
+    with torch.device("meta"):
+        model = config.build()
+    return replace(config, peft=None), peft.merge(model, weights.tensors)
 
 
 def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:

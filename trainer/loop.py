@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class Trainer:
         self.heartbeat = AlertingHeartbeat(self.recorder, strategy.world, config.hang_timeout, stacks)
         # A look at a compiled step's state would cut its graph in two.
         every = None if strategy.accelerator.compiles else config.verify_state_every
-        self.state_check = StateCheck(strategy, self._tensors, every)
+        self.state_check = StateCheck(strategy, partial(self._tensors, frozen=True), every)
         self._profiler: Profiler | None = None
         self._stop: StopRequest | None = None
         self._grad_norm = torch.zeros(())
@@ -301,6 +302,7 @@ class Trainer:
         tensors = self._tensors()
         host = self.strategy.to_host(tensors, copy=False)
         meta = (checkpointer or self.checkpointer).restore(host, step)
+        self._check_base(meta)
         self.strategy.from_host(tensors)
         self.strategy.refresh()
         changes = self._changes_since(meta["config"])
@@ -312,6 +314,15 @@ class Trainer:
         self._enter_order(meta)
         self.recorder.load_state_dict(meta, self.state.tokens)
         return changes
+
+    def _check_base(self, meta: Mapping[str, Any]) -> None:
+        """Refuses to go on with other frozen parameters than those that the run began with."""
+        before, now = (each.get("base") for each in (meta, self.description))
+        if before is not None and now is not None and before["identity"] != now["identity"]:
+            raise CheckpointError(
+                f"the run began with the frozen weights of {before['path']}, and those of init_from, {now['path']}, "
+                f"are others; set init_from={before['path']}, and bring back what it held if it has been changed"
+            )
 
     def _enter_order(self, meta: Mapping[str, Any]) -> None:
         """Goes on in the data order of the checkpoint, or begins that of the next phase.
@@ -341,9 +352,14 @@ class Trainer:
             raise CheckpointError(f"the checkpoint is of another model ({said}); use its settings, or another output")
         return said
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _tensors(self, frozen: bool = False) -> dict[str, Tensor]:
+        """The state that steps change; with the `frozen` parameters, all that they depend on."""
         parameters = self.strategy.parameters
-        tensors: dict[str, Tensor] = {f"model/{name}": parameter.detach() for name, parameter in parameters.items()}
+        tensors: dict[str, Tensor] = {
+            f"model/{name}": parameter.detach()
+            for name, parameter in parameters.items()
+            if frozen or parameter.requires_grad
+        }
         moments = groups.state_tensors(self.optimizer, parameters.items())
         return tensors | {f"optimizer/{name}": tensor for name, tensor in moments.items()}
 

@@ -16,13 +16,12 @@ from data_pipeline.build import Config as BuildConfig
 from data_pipeline.build import build
 from data_pipeline.dataset import Dataset, PackedSplit
 from data_pipeline.tokenization import Tokenizer
-from trainer.checkpoint import files
 from trainer.config import Kinds, Tree, decode, to_tree
 from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError
 from trainer.finetune.chance import chance
 from trainer.finetune.task import Task
-from trainer.weights import Weights, load_weights
+from trainer.weights import identity, load_weights
 
 _OBJECTIVE = Annotated[Any, Kinds("trainer.objectives")]
 _OWN = ("output", "init_from", "seed")  # settings that the suite makes itself
@@ -94,13 +93,13 @@ def list_runs(
     with weights.tokenizer_files() as tokenizer:
         for task in tasks:
             dataset = _dataset(task, tokenizer, folder)
-            start = [checkpoint, _identity(weights), dataset.manifest.digest]
+            start = [checkpoint, identity(weights), to_tree(weights.config), dataset.manifest.digest]
             runs += list(_runs_of(task, dataset, folder, start, seeds, whole_grid, changes))
     return runs
 
 
 def _runs_of(
-    task: Task, dataset: Dataset, folder: Path, start: list[str], seeds: int, whole_grid: bool, changes: Tree
+    task: Task, dataset: Dataset, folder: Path, start: list[Any], seeds: int, whole_grid: bool, changes: Tree
 ) -> Iterator[Run]:
     config = task.config
     own: Tree = {
@@ -169,11 +168,3 @@ def _stamp(file: Path) -> list[str | int]:
         return [str(file)]
     found = file.stat()
     return [str(file), found.st_size, found.st_mtime_ns]
-
-
-def _identity(weights: Weights) -> str:
-    """What changes with the weights."""
-    if weights.step is not None:
-        return hashlib.sha256(files.read(weights.folder / "checksums.json")).hexdigest()
-    assert isinstance(weights.folder, Path)
-    return json.dumps([_stamp(file) for file in sorted(weights.folder.iterdir()) if file.is_file()])
