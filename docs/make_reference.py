@@ -27,19 +27,27 @@ _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", t
 
 def render() -> str:
     """The whole page."""
-    experiment = _section(Experiment, "", "An experiment: `samestep train FILE`")
-    dataset = _section(build.Config, "", "A dataset: `samestep data build FILE`")
+    experiment = _section(Experiment, "", "An experiment: `samestep train FILE`", set())
+    dataset = _section(build.Config, "", "A dataset: `samestep data build FILE`", set())
     return "\n".join([HEADER, *experiment, *dataset, *_clusters()])
 
 
 def _clusters() -> Iterator[str]:
     yield "## A cluster: `samestep launch CLUSTER FILE`\n\n`cluster.key=value` sets one of these.\n"
     for kind in KINDS.available():
-        yield from _section(KINDS.schema(kind, "cluster"), "cluster", f"`kind: {kind}`")
+        yield from _section(KINDS.schema(kind, "cluster"), "cluster", f"`kind: {kind}`", set())
 
 
-def _section(schema: type[Any], path: str, title: str, above: tuple[Kinds, ...] = ()) -> Iterator[str]:
-    """The table of a dataclass, then those of the sections inside it, but for kinds that it is itself one of."""
+def _section(
+    schema: type[Any], path: str, title: str, listed: set[tuple[str, type[Any]]], above: tuple[Kinds, ...] = ()
+) -> Iterator[str]:
+    """The table of a dataclass, then those of the sections inside it that are not `listed` yet.
+
+    Of kinds that it is itself one of, there are none.
+    """
+    if (title, schema) in listed:
+        return
+    listed.add((title, schema))
     hints, texts, fields = get_type_hints(schema, include_extras=True), _attributes(schema), dataclasses.fields(schema)
     summary = inspect.cleandoc(schema.__doc__ or "").partition("\n\n")[0]
     yield f"{'###' if path else '##'} {title}\n\n{summary}\n"
@@ -53,9 +61,9 @@ def _section(schema: type[Any], path: str, title: str, above: tuple[Kinds, ...] 
         if kinds := kinds_of(hint):
             for kind in kinds.available() if kinds not in above else ():
                 title = f"`{inner}: {{kind: {kind}}}`"
-                yield from _section(kinds.schema(kind, inner), inner, title, (*above, kinds))
+                yield from _section(kinds.schema(kind, inner), inner, title, listed, (*above, kinds))
         elif section := next(filter(dataclasses.is_dataclass, (hint, *get_args(hint))), None):
-            yield from _section(cast(type[Any], section), inner, f"`{inner}`", above)
+            yield from _section(cast(type[Any], section), inner, f"`{inner}`", listed, above)
 
 
 def _attributes(schema: type[Any]) -> dict[str, str]:

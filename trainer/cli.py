@@ -146,6 +146,11 @@ def _add_export(commands: Commands) -> None:
         help="a run (its newest checkpoint), RUN/best or a step, its folder or address; or hf://NAME",
     )
     export.add_argument("folder", metavar="DIR", help="the folder to write")
+    export.add_argument(
+        "--adapter",
+        action="store_true",
+        help="of a model with model.peft: what was added to it, as a folder of the peft library",
+    )
 
 
 def _add_fill(commands: Commands) -> None:
@@ -291,9 +296,9 @@ def _print_scores(scores: Mapping[str, float]) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from trainer.export import export
+    from trainer.export import export, export_adapter
 
-    export(args.checkpoint, args.folder)
+    (export_adapter if args.adapter else export)(args.checkpoint, args.folder)
     return EXIT_DONE
 
 

@@ -105,6 +105,11 @@ def hand_over(source: str, target: str) -> None:
             f"{source} is a Hugging Face model, without the state of an optimizer; let the script of DeepSpeed begin "
             "with from_pretrained"
         )
+    if weights.base is not None:
+        raise ConfigError(
+            f"{weights.folder} trains only some of its parameters, and the state of the others' optimizer is missing; "
+            f"samestep export {source} writes weights to start from"
+        )
     weights.config.to_huggingface()  # refuses a model that transformers does not have
     pieces: dict[str, dict[str, Sequence[StoredPiece]]] = {WEIGHTS: dict(weights.tensors.pieces)}
     for name, found in weights.optimizer.pieces.items():
@@ -127,6 +132,11 @@ def hand_over(source: str, target: str) -> None:
 def _check_run(experiment: Experiment, state: DeepSpeedState) -> None:
     """Refuses a run that cannot go on from the state; says what it does with other settings."""
     optimizer = experiment.optimizer
+    if experiment.freezes:
+        raise ConfigError(
+            "the checkpoint holds the state of an optimizer that trained all parameters, and model.peft or frozen "
+            "leaves some out; start a new run from the weights (save_pretrained, and init_from)"
+        )
     if not isinstance(optimizer, adamw.Config):
         kind = type(optimizer).__module__.rpartition(".")[2]
         raise ConfigError(
@@ -176,7 +186,7 @@ def _begin_run(experiment: Experiment, state: DeepSpeedState) -> dict[str, Any]:
     dataset = experiment.data.open()
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
     with torch.device("meta"):
-        check_fit(experiment, dataset, objective, experiment.model.build())
+        check_fit(experiment, dataset, objective, experiment.build_model())
     phase = phase_of(experiment.resolved_phases(), state.step)
     with open_loader(experiment, dataset, objective, Replica(0, 1), phase) as loader:
         data = loader.state_dict()

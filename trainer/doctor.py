@@ -95,7 +95,7 @@ def _checks_of_devices(wanted: Any, experiment: Experiment | None, processes: in
 def _checks_of(experiment: Experiment) -> list[Check]:
     checkpoints = experiment.checkpoint.folder
     with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in experiment.model.build().parameters())
+        parameters = sum(each.numel() for each in experiment.build_model().parameters() if each.requires_grad)
     needed = parameters * _BYTES_PER_PARAMETER * (experiment.checkpoint.keep_last + 1)
     checks: list[Check] = [("dataset", lambda: _dataset(experiment))]
     checks.append(("output", lambda: _disk("output", Path(experiment.output), 0 if checkpoints else needed)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -58,6 +59,8 @@ class Experiment:
         init_layers: of the weights that the run starts from, the layers that its own start from, in order, as
             [0, 2, 4, 6, 8, 10]; of T5, in both stacks. [] takes all as they are.
         redraw_layers: of a model that starts from weights, how many of its last layers are drawn all the same.
+        frozen: of a model that starts from weights, the parameters that keep their values: names, or what names begin
+            with, as embeddings, layers.0 or encoder. Checkpoints leave them out, as they do what `model.peft` freezes.
     """
 
     output: str
@@ -76,6 +79,7 @@ class Experiment:
     init_from: str | None = None
     init_layers: tuple[int, ...] = ()
     redraw_layers: int = 0
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
@@ -89,7 +93,40 @@ class Experiment:
             raise ConfigError(f"redraw_layers is {self.redraw_layers}; use 0, or more of a model that has init_from")
         if self.init_layers:
             self._check_init_layers()
+        if self.freezes and self.init_from is None:
+            setting = "frozen" if self.frozen else "model.peft"
+            raise ConfigError(f"{setting} keeps parameters as they are, and there is no init_from to take them from")
+        if self.freezes and self.init_layers:
+            raise ConfigError(
+                f"init_layers is {list(self.init_layers)}, and frozen parameters are read from init_from as they are "
+                "there; leave init_layers out, or freeze nothing"
+            )
         self.resolved_phases()  # refuses those that do not fit the run
+
+    @property
+    def freezes(self) -> bool:
+        """Whether some parameters keep the values of `init_from`."""
+        return bool(self.frozen) or getattr(self.model, "peft", None) is not None
+
+    def build_model(self) -> Any:
+        """The model, best under `torch.device("meta")`; parameters that are frozen require no gradient.
+
+        Raises:
+            ConfigError: it has no parameters that `frozen` or `model.peft` names, or none is left to train.
+        """
+        model = self.model.build()
+        named = dict(model.named_parameters())
+        for beginning in self.frozen:
+            chosen = [name for name in named if f"{name}.".startswith(f"{beginning.removesuffix('.')}.")]
+            if not chosen:
+                known = {name.rsplit(".", parts)[0] for name in named for parts in range(name.count(".") + 1)}
+                close = difflib.get_close_matches(beginning, sorted(known), n=3) or sorted(model._modules)
+                raise ConfigError(f"frozen has {beginning!r}, and no parameter is called so; use {', '.join(close)}")
+            for name in chosen:
+                named[name].requires_grad_(False)
+        if not any(parameter.requires_grad for parameter in named.values()):
+            raise ConfigError("every parameter is frozen, so there is nothing to train; name fewer in frozen")
+        return model
 
     def _check_init_layers(self) -> None:
         said = f"init_layers is {list(self.init_layers)}"

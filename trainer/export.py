@@ -13,12 +13,15 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from data_pipeline.tokenization import Tokenizer
 from trainer import exported_tokenizer, model_card
-from trainer.checkpoint import huggingface
+from trainer.checkpoint import huggingface, integrity
 from trainer.errors import ConfigError
 from trainer.examples import Vocabulary
+from trainer.hub import is_hub_path
+from trainer.models.peft import huggingface as adapters
 from trainer.weights import Weights, load_weights
 
 logger = logging.getLogger(__name__)
@@ -27,7 +30,13 @@ _TOKENS = "embeddings.tokens.weight"
 
 
 def export(checkpoint: str, folder: str) -> None:
-    """Writes a checkpoint and its tokenizer as a folder that `transformers` loads, with a model card for people."""
+    """Writes a checkpoint and its tokenizer as a folder that `transformers` loads, with a model card for people.
+
+    What LoRA has learned is added to the weights.
+
+    Raises:
+        ConfigError: transformers has no such model.
+    """
     weights = load_weights(checkpoint)
     tokenizer = _tokenizer(weights)
     vocabulary = tokenizer.vocabulary
@@ -37,7 +46,7 @@ def export(checkpoint: str, folder: str) -> None:
     with tempfile.TemporaryDirectory() as files:
         tokenizer.save(files)
         padding = exported_tokenizer.adapt(Path(files), weights.config, vocabulary)
-        parameters, ours = dict(weights.tensors), weights.config
+        ours, parameters = _merged(weights, checkpoint)
         if padding is not None and padding >= ours.vocab_size:
             parameters[_TOKENS] = F.pad(parameters[_TOKENS], (0, 0, 0, padding + 1 - ours.vocab_size))
             ours = replace(ours, vocab_size=padding + 1)
@@ -45,6 +54,48 @@ def export(checkpoint: str, folder: str) -> None:
         config = ours.to_huggingface() | _token_ids(ours, replace(vocabulary, pad=padding))
         huggingface.save_folder(Path(folder), config, tensors, Path(files), card)
     logger.info("wrote %s: %d tensors of %s", folder, len(tensors), checkpoint)
+
+
+def export_adapter(checkpoint: str, folder: str) -> None:
+    """Writes what was added to a model and trained, and the tokenizer, as a folder that the `peft` library loads.
+
+    Raises:
+        ConfigError: nothing was added, or the library has nothing of the kind.
+    """
+    weights = load_weights(checkpoint)
+    if weights.config.peft is None or weights.base is None:
+        raise ConfigError(f"{checkpoint} holds a whole model, to which nothing was added; leave --adapter out")
+    path = str(weights.base.folder)
+    if weights.step is not None:
+        path = integrity.read_meta(weights.folder)["base"]["path"]
+    name, _, revision = path.removeprefix("hf://").partition("@") if is_hub_path(path) else (path, "", "")
+    content, tensors = adapters.export_adapter(weights.config, weights.tensors, name)
+    if revision:
+        content["revision"] = revision
+    tokenizer = _tokenizer(weights)
+    with tempfile.TemporaryDirectory() as files:
+        tokenizer.save(files)
+        if tokenizer.vocabulary.pad is not None:  # a new token would need a row in the base's embeddings
+            exported_tokenizer.adapt(Path(files), weights.config, tokenizer.vocabulary)
+        huggingface.save_folder(Path(folder), content, tensors, Path(files), adapter=True)
+    logger.info("wrote %s: %d tensors of %s, for %s", folder, len(tensors), checkpoint, name)
+
+
+def _merged(weights: Weights, checkpoint: str) -> tuple[Any, dict[str, Tensor]]:
+    """The `Config` and parameters of the model without `peft`."""
+    config = weights.config
+    peft = getattr(config, "peft", None)
+    if peft is None:
+        return config, dict(weights.tensors)
+    if not hasattr(peft, "merge"):
+        kind = type(peft).__module__.rpartition(".")[2]
+        fix = "use the checkpoint with samestep"
+        if kind in ("prefix", "prompt"):
+            fix = f"samestep export {checkpoint} DIR --adapter writes it for the peft library"
+        raise ConfigError(f"{checkpoint} holds a model with {kind}, which cannot be part of plain weights; {fix}")
+    with torch.device("meta"):
+        model = config.build()
+    return replace(config, peft=None), peft.merge(model, weights.tensors)
 
 
 def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:

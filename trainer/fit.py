@@ -49,13 +49,15 @@ def check_fit(experiment: Experiment, dataset: AnyDataset, objective: Objective,
             f"the dataset {dataset.name} has a vocabulary of {vocabulary} and model.vocab_size is "
             f"{experiment.model.vocab_size}; set model.vocab_size to {vocabulary} or more"
         )
+    virtual = getattr(experiment.model, "virtual_tokens", 0)
     for phase in experiment.resolved_phases():
         if phase.sequence_length > model.max_sequence_length:
             own = experiment.phases and experiment.phases[phase.index].sequence_length is not None
             name = f"phases.{phase.index}.sequence_length" if own else "data.sequence_length"
             raise ConfigError(
-                f"{name} {phase.sequence_length} is over the model's position table of {model.max_sequence_length}; "
-                f"use a shorter sequence, or set model.max_positions to {phase.sequence_length} or more"
+                f"{name} {phase.sequence_length} is over the model's position table of {model.max_sequence_length}"
+                f"{f', without the {virtual} positions of model.peft' if virtual else ''}; use a shorter sequence, or "
+                f"set model.max_positions to {phase.sequence_length + virtual} or more"
             )
     if hasattr(experiment.strategy, "check"):
         experiment.strategy.check(to_tree(experiment))
@@ -69,6 +71,11 @@ def check_fit(experiment: Experiment, dataset: AnyDataset, objective: Objective,
         raise ConfigError(
             f"model.nsp is {str(has).lower()}, and this objective is for models with nsp {str(needed).lower()}; set "
             f"model.nsp={str(needed).lower()}, or choose another objective"
+        )
+    if virtual and experiment.data.packing not in ("padded", "pairs"):
+        raise ConfigError(
+            f"model.peft puts {virtual} positions before each text, and data.packing {experiment.data.packing} puts "
+            "several texts into a row; set data.packing=padded, or model.peft=lora"
         )
     types = getattr(experiment.model, "type_vocab", None)
     if experiment.data.packing == "pairs" and (types is None or types < 2):
@@ -158,19 +165,25 @@ def stored_values(weights: Weights, model: Any, dataset: AnyDataset, seed: int |
         weights: of the trained model.
         model: whose parameters are to get the values; its parameters have shapes as long as values are asked for.
         dataset: that of the run.
-        seed: for the start of a run: draws a task's head that the weights have not, or for other labels. None: the
-            weights are to be those of this very model.
+        seed: for the start of a run: draws a task's head that the weights have not, or for other labels, and what
+            `peft` adds. None: the weights are to be those of this very model.
 
     Raises:
         CheckpointError: they are of another model. A language model's head is never drawn.
-        ConfigError: the dataset has another tokenizer.
+        ConfigError: the dataset has another tokenizer, or what is to be drawn is frozen.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     stored = {name: weights.tensors.shape(name) for name in weights.tensors}
     head, _ = _task(getattr(model, "config", None))
     places: dict[str, str | None] = dict(zip(shapes, shapes, strict=True))
     if seed is not None:
-        places |= _new_head(weights, model, shapes, stored)
+        _check_peft(weights, model)
+        places |= _new_head(weights, model, shapes, stored) | _added(model, shapes, stored)
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        if absent := [name for name in frozen if places[name] != name]:
+            raise ConfigError(
+                f"{absent[0]} is frozen, and {weights.folder} has no values for it; take it out of frozen"
+            )
     wrong = [name for name, place in places.items() if place is not None and stored.get(place) != shapes[name]]
     unused = [name for name in stored if name not in shapes and name not in places.values()]
     unneeded: tuple[str, ...] = ("nsp_head.",) if head == "language_model" or seed is None else ("nsp_head.", "head.")
@@ -235,6 +248,30 @@ def choose_layers(weights: Weights, layers: Sequence[int]) -> Weights:
     return replace(weights, tensors=StoredTensors(pieces))
 
 
+def _check_peft(weights: Weights, model: Any) -> None:
+    """Refuses weights with another way of parameter-efficient fine-tuning than the model's."""
+    before, now = (getattr(config, "peft", None) for config in (weights.config, getattr(model, "config", None)))
+    if before is None or before == now:
+        return
+    kind = type(before).__module__.rpartition(".")[2]
+    merged = f"samestep export {weights.folder} DIR adds what it learned to the weights of DIR, to start from; or "
+    raise ConfigError(
+        f"{weights.folder} holds a model with {kind}, and the experiment's has "
+        f"{'none' if now is None else 'other settings of model.peft'}; {merged if kind == 'lora' else ''}keep its "
+        "model.peft (leave the section out)"
+    )
+
+
+def _added(model: Any, shapes: Shapes, stored: Shapes) -> dict[str, str | None]:
+    """The parameters that `peft` has added and the weights have not: they are drawn."""
+    peft = getattr(getattr(model, "config", None), "peft", None)
+    if peft is None:
+        return {}
+    return {
+        name: None for name, shape in shapes.items() if name not in stored and peft.initial_std(name, shape) is not None
+    }
+
+
 def redraw_layers(values: InitialValues, model: Any, layers: int, seed: int) -> InitialValues:
     """The same values, but for the last layers of each stack and a task's pooler, which are drawn.
 
@@ -242,13 +279,17 @@ def redraw_layers(values: InitialValues, model: Any, layers: int, seed: int) -> 
     2021, "Revisiting few-sample BERT fine-tuning").
 
     Raises:
-        ConfigError: the model has fewer layers.
+        ConfigError: the model has fewer layers, or some of these are frozen.
     """
     if layers > model.config.layers:
         raise ConfigError(f"redraw_layers is {layers}, and the model has {model.config.layers} layers; use fewer")
     names = [name for name, _ in model.named_parameters()]
     drawn = {name for name, number in layers_from_last(names).items() if number <= layers}
     drawn |= {name for name in names if name.startswith("head.pooler.")}
+    if frozen := [
+        name for name, parameter in model.named_parameters() if name in drawn and not parameter.requires_grad
+    ]:
+        raise ConfigError(f"redraw_layers {layers} draws {frozen[0]}, which is frozen; set redraw_layers=0")
     logger.info("drawn anew: the last %d layers", layers)
     return lambda name, start, stop: (
         model.initial_values(name, start, stop, seed) if name in drawn else values(name, start, stop)

@@ -23,7 +23,7 @@ def flops_until(experiment: Experiment, trainer: Trainer) -> Callable[[int], flo
     With `data.group_by_length` these are the most: batches are no wider than their longest row.
     """
     with torch.device("meta"):
-        model = experiment.model.build()
+        model = experiment.build_model()
 
     def flops_per_step(length: int, examples: int) -> float:
         spec = trainer.objective.pack_spec(length)
@@ -60,7 +60,9 @@ def report(experiment: Experiment, trainer: Trainer) -> None:
     """Says before the first step what is about to run, how much work it is and how long it may take."""
     settings, count = experiment.training, trainer.strategy.replica.count
     accelerator = trainer.strategy.accelerator
-    parameters = sum(math.prod(whole_shape(parameter)) for parameter in trainer.strategy.parameters.values())
+    sizes = [(math.prod(whole_shape(each)), each.requires_grad) for each in trainer.strategy.parameters.values()]
+    parameters, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    of_them = "" if trained == parameters else f", {trained:,} of them trained ({trained / parameters:.2%})"
     done = flops_until(experiment, trainer)
     flops = done(settings.steps) - done(trainer.state.step)
     speed = accelerator.expected_flops(settings.precision)
@@ -68,7 +70,7 @@ def report(experiment: Experiment, trainer: Trainer) -> None:
     estimate = f", {timedelta(seconds=round(flops / speed / count))} or more" if speed and not narrower else ""
     kind = type(experiment.strategy).__module__.rpartition(".")[2]
     logger.info("device       %d x %s, strategy %s, %s", count, accelerator.description, kind, settings.precision)
-    logger.info("model        %s parameters", f"{parameters:,}")
+    logger.info("model        %s parameters%s", f"{parameters:,}", of_them)
     if experiment.data.sources:
         shares = [{source.label: source.weight for source in experiment.data.sources}]
         shares += [change.weights for change in experiment.data.weights]

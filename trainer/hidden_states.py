@@ -133,7 +133,7 @@ class TextEncoder:
         self._device, self.device = accelerator.device, accelerator.description
         model: EncoderDecoder | Transformer = config.build()
         model.load_state_dict(dict(weights.tensors))
-        self._model = model.to(self._device).eval()
+        self._model: EncoderDecoder | Transformer = model.to(self._device).eval()
         self._bias: nn.Module | None
         if isinstance(model, EncoderDecoder):
             shared = model.encoder is None
@@ -201,13 +201,19 @@ class TextEncoder:
 
     @torch.no_grad()
     def _run(self, tokens: Tensor, real: Tensor, last: int) -> Iterator[tuple[int, Tensor]]:
-        segments, length = real.int(), tokens.shape[1]
-        positions = torch.arange(length, device=tokens.device).expand_as(tokens)
-        hidden, _ = self._model.embeddings(tokens, positions)
-        mask = segment_mask(segments, self._causal, real if self._is_prefix else None)
+        model, prefix = self._model, real if self._is_prefix else None
+        segments: Tensor | None
+        if isinstance(model, EncoderDecoder):
+            hidden, _, segments = model.embed(tokens, real.int())
+        else:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            hidden, _, segments, prefix = model.embed(tokens, real.int(), positions, prefix=prefix)
+        assert segments is not None
+        mask, length, first = segment_mask(segments, self._causal, prefix), hidden.shape[1], model.inserted
         if self._bias is not None:
             mask = self._bias(length, length, mask)
-        yield 0, hidden
+        yield 0, hidden[:, first:]
         for number, layer in enumerate(self._layers[:last], start=1):
             hidden = layer(hidden, mask, None)
-            yield number, self._norm(hidden) if self._norm is not None and number == self.layers else hidden
+            normed = self._norm(hidden) if self._norm is not None and number == self.layers else hidden
+            yield number, normed[:, first:]

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class Trainer:
         self.heartbeat = AlertingHeartbeat(self.recorder, strategy.world, config.hang_timeout, stacks)
         # A look at a compiled step's state would cut its graph in two.
         every = None if strategy.accelerator.compiles else config.verify_state_every
-        self.state_check = StateCheck(strategy, self._tensors, every)
+        self.state_check = StateCheck(strategy, partial(self._tensors, frozen=True), every)
         self._profiler: Profiler | None = None
         self._stop: StopRequest | None = None
         self._grad_norm = torch.zeros(())
@@ -342,9 +343,14 @@ class Trainer:
                 "one); keep the phases that have begun, or start a new run from the checkpoint's weights with init_from"
             )
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _tensors(self, frozen: bool = False) -> dict[str, Tensor]:
+        """The state that steps change; with the `frozen` parameters, all that they depend on."""
         parameters = self.strategy.parameters
-        tensors: dict[str, Tensor] = {f"model/{name}": parameter.detach() for name, parameter in parameters.items()}
+        tensors: dict[str, Tensor] = {
+            f"model/{name}": parameter.detach()
+            for name, parameter in parameters.items()
+            if frozen or parameter.requires_grad
+        }
         moments = groups.state_tensors(self.optimizer, parameters.items())
         return tensors | {f"optimizer/{name}": tensor for name, tensor in moments.items()}
 

@@ -10,15 +10,23 @@ from trainer.errors import CheckpointError
 
 
 def changes_since(meta: Mapping[str, Any], description: Mapping[str, Any]) -> str:
-    """Which settings have changed since a checkpoint; the model's, dropout excepted, and the teacher may not.
+    """Which settings have changed since a checkpoint.
+
+    The model's may not, dropout excepted, nor may the teacher, nor the weights that frozen parameters are of.
 
     Args:
         meta: what the checkpoint says.
         description: of the run that goes on, which its checkpoints say.
 
     Raises:
-        CheckpointError: the model's or the teacher have.
+        CheckpointError: one of these has.
     """
+    before, now = (each.get("base") for each in (meta, description))
+    if before is not None and now is not None and before["identity"] != now["identity"]:
+        raise CheckpointError(
+            f"the run began with the frozen weights of {before['path']}, and those of init_from, {now['path']}, are "
+            f"others; set init_from={before['path']}, and bring back what it held if it has been changed"
+        )
     if meta.get("teacher") != description.get("teacher"):
         raise CheckpointError(
             f"objective.teacher names other weights than those that the run has learnt from until step {meta['step']}; "

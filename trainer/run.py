@@ -38,7 +38,7 @@ from trainer.snapshots import newest, open_snapshots
 from trainer.strategies import InitialValues, Replica, Strategy
 from trainer.strategies.world import World
 from trainer.teacher import attach_teacher
-from trainer.weights import load_weights
+from trainer.weights import base_of, load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def train(experiment: Experiment) -> int:
         if step is not None and (said := _finished(experiment, source, step)):
             logger.info("nothing to do: %s %s", experiment.output, said)
             return EXIT_DONE
-        weights = experiment.init_from if step is None else None
+        weights = experiment.init_from if step is None or experiment.freezes else None
         trainer: Trainer | None = None
         try:
             trainer = build_trainer(experiment, dataset, strategy, checkpointer, weights, snapshots, step is not None)
@@ -207,7 +207,8 @@ def build_trainer(
         checkpointer: that of the run.
         weights: what parameters start from, as `load_weights` takes it; None draws them by the seed.
         snapshots: those of the run; None takes none.
-        to_restore: whether a checkpoint is to give all values; none are drawn then, which takes seconds.
+        to_restore: whether a checkpoint is to give all values but those of frozen parameters; none are drawn then,
+            which takes seconds.
 
     Raises:
         ConfigError: the parts do not fit each other.
@@ -222,6 +223,7 @@ def build_trainer(
     model = build_model(experiment, dataset, objective)
     shapes = copy.deepcopy(model)  # of its own parameters the strategy may leave nothing but names
     initial: InitialValues = partial(shapes.initial_values, seed=experiment.seed)
+    description: dict[str, Any] = {"config": to_tree(experiment)}
     if weights is not None:
         trained = load_weights(weights, strategy.world.rank, strategy.world.size)
         if experiment.init_layers:
@@ -229,6 +231,8 @@ def build_trainer(
         initial = stored_values(trained, shapes, dataset, seed=experiment.seed)
         if experiment.redraw_layers:
             initial = redraw_layers(initial, shapes, experiment.redraw_layers, experiment.seed)
+        if experiment.freezes:
+            description["base"] = base_of(trained, str(weights), strategy.world.rank, strategy.world.size)
     elif to_restore:
         initial = _zeros
     build_optimizer = partial(experiment.optimizer.build, stacked=model.stacked())
@@ -256,7 +260,7 @@ def build_trainer(
         checkpointer=checkpointer,
         snapshots=snapshots,
         description={
-            "config": to_tree(experiment),
+            **description,
             "micro_batch_sizes": [phase.micro_batch_size for phase in phases],
             "teacher": teacher,
         },
@@ -299,7 +303,7 @@ def build_model(experiment: Experiment, dataset: AnyDataset, objective: Objectiv
         ConfigError: it does not fit the dataset or the objective.
     """
     with torch.device("meta"):
-        model: Any = experiment.model.build()
+        model: Any = experiment.build_model()
     check_fit(experiment, dataset, objective, model)
     model.activation_checkpointing = experiment.training.activation_checkpointing
     if experiment.training.compile:

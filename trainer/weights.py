@@ -1,4 +1,8 @@
-"""Trained weights wherever they lie: a run or one of its checkpoints, here or in a store, or a Hugging Face folder."""
+"""Trained weights wherever they lie: a run or one of its checkpoints, here or in a store, or a Hugging Face folder.
+
+Of some only a part lies there: what was trained, or added, while the rest of the model was frozen. The rest is read
+from where it came from.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard
 
+import torch
+from torch import Tensor
+
 from trainer.checkpoint import files, huggingface, integrity, manager, retention
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredTensors, group_by_name, local_pieces, stored_piece
-from trainer.checkpoint.together import together
+from trainer.checkpoint.together import gather, together
 from trainer.config import Kinds, decode, read_tree
 from trainer.errors import CheckpointError
 from trainer.hub import is_hub_path, model_folder
+from trainer.models.peft.huggingface import import_lora
+from trainer.storage import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +43,7 @@ class Weights:
         tokenizer: the folder of the tokenizer that goes with them; see `tokenizer_files`.
         step: of the checkpoint; None for a Hugging Face model.
         objective: the settings that a checkpoint's model was trained with, its kind included; of a student, its own.
+        base: where the parameters come from that were frozen; None: all are in `folder`.
     """
 
     config: Any
@@ -43,13 +53,15 @@ class Weights:
     step: int | None = None
     objective: Mapping[str, Any] = field(default_factory=dict)
     optimizer: StoredTensors = field(default_factory=lambda: StoredTensors({}))
+    base: Weights | None = None
 
     def identity(self) -> str:
         """A digest that changes with the weights; of a Hugging Face folder it takes a second for some gigabytes."""
         if self.step is not None:
             return integrity.identity(self.folder)
         assert isinstance(self.folder, Path)
-        return huggingface.identity(self.folder)
+        own = huggingface.identity(self.folder)
+        return own if self.base is None else f"{own}+{self.base.identity()}"
 
     def tokenizer_files(self) -> AbstractContextManager[Path]:
         """The tokenizer's folder on this machine, while the context lasts."""
@@ -60,7 +72,8 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
     """Opens the newest valid checkpoint of a run, a certain checkpoint, a Hugging Face folder, or hf://NAME.
 
     A run is named by its output folder, or by the folder or address that its checkpoints are in. RUN/best is its best
-    checkpoint, where `training.best` says what that is.
+    checkpoint, where `training.best` says what that is. A folder of Hugging Face's `peft` library is opened with the
+    model that it names, if it holds LoRA.
 
     With several ranks this is collective: they share the work of verifying a checkpoint, and all raise if one does.
 
@@ -71,6 +84,8 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
         folder = model_folder(str(path)) if is_hub_path(str(path)) else _best_named(files.location(path))
         if _is_huggingface(folder):
             return _from_huggingface(folder)
+        if _is_adapter(folder):
+            return _from_adapter(folder, rank, world_size)
         is_step = _is_step(folder)
         root = folder.parent if is_step else checkpoints_of(folder)
     checkpoints = manager.Checkpointer(root, manager.Config(), rank=rank, world_size=world_size)
@@ -84,11 +99,64 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
         logger.info("taking step %d of %s, the newest; the best, step %d, is %s/best", meta["step"], path, best, path)
     config = decode(Annotated[Any, _MODELS], meta["config"]["model"], f"{folder}: model")
     tensors, optimizer = (_part(stored, prefix) for prefix in ("model/", "optimizer/"))
+    base = None
+    if "base" in meta:
+        base = _load_base(folder, meta["base"], rank, world_size)
+        tensors = _together(config, tensors, base)
     with together(world_size):
         beside = root / "tokenizer"
         tokenizer = beside if (beside / "tokenizer_config.json").exists() else root.parent / "tokenizer"
     objective = meta["config"]["objective"]
-    return Weights(config, tensors, folder, tokenizer, meta["step"], objective.get("of", objective), optimizer)
+    return Weights(config, tensors, folder, tokenizer, meta["step"], objective.get("of", objective), optimizer, base)
+
+
+def base_of(weights: Weights, path: str, rank: int = 0, world_size: int = 1) -> dict[str, str]:
+    """What a checkpoint says of the weights that its frozen parameters are of. Collective.
+
+    Args:
+        weights: these.
+        path: what they were opened by. Of a run, the checkpoint is noted instead, as it will have others.
+        rank, world_size: of the processes, the first of which does the work.
+    """
+    own = ""
+    with together(world_size):
+        if rank == 0:
+            own = weights.identity()
+    if weights.step is not None:
+        path = weights.folder.url if isinstance(weights.folder, files.Url) else str(weights.folder)
+    return {"path": path, "identity": gather(own, world_size)[0]}
+
+
+def _load_base(folder: Location, noted: Mapping[str, str], rank: int, world_size: int) -> Weights:
+    """The weights that the frozen parameters of a checkpoint are of, as `base_of` has noted them.
+
+    Raises:
+        CheckpointError: they are gone, or others now.
+    """
+    path = noted["path"]
+    try:
+        base = load_weights(path, rank, world_size)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{folder} holds only what was trained, and the frozen weights, those of {path}, cannot be read: {error}"
+        ) from error
+    if base_of(base, path, rank, world_size)["identity"] != noted["identity"]:
+        raise CheckpointError(
+            f"{folder} holds only what was trained, and {path} no longer holds the frozen weights that go with it; "
+            f"bring back what {path} held then"
+        )
+    return base
+
+
+def _together(config: Any, trained: StoredTensors, base: Weights) -> StoredTensors:
+    """All parameters of a model: those that were trained, and the frozen ones."""
+    with torch.device("meta"):
+        names = [name for name, _ in config.build().named_parameters()]
+    if absent := [name for name in names if name not in trained and name not in base.tensors]:
+        raise CheckpointError(
+            f"{base.folder} has no {absent[0]}, and so is not what the parameters were added to; bring back what was"
+        )
+    return StoredTensors({name: (trained if name in trained else base.tensors).pieces[name] for name in names})
 
 
 def load_config(path: str | Location) -> Any:
@@ -100,6 +168,8 @@ def load_config(path: str | Location) -> Any:
     folder = model_folder(str(path)) if is_hub_path(str(path)) else _best_named(files.location(path))
     if _is_huggingface(folder):
         return _from_huggingface(folder).config
+    if _is_adapter(folder):
+        return _from_adapter(folder, 0, 1).config
     if not _is_step(folder):
         check_weights(folder)
         root = checkpoints_of(folder)
@@ -116,6 +186,8 @@ def check_weights(start: Location) -> None:
     start = _best_named(start)
     if _is_huggingface(start):
         huggingface.load_folder(start)
+    elif _is_adapter(start):
+        huggingface.load_adapter(start)
     elif _is_step(start):
         integrity.check_sizes(start)
     elif not integrity.committed_steps(checkpoints_of(start)):
@@ -139,7 +211,11 @@ def _best_named(path: Location) -> Location:
 
 
 def _is_huggingface(folder: Location) -> TypeGuard[Path]:
-    return isinstance(folder, Path) and (folder / "config.json").is_file()
+    return isinstance(folder, Path) and (folder / "config.json").is_file() and not huggingface.is_adapter(folder)
+
+
+def _is_adapter(folder: Location) -> TypeGuard[Path]:
+    return isinstance(folder, Path) and huggingface.is_adapter(folder)
 
 
 def _is_step(folder: Location) -> bool:
@@ -156,10 +232,26 @@ def _from_huggingface(folder: Path) -> Weights:
     content, tensors = huggingface.load_folder(folder)
     config = _MODELS.schema(content.get("model_type"), f"{folder / 'config.json'}: model_type")
     config = config.from_huggingface(content, tensors)
-    parameters = config.import_tensors(tensors)
+    return Weights(config, _in_memory(config.import_tensors(tensors)), folder, tokenizer=folder)
+
+
+def _from_adapter(folder: Path, rank: int, world_size: int) -> Weights:
+    content, tensors = huggingface.load_adapter(folder)
+    path = content.get("base_model_name_or_path")
+    if not path:
+        raise CheckpointError(f"{folder} does not say what it was added to; set base_model_name_or_path in its config")
+    if not is_url(path) and not Path(path).exists():
+        path = f"hf://{path}" + (f"@{content['revision']}" if content.get("revision") else "")
+    base = load_weights(path, rank, world_size)
+    config, own = import_lora(content, tensors, base.config)
+    parameters = _together(config, _in_memory(own), base)
+    has_tokenizer = (folder / "tokenizer_config.json").exists()
+    return Weights(config, parameters, folder, folder if has_tokenizer else base.tokenizer, base=base)
+
+
+def _in_memory(parameters: Mapping[str, Tensor]) -> StoredTensors:
     pieces = [stored_piece(piece) for each in parameters.items() for piece in local_pieces(*each)]
-    stored = StoredTensors(group_by_name(pieces))
-    return Weights(config, stored, folder, tokenizer=folder)
+    return StoredTensors(group_by_name(pieces))
 
 
 def checkpoints_of(folder: Location) -> Location:

@@ -137,4 +137,5 @@ def make_trainer(experiment: Experiment, world: World) -> Trainer:
     accelerator = experiment.accelerator.build() if experiment.accelerator else accelerators.detect()
     strategy = experiment.strategy.build(accelerator, world, experiment.training.precision)
     dataset, checkpointer = Dataset.open(experiment.data.path), open_checkpointer(experiment, world)
-    return build_trainer(experiment, dataset, strategy, checkpointer)
+    weights = experiment.init_from if experiment.freezes else None
+    return build_trainer(experiment, dataset, strategy, checkpointer, weights)

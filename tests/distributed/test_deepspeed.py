@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from trainer.accelerators import cpu
 from trainer.audit.batches import Run
 from trainer.audit.verify import verify
 from trainer.config import dump, load
-from trainer.errors import ConfigError
 from trainer.experiment import Experiment
 from trainer.partition import SegmentParameter, whole_shape
 from trainer.strategies import deepspeed
@@ -288,14 +286,6 @@ def test_gradients_are_summed_once_and_forgotten(ranks: list[dict[str, Any]]) ->
         assert found["norm"] == pytest.approx(float(sum(each.square().sum() for each in expected.values())) ** 0.5)
         updated = [1 + 3 * i + i + 1 - float(weight[i, 0]) - 2 * (i + 1) for i in range(5)]
         assert found["output"] == pytest.approx(updated), "passes see the update"
-
-
-def test_frozen_parameters_are_refused() -> None:
-    strategy = deepspeed.Config().build(cpu.Config().build(), World(0, 1, None, timedelta(seconds=10)), "fp32")
-    model = Partial()
-    model.used.bias.requires_grad_(False)
-    with pytest.raises(ConfigError, match=r"used\.bias is frozen .*use strategy=fsdp"):
-        strategy.prepare(model, lambda named: torch.optim.SGD([p for _, p in named]), lambda *_: torch.ones(1))
 
 
 def test_a_clash_is_refused_before_the_start(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:

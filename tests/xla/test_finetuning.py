@@ -64,3 +64,21 @@ def test_a_student_learns_beside_its_teacher(
     np.testing.assert_allclose(report["losses"], expected, rtol=RELATIVE)
     assert report["fallbacks"] == []
     assert max(report["compilations"].values()) == 1
+
+
+def test_lora_is_that_of_the_cpu(
+    work: Work, samestep: Samestep, finished_run: Path, dataset_folder: Path, tmp_path: Path
+) -> None:
+    """Its layers are a loop, too; frozen parameters are there, and not in what a checkpoint gets."""
+    assert (
+        samestep("data", "build", tasks.write_build("classification", tmp_path, dataset_folder / "tokenizer")).code == 0
+    )
+    file = tasks.write_experiment("classification", tmp_path, finished_run, steps=6)
+    settings = ("training.global_batch_size=16", "training.micro_batch_size=2", "training.evaluate_every=null")
+    lora = "model.peft={kind: lora, rank: 4, targets: [query, value, up]}"
+    assert samestep("train", file, f"output={tmp_path / 'cpu'}", lora, *settings).code == 0
+    report = work(str(tmp_path / "cpu" / "config.yaml"), f"output={tmp_path / 'xla'}")
+    expected = [row["train/loss"] for row in tasks.rows_of(tmp_path / "cpu") if "train/loss" in row]
+    np.testing.assert_allclose(report["losses"], expected, rtol=RELATIVE)
+    assert all(".lora." in name or "/head." in name for name in report["splits"])
+    assert report["fallbacks"] == []

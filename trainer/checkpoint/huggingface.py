@@ -21,6 +21,8 @@ from trainer.hub import TOKENIZER_FILES
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _CARD = "README.md"
 
 
@@ -48,8 +50,11 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def identity(folder: Path) -> str:
-    """A digest of a model's settings and weights."""
-    names = [_CONFIG, *sorted(path.name for path in folder.glob("*.safetensors"))]
+    """A digest of a model's settings and weights, or an adapter's."""
+    names = [
+        _ADAPTER_CONFIG if is_adapter(folder) else _CONFIG,
+        *sorted(path.name for path in folder.glob("*.safetensors")),
+    ]
     return hashlib.sha256("".join(files.digest(folder / name).sha256 for name in names).encode()).hexdigest()
 
 
@@ -83,14 +88,34 @@ def load_folder(folder: Path) -> tuple[dict[str, Any], LazyTensors]:
     raise CheckpointError(f"{folder} has neither {_WEIGHTS} nor {_INDEX}; name a folder that save_pretrained wrote")
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder is of the `peft` library: what was added to a model, without the model."""
+    return (folder / _ADAPTER_CONFIG).is_file()
+
+
+def load_adapter(folder: Path) -> tuple[dict[str, Any], LazyTensors]:
+    """Opens a folder of the `peft` library, as `load_folder` does one of a model.
+
+    Raises:
+        CheckpointError: naming the file that is missing or damaged.
+    """
+    config = _read_json(folder / _ADAPTER_CONFIG)
+    if not (folder / _ADAPTER_WEIGHTS).exists():
+        raise CheckpointError(
+            f"{folder} has no {_ADAPTER_WEIGHTS}; copy or download it whole, or save it as safetensors"
+        )
+    return config, LazyTensors([folder / _ADAPTER_WEIGHTS])
+
+
 def save_folder(
     folder: Path,
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     tokenizer_folder: Path | None = None,
     card: str | None = None,
+    adapter: bool = False,
 ) -> None:
-    """Writes a folder that `transformers` loads; it appears under its name once it is whole.
+    """Writes a folder that `transformers`, or `peft`, loads; it appears under its name once it is whole.
 
     Args:
         folder: must not exist yet, or be empty.
@@ -98,6 +123,7 @@ def save_folder(
         tensors: CPU tensors that share no memory.
         tokenizer_folder: where the tokenizer's files are copied from.
         card: the content of README.md.
+        adapter: whether it is of the `peft` library.
 
     Raises:
         CheckpointError: the folder is taken or cannot be written, or there is no tokenizer in `tokenizer_folder`.
@@ -107,8 +133,9 @@ def save_folder(
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
-        (temporary / _CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
-        save_file(dict(tensors), temporary / _WEIGHTS, metadata={"format": "pt"})
+        settings, weights = (_ADAPTER_CONFIG, _ADAPTER_WEIGHTS) if adapter else (_CONFIG, _WEIGHTS)
+        (temporary / settings).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+        save_file(dict(tensors), temporary / weights, metadata={"format": "pt"})
         if tokenizer_folder is not None:
             _copy_tokenizer(tokenizer_folder, temporary)
         if card is not None:

@@ -127,7 +127,7 @@ def list_runs(
             rows = [found.manifest.digest for found in (dataset, *also.values())]
             points = list(_points(task, dataset, also, whole_grid, changes))
             before = tuple(run.digest for run in runs if run.task == task.config.start and not run.scratch)
-            of = [checkpoint, weights.identity(), *rows, *before]
+            of = [checkpoint, weights.identity(), to_tree(weights.config), *rows, *before]
             for point in points:
                 start = {} if before else {"init_from": checkpoint}
                 runs += _seeded(task, folder, point.having(start), of, seeds, start=before)
@@ -175,7 +175,7 @@ class _Point:
         return replace(self, experiment={**self.experiment, **changes})
 
 
-def _seeded(task: Task, folder: Path, point: _Point, of: Sequence[str], seeds: int, **more: Any) -> Iterator[Run]:
+def _seeded(task: Task, folder: Path, point: _Point, of: Sequence[Any], seeds: int, **more: Any) -> Iterator[Run]:
     """The runs of a point: one for each seed.
 
     Args:

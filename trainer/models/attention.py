@@ -93,13 +93,18 @@ class _Attention(nn.Module):
 
 
 class SelfAttention(_Attention):
-    """Self-attention with one projection for queries, keys and values."""
+    """Self-attention with one projection for queries, keys and values.
+
+    Attributes:
+        prefix: gives keys and values that all cells attend to besides (`peft.prefix`).
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         self.causal = config.causal
         self.qkv = nn.Linear(config.width, 3 * self.inner, bias=not config.rms_norm)
         self.out = nn.Linear(self.inner, config.width, bias=not config.rms_norm)
+        self.prefix: nn.Module | None = None
 
     def forward(
         self,
@@ -118,6 +123,13 @@ class SelfAttention(_Attention):
         query, key, value = self.split(self.qkv(hidden), 3)
         if cache is not None:
             key, value = cache.append(key, value)
+        if self.prefix is not None:
+            before = self.prefix(key)
+            if mask is None and self.causal:
+                mask = causal_mask(hidden)[None, None]
+            if mask is not None:
+                mask = F.pad(mask, (before[0].shape[2], 0), value=True if mask.dtype == torch.bool else 0.0)
+            key, value = (torch.cat(pair, 2) for pair in zip(before, (key, value), strict=True))
         mixed = self.attend(
             query, key, value, mask, dropout_key, causal=self.causal and (mask is None or mask.ndim == 2)
         )

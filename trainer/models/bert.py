@@ -135,8 +135,7 @@ class Config(TransformerConfig):
     def initial_std(self, name: str) -> tuple[float, ...]:
         return (self.initializer_range,)
 
-    def build(self) -> Transformer:
-        """Makes the module; its parameters still need their values."""
+    def build_base(self) -> Transformer:
         return Transformer(
             self,
             self._build_head(),
@@ -218,7 +217,7 @@ class Config(TransformerConfig):
         Raises:
             CheckpointError: naming the tensors that are missing, unexpected or of another shape.
         """
-        table = self._table()
+        table = self.tensor_names()
         own = {name for names in table.values() for name in names}
         unused = [n for n in tensors if _NSP_HEAD.fullmatch(n) and self._canonical(n) not in own]
         ignored = [n for n in tensors if _BUFFERS.fullmatch(n)] + unused
@@ -235,13 +234,14 @@ class Config(TransformerConfig):
         Raises:
             CheckpointError: naming the parameters that are missing, unexpected or of another shape.
         """
-        exported = huggingface.split_tensors(parameters, self._table(), self)
+        exported = huggingface.split_tensors(parameters, self.tensor_names(), self)
         if not self.tied and self.head == "language_model":
             bias = self.head_names["bias"]
             exported[f"{self.head_names['decoder']}.bias"] = exported[bias].clone()
         return exported
 
-    def _table(self) -> dict[str, tuple[str, ...]]:
+    def tensor_names(self) -> dict[str, tuple[str, ...]]:
+        """Of each parameter the tensors in transformers that it consists of, end to end."""
         table: dict[str, tuple[str, ...]]
         table = {f"embeddings.{o}": (f"{self.model_type}.embeddings.{t}",) for o, t in _EMBEDDINGS.items()}
         for layer in range(self.layers):

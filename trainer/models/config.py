@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
+from trainer.config import Kinds
 from trainer.errors import ConfigError
 
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "geglu", "geglu_tanh"]
@@ -32,6 +33,8 @@ class TransformerConfig:
         attention_dropout: probability for attention probabilities; 0 allows the fused attention kernels in training.
         norm_eps: added to the variance in norms.
         activation: of the feed-forward network.
+        peft: parameter-efficient fine-tuning (a module of trainer/models/peft): what is added to a model that starts
+            from weights, and trained with a task's head, while the rest is frozen; None trains all.
     """
 
     position_offset: ClassVar[int] = 0
@@ -45,6 +48,7 @@ class TransformerConfig:
     attention_dropout: float = 0.1
     norm_eps: float = 1e-5
     activation: Activation = "gelu"
+    peft: Annotated[Any, Kinds("trainer.models.peft")] | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "layers", "width", "heads", "ffn_width"):
@@ -140,6 +144,16 @@ class TransformerConfig:
         return self.causal
 
     @property
+    def trains_head(self) -> bool:
+        """Whether the head is trained whatever `peft` freezes: a task's is new."""
+        return self.head != "language_model"
+
+    @property
+    def virtual_tokens(self) -> int:
+        """n, the positions before a text's first that `peft` takes for a prefix or prompt."""
+        return getattr(self.peft, "length", 0)
+
+    @property
     def gated(self) -> bool:
         """Whether the feed-forward network multiplies two projections (Shazeer 2020, "GLU variants")."""
         return self.activation.startswith("geglu")
@@ -163,4 +177,22 @@ class TransformerConfig:
 
     def initial_std(self, name: str) -> tuple[float, ...]:
         """Standard deviations of a parameter's initial values: of its rows, cut into as many equal parts."""
+        raise NotImplementedError
+
+    def build(self) -> Any:
+        """Makes the module; its parameters still need their values. Those that are frozen require no gradient.
+
+        Raises:
+            ConfigError: the model has nothing that `peft` names.
+        """
+        model = self.build_base()
+        if self.peft is not None:
+            self.peft.add_to(model)
+            for name, parameter in model.named_parameters():
+                of_head = self.trains_head and name.startswith("head.")
+                parameter.requires_grad_(of_head or self.peft.trains(name))
+        return model
+
+    def build_base(self) -> Any:
+        """Makes the module without what `peft` adds."""
         raise NotImplementedError

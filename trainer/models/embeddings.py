@@ -56,12 +56,19 @@ class Embeddings(nn.Module):
         positions: Tensor | None,
         token_types: Tensor | None = None,
         dropout_key: Tensor | None = None,
+        prompt: nn.Module | None = None,
     ) -> tuple[Tensor, Tensor]:
         """int [B, S] each -> [B, S, D], and the token embeddings [V, D] for a tied head.
 
-        Without token_types every cell is of type 0.
+        Without token_types every cell is of type 0. With a prompt, of n cells: [B, n + S, D]; it takes the first n
+        positions, and those that are given are of the tokens behind it.
         """
         hidden, matrix = _Lookup.apply(self.tokens.weight, tokens)  # type: ignore[no-untyped-call]
+        if prompt is not None:
+            hidden = prompt(hidden)
+            before = torch.arange(hidden.shape[1] - tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
+            positions = None if positions is None else torch.cat([before.to(positions.dtype), positions], 1)
+            token_types = None if token_types is None else F.pad(token_types, (before.shape[1], 0))
         if self.positions is not None:
             assert positions is not None, "the model has a position table"
             hidden = hidden + self.positions(positions + self.position_offset)

@@ -14,7 +14,7 @@ from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout, split_key
 from trainer.models.embeddings import Embeddings
 from trainer.models.layers import Layer, make_norm, run_layers
-from trainer.models.model import Model, matrix_weights
+from trainer.models.model import Model, matrix_flops
 from trainer.models.relative import RelativeBias
 
 START = 0
@@ -101,12 +101,15 @@ class EncoderDecoder(Model):
             embedding_key, after_encoder, after_decoder, head_key = *keys[:3], keys[-1]
             layer_keys = keys[3:-1].view(len(layer_keys), places, -1)
         if not self.decoder:
-            hidden, matrix = self.embeddings(tokens, None, dropout_key=embedding_key)
-            hidden = self._encode(hidden, segments, layer_keys, after_encoder, read)
-            return self._answer(hidden, matrix, head_key, predicted, hidden_states)
+            source, matrix, segments = self.embed(tokens, segments, embedding_key)
+            read = None if hidden_states else self.read(predicted)
+            encoded = self._encode(source, segments, layer_keys, after_encoder, read)
+            encoded = encoded if read is not None else encoded[:, self.inserted :]
+            return self._answer(encoded, matrix, head_key, predicted, hidden_states)
         # One look-up for both sides: its backward pass fills a table of gradients once.
         both, matrix = self.embeddings(torch.cat([tokens, target_tokens], 1), None, dropout_key=embedding_key)
         source, hidden = both.split([tokens.shape[1], target_tokens.shape[1]], 1)
+        source, segments = self._prompted(source), self.with_prompt(segments)
         encoded = self._encode(source, segments, layer_keys[:encoder_layers], after_encoder)
         memory = Memory(encoded, _between(target_segments, segments))
         mask = self._decoder_mask(target_tokens, target_segments)
@@ -130,6 +133,17 @@ class EncoderDecoder(Model):
             return self.head(take(hidden, predicted), matrix, key), hidden
         logits: Tensor = self.head(hidden, matrix, key)
         return logits
+
+    def embed(
+        self, tokens: Tensor, segments: Tensor | None, dropout_key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the encoder reads, with a prompt: embeddings [B, n + S, D], the table [V, D], segments of all cells."""
+        hidden, matrix = self.embeddings(tokens, None, dropout_key=dropout_key)
+        return self._prompted(hidden), matrix, self.with_prompt(segments)
+
+    def _prompted(self, hidden: Tensor) -> Tensor:
+        out: Tensor = hidden if self.prompt is None else self.prompt(hidden)
+        return out
 
     @property
     def _encoder_layers(self) -> nn.ModuleList:
@@ -177,7 +191,7 @@ class EncoderDecoder(Model):
         Returns:
             The logits [B, V] of the next tokens, and what `step` needs.
         """
-        hidden, _ = self.embeddings(tokens, None)
+        hidden, _, segments = self.embed(tokens, segments)
         encoded = self._encode(hidden, segments, [None] * len(self._encoder_layers), None)
         memory = Memory(encoded, None if segments is None else (segments > 0)[:, None, None, :])
         cache = Cache(len(self.decoder), capacity, torch.ones_like(target_tokens, dtype=torch.bool), memory)
@@ -217,15 +231,15 @@ class EncoderDecoder(Model):
         for predicted ones; its attention is to T and to S cells.
         """
         per_cell = 12 * self.config.heads * self.config.head_width
-        encoder = matrix_weights(self._encoder_layers, without="cross_attention")
-        keys_values = matrix_weights(self.decoder, only="cross_attention.kv")
-        for_predicted = matrix_weights(self.decoder[-1:], only="ffn")
-        decoder = matrix_weights(self.decoder) - keys_values - for_predicted
+        encoder = matrix_flops(self._encoder_layers, without="cross_attention")
+        keys_values = matrix_flops(self.decoder, only="cross_attention.kv")
+        for_predicted = matrix_flops(self.decoder[-1:], only="ffn")
+        decoder = matrix_flops(self.decoder) - keys_values - for_predicted
         targets_per_token = predicted_per_token if self.config.head == "language_model" else 1.0
         targets = targets_per_token * sequence_length
-        source = 6 * (encoder + keys_values) + per_cell * len(self._encoder_layers) * sequence_length
-        target = 6 * decoder + per_cell * len(self.decoder) * (targets + sequence_length)
-        return source + targets_per_token * target + predicted_per_token * 6 * (for_predicted + self.head_weights())
+        source = encoder + keys_values + per_cell * len(self._encoder_layers) * sequence_length
+        target = decoder + per_cell * len(self.decoder) * (targets + sequence_length)
+        return source + targets_per_token * target + predicted_per_token * (for_predicted + self.head_flops())
 
 
 def _between(target_segments: Tensor | None, segments: Tensor | None) -> Tensor | None:

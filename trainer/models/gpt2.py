@@ -87,8 +87,7 @@ class Config(TransformerConfig):
         into_residual = name.endswith((".attention.out.weight", ".ffn.down.weight"))
         return (self.initializer_range / (2 * self.layers) ** 0.5 if into_residual else self.initializer_range,)
 
-    def build(self) -> Transformer:
-        """Makes the module; its parameters still need their values."""
+    def build_base(self) -> Transformer:
         lm_head = LanguageModelHead(self)
         if self.head == "language_model":
             return Transformer(self, lm_head, max_positions=self.max_positions)
@@ -168,7 +167,7 @@ class Config(TransformerConfig):
                 full = name if name.startswith(("transformer.", "lm_head.", "score.")) else f"transformer.{name}"
                 found[full] = tensors[name].T.contiguous() if _TRANSPOSED.fullmatch(name) else tensors[name]
         huggingface.drop_copy(found, "lm_head.weight", self.table_names["embeddings.tokens.weight"])
-        return huggingface.join_tensors(found, self._table(), self)
+        return huggingface.join_tensors(found, self.tensor_names(), self)
 
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inverse of `import_tensors`: the names and layout of transformers' current version.
@@ -176,10 +175,11 @@ class Config(TransformerConfig):
         Raises:
             CheckpointError: naming the parameters that are missing, unexpected or of another shape.
         """
-        exported = huggingface.split_tensors(parameters, self._table(), self)
+        exported = huggingface.split_tensors(parameters, self.tensor_names(), self)
         return {name: t.T.contiguous() if _TRANSPOSED.fullmatch(name) else t for name, t in exported.items()}
 
-    def _table(self) -> dict[str, tuple[str, ...]]:
+    def tensor_names(self) -> dict[str, tuple[str, ...]]:
+        """Of each parameter the tensors in transformers that it consists of, end to end."""
         table: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in self.table_names.items()}
         for layer in range(self.layers):
             for ours, theirs in _LAYER.items():

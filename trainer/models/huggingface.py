@@ -103,8 +103,8 @@ class Family(Protocol):
 
     model_type: ClassVar[str]
 
-    def build(self) -> nn.Module:
-        """Makes the module."""
+    def build_base(self) -> nn.Module:
+        """Makes the module without what fine-tuning adds."""
         ...
 
 
@@ -153,7 +153,7 @@ def drop_copy(found: dict[str, Tensor], copy: str, original: str) -> None:
 
 def _shapes(config: Family) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in config.build().named_parameters()}
+        return {name: tuple(parameter.shape) for name, parameter in config.build_base().named_parameters()}
 
 
 def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], config: Family) -> None:

@@ -163,8 +163,7 @@ class Config(TransformerConfig):
             return (self.ffn_width**-0.5,)
         return (1.0,) if name == "embeddings.tokens.weight" else (width,)
 
-    def build(self) -> EncoderDecoder | Transformer:
-        """Makes the module; its parameters still need their values."""
+    def build_base(self) -> EncoderDecoder | Transformer:
         head = self._build_head()
         if self.causal:
             return Transformer(self, head, relative_bias=self._bias(bidirectional=self.architecture == "prefix_lm"))
@@ -271,11 +270,18 @@ class Config(TransformerConfig):
         Raises:
             CheckpointError: naming the parameters that are missing, unexpected or of another shape.
         """
-        exported = huggingface.split_tensors(parameters, self._table(), self)
+        return huggingface.split_tensors(parameters, self.tensor_names(), self)
+
+    def tensor_names(self) -> dict[str, tuple[str, ...]]:
+        """Of each parameter the tensors in transformers that it consists of, end to end."""
+        table = self._table()
         if self.head in ("language_model", "span"):
-            return exported
+            return table
         own = tuple(_HEADS[self.head].values())
-        return {name if name.startswith(own) else f"{_PREFIX}{name}": tensor for name, tensor in exported.items()}
+        return {
+            ours: tuple(name if name.startswith(own) else f"{_PREFIX}{name}" for name in names)
+            for ours, names in table.items()
+        }
 
     def _table(self) -> dict[str, tuple[str, ...]]:
         table: dict[str, tuple[str, ...]] = {"embeddings.tokens.weight": ("shared.weight",)}

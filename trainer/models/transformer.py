@@ -14,7 +14,7 @@ from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout, split_key
 from trainer.models.embeddings import Embeddings
 from trainer.models.layers import Layer, make_norm, run_layers
-from trainer.models.model import Model, matrix_weights
+from trainer.models.model import Model, matrix_flops
 from trainer.models.relative import RelativeBias
 
 
@@ -95,30 +95,55 @@ class Transformer(Model):
             places = self.config.dropout_places
             keys = split_key(dropout_key, 2 + places * len(self.layers))
             embedding_key, layer_keys, final_key = keys[0], keys[1:-1].view(len(self.layers), places, -1), keys[-1]
-        hidden, matrix = self.embeddings(tokens, positions, token_types, embedding_key)
-        read = predicted  # the cells of the last layer that the heads read
-        if predicted is not None and next_sentence:
-            read = F.pad(predicted, (1, 0))
+        hidden, matrix, segments, prefix = self.embed(tokens, segments, positions, token_types, embedding_key, prefix)
+        read = self.read(predicted)  # the cells of the last layer that the heads read
+        if read is not None and next_sentence:
+            read = F.pad(read, (1, 0))
         elif next_tokens or hidden_states:
             read = None
         checkpointing = self.activation_checkpointing and self.training
-        mask = self._mask(tokens, segments, prefix)
-        alone = segments if prefix is None and self.relative_bias is None else None  # all that the mask says
+        mask = self._mask(hidden[..., 0], segments, prefix)
+        # All that the mask says; a prefix of keys is in neither.
+        alone = segments if prefix is None and self.relative_bias is None and not self._has_prefix else None
         hidden = self.run_layers(
             self.layers, hidden, mask, layer_keys, cells=read, checkpointing=checkpointing, segments=alone
         )
-        hidden = self._finish(hidden, final_key, read)
+        whole = self._finish(hidden, final_key, read)
+        hidden = whole if read is not None else whole[:, self.inserted :]
         if next_tokens:
             assert self.lm_head is not None, "the model was built without a language-model head beside its own"
             return self.head(take(hidden, predicted), matrix, final_key), self.lm_head(hidden[:, :-1], matrix)
         if hidden_states:
-            return self.head(take(hidden, predicted), matrix, final_key), hidden
+            of_head = hidden if predicted is None else take(whole, self.read(predicted))
+            return self.head(of_head, matrix, final_key), hidden
         if not next_sentence:
             logits: Tensor = self.head(hidden, matrix, final_key)
             return logits
         assert self.nsp_head is not None, "the model was built without a next-sentence head"
         logits = self.head(hidden if predicted is None else hidden[:, 1:], matrix, final_key)
-        return logits, self.nsp_head(hidden[:, 0])
+        return logits, self.nsp_head(whole[:, 0])
+
+    def embed(
+        self,
+        tokens: Tensor,
+        segments: Tensor | None,
+        positions: Tensor | None,
+        token_types: Tensor | None = None,
+        dropout_key: Tensor | None = None,
+        prefix: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """What the layers read, with the cells of a prompt; arguments as of `forward`.
+
+        Returns:
+            The embeddings [B, n + S, D], the token embeddings [V, D], and segments and prefix of all cells.
+        """
+        positions = None if positions is None else positions + self.config.virtual_tokens
+        hidden, matrix = self.embeddings(tokens, positions, token_types, dropout_key, self.prompt)
+        return hidden, matrix, self.with_prompt(segments), self.with_prompt(prefix)
+
+    @property
+    def _has_prefix(self) -> bool:
+        return self.config.virtual_tokens > self.inserted
 
     def _mask(self, tokens: Tensor, segments: Tensor | None, prefix: Tensor | None) -> Tensor | None:
         """What the layers' attention takes; None where no cell or, in a causal model, every later cell is masked."""
@@ -153,9 +178,11 @@ class Transformer(Model):
         Returns:
             The logits [B, V] of the next tokens, and what `step` needs.
         """
-        cache = Cache(len(self.layers), capacity, segments > 0)
         positions = (segments.cumsum(1) - 1).clamp(min=0)
-        return self._decode(tokens, positions, self._mask(tokens, segments, prefix), cache), cache
+        hidden, matrix, of_all, prefix = self.embed(tokens, segments, positions, prefix=prefix)
+        assert of_all is not None
+        cache = Cache(len(self.layers), capacity + self.inserted, of_all > 0)
+        return self._decode(hidden, matrix, self._mask(of_all, of_all, prefix), cache), cache
 
     @torch.no_grad()
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
@@ -163,11 +190,12 @@ class Transformer(Model):
         mask = cache.mask()
         if self.relative_bias is not None:
             mask = self.relative_bias(1, cache.length + 1, mask, before=cache.length)
-        return self._decode(tokens[:, None], cache.positions()[:, None], mask, cache)
+        positions = cache.positions()[:, None] + self.config.virtual_tokens - self.inserted
+        hidden, matrix = self.embeddings(tokens[:, None], positions)
+        return self._decode(hidden, matrix, mask, cache)
 
-    def _decode(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
-        hidden, matrix = self.embeddings(tokens, positions)
-        last = torch.full_like(tokens[:, :1], tokens.shape[1] - 1)
+    def _decode(self, hidden: Tensor, matrix: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
+        last = torch.full((len(hidden), 1), hidden.shape[1] - 1, device=hidden.device)
         hidden = run_layers(self.layers, hidden, mask, [None] * len(self.layers), cells=last, cache=cache)
         logits: Tensor = self.head(self._finish(hidden), matrix)[:, 0]
         return logits
@@ -175,7 +203,7 @@ class Transformer(Model):
     @property
     def max_sequence_length(self) -> int:
         """The longest sequence that the position table serves, in tokens; without one, no sequence is too long."""
-        return sys.maxsize if self._max_positions is None else self._max_positions
+        return sys.maxsize if self._max_positions is None else self._max_positions - self.config.virtual_tokens
 
     def sharding_units(self) -> list[nn.Module]:
         """The layers in order; embeddings and head share a matrix and stay in the root unit."""
@@ -184,12 +212,13 @@ class Transformer(Model):
     def flops_per_token(self, sequence_length: int, predicted_per_token: float = 1.0) -> float:
         """FLOPs of the matrix products in one forward and backward pass, per cell of the batch.
 
-        6 per weight of a layer (2 in the forward pass, twice that in the backward pass) and 12 S H K per layer for
-        attention (scores and mixing, masked cells included); 6 per weight of the head for each predicted token. What
-        follows attention in the last layer is computed for predicted tokens alone.
+        6 per weight of a layer (2 in the forward pass, twice that in the backward; see `matrix_flops`) and 12 S H K
+        per layer for attention (scores and mixing, masked cells included); 6 per weight of the head for each predicted
+        token. What follows attention in the last layer is computed for predicted tokens alone. A prompt's cells are
+        counted as what others attend to only.
         Recomputation under activation checkpointing does not count (Chowdhery et al. 2022, appendix B).
         """
-        weights, for_predicted = matrix_weights(self.layers), matrix_weights(self.layers[-1], without="qkv")
-        attention = 12 * len(self.layers) * sequence_length * self.config.heads * self.config.head_width
-        head = self.head_weights()
-        return 6 * (weights - for_predicted) + attention + predicted_per_token * 6 * (for_predicted + head)
+        matrices, for_predicted = matrix_flops(self.layers), matrix_flops(self.layers[-1], without="qkv")
+        cells = sequence_length + self.config.virtual_tokens
+        attention = 12 * len(self.layers) * cells * self.config.heads * self.config.head_width
+        return matrices - for_predicted + attention + predicted_per_token * (for_predicted + self.head_flops())

@@ -35,8 +35,9 @@ def parameter_groups(
     Returns:
         Groups for `torch.optim`, each with its `lr_scale`; none of them is empty.
     """
-    named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    named = list(named_parameters)
     scale = _lr_scales([name for name, _ in named], layer_decay)
+    named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for decays in (True, False):
         for name, parameter in named:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trainer.experiment import Experiment
     from trainer.phases import Phase
     from trainer.plan.plan import Plan
+    from trainer.plan.trace import Step
 
 _NOTES = (
     "Batch: examples of a micro-batch x micro-batches of a step. Peak of a step on the device that holds most: "
@@ -92,7 +93,7 @@ def _plan(args: argparse.Namespace) -> int:
         ]
         sys.stdout.write(json.dumps({"devices": args.devices, "phases": listed}, indent=1) + "\n")
         return EXIT_DONE
-    parameters = sum(each.elements for each in step.parameters.values())
+    parameters = _count(step)
     for phase, plans in found:
         console.print(_table(_title(experiment, phase, parameters, args.devices), plans, memory is not None))
     notes = [_NOTES] + [_FITS] * (memory is not None) + [_XLA] * isinstance(experiment.strategy, xla_spmd.Config)
@@ -106,12 +107,19 @@ def _distinct(phases: Sequence[Phase]) -> list[Phase]:
     return list(kept.values())
 
 
-def _title(experiment: Experiment, phase: Phase, parameters: int, devices: int) -> str:
+def _count(step: Step) -> str:
+    sizes = [(each.elements, each.trained) for each in step.parameters.values()]
+    counts = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+    said = f"{counts[0] / 1e6:,.0f}M parameters"
+    return said if counts[0] == counts[1] else f"{said}, {counts[1] / 1e6:,.2f}M trained"
+
+
+def _title(experiment: Experiment, phase: Phase, parameters: str, devices: int) -> str:
     training = experiment.training
     checkpointing = ", activation checkpointing" if training.activation_checkpointing else ""
     kind = type(experiment.optimizer).__module__.rpartition(".")[2]
     return (
-        f"{parameters / 1e6:,.0f}M parameters, {kind}, {training.precision}, length {phase.sequence_length}"
+        f"{parameters}, {kind}, {training.precision}, length {phase.sequence_length}"
         f"{checkpointing}: {phase.global_batch_size} examples a step on {devices} devices, GiB of each"
     )
 

@@ -84,6 +84,7 @@ class Division(ABC):
     def __init__(self, parameters: Iterable[Parameter], update: int, width: int, devices: int) -> None:
         self.parameters, self.update, self.width, self.devices = list(parameters), update, width, devices
         self.elements = sum(each.elements for each in self.parameters)
+        self.trained = sum(each.elements for each in self.parameters if each.trained)
 
     @abstractmethod
     def held(self, activations: Activations, accumulates: bool) -> Held:
@@ -110,11 +111,11 @@ class Whole(Division):
     """`single`, and `ddp`, whose buckets of gradients are the gradients."""
 
     def held(self, activations: Activations, accumulates: bool) -> Held:
-        weights = _FP32 * self.elements
-        return Held(weights, weights, self.state(1), activations.full, 0, self.update)
+        weights, gradients = _FP32 * self.elements, _FP32 * self.trained
+        return Held(weights, gradients, self.state(1), activations.full, 0, self.update)
 
     def exchanged(self, micro_batches: int) -> list[Collective]:
-        return [Collective("all-reduce", _FP32 * self.elements, self.devices)] if self.devices > 1 else []
+        return [Collective("all-reduce", _FP32 * self.trained, self.devices)] if self.devices > 1 else []
 
 
 class Rows(Division):
@@ -133,8 +134,11 @@ class Rows(Division):
         padded = [parts * self.split(each.shape, parts) for each in self.parameters]
         self._padded = sum(padded)
         self._units: dict[int | None, int] = {}
+        self._gradients: dict[int | None, int] = {}
         for each, size in zip(self.parameters, padded, strict=True):
             self._units[each.unit] = self._units.get(each.unit, 0) + size
+            self._gradients[each.unit] = self._gradients.get(each.unit, 0) + size * each.trained
+        self._padded_gradients = sum(self._gradients.values())
 
     def split(self, shape: tuple[int, ...], parts: int) -> int:
         """Whole rows."""
@@ -145,11 +149,11 @@ class Rows(Division):
         return self._units.get(None, 0)
 
     def held(self, activations: Activations, accumulates: bool) -> Held:
-        part = _FP32 * self._padded // self.parts
-        whole = _FP32 * self.elements if accumulates else 0  # kept until the last micro-batch reduces them
+        part, gradients = (_FP32 * size // self.parts for size in (self._padded, self._padded_gradients))
+        whole = _FP32 * self.trained if accumulates else 0  # kept until the last micro-batch reduces them
         used = activations.root if self.width < _FP32 else activations.full
         buffers = self._buffers(accumulates)
-        return Held(part, part + whole, self.state(self.parts), used, buffers, self.update // self.parts)
+        return Held(part, gradients + whole, self.state(self.parts), used, buffers, self.update // self.parts)
 
     def _buffers(self, accumulates: bool) -> int:
         """At the height of the backward pass, or of the forward pass where units stay gathered.
@@ -157,9 +161,12 @@ class Rows(Division):
         The root unit is gathered all the time, of the others the one at work and the next. The gradients of the unit at
         work are copied for their reduce-scatter; those of earlier micro-batches with them are counted as gradients.
         """
-        unit = max((size for key, size in self._units.items() if key is not None), default=0)
+        unit, of_unit = (
+            max((size for key, size in sizes.items() if key is not None), default=0)
+            for sizes in (self._units, self._gradients)
+        )
         gathered = 2 * unit if self._reshard else self._padded - self._root
-        gradients = (_FP32 if accumulates else self.width + _FP32) * unit
+        gradients = (_FP32 if accumulates else self.width + _FP32) * of_unit
         return _FP32 * self._root + self.width * gathered + gradients
 
     def exchanged(self, micro_batches: int) -> list[Collective]:
@@ -168,11 +175,11 @@ class Rows(Division):
         gathered = micro_batches * (_FP32 * self._root + passes * self.width * units)
         made = [
             Collective("all-gather", gathered, self.parts),
-            Collective("reduce-scatter", _FP32 * self._padded, self.parts),
+            Collective("reduce-scatter", _FP32 * self._padded_gradients, self.parts),
         ]
         copies = self.devices // self.parts
         if copies > 1:
-            made.append(Collective("all-reduce", _FP32 * self._padded // self.parts, copies))
+            made.append(Collective("all-reduce", _FP32 * self._padded_gradients // self.parts, copies))
         return made
 
 
@@ -208,17 +215,17 @@ class Ranges(Division):
     ) -> None:
         super().__init__(parameters, update, width, devices)
         self.stage, self._offloads, self._overlap, self._prefetch = stage, offloads, overlap, prefetch
-        self._bucket = min(BUCKET, self.elements) if bucket is None else bucket
+        self._bucket = min(BUCKET, self.trained) if bucket is None else bucket
         self._persistent = sum(each.elements for each in self.parameters if each.elements <= persistent)
         self._gathered = self.elements - self._persistent
         self._kept = min(self._gathered, reuse // 2)  # from the forward pass, the last layers, to the backward pass
 
     def held(self, activations: Activations, accumulates: bool) -> Held:
-        split = -(-self.elements // self.devices)
+        split, updated = (-(-size // self.devices) for size in (self.elements, self.trained))
         state_is_here, copy_is_here = (not offloaded for offloaded in self._offloads)
-        part = state_is_here * _FP32 * split
+        part = state_is_here * _FP32 * updated
         copy = self.width * (copy_is_here * split + self._persistent if self.stage == 3 else self.elements)
-        whole = _FP32 * self.elements if self.stage == 1 else 0
+        whole = _FP32 * self.trained if self.stage == 1 else 0
         return Held(
             parameters=copy + part,
             gradients=whole + part,
@@ -237,7 +244,7 @@ class Ranges(Division):
         return self._bucket * (width * (2 if self._overlap else 1) + (_FP32 if width < _FP32 else 0))
 
     def exchanged(self, micro_batches: int) -> list[Collective]:
-        gradients, weights = _FP32 * self.elements, self.width * self.elements
+        gradients, weights = _FP32 * self.trained, self.width * self.trained
         if self.stage < 3:  # DeepSpeed's buckets are all-reduced, although each process keeps its range alone
             reductions = 1 if self.stage == 1 else micro_batches
             return [

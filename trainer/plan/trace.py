@@ -44,11 +44,13 @@ class Parameter:
         shape: of the whole.
         unit: the number of the sharding unit it belongs to; None for the root unit.
         state: shapes of the optimizer's tensors for it, all of them fp32.
+        trained: whether it has a gradient; it is frozen else.
     """
 
     shape: tuple[int, ...]
     unit: int | None
     state: tuple[tuple[int, ...], ...]
+    trained: bool = True
 
     @property
     def elements(self) -> int:
@@ -133,16 +135,17 @@ class Step:
         self._device = device
         self._fake = FakeTensorMode()
         with self._fake:
-            self._model: Any = experiment.model.build()
+            self._model: Any = experiment.build_model()
             self._model.train()
             self._model.activation_checkpointing = experiment.training.activation_checkpointing
             named = dict(self._model.named_parameters())
             optimizer = experiment.optimizer.build(named.items(), stacked=self._model.stacked())
             groups.prime(optimizer)
-            for parameter in named.values():  # as from the second micro-batch of a step on
+            trained = [parameter for parameter in named.values() if parameter.requires_grad]
+            for parameter in trained:  # as from the second micro-batch of a step on
                 parameter.grad = torch.empty_like(parameter)
             state = [value for each in optimizer.state.values() for value in each.values()]
-            with LiveBytes([*named.values(), *(p.grad for p in named.values()), *state]) as live:
+            with LiveBytes([*named.values(), *(p.grad for p in trained), *state]) as live:
                 optimizer.step()
             teacher = teacher_of(experiment)
             self.teacher: nn.Module | None = None
@@ -152,7 +155,12 @@ class Step:
         units = {p: i for i, unit in enumerate(self._model.sharding_units()) for p in unit.parameters()}
         self._copied = {parameter: 2 if parameter in units else 1 for parameter in named.values()}
         self.parameters = {
-            name: Parameter(tuple(parameter.shape), units.get(parameter), _shapes(optimizer.state[parameter]))
+            name: Parameter(
+                tuple(parameter.shape),
+                units.get(parameter),
+                _shapes(optimizer.state.get(parameter, {})),
+                parameter.requires_grad,
+            )
             for name, parameter in named.items()
         }
 
@@ -167,7 +175,7 @@ class Step:
         Raises:
             ConfigError: they need the values of tensors, as they do where an objective reads one on the host.
         """
-        existing = [tensor for parameter in self._copied for tensor in (parameter, parameter.grad)]
+        existing = [each for parameter in self._copied for each in (parameter, parameter.grad) if each is not None]
         if self.teacher is not None:
             existing += self.teacher.parameters()
             cast(Taught, objective).attach(self.teacher)

@@ -60,7 +60,8 @@ def replay(folder: str, step: int, overrides: Sequence[str], *, exact: bool, ski
     with meeting(experiment) as strategy:
         checkpointer = Checkpointer(checkpoint_folder(experiment), experiment.checkpoint, rank=0, world_size=1)
         before = checkpointer.latest(most=step - 1)
-        dataset, weights = experiment.data.open(), experiment.init_from if before is None else None
+        dataset = experiment.data.open()
+        weights = experiment.init_from if before is None or experiment.freezes else None
         trainer = build_trainer(experiment, dataset, strategy, checkpointer, weights)
         if before is not None:
             trainer.restore(before)

@@ -86,8 +86,9 @@ class Strategy(ABC):
     """Splits a training step over the processes of a run, without changing what the step computes.
 
     Attributes:
-        parameters: by their own names, whatever wraps the model; the partitions that the optimizer updates. (Asking
-            an FSDP2 module instead gives its gathered parameters when it happens to hold them.)
+        parameters: by their own names, whatever wraps the model; the partitions that the optimizer updates, and frozen
+            ones, which require no gradient. (Asking an FSDP2 module instead gives its gathered parameters when it
+            happens to hold them.)
         loss_scale: under fp16, what keeps small gradients from vanishing; else None.
         partitions: how many parts the state is split into. Rank r holds part r % partitions of it, and all ranks that
             hold the same part are replicas of each other.
@@ -150,12 +151,13 @@ class Strategy(ABC):
 
         Under fp16, both norms are those without the loss scale, which stays in the gradients until `step`.
         """
-        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        norm: Tensor = torch.linalg.vector_norm(whole_norms(gradients, next(iter(self.parameters.values())))).float()
+        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+        norm: Tensor = torch.linalg.vector_norm(whole_norms(gradients, trained[0])).float()
         if self.loss_scale is not None:
             norm = norm / self.loss_scale.factor
         if max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
         return norm
 
     def step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:

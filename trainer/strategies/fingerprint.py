@@ -35,7 +35,7 @@ class StateCheck:
 
     Args:
         strategy: says which processes are replicas of each other.
-        tensors: gives the state by name, fp32; of each, this process holds all or a part.
+        tensors: gives the state by name, fp32 or 16 bits; of each, this process holds all or a part.
         every: steps between checks; None never checks.
     """
 
@@ -123,7 +123,7 @@ class StateCheck:
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
-    """Hashes the bits of the local part of each fp32 tensor, on its device: int64 [number of tensors].
+    """Hashes the bits of the local part of each fp32 or 16-bit tensor, on its device: int64 [number of tensors].
 
     The bits of an element are an integer. Integers are summed modulo 2**32 in 128 columns, at the speed of memory, and
     the sums, each multiplied by an odd number of its own, modulo 2**64. So a change of one element always shows;
@@ -150,11 +150,11 @@ def odd_ones_out(values: Sequence[int], partitions: int) -> list[int]:
 
 def _column_sums(tensor: Tensor) -> Tensor:
     """Sums of the bits in 128 columns, and those of what does not fill a row: int64 [256]."""
-    bits = tensor.detach().reshape(-1).view(torch.int32)
+    bits = tensor.detach().reshape(-1).view(torch.int32 if tensor.itemsize == 4 else torch.int16)
     rows = bits.numel() // _COLUMNS
     whole, rest = bits[: rows * _COLUMNS].view(rows, _COLUMNS), bits[rows * _COLUMNS :]
     rest = functional.pad(rest, (0, _COLUMNS - rest.numel()))
-    return torch.cat((whole.sum(0, dtype=torch.int32), rest)).long()
+    return torch.cat((whole.sum(0, dtype=torch.int32), rest.int())).long()
 
 
 def _factors(count: int, device: torch.device) -> Tensor:

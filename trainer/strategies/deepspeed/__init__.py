@@ -91,11 +91,6 @@ class DeepSpeed(Strategy):
     def prepare(
         self, model: nn.Module, build_optimizer: BuildOptimizer, initial_values: InitialValues
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        if frozen := [name for name, parameter in model.named_parameters() if not parameter.requires_grad]:
-            raise ConfigError(
-                f"strategy deepspeed trains every parameter, and {frozen[0]} is frozen (requires_grad is False); use "
-                "strategy=fsdp"
-            )
         os.environ["DS_ACCELERATOR"] = self.accelerator.device.type
         from trainer.strategies.deepspeed import zero  # takes seconds to import
 
@@ -111,9 +106,12 @@ class DeepSpeed(Strategy):
             raise ConfigError(f"strategy.config {self._config.config}: DeepSpeed does not take it: {error}") from error
         self._zero = self._engine.partitions()
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self.parameters = {names[parameter]: segment for parameter, segment in self._zero.segments()}
+        self._trained = {names[parameter]: segment for parameter, segment in self._zero.segments()}
+        frozen = [parameter for parameter in names if not parameter.requires_grad]
+        self.parameters = {**self._trained, **{names[each]: self._zero.frozen(each) for each in frozen}}
         for parameter, name in names.items():
-            parameter.register_post_accumulate_grad_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
         self._fill(initial_values)
         self.refresh()
         return model, build_optimizer(self.parameters.items())
@@ -124,7 +122,7 @@ class DeepSpeed(Strategy):
     def _settings(self, model: nn.Module) -> dict[str, Any]:
         """What DeepSpeed is told. It takes no step, so it needs to know nothing of batches and clipping."""
         config = self._config
-        bucket = min(BUCKET, sum(parameter.numel() for parameter in model.parameters()))
+        bucket = min(BUCKET, sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad))
         zero: dict[str, Any] = {"reduce_bucket_size": bucket, "allgather_bucket_size": BUCKET}
         zero |= settings.zero_section(settings.read(config.config)) if config.config else {}
         for key, offload in (
@@ -153,7 +151,7 @@ class DeepSpeed(Strategy):
         if not self._last:
             return
         # DeepSpeed forgets them at once, whatever becomes of this step.
-        for (name, segment), gradient in zip(self.parameters.items(), self._zero.gradients(), strict=True):
+        for (name, segment), gradient in zip(self._trained.items(), self._zero.gradients(), strict=True):
             segment.grad = gradient if name in self._reached else None
         self._reached.clear()
 

@@ -46,7 +46,8 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
             _partition(model, dtype, device, settings)
         else:
             model.to_empty(device=device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.0)
         super().__init__(None, model, optimizer, config=settings, config_class=DeepSpeedConfig(settings))
 
     def _do_sanity_check(self) -> None:
@@ -125,9 +126,13 @@ class Partitions(ABC):
         self._zero, self._group = zero, group
 
     def segments(self) -> Iterator[tuple[nn.Parameter, SegmentParameter]]:
-        """Each parameter of the model with the segment of it that is here, if only an empty one."""
+        """Each parameter that is trained with the segment of it that is here, if only an empty one."""
         for parameter, shape, start, flat, begin, end in self._places():
             yield parameter, SegmentParameter(flat.detach()[begin:end], Segment(shape, start, self._group))
+
+    @abstractmethod
+    def frozen(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What is here of a parameter that is not trained: the memory that passes work with."""
 
     @abstractmethod
     def gradients(self) -> list[Tensor]:
@@ -143,6 +148,9 @@ class Partitions(ABC):
 
 class PartitionedState(Partitions):
     """Stages 1 and 2: all parameters lie end to end in one flat tensor, which is cut into equal parts."""
+
+    def frozen(self, parameter: nn.Parameter) -> nn.Parameter:
+        return parameter
 
     def gradients(self) -> list[Tensor]:
         zero = self._zero
@@ -172,6 +180,12 @@ class PartitionedState(Partitions):
 class PartitionedParameters(Partitions):
     """Stage 3: each parameter is cut into equal parts, the last one padded; those of a process lie end to end."""
 
+    def frozen(self, parameter: nn.Parameter) -> nn.Parameter:
+        start, length = _part(parameter)
+        own: Tensor = parameter.ds_tensor.data  # type: ignore[attr-defined]
+        segment = Segment(tuple(parameter.ds_shape), start, self._group)  # type: ignore[attr-defined]
+        return SegmentParameter(own.view(-1)[:length], segment, requires_grad=False)
+
     def gradients(self) -> list[Tensor]:
         zero = self._zero
         partitions = zero.get_fp32_grad_partitions()
@@ -194,7 +208,13 @@ class PartitionedParameters(Partitions):
         for flat, parameters in zip(self._zero.fp32_partitioned_groups_flat, self._zero.fp16_groups, strict=True):
             begin = 0
             for parameter in parameters:
-                size, whole = parameter.partition_numel(), parameter.ds_numel
-                start = min(dist.get_rank() * size, whole)
-                yield _Place(parameter, tuple(parameter.ds_shape), start, flat, begin, begin + min(size, whole - start))
-                begin += size
+                start, length = _part(parameter)
+                yield _Place(parameter, tuple(parameter.ds_shape), start, flat, begin, begin + length)
+                begin += parameter.partition_numel()
+
+
+def _part(parameter: Any) -> tuple[int, int]:
+    """Where this process's part of a parameter begins under stage 3, and its length without padding."""
+    size, whole = parameter.partition_numel(), parameter.ds_numel
+    start = min(dist.get_rank() * size, whole)
+    return start, min(size, whole - start)

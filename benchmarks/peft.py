@@ -1,0 +1,118 @@
+"""What parameter-efficient fine-tuning costs and yields, beside full fine-tuning, on tasks of one's own.
+
+    python -m benchmarks.peft sst2.yaml mrpc.yaml [key=value ...]
+
+Each file is an experiment with `init_from` (docs/finetuning.md); each method fine-tunes it in a process of its own, on
+one device, from the same weights and with the same batches. Memory is the most that the accelerator's allocator held
+or, on a CPU, the most resident memory of the process, libraries included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from trainer.run import build_trainer, meeting, open_checkpointer
+from trainer.starting import load_experiment
+
+METHODS = {  # with learning rates of the size that each is known to need
+    "full": ["optimizer.lr=3e-5"],
+    "last layers": ["optimizer.lr=1e-4", "frozen=[embeddings, layers]"],
+    "lora": ["optimizer.lr=4e-4", "model.peft={kind: lora, rank: 8, targets: [query, value]}"],
+    "lora, all": ["optimizer.lr=4e-4", "model.peft={kind: lora, targets: [query, key, value, out, up, down]}"],
+    "adapters": ["optimizer.lr=4e-4", "model.peft={kind: adapters, width: 64}"],
+    "prefix": ["optimizer.lr=5e-3", "model.peft={kind: prefix, length: 20}"],
+    "prompt": ["optimizer.lr=1e-2", "model.peft={kind: prompt, length: 20}"],
+}
+
+
+def work(file: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Fine-tunes, and returns what it took and the scores on the held-out rows."""
+    experiment = load_experiment(file, ["strategy=single", *overrides])
+    with meeting(experiment) as strategy:
+        checkpointer = open_checkpointer(experiment, strategy.world)
+        dataset = experiment.data.open()
+        strategy.accelerator.reset_peak_memory()
+        trainer = build_trainer(experiment, dataset, strategy, checkpointer, experiment.init_from)
+        began = time.perf_counter()
+        trainer.fit()
+        seconds = time.perf_counter() - began
+        peak = strategy.accelerator.peak_memory()
+        if peak is None:
+            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        state = [value for each in trainer.optimizer.state.values() for value in each.values()]
+        sizes = [parameter.numel() for parameter in strategy.parameters.values() if parameter.requires_grad]
+        last = experiment.resolved_phases()[-1]
+        found = {
+            "trained": sum(sizes),
+            "optimizer": sum(value.nbytes for value in state if value.numel() > 1),
+            "peak": peak,
+            "seconds": seconds,
+            "checkpoint": _size(Path(experiment.output) / "checkpoints"),
+            "scores": trainer.evaluate(last),
+        }
+        trainer.close()
+    return found
+
+
+def _size(folder: Path) -> int:
+    """The bytes of the newest checkpoint."""
+    newest = max(folder.glob("step-*"))
+    return sum(file.stat().st_size for file in newest.iterdir())
+
+
+def measure(file: str, method: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Runs a method in a process of its own."""
+    with tempfile.TemporaryDirectory() as temporary:
+        result = Path(temporary) / "result.json"
+        settings = [f"output={temporary}/run", *METHODS[method], "training.evaluate_every=null", *overrides]
+        command = [sys.executable, "-m", "benchmarks.peft", file, *settings, "--result", str(result)]
+        if subprocess.run(command).returncode:
+            raise SystemExit(f"{method} failed on {file}")
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """The methods, one a line, as Markdown."""
+    names = [name for name, value in next(iter(found.values()))["scores"].items() if math.isfinite(value)]
+    heading = ["method", *names, "trained parameters", "optimizer, MB", "peak memory, MB", "checkpoint, MB", "seconds"]
+    lines = [f"| {' | '.join(heading)} |", f"|---{(len(heading) - 1) * '|---:'}|"]
+    for method, each in found.items():
+        cells = [method, *(f"{each['scores'][name]:.4f}" for name in names), f"{each['trained']:,}"]
+        cells += [f"{each[name] / 1e6:,.1f}" for name in ("optimizer", "peak", "checkpoint")]
+        cells.append(f"{each['seconds']:,.0f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", metavar="FILE", help="experiments; key=value: settings of all of them")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--result", help=argparse.SUPPRESS)
+    args = parser.parse_args(given)
+    files, overrides = ([each for each in args.files if ("=" in each) == is_setting] for is_setting in (False, True))
+    if args.result:
+        Path(args.result).write_text(json.dumps(work(files[0], overrides)))
+        return
+    print(f"{date.today()}, {os.cpu_count()} cores, {platform.machine()}")
+    for file in files:
+        print(f"\n{file}\n")
+        print(table({method: measure(file, method, overrides) for method in args.methods}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""Parameter-efficient fine-tuning through the real command: what is trained, kept, resumed, exported and refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from tests.conformance.worker import STRATEGIES
+from tests.conformance.worker import losses as train_and_note
+from tests.integration import tasks
+from tests.integration.commands import Samestep, losses
+from tests.processes import run_ranks
+from trainer.cli import main
+from trainer.strategies.world import World
+from trainer.weights import load_weights
+
+LORA = "model.peft={kind: lora, rank: 4, targets: [query, value, up, down]}"
+
+
+@pytest.fixture(scope="module")
+def base(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of a pre-trained BERT, which may be changed."""
+    return Path(shutil.copytree(finished_run, tmp_path_factory.mktemp("base") / "run"))
+
+
+@pytest.fixture(scope="module")
+def tuned(base: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a classifier that was fine-tuned by LoRA: data, experiment, run."""
+    folder = tmp_path_factory.mktemp("tuned")
+    build = tasks.write_build("classification", folder, dataset_folder / "tokenizer")
+    assert main(["data", "build", str(build)]) == 0
+    experiment = tasks.write_experiment("classification", folder, base)
+    assert (
+        main(["train", str(experiment), LORA, "optimizer.lr=1e-2", "checkpoint.every=20", "checkpoint.keep_last=5"])
+        == 0
+    )
+    return folder
+
+
+def _tensors(checkpoint: Path) -> set[str]:
+    """The names of the tensors in a checkpoint."""
+    keys = chain.from_iterable(safe_open(file, "np").keys() for file in checkpoint.glob("*.safetensors"))
+    return {key.partition("@")[0] for key in keys}
+
+
+def test_only_what_was_added_is_learned_and_kept(tuned: Path, base: Path, samestep: Samestep) -> None:
+    run = tuned / "run-classification"
+    (last,) = (row for row in tasks.rows_of(run) if "heldout/accuracy" in row)
+    assert last["heldout/accuracy"] > 0.9
+    kept = _tensors(run / "checkpoints" / "step-00000060")
+    assert all(".lora." in name or "/head." in name for name in kept)
+    assert len([name for name in kept if name.startswith("model/")]) * 3 == len(kept), "moments of what is trained"
+    weights, before = load_weights(run), load_weights(base)
+    for name in before.tensors:
+        if name.startswith(("embeddings.", "layers.")):
+            np.testing.assert_array_equal(weights.tensors[name], before.tensors[name], err_msg=name)
+    evaluated = samestep("evaluate", run)
+    assert f"accuracy     {last['heldout/accuracy']:.6g}" in evaluated.out
+
+
+def test_plans_and_the_run_count_what_is_trained(tuned: Path, samestep: Samestep) -> None:
+    arguments = ("--devices", 4, "--strategy", "single", "ddp", "fsdp", "zero1", "--json", LORA)
+    ((phase,),) = (json.loads(samestep("plan", tuned / "classification.yaml", *arguments).out)["phases"],)
+    weights = load_weights(tuned / "run-classification")
+    trained = sum(
+        math.prod(weights.tensors.shape(name)) for name in weights.tensors if ".lora." in name or "head." in name
+    )
+    whole = sum(math.prod(weights.tensors.shape(name)) for name in weights.tensors)
+    for plan in phase["plans"]:
+        held, parts = plan["bytes"], {"single": 1, "ddp": 1}.get(plan["strategy"], 4)
+        assert held["optimizer"] == pytest.approx(8 * trained / parts, rel=0.2), plan["strategy"]
+        assert held["gradients"] <= 4 * trained * 1.3
+        assert held["parameters"] >= 4 * whole / parts
+    assert {plan["strategy"]: sum(each["nbytes"] for each in plan["collectives"]) for plan in phase["plans"]}[
+        "ddp"
+    ] == 4 * trained
+
+
+METHODS = {
+    "lora": LORA,
+    "adapters": "model.peft={kind: adapters, width: 8}",
+    "prefix": "model.peft={kind: prefix, length: 4}",
+    "prompt": "model.peft={kind: prompt, length: 4}",
+    "frozen": "frozen=[embeddings, layers.0]",
+}
+
+
+@pytest.fixture(scope="module")
+def short(tuned: Path) -> dict[str, Path]:
+    """Runs of 8 steps with a checkpoint in the middle, one for each way to freeze."""
+    settings = ["training.steps=8", "schedule.warmup_steps=2", "checkpoint.every=4", "training.evaluate_every=null"]
+    settings += ["data.sequence_length=20", "model.max_positions=32"]
+    runs = {method: tuned / f"short-{method}" for method in METHODS}
+    for method, run in runs.items():
+        command = ["train", str(tuned / "classification.yaml"), f"output={run}", METHODS[method], *settings]
+        assert main(command) == 0
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        (2, [("lora", "fsdp"), ("lora", "zero-2"), ("adapters", "zero-1"), ("prompt", "accelerate")]),
+        (3, [("lora", "zero-3"), ("prefix", "ddp"), ("frozen", "fsdp")]),
+    ],
+)  # fmt: skip
+def test_same_losses_everywhere_and_after_a_restart(
+    world_size: int, cases: list[tuple[str, str]], short: dict[str, Path], tmp_path: Path
+) -> None:
+    """From step 4, which one process has reached, and from the start."""
+    found = run_ranks(world_size, run_all, cases, {method: str(run) for method, run in short.items()}, str(tmp_path))[0]
+    for (method, strategy), (whole, resumed) in zip(cases, found, strict=True):
+        expected = [loss for _, loss in sorted(losses(short[method]).items())]
+        np.testing.assert_allclose(whole, expected, rtol=1e-5, err_msg=f"{method} {strategy}")
+        np.testing.assert_allclose(resumed, expected[4:], rtol=1e-5, err_msg=f"{method} {strategy}")
+        kept, alone = (
+            run / "checkpoints" / "step-00000008" for run in (tmp_path / f"{method}-{strategy}", short[method])
+        )
+        assert _tensors(kept) == _tensors(alone)
+
+
+def run_all(cases: list[tuple[str, str]], runs: dict[str, str], folder: str) -> list[tuple[list[float], list[float]]]:
+    """The losses of each case from the start, and those from step 4 on."""
+    world = World.start(60)
+    world.connect("gloo")
+    found = []
+    for method, strategy in cases:
+        output = f"{folder}/{method}-{strategy}"
+        overrides = [f"output={output}", f"strategy={STRATEGIES.get(strategy, strategy)}"]
+        whole = train_and_note(f"{runs[method]}/config.yaml", overrides, world)
+        resumed = f"{output}-resumed"
+        if world.rank == 0:
+            shutil.copytree(f"{runs[method]}/checkpoints/step-00000004", f"{resumed}/checkpoints/step-00000004")
+        dist.barrier()
+        overrides[0] = f"output={resumed}"
+        found.append((whole, train_and_note(f"{runs[method]}/config.yaml", overrides, world, resume=4)))
+    world.close()
+    return found
+
+
+def test_exports_are_those_of_transformers_and_peft(tuned: Path, tmp_path: Path, samestep: Samestep) -> None:
+    """Merged, and as what was added beside the base, which is exported, too: the same logits. Features read either."""
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    run = tuned / "run-classification"
+    for arguments in ((run, "merged"), (run, "added", "--adapter"), (tuned.parent / "base", "base")):
+        target = tmp_path / arguments[1]
+        source = load_weights(run).base.folder if arguments[1] == "base" else run
+        assert samestep("export", source, target, *arguments[2:]).code == 0
+    texts = ["the class of a list", "a file"]
+    inputs = AutoTokenizer.from_pretrained(tmp_path / "merged")(texts, padding=True, return_tensors="pt")
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    added = PeftModel.from_pretrained(base, tmp_path / "added").eval()
+    torch.testing.assert_close(added(**inputs).logits, merged(**inputs).logits, rtol=1e-5, atol=1e-5)
+    (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n")
+    found = []
+    for source in (run, tmp_path / "merged", tmp_path / "added"):
+        output = tmp_path / f"{source.name}.npy"
+        assert samestep("features", source, tmp_path / "texts.txt", "--output", output).code == 0
+        found.append(np.load(output))
+    for each in found[1:]:
+        np.testing.assert_allclose(each, found[0], atol=1e-5)
+
+
+def test_a_prompt_is_left_out_of_features(short: dict[str, Path], tmp_path: Path, samestep: Samestep) -> None:
+    (tmp_path / "texts.txt").write_text("the class of a list\n")
+    shapes = []
+    for method in ("prefix", "prompt", "lora"):
+        arguments = ("--output", tmp_path / f"{method}.npy", "--pool", "none")
+        assert samestep("features", short[method], tmp_path / "texts.txt", *arguments).code == 0
+        shapes.append(np.load(tmp_path / f"{method}.npy").shape)
+    assert shapes[0] == shapes[1] == shapes[2]
+    said = samestep("export", short["prompt"], tmp_path / "exported").message
+    assert "cannot be part of plain weights" in said
+    assert "--adapter" in said
+    assert "no adapters" in samestep("export", short["adapters"], tmp_path / "exported", "--adapter").message
+    assert "leave --adapter out" in samestep("export", short["frozen"], tmp_path / "exported", "--adapter").message
+    assert samestep("export", short["prompt"], tmp_path / "exported", "--adapter").code == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["init_from=null", "model={kind: bert, peft: lora}"], "no init_from to take them from"),
+        (["model.peft.rank=0"], "rank is 0"),
+        (["model.peft.targets=[qery]"], "did you mean 'query'?"),
+        (["model.peft={kind: lorra}"], "did you mean 'lora'?"),
+        (["frozen=[layer.0]"], "no parameter is called so; use layers.0"),
+        (["model.peft=null", "frozen=[embeddings, layers, head]"], "every parameter is frozen"),
+        (["frozen=[head.classifier]"], "head.classifier.weight is frozen, and"),
+        (["redraw_layers=1"], "which is frozen"),
+        (["model.peft={kind: prompt, length: 16}"], "model.max_positions"),
+        (
+            ["data.sequence_length=16", "model.peft={kind: prompt, length: 4}", "data.packing=best_fit"],
+            "data.packing=padded",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    settings: list[str], message: str, tuned: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    overrides = [LORA, f"output={tmp_path / 'run'}", *settings]
+    assert message in samestep("train", tuned / "classification.yaml", *overrides).message
+
+
+def test_another_base_is_refused(tuned: Path, base: Path, tmp_path: Path, samestep: Samestep) -> None:
+    """When the run goes on, and when its checkpoint is opened; the checkpoint it began with may be named."""
+    run = Path(shutil.copytree(tuned / "run-classification", tmp_path / "run"))
+    began = load_weights(run).base.folder
+    other = base / "checkpoints" / "step-00000008"
+    again = ["train", run / "config.yaml", f"output={run}", "training.steps=61", "schedule.warmup_steps=1"]
+    assert f"set init_from={began}" in samestep(*again, f"init_from={other}").message
+    assert samestep(*again, f"init_from={began}").code == 0
+    full = ["train", tuned / "classification.yaml", f"output={tmp_path / 'full'}", f"init_from={run}"]
+    assert "holds a model with lora, and the experiment's has none" in samestep(*full, "model.peft=null").message
+    began.rename(tmp_path / "moved")
+    try:
+        assert "holds only what was trained" in samestep("export", run, tmp_path / "exported").message
+    finally:
+        (tmp_path / "moved").rename(began)

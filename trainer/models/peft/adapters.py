@@ -1,0 +1,83 @@
+"""Adapters (Houlsby et al. 2019, arXiv 1902.00751): two small networks in each layer, with skip-connections.
+
+One is behind the output projection of attention, the other behind that of the feed-forward network, before dropout and
+the residual sum (the paper's code has dropout before them). A decoder's attention to the encoder, which the paper's
+BERT has not, gets one, too. Norms are trained with them, those behind the last layer included.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import ConfigError
+from trainer.models.layers import activate
+
+_STD = 1e-2  # of the paper: nearly the identity
+_BEHIND = re.compile(r".*\.(attention\.out|cross_attention\.out|ffn\.down)")
+_ADDED = re.compile(r".*\.adapter\.(down|up)\.(weight|bias)")
+_NORM = re.compile(r"((layers|encoder|decoder)\.\d+\.\w*|final_|encoder_|decoder_)norm\.(weight|bias)")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Houlsby's adapters behind attention and the feed-forward network of each layer, trained with the norms.
+
+    Attributes:
+        width: of the adapters' hidden layer.
+        activation: in it.
+    """
+
+    width: int = 64
+    activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ConfigError(f"width is {self.width}; use 1 or more, as 64")
+
+    def add_to(self, model: Any) -> None:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear) and _BEHIND.fullmatch(name):
+                owner, _, own = name.rpartition(".")
+                setattr(model.get_submodule(owner), own, AdaptedLinear(module, self))
+
+    def trains(self, name: str) -> bool:
+        return _ADDED.fullmatch(name) is not None or _NORM.fullmatch(name) is not None
+
+    def initial_std(self, name: str, shape: Sequence[int]) -> float | None:
+        return _STD if _ADDED.fullmatch(name) else None
+
+
+class Adapter(nn.Module):
+    """To a narrow layer and back, beside a skip-connection."""
+
+    def __init__(self, features: int, config: Config, device: torch.device) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.down = nn.Linear(features, config.width, device=device)
+        self.up = nn.Linear(config.width, features, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        change: Tensor = self.up(activate(self.down(x), self.activation))
+        return x + change
+
+
+class AdaptedLinear(nn.Linear):
+    """A projection of a model with the parameters that it had, and an adapter behind it."""
+
+    def __init__(self, linear: nn.Linear, config: Config) -> None:
+        nn.Module.__init__(self)  # nn.Linear's own would make another matrix
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.adapter = Adapter(linear.out_features, config, linear.weight.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., D]."""
+        out: Tensor = self.adapter(super().forward(x))
+        return out

@@ -1,0 +1,269 @@
+"""The folders of Hugging Face's `peft` library: what was added to a model, under its names, without the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.errors import CheckpointError, ConfigError
+from trainer.models.config import Head
+from trainer.models.peft import lora, prefix, prompt
+
+_LORA = "base_model.model."
+_PROMPT = "base_model."
+_EMBEDDINGS = "prompt_embeddings"
+_TASKS: dict[Head, str] = {
+    "classification": "SEQ_CLS",
+    "tagging": "TOKEN_CLS",
+    "span": "QUESTION_ANS",
+}
+_HEADS = {task: head for head, task in _TASKS.items()}
+_OTHER = {  # of LoRA's settings in peft, what would compute something else
+    "use_rslora": False,
+    "use_dora": False,
+    "bias": "none",
+    "lora_bias": False,
+    "trainable_token_indices": None,
+    "layer_replication": None,
+    "target_parameters": None,
+    "megatron_config": None,
+}
+
+
+def export_adapter(config: Any, tensors: Mapping[str, Tensor], base: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What was added to a model and trained, as `peft.PeftModel.from_pretrained` reads it.
+
+    Args:
+        config: of the model, with `peft`.
+        tensors: its parameters.
+        base: the name or folder of the model that it was added to.
+
+    Returns:
+        The content of adapter_config.json, and the tensors.
+
+    Raises:
+        ConfigError: the library has nothing of the kind.
+    """
+    added, names = config.peft, config.tensor_names()
+    with torch.device("meta"):
+        model = config.build()
+    head = [name for name, _ in model.named_parameters() if name.startswith("head.") and config.trains_head]
+    saved = {theirs: tensors[name] for name in head for theirs in names[name]}
+    modules = list(dict.fromkeys(_saved_module(name) for name in saved))
+    content: dict[str, Any] = {
+        "base_model_name_or_path": base,
+        "task_type": _task_type(config),
+        "inference_mode": True,
+        "modules_to_save": modules or None,
+    }
+    if isinstance(added, lora.Config):
+        own, found = _export_lora(added, model, names, tensors)
+        transposed = config.model_type in ("gpt2", "openai-gpt")
+        return (
+            content | own | {"fan_in_fan_out": transposed},
+            _named({**found, **saved}, _LORA),
+        )
+    virtual = {
+        "num_virtual_tokens": added.length if isinstance(added, prefix.Config | prompt.Config) else 0,
+        "token_dim": config.width,
+        "num_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_transformer_submodules": 1,
+    }
+    if isinstance(added, prompt.Config):
+        own = {"peft_type": "PROMPT_TUNING", "prompt_tuning_init": "RANDOM"}
+        found = {_EMBEDDINGS: tensors[prompt.NAME]}
+    elif isinstance(added, prefix.Config) and not getattr(config, "encoder_decoder", False) and not config.rms_norm:
+        own = {"peft_type": "PREFIX_TUNING", "prefix_projection": False, "encoder_hidden_size": config.width}
+        layers = [tensors[name] for name in prefix.names(model)]
+        found = {_EMBEDDINGS: torch.cat([each.float() for each in layers], 1)}
+    else:
+        kind = type(added).__module__.rpartition(".")[2]
+        of = "T5's layers" if isinstance(added, prefix.Config) else "any model"
+        raise ConfigError(
+            f"the peft library has no {kind} for {of} as it is here, so there is no folder of its to write; use the "
+            "checkpoint with samestep (evaluate, features, generate, init_from), or fine-tune with kind: lora"
+        )
+    return content | virtual | own, {**found, **_named(saved, _PROMPT)}
+
+
+def import_lora(content: Mapping[str, Any], tensors: Mapping[str, Tensor], base: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Reads LoRA as the library has saved it.
+
+    Args:
+        content: of adapter_config.json.
+        tensors: of adapter_model.safetensors.
+        base: the `Config` of the model that it was added to.
+
+    Returns:
+        The `Config` of the model with it, and the parameters that it adds or replaces.
+
+    Raises:
+        CheckpointError: it is of another model or kind, or computes something else.
+    """
+    if content.get("peft_type") != "LORA":
+        raise CheckpointError(
+            f"adapter_config.json has peft_type {content.get('peft_type')!r}, and only LORA can be read; use the run "
+            "that it was exported from, or train LoRA"
+        )
+    for key, expected in _OTHER.items():
+        if content.get(key, expected) not in (expected, None):
+            raise CheckpointError(
+                f"adapter_config.json has {key} {content[key]!r}, which is not supported; train it with {expected!r}"
+            )
+    found = {name.removeprefix(_LORA): tensors[name].float() for name in tensors}
+    base = _with_head(base, content, found)
+    names = base.tensor_names()
+    wide = {name.removesuffix(".lora_A.weight"): len(found[name]) for name in found if name.endswith(".lora_A.weight")}
+    if not wide:
+        raise CheckpointError("adapter_model.safetensors holds no lora_A; export or download it again")
+    with torch.device("meta"):
+        model = base.build_base()
+    everything = dataclasses.replace(lora.Config(), targets=lora.known_targets(model))
+    place: dict[str, list[lora.Change]] = {}  # of each of their modules, the parts of ours that it is
+    for change in everything.changes(model):
+        theirs = [name.removesuffix(".weight") for name in names[f"{change.linear}.weight"]]
+        place.setdefault(theirs[change.part if len(theirs) > 1 else 0], []).append(change)
+    if unknown := sorted(wide.keys() - place.keys()):
+        raise CheckpointError(f"LoRA of {unknown[0]} is not supported; those of a layer's projections are")
+    used = {change.target for module in wide for change in place[module] if not _is_zero(found, module, change, place)}
+    targets = tuple(target for target in everything.targets if target in used) or everything.targets[:1]
+    added = lora.Config(max(wide.values()), float(content["lora_alpha"]), targets)
+    config = dataclasses.replace(base, peft=added)
+    parameters: dict[str, Tensor] = {}
+    for module, changes in place.items():
+        for change in changes:
+            if change.target in targets:
+                a, b = _matrices(found, module, change, place, content, added, model)
+                parameters |= {change.name("a"): a, change.name("b"): b}
+    for ours, theirs in names.items():
+        if ours.startswith("head.") and all(name in found for name in theirs):
+            parameters[ours] = torch.cat([found[name] for name in theirs])
+    return config, parameters
+
+
+def _export_lora(
+    added: lora.Config, model: Any, names: Mapping[str, tuple[str, ...]], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The library has one A and B for each matrix of transformers, which may be several parts, as GPT-2's is."""
+    found: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    changes = added.changes(model)
+    for linear in dict.fromkeys(change.linear for change in changes):
+        own = [change for change in changes if change.linear == linear]
+        theirs = [name.removesuffix(".weight") for name in names[f"{linear}.weight"]]
+        if len(theirs) > 1 or own[0].parts == 1:
+            for change in own:
+                module = theirs[change.part]
+                ranks[module] = added.rank
+                found[f"{module}.lora_A.weight"] = tensors[change.name("a")].float()
+                found[f"{module}.lora_B.weight"] = tensors[change.name("b")].float()
+            continue
+        # All A's below each other, and of B's each in rows and columns of its own.
+        (module,), zeros = theirs, torch.zeros(len(tensors[own[0].name("b")]), added.rank)
+        columns = [
+            torch.cat([tensors[c.name("b")].float() if part == c.part else zeros for part in range(c.parts)])
+            for c in own
+        ]
+        ranks[module] = added.rank * len(own)
+        found[f"{module}.lora_A.weight"] = torch.cat([tensors[change.name("a")].float() for change in own])
+        found[f"{module}.lora_B.weight"] = torch.cat(columns, 1)
+    other = {module: rank for module, rank in ranks.items() if rank != added.rank}
+    content = {
+        "peft_type": "LORA",
+        "r": added.rank,
+        "lora_alpha": added.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(ranks),
+        "rank_pattern": other,
+        "alpha_pattern": {module: added.alpha * rank / added.rank for module, rank in other.items()},
+    }
+    return content, found
+
+
+def _matrices(
+    found: Mapping[str, Tensor],
+    module: str,
+    change: lora.Change,
+    place: Mapping[str, list[lora.Change]],
+    content: Mapping[str, Any],
+    added: lora.Config,
+    model: Any,
+) -> tuple[Tensor, Tensor]:
+    """A and B of a part, with rows and columns of zeros up to the common rank; scaled as ours are."""
+    linear = model.get_submodule(change.linear)
+    a = torch.zeros(added.rank, linear.in_features)
+    b = torch.zeros(linear.out_features // change.parts, added.rank)
+    if f"{module}.lora_A.weight" in found:
+        own_a, own_b = found[f"{module}.lora_A.weight"], _own_rows(found, module, change, place)
+        rank = len(own_a)
+        alpha = float(_matching(content.get("alpha_pattern") or {}, module, content["lora_alpha"]))
+        a[:rank], b[:, :rank] = own_a, own_b * (alpha / rank / added.scale)
+    return a, b
+
+
+def _own_rows(
+    found: Mapping[str, Tensor], module: str, change: lora.Change, place: Mapping[str, list[lora.Change]]
+) -> Tensor:
+    b = found[f"{module}.lora_B.weight"]
+    return b.chunk(change.parts)[change.part] if len(place[module]) > 1 else b
+
+
+def _is_zero(
+    found: Mapping[str, Tensor], module: str, change: lora.Change, place: Mapping[str, list[lora.Change]]
+) -> bool:
+    """Whether this part of several in a matrix is not changed at all."""
+    return len(place[module]) > 1 and not _own_rows(found, module, change, place).any()
+
+
+def _matching(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The setting of a module in one of the library's patterns, whose keys are ends of names."""
+    return next((value for key, value in pattern.items() if f".{module}".endswith(f".{key}")), default)
+
+
+def _with_head(base: Any, content: Mapping[str, Any], found: Mapping[str, Tensor]) -> Any:
+    """The base's `Config`, with the head that was saved beside LoRA."""
+    head = _HEADS.get(str(content.get("task_type")))
+    if head is None or base.head == head:
+        return base
+    for count in sorted({len(tensor) for name, tensor in found.items() if ".lora_" not in name}):
+        labels = tuple(f"LABEL_{number}" for number in range(count)) if head in ("classification", "tagging") else ()
+        try:
+            config = dataclasses.replace(
+                base, head=head, labels=labels, **({"nsp": False} if hasattr(base, "nsp") else {})
+            )
+        except ConfigError:
+            continue
+        with torch.device("meta"):
+            shapes = {name: tuple(p.shape) for name, p in config.build_base().named_parameters()}
+        names = config.tensor_names()
+        own = [name for name in shapes if name.startswith("head.")]
+        if all(
+            theirs in found and tuple(found[theirs].shape) == shapes[name] for name in own for theirs in names[name]
+        ):
+            return config
+    raise CheckpointError(
+        f"adapter_config.json has task_type {content['task_type']}, and adapter_model.safetensors no such head; save "
+        "it with modules_to_save, or start from a base that has the head"
+    )
+
+
+def _saved_module(name: str) -> str:
+    """The module of transformers that the library saves whole: a head, or a part of one, by the name of a tensor."""
+    module = name.rpartition(".")[0]
+    return "classifier" if module.startswith("classifier.") else module
+
+
+def _task_type(config: Any) -> str | None:
+    if config.head != "language_model":
+        return _TASKS.get(config.head)
+    return "SEQ_2_SEQ_LM" if getattr(config, "encoder_decoder", False) else "CAUSAL_LM" if config.causal else None
+
+
+def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {f"{prefix}{name}": tensor.contiguous() for name, tensor in tensors.items()}
