@@ -52,7 +52,7 @@ def test_killed_in_the_middle_and_run_again(
     assert found[: len(before)] == before
     assert [(row["task"], row["run"]) for row in found[1:]] == [("tagging", "lr-0.003-seed-0")]
     assert "classification" in again.out
-    assert "Published: BERT-base." in " ".join(again.out.split())
+    assert "Published: BERT-base (Devlin et al. 2019)." in " ".join(again.out.split())
     page = (folder / "table.html").read_text()
     assert page.count("<tr>") == 4
     once_more = samestep(*command)

@@ -119,7 +119,7 @@ def test_a_folder_of_peft_starts_a_run(family: str, tmp_path: Path) -> None:
     _, tensors = make(family, lora.Config())
     base = save_base(make(family, lora.Config())[0].config, tensors, tmp_path / "base")
     reference = AUTO[family].from_pretrained(base)
-    targets, wider = (["query", "dense"], "query") if family == "bert" else (["c_attn", "c_fc"], "c_fc")
+    targets, wider = (["query", "output.dense"], "query") if family == "bert" else (["c_attn", "c_fc"], "c_fc")
     task = "SEQ_CLS" if family == "bert" else "CAUSAL_LM"
     settings = LoraConfig(task_type=task, r=2, lora_alpha=3, target_modules=targets, rank_pattern={wider: 5},
                           alpha_pattern={wider: 7}, init_lora_weights=False, 
