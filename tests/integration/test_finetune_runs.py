@@ -107,7 +107,7 @@ def test_runs_from_random_weights_have_the_same_model_and_steps(finished_run: Pa
     rows = summarise([task], [run, scratch], {run.digest: scored(run, 0.9), scratch.digest: scored(scratch, 0.6)})
     assert [row.cells()[:3] for row in rows] == [
         ("classification", "accuracy", "90.0"),
-        ("classification (random weights)", "accuracy", "60.0"),
+        ("classification, random", "accuracy", "60.0"),
     ]
     assert [row.published for row in rows] == [50.0, None]
 

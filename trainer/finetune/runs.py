@@ -15,6 +15,7 @@ from data_pipeline import tokenization
 from data_pipeline.build import Config as BuildConfig
 from data_pipeline.build import build
 from data_pipeline.dataset import Dataset, PackedSplit
+from data_pipeline.manifest import MANIFEST
 from data_pipeline.tokenization import Tokenizer
 from trainer.config import Kinds, Tree, decode, to_tree
 from trainer.config.tree import merge, parse_override
@@ -267,7 +268,8 @@ def _dataset(name: str, task: TaskConfig, source: Any, tokenizer: Path, folder: 
     made_of += [_stamp(Path(file)) for file in source.build().files]
     digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:8]
     output = folder / "data" / f"{name}-{digest}"
-    build(BuildConfig(**{**vars(config), "output": str(output)}))
+    if not (output / MANIFEST).exists():
+        build(replace(config, output=str(output)))
     return Dataset.open(output)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Row:
         values: of the runs that are not degenerate, or of all where all are.
         runs: how many there are, degenerate ones included.
         degenerate: how many of them are no better than chance.
-        settings: of the grid.
+        settings: of the grid, where it has several values for one.
         published: what others have reported; None where nobody is named.
         published_by: who.
         evaluations: how many a run has, of which the best counts.
@@ -50,7 +51,7 @@ class Row:
         """As text; scores in percent."""
         spread = statistics.stdev(self.values) if len(self.values) > 1 else 0.0
         return (
-            f"{self.task} (random weights)" if self.scratch else self.task,
+            f"{self.task}, random" if self.scratch else self.task,
             self.metric,
             f"{100 * statistics.median(self.values):.1f}",
             f"{100 * min(self.values):.1f}-{100 * max(self.values):.1f}",
@@ -94,6 +95,7 @@ def _rows_of(task: Task, runs: Sequence[Run], results: Mapping[str, Result]) -> 
         return statistics.median(results[run.digest].scores[run.score] for run in learnt(point) or point)
 
     best = max(points.values(), key=compared)
+    varied = {name for name in best[0].settings if len({run.settings[name] for run in runs}) > 1}
     config = task.config
     for metric in dict.fromkeys((config.score, *(f"{name}/{config.score}" for name in task.also), *config.published)):
         values = [results[run.digest].scores.get(metric) for run in learnt(best) or best]
@@ -104,7 +106,7 @@ def _rows_of(task: Task, runs: Sequence[Run], results: Mapping[str, Result]) -> 
             values=[value for value in values if value is not None],
             runs=len(best),
             degenerate=len(best) - len(learnt(best)),
-            settings=best[0].settings,
+            settings={name: value for name, value in best[0].settings.items() if name in varied},
             published=None if best[0].scratch else config.published.get(metric),
             evaluations=config.evaluations,
             published_by=config.published_by,
@@ -113,12 +115,20 @@ def _rows_of(task: Task, runs: Sequence[Run], results: Mapping[str, Result]) -> 
 
 def as_table(rows: Sequence[Row]) -> Table:
     """For a terminal."""
+    headings, *cells = _columns(rows)
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), caption=_notes(rows), caption_justify="left")
-    for name in _HEADINGS:
-        table.add_column(name, no_wrap=name != "settings", overflow="fold")
-    for row in rows:
-        table.add_row(*row.cells())
+    for name in headings:
+        table.add_column(name, no_wrap=name != "settings", min_width=10 if name == "settings" else None)
+    for row in cells:
+        table.add_row(*row)
     return table
+
+
+def _columns(rows: Sequence[Row]) -> list[list[str]]:
+    """The headings and the cells of each row, without columns that are empty."""
+    lines = [_HEADINGS, *(row.cells() for row in rows)]
+    full = [any(cells) for cells in zip(*lines[1:], strict=True)] or [True] * len(_HEADINGS)
+    return [list(itertools.compress(line, full)) for line in lines]
 
 
 def _notes(rows: Sequence[Row]) -> str:
@@ -133,10 +143,9 @@ def _notes(rows: Sequence[Row]) -> str:
 
 def write_page(rows: Sequence[Row], title: str, file: Path) -> None:
     """Writes the table as a page of its own."""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in _HEADINGS)
-    body = "\n".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.cells()) + "</tr>" for row in rows
-    )
+    headings, *cells = _columns(rows)
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in headings)
+    body = "\n".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
     write_text(file, _PAGE.format(title=html.escape(title), notes=html.escape(_notes(rows)), head=head, body=body))
 
 
