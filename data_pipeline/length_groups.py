@@ -27,13 +27,18 @@ WIDTH_MULTIPLE = 8  # rows of a batch are as wide as its longest example, rounde
 _GROUPS = name_key("length groups")
 
 
+def can_group(spec: PackSpec) -> bool:
+    """Whether examples are rows of tasks, of one sequence each."""
+    return spec.parts is not None and spec.parts.choices == 1
+
+
 def check_groups(config: Config, spec: PackSpec) -> None:
     """Refuses what `data.group_by_length` does not go with.
 
     Raises:
         ConfigError: naming it.
     """
-    if spec.parts is None or spec.parts.choices > 1:
+    if not can_group(spec):
         raise ConfigError("data.group_by_length is for rows of tasks of one sequence each; set it to null")
     if config.on_corrupt == "skip" or config.weights or config.on_change == "accept":
         raise ConfigError(

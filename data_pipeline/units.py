@@ -195,7 +195,7 @@ class UnitWriter:
         if isinstance(source, TaskSource):
             row = source.parse_row(record)
             texts = list(row.texts)
-            key = "\n".join(texts)
+            key = row.group or "\n".join(texts)  # rows that are scored together stay together
         elif isinstance(source, PairSource):
             texts = list(source.parse_pair(record))
             key = texts[0]  # so that all targets of a source go to the same split

@@ -23,7 +23,7 @@ class Config:
     Attributes:
         metric: of the evaluations, under its name in metrics.jsonl without `heldout/`, as accuracy or loss.
         mode: whether the highest is best (max) or the lowest (min); None takes the lowest of a metric whose name ends
-            in loss or perplexity.
+            in loss, perplexity or mse.
         patience: the run ends after so many evaluations in a row without a better one; None trains to the last step.
     """
 
@@ -40,7 +40,7 @@ class Config:
     @property
     def lowest(self) -> bool:
         """Whether less is better."""
-        return self.metric.endswith(("loss", "perplexity")) if self.mode is None else self.mode == "min"
+        return self.metric.endswith(("loss", "perplexity", "mse")) if self.mode is None else self.mode == "min"
 
 
 class Best:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from data_pipeline.mixed import AnyDataset, named_sources
 from data_pipeline.tokenization import Tokenizer
+from trainer.best import check_metric
 from trainer.checkpoint.layout import StoredTensors
 from trainer.config import to_tree
 from trainer.errors import CheckpointError, ConfigError
@@ -83,6 +84,17 @@ def check_fit(experiment: Experiment, dataset: AnyDataset, objective: Objective,
             "the model has none; use another packing" if types is None else f"model.type_vocab is {types}; set it to 2"
         )
         raise ConfigError(f"data.packing pairs marks two segments by token types, and {has}")
+
+
+def check_best(experiment: Experiment, objective: Objective) -> None:
+    """Refuses a best score that the evaluations of a task do not give. (Others, and a student's, tell at the first.)
+
+    Raises:
+        ConfigError: naming those that they do.
+    """
+    best, names = experiment.training.best, getattr(objective, "score_names", None)
+    if best is not None and names is not None and task_of(experiment.objective) is experiment.objective:
+        check_metric(best, ("loss", *names))
 
 
 def _check_architecture(experiment: Experiment, objective: Objective) -> None:

@@ -106,6 +106,8 @@ def _run(args: argparse.Namespace) -> int:
             grown.add("".join(lines).encode(), len(read), len(lines))
             bar.update(bar.task_ids[0], completed=int(100 * read[-1].read))
     logger.info("wrote %s: %d rows%s", output, grown.rows, _left_out(grown.records - grown.rows))
+    if len(labeller.labels) > 1:
+        logger.info("%s holds the probabilities of, in this order: %s", column, ", ".join(labeller.labels))
     return EXIT_DONE
 
 

@@ -47,10 +47,11 @@ def check(experiment: Experiment, devices: Sequence[int], elsewhere: bool = Fals
         _check_checkpoints(experiment)
     start = experiment.init_from
     seen = start is not None and not is_hub_path(start) and (not elsewhere or is_url(start))
-    if start and seen and not integrity.committed_steps(checkpoint_folder(experiment)):  # which it would go on from
+    # A run that has begun goes on from its own checkpoints, which leave out what is frozen.
+    if start and seen and (experiment.freezes or not integrity.committed_steps(checkpoint_folder(experiment))):
         check_weights(files.location(start))
     told, teacher = not isinstance(experiment.model, starting.Config), teacher_of(experiment)
-    if told and teacher is not None and (not elsewhere or is_url(teacher)):
+    if told and teacher is not None and not is_hub_path(teacher) and (not elsewhere or is_url(teacher)):
         build_teacher(experiment, load_config(teacher))
     if told and (not elsewhere or all(map(is_url, experiment.data.paths))):
         _check_data(experiment, experiment.data.open(), sorted({min(devices), max(devices)}))

@@ -27,6 +27,11 @@ def changes_since(meta: Mapping[str, Any], description: Mapping[str, Any]) -> st
             f"the run began with the frozen weights of {before['path']}, and those of init_from, {now['path']}, are "
             f"others; set init_from={before['path']}, and bring back what it held if it has been changed"
         )
+    if meta.get("teacher") is not None and description.get("teacher") is None:
+        raise CheckpointError(
+            f"the run has learnt from a teacher until step {meta['step']}, and the objective has none now; put it "
+            "back, or start a new run with init_from"
+        )
     if meta.get("teacher") != description.get("teacher"):
         raise CheckpointError(
             f"objective.teacher names other weights than those that the run has learnt from until step {meta['step']}; "

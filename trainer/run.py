@@ -16,14 +16,14 @@ import torch
 from data_pipeline.loader import StreamingLoader
 from data_pipeline.mixed import AnyDataset
 from trainer import accelerators, forecast, records, storage
-from trainer.best import Best, check_metric
+from trainer.best import Best
 from trainer.checkpoint import files, integrity
 from trainer.checkpoint.lock import only_writer
 from trainer.checkpoint.manager import Checkpointer
 from trainer.config import dump, to_tree
 from trainer.errors import EXIT_DONE, ConfigError, SamestepError
 from trainer.experiment import Experiment
-from trainer.fit import check_fit, choose_layers, redraw_layers, stored_values
+from trainer.fit import check_best, check_fit, choose_layers, redraw_layers, stored_values
 from trainer.loop import Trainer
 from trainer.metrics import check_installed
 from trainer.micro_batch import probe, without_probe
@@ -73,8 +73,7 @@ def train(experiment: Experiment) -> int:
             if experiment.training.evaluate_every is not None:
                 trainer.heldout(trainer.phase).close()  # refuses a split without examples now rather than after hours
                 check_installed(getattr(task_of(experiment.objective), "metrics", ()))
-                if experiment.training.best is not None and hasattr(trainer.objective, "score_names"):
-                    check_metric(experiment.training.best, ("loss", *trainer.objective.score_names))
+                check_best(experiment, trainer.objective)
             if step is not None:
                 changes = trainer.restore(step, source)
                 logger.info("continuing   at step %d%s", step, f" with {changes}" if changes else "")
@@ -233,6 +232,7 @@ def build_trainer(
             initial = redraw_layers(initial, shapes, experiment.redraw_layers, experiment.seed)
         if experiment.freezes:
             description["base"] = base_of(trained, str(weights), strategy.world.rank, strategy.world.size)
+            logger.info("frozen       weights stay in %s: keep it as long as this run", description["base"]["path"])
     elif to_restore:
         initial = _zeros
     build_optimizer = partial(experiment.optimizer.build, stacked=model.stacked())

@@ -122,8 +122,10 @@ def base_of(weights: Weights, path: str, rank: int = 0, world_size: int = 1) -> 
     with together(world_size):
         if rank == 0:
             own = weights.identity()
-    if weights.step is not None:
-        path = weights.folder.url if isinstance(weights.folder, files.Url) else str(weights.folder)
+    if isinstance(weights.folder, files.Url):
+        path = weights.folder.url
+    elif not is_hub_path(path):
+        path = str(weights.folder.absolute())
     return {"path": path, "identity": gather(own, world_size)[0]}
 
 
@@ -167,7 +169,7 @@ def load_config(path: str | Location) -> Any:
     """
     folder = model_folder(str(path)) if is_hub_path(str(path)) else _best_named(files.location(path))
     if _is_huggingface(folder):
-        return _from_huggingface(folder).config
+        return _config_and_tensors(folder)[0]
     if _is_adapter(folder):
         return _from_adapter(folder, 0, 1).config
     if not _is_step(folder):
@@ -228,10 +230,14 @@ def _part(stored: StoredTensors, prefix: str) -> StoredTensors:
     return StoredTensors(pieces)
 
 
-def _from_huggingface(folder: Path) -> Weights:
+def _config_and_tensors(folder: Path) -> tuple[Any, Mapping[str, Tensor]]:
     content, tensors = huggingface.load_folder(folder)
-    config = _MODELS.schema(content.get("model_type"), f"{folder / 'config.json'}: model_type")
-    config = config.from_huggingface(content, tensors)
+    schema = _MODELS.schema(content.get("model_type"), f"{folder / 'config.json'}: model_type")
+    return schema.from_huggingface(content, tensors), tensors
+
+
+def _from_huggingface(folder: Path) -> Weights:
+    config, tensors = _config_and_tensors(folder)
     return Weights(config, _in_memory(config.import_tensors(tensors)), folder, tokenizer=folder)
 
 

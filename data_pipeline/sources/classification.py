@@ -105,7 +105,7 @@ class Classification(TableSource, TaskSource):
             return TaskRow(texts, self._is_right(row, config.each), group=self._group(row))
         label = value_of(row, config.label, config.words)
         if isinstance(label, list):
-            return TaskRow(texts, probabilities=self._probabilities(label))
+            return TaskRow(texts, probabilities=self._probabilities(label), group=self._group(row))
         return TaskRow(texts, float(index_of(label, self.labels, config.label)), group=self._group(row))
 
     def _group(self, row: Row) -> str:

@@ -152,7 +152,9 @@ def _written(row: Row, name: str, words: Words) -> str:
         return ", ".join(map(label_text, value))
     if value is None or isinstance(value, dict):
         raise BadRecord(f"column {name!r} holds what is no text")
-    return label_text(value)
+    if not (written := label_text(value)).strip():
+        raise BadRecord(f"column {name!r} is empty")
+    return written
 
 
 def _word(row: Row, name: str, words: Words) -> str:

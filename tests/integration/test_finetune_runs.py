@@ -133,3 +133,31 @@ def test_a_finished_run_is_made_again_where_it_is_needed_as_a_start_and_its_chec
     assert Suite(tmp_path, runs).missing() == runs[1:], "the best of the first task, and the second task"
     shutil.copytree(finished_run / "checkpoints", runs[1].folder / "checkpoints")
     assert Suite(tmp_path, runs).missing() == runs[2:]
+
+
+def test_rows_of_several_sequences_are_not_grouped_by_length(finished_run: Path, tmp_path: Path, folder: Path) -> None:
+    """As BERT's recipe has it for all tasks."""
+    for kind, size in (("classification", 32), ("multiple_choice", None)):
+        task = Task.read(tasks.write_task(kind, tmp_path), {"experiment": {"data": {"group_by_length": 32}}})
+        (run,) = list_runs(str(finished_run), [task], folder, 1, False, [])
+        assert run.experiment["data"]["group_by_length"] == size
+
+
+def test_controls_and_runs_from_another_task_start_with_all_that_they_have(
+    finished_run: Path, task: Task, folder: Path
+) -> None:
+    after = Task("after", replace(task.config, start=task.name), task.experiment)
+    changes = ["model.peft=lora", "redraw_layers=1"]
+    first, control, second = list_runs(str(finished_run), [task, after], folder, 1, False, changes, scratch=True)
+    assert (first.experiment["redraw_layers"], first.experiment["model"]["peft"]) == (1, "lora")
+    assert (control.experiment["redraw_layers"], control.experiment["model"]["peft"]) == (0, None)
+    assert second.experiment["redraw_layers"] == 0
+    with pytest.raises(ConfigError, match=r"training\.best is for evaluations"):
+        list_runs(str(finished_run), [task], folder, 1, False, ["training.best.metric=loss"])
+
+
+def test_a_metric_that_no_run_has_is_left_out_of_the_table(finished_run: Path, task: Task, folder: Path) -> None:
+    more = replace(task, config=replace(task.config, published={"accuracy": 50.0, "mismatched/accuracy": 40.0}))
+    runs = list_runs(str(finished_run), [more], folder, 1, False, [])
+    (row,) = summarise([more], runs, {run.digest: scored(run, 0.9) for run in runs})
+    assert row.metric == "accuracy"

@@ -249,3 +249,9 @@ def test_further_rows_are_held_out_alone(tmp_path: Path):
     (tmp_path / "a.yaml").write_text(f"base: {FOLDER}/glue/mnli.yaml\nalso: {{mismatched: {{wrong: 1}}}}\n")
     with pytest.raises(ConfigError, match=r"also\.mismatched\.wrong is not a known key"):
         Task.read(tmp_path / "a.yaml")
+
+
+def test_further_rows_are_none_to_train_on(tmp_path: Path):
+    (tmp_path / "a.yaml").write_text(f"base: {FOLDER}/glue/mnli.yaml\nalso: {{test: {{dataset: {{split: test}}}}}}\n")
+    with pytest.raises(ConfigError, match=r"also\.test is of held-out rows alone"):
+        Task.read(tmp_path / "a.yaml")

@@ -62,8 +62,8 @@ def chance(objective: Any, dataset: Dataset, score: str) -> float:
 def _of_texts(dataset: Dataset, score: str) -> float:
     """Where answers are texts: to write the same label for every source."""
     labels = tuple(dataset.manifest.source.get("labels", ()))
+    metric = texts.build(score, labels)
     if not labels:
         return 0.0
-    metric = texts.build(score, labels)
     references = [target for _, target in heldout_pairs(dataset)]
     return max(metric([label] * len(references), references) for label in labels)

@@ -15,6 +15,7 @@ from data_pipeline import tokenization
 from data_pipeline.build import Config as BuildConfig
 from data_pipeline.build import build
 from data_pipeline.dataset import Dataset, PackedSplit
+from data_pipeline.length_groups import can_group
 from data_pipeline.manifest import MANIFEST
 from data_pipeline.tokenization import Tokenizer
 from trainer.config import Kinds, Tree, decode, to_tree
@@ -23,6 +24,7 @@ from trainer.errors import ConfigError
 from trainer.finetune.chance import chance
 from trainer.finetune.task import Config as TaskConfig
 from trainer.finetune.task import Task
+from trainer.objectives import task_of
 from trainer.starting import model_of
 from trainer.weights import load_weights
 
@@ -115,6 +117,8 @@ def list_runs(
         changes = merge(changes, parse_override(override))
     if own := [name for name in _OWN if name in changes]:
         raise ConfigError(f"{own[0]} is what the suite sets for each run; leave {own[0]}=... out")
+    if _has(changes, "training.best"):
+        raise ConfigError("training.best is for evaluations and patience in a task's file to set; leave it out")
     ordered = _in_order(tasks)
     weights = load_weights(checkpoint)
     runs: list[Run] = []
@@ -125,16 +129,18 @@ def list_runs(
                 name: _dataset(f"{task.name}-{name}", task.config, source, tokenizer, folder)
                 for name, source in task.also.items()
             }
-            rows = [found.manifest.digest for found in (dataset, *also.values())]
+            rows = [dataset.manifest.digest, *(f"{name} {found.manifest.digest}" for name, found in also.items())]
             points = list(_points(task, dataset, also, whole_grid, changes))
             before = tuple(run.digest for run in runs if run.task == task.config.start and not run.scratch)
-            of = [checkpoint, weights.identity(), to_tree(weights.config), *rows, *before]
+            of = [weights.identity(), to_tree(weights.config), *rows, *before]
             for point in points:
-                start = {} if before else {"init_from": checkpoint}
+                # What is done to the checkpoint's layers has been done to those of the run before.
+                start = {"init_layers": [], "redraw_layers": 0} if before else {"init_from": checkpoint}
                 runs += _seeded(task, folder, point.having(start), of, seeds, start=before)
             for point in points if scratch and not before else ():
                 model = model_of({**point.experiment, "init_from": checkpoint})
-                drawn = {"model": merge(model, point.experiment.get("model") or {}), "redraw_layers": 0}
+                model = merge(model, point.experiment.get("model") or {})
+                drawn = {"model": {**model, "peft": None}, "frozen": [], "init_layers": [], "redraw_layers": 0}
                 runs += _seeded(task, folder, point.having(drawn), rows, seeds, scratch=True)
     return runs
 
@@ -189,7 +195,7 @@ def _seeded(task: Task, folder: Path, point: _Point, of: Sequence[Any], seeds: i
     """
     for seed in range(seeds):
         experiment = {**point.experiment, "seed": seed}
-        content = json.dumps([experiment, *point.of, *of], sort_keys=True)
+        content = json.dumps([_without_paths(experiment), *point.of, *of], sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:16]
         score, chance = task.config.score, point.chance
         run = Run(task.name, point.settings, seed, folder, experiment, digest, score, chance, **more)
@@ -217,6 +223,8 @@ def _points(
         predicted = decode(_OBJECTIVE, tree["objective"], "objective")
         objective = predicted.build(dataset.tokenizer.vocabulary)
         spec, policy = objective.pack_spec(tree["data"]["sequence_length"]), tree["data"]["packing"]
+        if not can_group(spec):
+            tree = merge(tree, {"data": {"group_by_length": None}})
         examples = int(PackedSplit(dataset, "train", spec, policy, seed=0).counts.sum())
         steps = tree["training"].get(
             "steps", math.ceil(examples * config.epochs / tree["training"]["global_batch_size"])
@@ -232,18 +240,24 @@ def _points(
         baseline = chance(objective, dataset, config.score)
         teacher = getattr(predicted, "teacher", None)
         of = (*config.metrics, *(() if teacher is None else (load_weights(teacher).identity(),)))
-        yield _Point(settings, experiment, baseline, _evaluations(experiment, config.metrics, also), of)
+        yield _Point(settings, experiment, baseline, _evaluations(predicted, experiment, config.metrics, also), of)
 
 
-def _evaluations(experiment: Tree, metrics: Sequence[str], also: Mapping[str, Dataset]) -> Mapping[str, Sequence[str]]:
+def _evaluations(
+    predicted: Any, experiment: Tree, metrics: Sequence[str], also: Mapping[str, Dataset]
+) -> Mapping[str, Sequence[str]]:
     """How a run is scored when it is over: on further rows, and where its answers are texts, on the task's own."""
     data = {f"{name}/": [f"data.path={dataset.path}"] for name, dataset in also.items()}
     if metrics:
-        most = experiment["objective"]["target_length"]
-        generated = ["--generate", f"max_new_tokens={most}", "--metrics", *metrics]
+        generated = ["--generate", f"max_new_tokens={task_of(predicted).target_length}", "--metrics", *metrics]
         return {name: [*where, *generated] for name, where in {"": list[str](), **data}.items()}
     best = ["--step", "best"] if experiment["training"].get("best") else []
     return {name: [*where, *best] for name, where in data.items()}
+
+
+def _without_paths(experiment: Tree) -> Tree:
+    """What stays the same where a suite or its checkpoint has been moved: digests say what lies there."""
+    return {**experiment, "data": {**experiment["data"], "path": None}, "init_from": None}
 
 
 def _has(tree: Tree, name: str) -> bool:
@@ -265,7 +279,9 @@ def _dataset(name: str, task: TaskConfig, source: Any, tokenizer: Path, folder: 
     )
     tree = to_tree(config)
     made_of = [tree["source"], tree["heldout_fraction"], tree["on_error"], Tokenizer.load(tokenizer).fingerprint]
-    made_of += [_stamp(Path(file)) for file in source.build().files]
+    hub = tree["source"].get("dataset") or {}
+    folder_files = sorted(Path(hub["path"]).rglob("*")) if Path(hub.get("path", "")).is_dir() and hub else []
+    made_of += [_stamp(Path(file)) for file in (*source.build().files, *folder_files)]
     digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:8]
     output = folder / "data" / f"{name}-{digest}"
     if not (output / MANIFEST).exists():

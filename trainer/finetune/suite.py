@@ -68,6 +68,8 @@ class Suite:
     def __init__(self, folder: Path, runs: Sequence[Run], keep: bool = False) -> None:
         self._folder, self._runs, self._keep_all = folder, runs, keep
         self._processes: set[subprocess.Popen[bytes]] = set()
+        self._made: set[str] = set()
+        self._stopped = False
 
     def missing(self) -> list[Run]:
         """The runs without a result, and those that they are to start from but whose checkpoints are gone."""
@@ -100,6 +102,7 @@ class Suite:
                 free.put(slot)
 
         problems, waiting, futures = [], self.missing(), dict[Future[Result], Run]()
+        self._made = {run.digest for run in self._runs} - {run.digest for run in waiting}
         self._tidy()
         with ThreadPoolExecutor(len(slots)) as pool:
             try:
@@ -119,9 +122,11 @@ class Suite:
                             problems.append(str(error))
                             continue
                         self._keep([*read_results(self._folder).values(), result])
+                        self._made.add(run.digest)
                         self._tidy()
                         tell(run, result)
             except BaseException:
+                self._stopped = True
                 for future in futures:
                     future.cancel()
                 for process in list(self._processes):
@@ -139,7 +144,7 @@ class Suite:
         results = read_results(self._folder)
         groups: dict[tuple[str, bool], list[Run]] = {}
         for run in self._runs:
-            if run.digest in results:
+            if run.digest in results and run.digest in self._made:
                 groups.setdefault((run.task, run.scratch), []).append(run)
         for finished in () if self._keep_all else groups.values():
             best = self._best([run.digest for run in finished], results)
@@ -168,6 +173,8 @@ class Suite:
         Raises:
             SamestepError: it fails.
         """
+        if self._stopped:
+            raise SamestepError(f"{run.folder} was stopped; run the same command again")
         command = [sys.executable, "-m", "trainer.cli", *arguments]
         if setpriv := shutil.which("setpriv"):  # a suite that is killed takes what it has started with it
             command = [setpriv, "--pdeathsig", "TERM", *command]

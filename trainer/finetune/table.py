@@ -98,12 +98,15 @@ def _rows_of(task: Task, runs: Sequence[Run], results: Mapping[str, Result]) -> 
     varied = {name for name in best[0].settings if len({run.settings[name] for run in runs}) > 1}
     config = task.config
     for metric in dict.fromkeys((config.score, *(f"{name}/{config.score}" for name in task.also), *config.published)):
-        values = [results[run.digest].scores.get(metric) for run in learnt(best) or best]
+        found = [results[run.digest].scores.get(metric) for run in learnt(best) or best]
+        values = [value for value in found if value is not None]
+        if not values:  # such as of further rows, where a task that is based on another has none
+            continue
         yield Row(
             task=task.name,
             metric=metric,
             scratch=best[0].scratch,
-            values=[value for value in values if value is not None],
+            values=values,
             runs=len(best),
             degenerate=len(best) - len(learnt(best)),
             settings={name: value for name, value in best[0].settings.items() if name in varied},

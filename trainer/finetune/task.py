@@ -11,6 +11,8 @@ import trainer
 from trainer.config import Kinds, Tree, decode, read_tree
 from trainer.config.tree import merge
 from trainer.errors import ConfigError
+from trainer.metrics.texts import METRICS
+from trainer.objectives import task_of
 
 _FOLDER = Path("configs", "tasks")
 _RECIPE = ("epochs", "warmup", "grid", "experiment")
@@ -68,11 +70,15 @@ class Config:
             raise ConfigError(
                 f"patience is {self.patience} of {self.evaluations} evaluations; use 1 or more, and fewer than these"
             )
-        if self.metrics and not hasattr(self.objective, "target_length"):
+        if self.metrics and not hasattr(task_of(self.objective), "target_length"):
             raise ConfigError(
                 f"metrics has {', '.join(self.metrics)}, of texts that are written, as with the objective seq2seq; "
                 "name them in objective.metrics instead"
             )
+        if hasattr(task_of(self.objective), "target_length") and not self.metrics:
+            raise ConfigError("seq2seq writes texts; name what they are scored by in metrics, as accuracy")
+        if unknown := [name for name in self.metrics if name not in METRICS]:
+            raise ConfigError(f"metrics has {unknown[0]!r}, which is none of texts; use {', '.join(METRICS)}")
         if self.metrics and self.score not in self.metrics:
             raise ConfigError(f"score is {self.score!r}, and metrics has {', '.join(self.metrics)}; name one of them")
         if self.metrics and self.evaluations > 1:
@@ -127,6 +133,8 @@ class Task:
 
 def _heldout_only(source: Tree, changes: Tree, name: str) -> Any:
     """A source like another, with nothing to train on."""
+    if changes.get("paths") or (changes.get("dataset") or {}).get("split"):
+        raise ConfigError(f"also.{name} is of held-out rows alone: name them in heldout, or in dataset.heldout")
     merged = merge(source, changes)
     nothing: Tree = {"paths": []} if merged.get("dataset") is None else {"dataset": {"split": None}}
     return decode(_SOURCE, merge(merged, nothing), f"also.{name}")

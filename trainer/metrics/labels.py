@@ -60,7 +60,7 @@ def group_first_right(certainty: Array, true: Array, groups: Sequence[str]) -> f
 
 def _groups(metric: str, groups: Sequence[str]) -> tuple[Array, Array]:
     """The names of the groups, and the number of each row's."""
-    if not any(groups):
+    if not all(groups):
         raise ConfigError(f"{metric} needs rows with a group; set source.group to the column, and build again")
     names, group = np.unique(np.array(groups), return_inverse=True)
     return names, group

@@ -53,7 +53,10 @@ def _lr_scales(names: list[str], layer_decay: float) -> dict[str, float]:
     """By what the learning rate of each parameter is multiplied."""
     in_layers = layers_from_last(names)
     below = max(in_layers.values(), default=0) + 1
-    return {name: layer_decay ** in_layers.get(name, below if "embeddings" in name else 0) for name in names}
+    first = ("embeddings", "prompt.")
+    return {
+        name: layer_decay ** in_layers.get(name, below if any(part in name for part in first) else 0) for name in names
+    }
 
 
 def layers_from_last(names: Iterable[str]) -> dict[str, int]:

@@ -129,7 +129,8 @@ def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
     the sums, each multiplied by an odd number of its own, modulo 2**64. So a change of one element always shows;
     several go unnoticed with a probability of about 2**-32, unless they cancel in one column.
     """
-    sums = torch.stack([_column_sums(part) for part in local_parts(tensors)])
+    of_each = [_column_sums(part) for part in local_parts(tensors)]
+    sums = torch.stack([each.to(of_each[0].device) for each in of_each])  # ZeRO may offload some of them
     return (sums * _factors(sums.shape[1], sums.device)).sum(1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ _TASKS: dict[Head, str] = {
     "span": "QUESTION_ANS",
 }
 _HEADS = {task: head for head, task in _TASKS.items()}
+_PLAIN = (True, False, "gaussian", "eva")  # ways to draw LoRA that leave the model as it is
 _OTHER = {  # of LoRA's settings in peft, what would compute something else
     "use_rslora": False,
     "use_dora": False,
@@ -115,6 +117,11 @@ def import_lora(content: Mapping[str, Any], tensors: Mapping[str, Tensor], base:
             raise CheckpointError(
                 f"adapter_config.json has {key} {content[key]!r}, which is not supported; train it with {expected!r}"
             )
+    if (initial := content.get("init_lora_weights", True)) not in _PLAIN:
+        raise CheckpointError(
+            f"adapter_config.json has init_lora_weights {initial!r}, which changes the model beneath as well; merge it "
+            "into the model with peft, or train LoRA without"
+        )
     found = {name.removeprefix(_LORA): tensors[name].float() for name in tensors}
     base = _with_head(base, content, found)
     names = base.tensor_names()
@@ -134,6 +141,13 @@ def import_lora(content: Mapping[str, Any], tensors: Mapping[str, Tensor], base:
     targets = tuple(target for target in everything.targets if target in used) or everything.targets[:1]
     added = lora.Config(max(wide.values()), float(content["lora_alpha"]), targets)
     config = dataclasses.replace(base, peft=added)
+    of_head = {each for ours, theirs in names.items() if ours.startswith("head.") for each in theirs}
+    known = of_head | {f"{module}.lora_{matrix}.weight" for module in wide for matrix in "AB"}
+    if others := sorted(found.keys() - known):
+        raise CheckpointError(
+            f"adapter_model.safetensors holds {others[0]}, which is neither LoRA of a layer's projections nor part of "
+            "a task's head, and is not supported; train without it, or merge it into the model with peft"
+        )
     parameters: dict[str, Tensor] = {}
     for module, changes in place.items():
         for change in changes:
@@ -222,8 +236,8 @@ def _is_zero(
 
 
 def _matching(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The setting of a module in one of the library's patterns, whose keys are ends of names."""
-    return next((value for key, value in pattern.items() if f".{module}".endswith(f".{key}")), default)
+    """The setting of a module in one of the library's patterns: by ends of names, or expressions for them."""
+    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 def _with_head(base: Any, content: Mapping[str, Any], found: Mapping[str, Tensor]) -> Any:
