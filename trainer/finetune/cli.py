@@ -59,7 +59,7 @@ def _suite(args: argparse.Namespace) -> int:
     from trainer.checkpoint.lock import only_writer
     from trainer.finetune.runs import list_runs
     from trainer.finetune.suite import Suite, read_results
-    from trainer.finetune.table import as_table, summarise, write_page
+    from trainer.finetune.table import as_table, notes, summarise, write_page
     from trainer.finetune.task import find_tasks
 
     if args.parallel is not None and args.parallel < 1:
@@ -86,7 +86,8 @@ def _suite(args: argparse.Namespace) -> int:
             progress.update(bar, total=len(suite.missing()), description="fine-tuning")
             problems = suite.make(slots, tell)
     rows = summarise(tasks, runs, read_results(folder))
-    Console().print(as_table(rows))
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console.print(as_table(rows), notes(rows))
     write_page(rows, f"{args.checkpoint}: {', '.join(task.name for task in tasks)}", folder / "table.html")
     for problem in problems:
         sys.stderr.write(f"{problem}\n")

@@ -119,7 +119,7 @@ def _rows_of(task: Task, runs: Sequence[Run], results: Mapping[str, Result]) -> 
 def as_table(rows: Sequence[Row]) -> Table:
     """For a terminal."""
     headings, *cells = _columns(rows)
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), caption=_notes(rows), caption_justify="left")
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in headings:
         table.add_column(name, no_wrap=name != "settings", min_width=10 if name == "settings" else None)
     for row in cells:
@@ -134,7 +134,8 @@ def _columns(rows: Sequence[Row]) -> list[list[str]]:
     return [list(itertools.compress(line, full)) for line in lines]
 
 
-def _notes(rows: Sequence[Row]) -> str:
+def notes(rows: Sequence[Row]) -> str:
+    """What a reader of the table has to know."""
     whose = ", ".join(dict.fromkeys(row.published_by for row in rows if row.published is not None))
     return (
         "Scores are percentages of the held-out rows, of the runs that learnt something"
@@ -149,7 +150,7 @@ def write_page(rows: Sequence[Row], title: str, file: Path) -> None:
     headings, *cells = _columns(rows)
     head = "".join(f"<th>{html.escape(name)}</th>" for name in headings)
     body = "\n".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
-    write_text(file, _PAGE.format(title=html.escape(title), notes=html.escape(_notes(rows)), head=head, body=body))
+    write_text(file, _PAGE.format(title=html.escape(title), notes=html.escape(notes(rows)), head=head, body=body))
 
 
 _PAGE = """<!doctype html>
