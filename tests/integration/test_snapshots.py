@@ -59,7 +59,9 @@ def assert_went_on_from_memory(run: Path, killed_at: int, undisturbed: Path) -> 
     # A machine that came late has made the run start anew as well.
     assert killed_at - 2 * EVERY <= starts[-1] < STEPS, "the newest snapshot; if that was cut short, the one before"
     assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-5)
-    assert [path.name for path in (run / "checkpoints").glob("step-*")] == [f"step-{STEPS:08d}"]
+    saved = {path.name for path in (run / "checkpoints").glob("step-*")}
+    # Where a machine came late, there is one of the step at which the other one stopped for it, too.
+    assert saved - {f"step-{step:08d}" for step in starts[1:-1]} == {f"step-{STEPS:08d}"}
 
 
 def test_a_killed_worker(start: Start, arguments: list[str], finished_run: Path, tmp_path: Path) -> None:
