@@ -19,7 +19,7 @@ from pathlib import Path
 from torch import Tensor
 
 from benchmarks import step
-from benchmarks.pairing import Comparison, Contender, arguments, compare, publish
+from benchmarks.pairing import Comparison, arguments, publish
 from data_pipeline.dataset import Dataset
 from trainer.config import load
 from trainer.experiment import Experiment
@@ -87,12 +87,8 @@ def ready_batches(job: Job, steps: int = 512) -> list[dict[str, Tensor]]:
 def measure(job: Job, repeats: int) -> Comparison:
     """Both sides in turn."""
     sides = {"samestep": step.ours, "Hugging Face Trainer": theirs}
-    started = {name: step.Side(serve, job) for name, serve in sides.items()}
-    contenders = [Contender(name, side.turn) for name, side in started.items()]
     title = f"Fine-tuning BERT-{job.model}: {job.batch} rows a step, by length, the CPU, threads: {job.threads}, fp32"
-    comparison = compare(title, "examples", contenders, repeats, clock="wall")
-    comparison.notes.update({name: side.finish() for name, side in started.items()})
-    return comparison
+    return step.in_turns(title, sides, job, repeats)
 
 
 def main() -> None:

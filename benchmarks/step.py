@@ -16,7 +16,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, product
@@ -303,9 +303,14 @@ def measure(job: Job, repeats: int) -> Comparison:
     if job.device == "cuda":
         sides["Hugging Face Trainer, compiled"] = partial(theirs, compiled=True)
         where = f"{torch.cuda.get_device_name()}, bf16"
+    title = f"Training steps of BERT-{job.model}: {job.batch} x {job.length} cells on {where}"
+    return in_turns(title, sides, job, repeats)
+
+
+def in_turns(title: str, sides: Mapping[str, Callable[[Any, Connection], None]], job: Job, repeats: int) -> Comparison:
+    """Lets sides train a job in turn, each in a process of its own."""
     started = {name: Side(serve, job) for name, serve in sides.items()}
     contenders = [Contender(name, side.turn) for name, side in started.items()]
-    title = f"Training steps of BERT-{job.model}: {job.batch} x {job.length} cells on {where}"
     comparison = compare(title, "examples", contenders, repeats, clock="wall")
     comparison.notes.update({name: side.finish() for name, side in started.items()})
     return comparison

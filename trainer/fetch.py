@@ -18,6 +18,7 @@ from trainer.config import decode, read_tree, to_tree
 from trainer.errors import ConfigError
 from trainer.experiment import Experiment
 from trainer.hub import is_hub_path, model_folder, tokenizer_folder
+from trainer.objectives import teacher_of
 from trainer.weights import load_weights
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def fetch(target: str, overrides: list[str], to: str | None) -> list[str]:
 
 
 def _experiment_inputs(experiment: Experiment, to: str | None) -> Iterator[str]:
-    teacher = getattr(experiment.objective, "teacher", None)
+    teacher = teacher_of(experiment.objective)
     models = {"init_from": (experiment.init_from, "model"), "objective.teacher": (teacher, "teacher")}
     for setting, (start, place) in models.items():
         if start and is_hub_path(start):

@@ -16,10 +16,11 @@ from trainer.checkpoint import files, integrity
 from trainer.errors import CheckpointError
 from trainer.experiment import Experiment
 from trainer.hub import is_hub_path
+from trainer.objectives import teacher_of
 from trainer.run import build_model, checkpoint_folder, open_loader
 from trainer.storage import is_url
 from trainer.strategies import Replica
-from trainer.teacher import build_teacher, teacher_of
+from trainer.teacher import build_teacher
 from trainer.weights import check_weights, load_config
 
 
@@ -50,7 +51,7 @@ def check(experiment: Experiment, devices: Sequence[int], elsewhere: bool = Fals
     # A run that has begun goes on from its own checkpoints, which leave out what is frozen.
     if start and seen and (experiment.freezes or not integrity.committed_steps(checkpoint_folder(experiment))):
         check_weights(files.location(start))
-    told, teacher = not isinstance(experiment.model, starting.Config), teacher_of(experiment)
+    told, teacher = not isinstance(experiment.model, starting.Config), teacher_of(experiment.objective)
     if told and teacher is not None and not is_hub_path(teacher) and (not elsewhere or is_url(teacher)):
         build_teacher(experiment, load_config(teacher))
     if told and (not elsewhere or all(map(is_url, experiment.data.paths))):

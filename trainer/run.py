@@ -38,7 +38,7 @@ from trainer.snapshots import newest, open_snapshots
 from trainer.strategies import InitialValues, Replica, Strategy
 from trainer.strategies.world import World
 from trainer.teacher import attach_teacher
-from trainer.weights import base_of, load_weights
+from trainer.weights import base_of, load_weights, shared_identity
 
 logger = logging.getLogger(__name__)
 
@@ -262,7 +262,7 @@ def build_trainer(
         description={
             **description,
             "micro_batch_sizes": [phase.micro_batch_size for phase in phases],
-            "teacher": teacher,
+            "teacher": teacher and shared_identity(teacher, strategy.world.rank, strategy.world.size),
         },
     )
 

@@ -10,33 +10,29 @@ from data_pipeline.mixed import AnyDataset
 from trainer.errors import ConfigError
 from trainer.experiment import Experiment
 from trainer.fit import stored_values
-from trainer.objectives import Objective, Taught
+from trainer.objectives import Objective, Taught, teacher_of
 from trainer.strategies import Strategy
-from trainer.weights import load_weights
+from trainer.weights import Weights, load_weights
 
 # Of a model: what predictions that can be compared have in common.
 _SAME = ("head", "labels", "causal", "prefix_lm", "encoder_decoder", "vocab_size")
 
 
-def teacher_of(experiment: Experiment) -> str | None:
-    """What the objective of an experiment names as its teacher, if it has one."""
-    name: str | None = getattr(experiment.objective, "teacher", None)
-    return name
-
-
-def attach_teacher(experiment: Experiment, dataset: AnyDataset, objective: Objective, strategy: Strategy) -> str | None:
+def attach_teacher(
+    experiment: Experiment, dataset: AnyDataset, objective: Objective, strategy: Strategy
+) -> Weights | None:
     """Loads the teacher of an objective that has one.
 
     With several ranks this is collective.
 
     Returns:
-        What changes with its weights; None where the objective has no teacher.
+        Its weights; None where the objective has no teacher.
 
     Raises:
         CheckpointError: there are no such weights.
         ConfigError: they are of a model that cannot teach the student, or were trained with another tokenizer.
     """
-    name = teacher_of(experiment)
+    name = teacher_of(experiment.objective)
     if name is None:
         return None
     weights = load_weights(name, strategy.world.rank, strategy.world.size)
@@ -44,7 +40,7 @@ def attach_teacher(experiment: Experiment, dataset: AnyDataset, objective: Objec
     values = stored_values(weights, model, dataset)
     with strategy.accelerator.graph("start"):
         cast(Taught, objective).attach(strategy.place_frozen(model, values))
-    return weights.identity()
+    return weights
 
 
 def build_teacher(experiment: Experiment, config: Any) -> Any:
@@ -59,7 +55,7 @@ def build_teacher(experiment: Experiment, config: Any) -> Any:
     """
     with torch.device("meta"):
         model: Any = config.build()
-    own, name = experiment.model, teacher_of(experiment)
+    own, name = experiment.model, teacher_of(experiment.objective)
     same = _SAME if getattr(own, "head", "language_model") == "language_model" else _SAME[:-1]
     for setting in (*same, "width") if getattr(experiment.objective, "cosine", 0.0) else same:
         mine, theirs = _shown(getattr(own, setting, False)), _shown(getattr(config, setting, False))

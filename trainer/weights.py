@@ -110,6 +110,15 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
     return Weights(config, tensors, folder, tokenizer, meta["step"], objective.get("of", objective), optimizer, base)
 
 
+def shared_identity(weights: Weights, rank: int, world_size: int) -> str:
+    """As `Weights.identity`, which the first of several processes finds out for all. Collective."""
+    own = ""
+    with together(world_size):
+        if rank == 0:
+            own = weights.identity()
+    return gather(own, world_size)[0]
+
+
 def base_of(weights: Weights, path: str, rank: int = 0, world_size: int = 1) -> dict[str, str]:
     """What a checkpoint says of the weights that its frozen parameters are of. Collective.
 
@@ -118,15 +127,11 @@ def base_of(weights: Weights, path: str, rank: int = 0, world_size: int = 1) -> 
         path: what they were opened by. Of a run, the checkpoint is noted instead, as it will have others.
         rank, world_size: of the processes, the first of which does the work.
     """
-    own = ""
-    with together(world_size):
-        if rank == 0:
-            own = weights.identity()
     if isinstance(weights.folder, files.Url):
         path = weights.folder.url
     elif not is_hub_path(path):
         path = str(weights.folder.absolute())
-    return {"path": path, "identity": gather(own, world_size)[0]}
+    return {"path": path, "identity": shared_identity(weights, rank, world_size)}
 
 
 def _load_base(folder: Location, noted: Mapping[str, str], rank: int, world_size: int) -> Weights:

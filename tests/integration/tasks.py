@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from trainer.cli import main
+
 NAMES = ("class", "file", "list", "name", "number", "object", "string", "type", "value", "function")
 FILL = ("the", "a", "of", "is", "to", "with", "in", "for", "and", "not")
 
@@ -131,6 +133,14 @@ def write_experiment(kind: str, folder: Path, checkpoint: Path, steps: int = 60)
         "strategy": "single",
     }
     return _write_yaml(folder / f"{kind}.yaml", tree)
+
+
+def tune(kind: str, folder: Path, checkpoint: Path, tokenizer: Path, *overrides: str) -> Path:
+    """Builds the data of a task and fine-tunes a checkpoint on it, beside each other; returns the experiment's file."""
+    assert main(["data", "build", str(write_build(kind, folder, tokenizer))]) == 0
+    experiment = write_experiment(kind, folder, checkpoint)
+    assert main(["train", str(experiment), *overrides]) == 0
+    return experiment
 
 
 def write_task(kind: str, folder: Path) -> Path:

@@ -16,7 +16,6 @@ from tests.conftest import make_dataset
 from tests.integration import tasks
 from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
-from trainer.cli import main
 from trainer.config import load
 from trainer.experiment import Experiment
 from trainer.finetune.runs import list_runs
@@ -32,9 +31,8 @@ STUDENT = {"kind": "bert", "vocab_size": 600, "layers": 1, "width": 16, "heads":
 def taught(finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a teacher that was fine-tuned (run-classification), and an experiment for its student."""
     folder = tmp_path_factory.mktemp("taught")
-    assert main(["data", "build", str(tasks.write_build("classification", folder, dataset_folder / "tokenizer"))]) == 0
-    experiment = tasks.write_experiment("classification", folder, finished_run)
-    assert main(["train", str(experiment), "training.evaluate_every=null"]) == 0
+    tokenizer = dataset_folder / "tokenizer"
+    experiment = tasks.tune("classification", folder, finished_run, tokenizer, "training.evaluate_every=null")
     tree = yaml.safe_load(experiment.read_text())
     del tree["init_from"]
     objective = {"kind": "distillation", "teacher": str(folder / "run-classification"), "of": tree["objective"],

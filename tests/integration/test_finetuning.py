@@ -15,17 +15,14 @@ from tests.conformance.worker import run_once
 from tests.integration import tasks
 from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
-from trainer.cli import main
 
 
 @pytest.fixture(scope="module")
 def tuned(finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a classifier that was fine-tuned from the BERT of `finished_run`: data, experiment, run."""
     folder = tmp_path_factory.mktemp("tuned")
-    build = tasks.write_build("classification", folder, dataset_folder / "tokenizer")
-    assert main(["data", "build", str(build)]) == 0
-    experiment = tasks.write_experiment("classification", folder, finished_run)
-    assert main(["train", str(experiment), "checkpoint.every=20", "checkpoint.keep_last=5"]) == 0
+    often = ("checkpoint.every=20", "checkpoint.keep_last=5")
+    tasks.tune("classification", folder, finished_run, dataset_folder / "tokenizer", *often)
     return folder
 
 

@@ -17,16 +17,14 @@ import zstandard
 from tests.integration import tasks
 from tests.integration.commands import Samestep, Start
 from trainer import label
-from trainer.cli import main
 
 
 @pytest.fixture(scope="module")
 def teacher(finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A classifier that was fine-tuned, with its data and its experiment beside it."""
     folder = tmp_path_factory.mktemp("teacher")
-    assert main(["data", "build", str(tasks.write_build("classification", folder, dataset_folder / "tokenizer"))]) == 0
-    experiment = tasks.write_experiment("classification", folder, finished_run)
-    assert main(["train", str(experiment), "training.evaluate_every=null"]) == 0
+    tokenizer = dataset_folder / "tokenizer"
+    tasks.tune("classification", folder, finished_run, tokenizer, "training.evaluate_every=null")
     return folder / "run-classification"
 
 

@@ -36,13 +36,8 @@ def base(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tuned(base: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a classifier that was fine-tuned by LoRA: data, experiment, run."""
     folder = tmp_path_factory.mktemp("tuned")
-    build = tasks.write_build("classification", folder, dataset_folder / "tokenizer")
-    assert main(["data", "build", str(build)]) == 0
-    experiment = tasks.write_experiment("classification", folder, base)
-    assert (
-        main(["train", str(experiment), LORA, "optimizer.lr=1e-2", "checkpoint.every=20", "checkpoint.keep_last=5"])
-        == 0
-    )
+    often = ("checkpoint.every=20", "checkpoint.keep_last=5")
+    tasks.tune("classification", folder, base, dataset_folder / "tokenizer", LORA, "optimizer.lr=1e-2", *often)
     return folder
 
 

@@ -24,7 +24,7 @@ from trainer.errors import ConfigError
 from trainer.finetune.chance import chance
 from trainer.finetune.task import Config as TaskConfig
 from trainer.finetune.task import Task
-from trainer.objectives import task_of
+from trainer.objectives import task_of, teacher_of
 from trainer.starting import model_of
 from trainer.weights import load_weights
 
@@ -212,6 +212,8 @@ def _points(
         "objective": to_tree(config)["objective"],
         "data": {"sequence_length": config.sequence_length},
     }
+    teacher = teacher_of(decode(_OBJECTIVE, merge(own, changes)["objective"], "objective"))
+    of = (*config.metrics, *(() if teacher is None else (load_weights(teacher).identity(),)))
     grid = {name: values for name, values in config.grid.items() if not _has(changes, name)}
     grid = grid if whole_grid else {name: values[:1] for name, values in grid.items()}
     for point in itertools.product(*grid.values()):
@@ -238,8 +240,6 @@ def _points(
             by_steps["training"]["best"] = {"metric": config.score, "mode": "max", "patience": config.patience}
         experiment = merge(by_steps, tree)
         baseline = chance(objective, dataset, config.score)
-        teacher = getattr(predicted, "teacher", None)
-        of = (*config.metrics, *(() if teacher is None else (load_weights(teacher).identity(),)))
         yield _Point(settings, experiment, baseline, _evaluations(predicted, experiment, config.metrics, also), of)
 
 

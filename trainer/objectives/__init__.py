@@ -105,6 +105,12 @@ class Taught(Objective, Protocol):
         ...
 
 
+def teacher_of(config: Any) -> str | None:
+    """What the settings of an objective name as its teacher, if it has one."""
+    name: str | None = getattr(config, "teacher", None)
+    return name
+
+
 def task_of(config: Any) -> Any:
     """The settings of an objective, or of the one that it is put around, as a distillation."""
     return getattr(config, "of", config)

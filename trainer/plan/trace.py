@@ -28,9 +28,8 @@ from trainer.accelerators import DTYPES, Precision, cpu
 from trainer.errors import ConfigError
 from trainer.examples import Batch
 from trainer.experiment import Experiment
-from trainer.objectives import Objective, Taught
+from trainer.objectives import Objective, Taught, teacher_of
 from trainer.optim import groups
-from trainer.teacher import teacher_of
 from trainer.weights import load_config
 
 Device: TypeAlias = Literal["cpu", "cuda"]
@@ -147,7 +146,7 @@ class Step:
             state = [value for each in optimizer.state.values() for value in each.values()]
             with LiveBytes([*named.values(), *(p.grad for p in trained), *state]) as live:
                 optimizer.step()
-            teacher = teacher_of(experiment)
+            teacher = teacher_of(experiment.objective)
             self.teacher: nn.Module | None = None
             if teacher is not None:
                 self.teacher = load_config(teacher).build().requires_grad_(False).eval()
