@@ -60,6 +60,7 @@ class Best:
         self.step: int | None = None
         self.value = math.nan
         self.since = 0
+        self._former: tuple[int | None, float] = (None, math.nan)
 
     def look(self, step: int, scores: Mapping[str, float], all_reduce: Callable[[Tensor], Tensor]) -> None:
         """Takes in an evaluation.
@@ -79,9 +80,15 @@ class Best:
         gain = self.value - value if self._config.lowest else value - self.value
         better = math.isfinite(value) and (self.step is None or gain > 0)
         if all_reduce(torch.tensor([int(better)])).item():
+            self._former = (self.step, self.value)
             self.step, self.value, self.since = step, value, 0
         else:
             self.since += 1
+
+    def not_saved(self, step: int | None) -> None:
+        """Goes back to the former best if this step, whose checkpoint could not be saved, is the best."""
+        if step is not None and step == self.step:
+            self.step, self.value = self._former
 
     @property
     def over(self) -> bool:

@@ -283,6 +283,9 @@ class Trainer:
         with self.strategy.accelerator.graph("metrics"):
             window = self.recorder.state_dict()
         self._require_finite({name: total for name, (total, _) in window["window"].items()}, float(self._grad_norm))
+        if self.checkpointer in checkpointers:
+            self.checkpointer.settle()
+            self.best.not_saved(self.checkpointer.failed)
         meta = {
             **self.description,
             "state": self.state.state_dict(),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.integration import tasks
 from tests.integration.commands import Samestep
-from trainer.checkpoint import integrity, retention
+from trainer.checkpoint import integrity, retention, writer
 from trainer.cli import main
+from trainer.errors import CheckpointError
 
 SETTINGS = [
     "training.evaluate_every=5",
@@ -92,6 +94,27 @@ def test_more_patience_trains_on(stopped: Path, tmp_path: Path, samestep: Samest
     best = retention.best_step(run / "checkpoints")
     assert best in steps(run)
     assert evaluations(run)[best] == max(evaluations(run).values())
+
+
+def test_a_best_that_could_not_be_saved_leaves_the_one_before(
+    stopped: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = evaluations(stopped)
+    best = max(found, key=lambda step: (found[step], -step))
+    write_step = writer.write_step
+
+    def full_once(folder: Path, *args: Any, **settings: Any) -> None:
+        if folder.name == f"step-{best:08d}":
+            raise CheckpointError("no space left on the disk")
+        write_step(folder, *args, **settings)
+
+    monkeypatch.setattr(writer, "write_step", full_once)
+    run = tmp_path / "run"
+    assert main(["train", str(task), f"output={run}", *SETTINGS]) == 0
+    second = retention.best_step(run / "checkpoints")
+    assert second != best
+    assert second in steps(run)
+    assert found[second] >= max(score for step, score in found.items() if step < best)
 
 
 def test_without_a_best_nothing_is_named_so(finished_run: Path, tmp_path: Path, samestep: Samestep) -> None:

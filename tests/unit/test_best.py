@@ -46,6 +46,16 @@ def test_best_and_patience(config: Config, values: list[float], step: int | None
         assert (after.step, after.over) == (step, over)
 
 
+def test_a_best_that_could_not_be_saved_gives_way_to_the_one_before() -> None:
+    best = followed(Config("accuracy"), [0.5, 0.4, 0.7, 0.6])
+    best.not_saved(40)
+    assert best.step == 30
+    best.not_saved(30)
+    assert (best.step, best.value) == (10, 0.5)
+    best.look(50, {"accuracy": 0.6}, alone)
+    assert best.step == 50
+
+
 def test_a_rank_that_finds_it_better_decides_for_all() -> None:
     best = followed(Config("accuracy", patience=1), [0.5])
     best.look(20, {"accuracy": 0.5}, lambda tensor: tensor + 1)

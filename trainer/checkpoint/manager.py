@@ -131,6 +131,7 @@ class Checkpointer:
         meta_text = writer.describe(step, self._world_size, meta)
         folder = integrity.step_folder(self.folder, step)
         self._error = None
+        self._saving = step
         try:
             with together(self._world_size):
                 if self._rank == 0:
@@ -141,7 +142,6 @@ class Checkpointer:
             return
         content = self._staging.copy(layout.pieces_to_write(tensors, self._rank, self._world_size))
         self._sound.discard(folder)
-        self._saving = step
         self._thread = threading.Thread(
             target=self._write, args=(step, content, meta_text), name="checkpoint", daemon=True
         )
@@ -161,6 +161,11 @@ class Checkpointer:
             self._error = error
         else:
             self._at, self._failures = self._saving, 0
+
+    @property
+    def failed(self) -> int | None:
+        """The step of the last save if that failed, on any rank; as of when it was last waited for."""
+        return None if self._error is None else self._saving
 
     def wait(self) -> None:
         """Returns when the last save is committed.
