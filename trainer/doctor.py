@@ -96,7 +96,8 @@ def _checks_of(experiment: Experiment) -> list[Check]:
     checkpoints = experiment.checkpoint.folder
     with torch.device("meta"):
         parameters = sum(each.numel() for each in experiment.build_model().parameters() if each.requires_grad)
-    needed = parameters * _BYTES_PER_PARAMETER * (experiment.checkpoint.keep_last + 1)
+    kept = experiment.checkpoint.keep_last + (experiment.training.best is not None)
+    needed = parameters * _BYTES_PER_PARAMETER * (kept + 1)
     checks: list[Check] = [("dataset", lambda: _dataset(experiment))]
     checks.append(("output", lambda: _disk("output", Path(experiment.output), 0 if checkpoints else needed)))
     if checkpoints and storage.is_url(checkpoints):

@@ -19,10 +19,12 @@ from trainer.checkpoint import integrity
 from trainer.config import Tree, decode
 from trainer.errors import ConfigError
 from trainer.examples import TaskRow
+from trainer.experiment import Experiment
 from trainer.hidden_states import batches
 from trainer.model_card import manifests_of
 from trainer.objectives import classification, regression
 from trainer.objectives.rows import inputs
+from trainer.phases import phase_of
 from trainer.weights import Weights, load_weights
 
 _LONGEST = 512  # tokens of a row, for a model that does not say
@@ -66,7 +68,10 @@ class Labeller:
         model = weights.config.build()
         model.load_state_dict(dict(weights.tensors))
         self._model = model.to(self._accelerator.device).eval()
-        length = meta.get("config", {}).get("data", {}).get("sequence_length", _LONGEST)
+        length = _LONGEST
+        if meta:
+            phases = decode(Experiment, meta["config"]).resolved_phases()
+            length = phase_of(phases, meta["step"] - 1).sequence_length
         self._objective = _objective(weights).build(self._tokenizer.vocabulary)
         self._spec = self._objective.pack_spec(min(length, model.max_sequence_length))
 
