@@ -28,7 +28,9 @@ def packing_digest(spec: PackSpec, policy: Policy) -> str:
     if spec.sides is not None:
         text += f" {spec.sides.size} {spec.sides.cost}"
     if spec.text_pairs:
-        text += f" text_pairs {spec.sides} {spec.truncate}"
+        text += f" text_pairs {spec.sides} {spec.truncate_sources}"
+    if spec.truncate_targets:
+        text += " truncate_targets"
     if spec.parts is not None:
         text += f" {spec.parts}"
     return hashlib.sha256(text.encode()).hexdigest()

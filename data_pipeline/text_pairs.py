@@ -71,7 +71,8 @@ def check(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:
             continue
         file, line = shard.origin[wrong[0]].tolist()
         name = ("pair" if spec.sides.joined else "source", "target")[side]
-        cut = ", set objective.truncate_sources=true" if side == 0 and not spec.truncate else ""
+        truncated = (spec.truncate_sources, spec.truncate_targets)[side]
+        cut = "" if truncated else f", set objective.truncate_{('sources', 'targets')[side]}=true"
         raise DataError(
             f"{files[file]}:{line}: with the tokens that end texts the {name} takes {cells[wrong[0], side]} cells, and "
             f"{settings[side]} is {size[side]} (too few for {wrong.size} of the {len(cells)} pairs of its shard); "
@@ -91,8 +92,10 @@ def _lengths(shard: ShardIndex, spec: PackSpec) -> tuple[Int64, Int64]:
     assert spec.sides is not None
     whole = lengths(shard)
     used = whole.copy()
-    if spec.truncate:
-        beside = whole[:, 1] if spec.sides.joined else 0
+    if spec.truncate_targets:
+        used[:, 1] = np.minimum(whole[:, 1], spec.sides.size[1] - 1)
+    if spec.truncate_sources:
+        beside = used[:, 1] if spec.sides.joined else 0
         used[:, 0] = np.minimum(whole[:, 0], np.maximum(spec.sides.size[0] - 1 - beside, 1))
     return whole, used
 

@@ -30,8 +30,8 @@ _USERS_ERRNO = {
 }
 
 _METRICS = (  # trainer.metrics.texts.METRICS, which takes longer to import
-    *("bleu", "chrf", "rouge_1", "rouge_2", "rouge_l", "rouge_lsum", "accuracy", "f1", "macro_f1", "matthews"),
-    *("pearson", "spearman", "answer_exact_match", "answer_f1"),
+    *("bleu", "bleu_intl", "chrf", "rouge_1", "rouge_2", "rouge_l", "rouge_lsum", "accuracy", "f1", "macro_f1"),
+    *("matthews", "pearson", "spearman", "answer_exact_match", "answer_f1"),
 )
 
 _WALK_THROUGH = """\

@@ -83,7 +83,7 @@ class PackSpec:
         pairs: whether examples must be pairs of segments.
         sides: where an example has two, both of which the pieces of `best_fit` must fit into.
         text_pairs: whether documents must be pairs of texts, which go to the `sides`, whose `cost` plays no part then.
-        truncate: of pairs of texts, leaves out the end of a source that is too long.
+        truncate_sources, truncate_targets: of pairs of texts, leaves out the end of one that is too long.
         parts: where documents must be rows of a task; `sequence_length` is that of each of an example's sequences.
     """
 
@@ -93,7 +93,8 @@ class PackSpec:
     pairs: bool = False
     sides: Sides | None = None
     text_pairs: bool = False
-    truncate: bool = False
+    truncate_sources: bool = False
+    truncate_targets: bool = False
     parts: Parts | None = None
 
     @property

@@ -22,6 +22,7 @@ from trainer.fit import stored_values
 from trainer.generation import Generator
 from trainer.generation.config import Config as GenerationConfig
 from trainer.metrics import texts
+from trainer.objectives import task_of
 from trainer.run import checkpoint_folder
 from trainer.storage import shown
 from trainer.weights import load_weights
@@ -93,6 +94,12 @@ def evaluate(
             f"the target {wrong[0]!r} is no label, as the tokenizer does not give labels back as they are; name the "
             "files of pairs with --pairs, or labels of its characters in source.labels"
         )
+    task = task_of(experiment.objective)
+    if getattr(task, "truncate_sources", False) and task.layout == "encoder_decoder":
+        room = experiment.data.sequence_length - 1  # the model reads as much of a source as it has learnt from
+        if cut := sum(len(source) > room for source in sources):
+            logger.info("%d of %d sources are longer than %d tokens and lose their end", cut, len(sources), room)
+        sources = tuple(source[:room] for source in sources)
     logger.info("generating %d texts on %s", len(sources), accelerator.description)
     generated = generate([[*source.tolist(), generate.end] for source in sources])
     written = [dataset.tokenizer.decode(tokens) for tokens in generated]

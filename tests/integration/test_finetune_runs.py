@@ -13,7 +13,7 @@ from tests.integration import tasks
 from trainer.errors import ConfigError
 from trainer.finetune.runs import Run, list_runs
 from trainer.finetune.suite import Result, Suite
-from trainer.finetune.table import summarise
+from trainer.finetune.table import notes, summarise, write_page
 from trainer.finetune.task import Task
 
 
@@ -73,6 +73,17 @@ def test_the_table_has_the_results_of_these_runs_alone(finished_run: Path, task:
     assert (sorted(row.values), row.runs, row.degenerate) == ([0.7, 0.9], 3, 1)
     assert row.cells()[2:4] == ("80.0", "70.0-90.0")
     assert replace(runs[0], seed=1).name == runs[1].name
+
+
+def test_the_table_says_who_has_published_what(finished_run: Path, task: Task, folder: Path, tmp_path: Path) -> None:
+    others = [replace(task, name=name, config=replace(task.config, published_by="A & B")) for name in ("b", "c")]
+    tasks_ = [others[0], task, others[1], replace(others[1], name="d", config=replace(task.config, published={}))]
+    runs = list_runs(str(finished_run), tasks_, folder, 1, False, [])
+    rows = summarise(tasks_, runs, {run.digest: scored(run, 1.0) for run in runs})
+    whose = "Published: b, c: A & B; classification: BERT-base (Devlin et al. 2019)."
+    assert notes(rows).endswith(whose)
+    write_page(rows, "title", tmp_path / "table.html")
+    assert whose.replace("&", "&amp;") in (tmp_path / "table.html").read_text()
 
 
 def test_several_evaluations_make_the_best_one_count(finished_run: Path, task: Task, folder: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ import yaml
 from tests.integration import tasks
 from tests.integration.commands import Samestep, Start, children
 from tests.waiting import until
+from trainer.finetune.runs import list_runs
+from trainer.finetune.task import find_tasks
 
 MODULE = (sys.executable, "-m", "trainer.cli")
 
@@ -52,7 +55,7 @@ def test_killed_in_the_middle_and_run_again(
     assert found[: len(before)] == before
     assert [(row["task"], row["run"]) for row in found[1:]] == [("tagging", "lr-0.003-seed-0")]
     assert "classification" in again.out
-    assert "Published: BERT-base (Devlin et al. 2019)." in " ".join(again.out.split())
+    assert "Published: classification, tagging: BERT-base (Devlin et al. 2019)." in " ".join(again.out.split())
     page = (folder / "table.html").read_text()
     assert page.count("<tr>") == 4
     once_more = samestep(*command)
@@ -113,6 +116,7 @@ def test_answers_that_are_written_are_scored(tmp_path: Path, samestep: Samestep)
         "source": {"kind": "table_pairs", **paths, "source": "topic: {text}", "target": "label", "labels": labels},
         "objective": {"kind": "seq2seq", "target_length": 16},
         "metrics": ["accuracy", "f1"],
+        "generation": {"beams": 2, "max_new_tokens": 5},
         "score": "accuracy",
         "sequence_length": 40,
         "experiment": {"accelerator": "cpu", "data": {"lanes": 8}},
@@ -127,6 +131,15 @@ def test_answers_that_are_written_are_scored(tmp_path: Path, samestep: Samestep)
     assert isinstance(scores, dict)
     assert {"accuracy", "f1", "no_label"} <= scores.keys()
     assert 0 <= scores["accuracy"] <= 1 - scores["no_label"] / 8
+
+    (task,) = find_tasks([str(file)], "t5")
+    changes = [name for name in arguments if "=" in name]
+    runs = [
+        list_runs(str(checkpoint), [each], tmp_path / "suite", 1, False, changes)[0]
+        for each in (task, replace(task, generation={}))
+    ]
+    assert [run.digest == result["digest"] for run in runs] == [True, False]
+    assert runs[0].evaluations[""][:4] == ["--generate", "max_new_tokens=16", "beams=2", "max_new_tokens=5"]
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,25 @@ def test_a_decoder_alone_is_fine_tuned_as_well(samestep: Samestep, build, experi
     assert samestep("train", experiment, *changes, "data.packing=padded").code == 0
 
 
+def test_long_texts_are_cut_for_training_and_compared_whole(
+    samestep: Samestep, build, experiment: str, tmp_path: Path
+) -> None:
+    from data_pipeline.dataset import Dataset
+    from trainer.scores import heldout_pairs
+
+    assert build().code == 0
+    cut = ["objective.truncate_sources=true", "objective.truncate_targets=true", "objective.target_length=3"]
+    assert samestep("train", experiment, *cut, "data.sequence_length=6", "training.steps=3").code == 0
+    run = tmp_path / "run"
+    assert samestep("train", run / "config.yaml", "training.steps=6").code == 0
+    assert "verified" in samestep("ledger", "verify", run).out
+    scored = samestep("evaluate", run, "--generate", "max_new_tokens=6", "--metrics", "accuracy", "--limit", "7")
+    assert scored.code == 0
+    assert "7 of 7 sources are longer than 5 tokens and lose their end" in scored.err
+    whole = {target for _, target in sentences(400)}
+    assert {target for _, target in heldout_pairs(Dataset.open(tmp_path / "data"))} <= whole
+
+
 def test_files_of_different_length(samestep: Samestep, build, corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "short.de").write_text("\n".join(["x"] * 399))
     result = build(f"source.target_paths=[{tmp_path / 'short.de'}]")

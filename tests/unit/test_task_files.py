@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from data_pipeline import tokenization
-from data_pipeline.sources import PairSource
+from data_pipeline.sources import BadRecord, PairSource
 from data_pipeline.task_rows import encode
 from data_pipeline.tokenization import Tokenizer
 from trainer.errors import ConfigError
@@ -237,6 +237,27 @@ def test_metrics_are_of_written_texts(tmp_path: Path):
         ("text/rte", "[f1]", "score is 'accuracy', and metrics has f1"),
     ):
         (tmp_path / "a.yaml").write_text(f"base: {FOLDER}/{base}.yaml\nmetrics: {metrics}\n")
+        with pytest.raises(ConfigError, match=message):
+            Task.read(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize("empty", ["en", "de"])
+def test_translations_without_a_text_are_left_out(empty: str, tmp_path: Path):
+    config = own_rows("text/wmt14_en_de", {"translation": {"en": "one", "de": "eins", empty: ""}}, tmp_path).config
+    source = config.source.build()
+    with pytest.raises(BadRecord, match="empty"):
+        source.parse_pair(next(source.records()))
+    assert config.on_error == "skip"
+
+
+def test_how_texts_are_written_is_checked(tmp_path: Path):
+    assert Task.read(FOLDER / "text" / "cnn_dailymail.yaml").generation == {"beams": 4, "length_penalty": 0.6}
+    for base, generation, message in (
+        ("glue/rte", "{beams: 4}", "generation is for texts that are written"),
+        ("text/rte", "{beem: 4}", r"generation\.beem is not a known key; did you mean 'beams'"),
+        ("text/rte", "{min_new_tokens: 16}", "min_new_tokens is 16; use 0 to 15"),
+    ):
+        (tmp_path / "a.yaml").write_text(f"base: {FOLDER}/{base}.yaml\ngeneration: {generation}\n")
         with pytest.raises(ConfigError, match=message):
             Task.read(tmp_path / "a.yaml")
 

@@ -41,6 +41,14 @@ def test_what_is_no_number_is_minus_one():
     assert found == pytest.approx(np.corrcoef([1, -1, 3, -1], [1, 2, 3, 4])[0, 1])
 
 
+def test_bleu_may_split_words_as_the_t5_paper_does():
+    sacrebleu = pytest.importorskip("sacrebleu")
+    written, reference = ["Er sagte: „Das Haus ist groß“."], ["Er sagte: Das Haus ist groß."]
+    found = texts.build("bleu_intl")(written, reference)
+    assert found == pytest.approx(sacrebleu.corpus_bleu(written, [reference], tokenize="intl").score)
+    assert found > texts.build("bleu")(written, reference)
+
+
 def test_lines_are_sentences_in_rouge_lsum():
     pytest.importorskip("rouge_score")
     written, reference = ["a cat sat\na dog ran"], ["a dog ran\na cat sat"]

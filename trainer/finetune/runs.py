@@ -213,7 +213,8 @@ def _points(
         "data": {"sequence_length": config.sequence_length},
     }
     teacher = teacher_of(decode(_OBJECTIVE, merge(own, changes)["objective"], "objective"))
-    of = (*config.metrics, *(() if teacher is None else (load_weights(teacher).identity(),)))
+    generation = [f"{name}={json.dumps(value)}" for name, value in task.generation.items()]
+    of = (*config.metrics, *generation, *(() if teacher is None else (load_weights(teacher).identity(),)))
     grid = {name: values for name, values in config.grid.items() if not _has(changes, name)}
     grid = grid if whole_grid else {name: values[:1] for name, values in grid.items()}
     for point in itertools.product(*grid.values()):
@@ -240,16 +241,18 @@ def _points(
             by_steps["training"]["best"] = {"metric": config.score, "mode": "max", "patience": config.patience}
         experiment = merge(by_steps, tree)
         baseline = chance(objective, dataset, config.score)
-        yield _Point(settings, experiment, baseline, _evaluations(predicted, experiment, config.metrics, also), of)
+        evaluations = _evaluations(predicted, experiment, config.metrics, generation, also)
+        yield _Point(settings, experiment, baseline, evaluations, of)
 
 
 def _evaluations(
-    predicted: Any, experiment: Tree, metrics: Sequence[str], also: Mapping[str, Dataset]
+    predicted: Any, experiment: Tree, metrics: Sequence[str], generation: Sequence[str], also: Mapping[str, Dataset]
 ) -> Mapping[str, Sequence[str]]:
     """How a run is scored when it is over: on further rows, and where its answers are texts, on the task's own."""
     data = {f"{name}/": [f"data.path={dataset.path}"] for name, dataset in also.items()}
     if metrics:
-        generated = ["--generate", f"max_new_tokens={task_of(predicted).target_length}", "--metrics", *metrics]
+        length = f"max_new_tokens={task_of(predicted).target_length}"
+        generated = ["--generate", length, *generation, "--metrics", *metrics]
         return {name: [*where, *generated] for name, where in {"": list[str](), **data}.items()}
     best = ["--step", "best"] if experiment["training"].get("best") else []
     return {name: [*where, *best] for name, where in data.items()}

@@ -136,7 +136,11 @@ def _columns(rows: Sequence[Row]) -> list[list[str]]:
 
 def notes(rows: Sequence[Row]) -> str:
     """What a reader of the table has to know."""
-    whose = ", ".join(dict.fromkeys(row.published_by for row in rows if row.published is not None))
+    compared: dict[str, dict[str, None]] = {}  # the tasks of each who has published, in the order of the rows
+    for row in rows:
+        if row.published is not None:
+            compared.setdefault(row.published_by, {})[row.task] = None
+    whose = "; ".join(f"{', '.join(tasks)}: {who}" for who, tasks in compared.items())
     return (
         "Scores are percentages of the held-out rows, of the runs that learnt something"
         + ("; the others scored no more than a constant answer" if any(row.degenerate for row in rows) else "")

@@ -11,6 +11,7 @@ import trainer
 from trainer.config import Kinds, Tree, decode, read_tree
 from trainer.config.tree import merge
 from trainer.errors import ConfigError
+from trainer.generation.config import Config as GenerationConfig
 from trainer.metrics.texts import METRICS
 from trainer.objectives import task_of
 
@@ -99,12 +100,15 @@ class Task:
         experiment: settings of its runs that are not the defaults, as the file gives them.
         also: sources of further held-out rows, by name, that finished runs are scored on; in the file, settings in
             which they differ from the task's own.
+        generation: settings of `generation.Config` that finished runs write texts with; max_new_tokens is the
+            objective's target_length where they do not have it.
     """
 
     name: str
     config: Config
     experiment: Tree
     also: Mapping[str, Any] = field(default_factory=dict)
+    generation: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path, recipe: Tree | None = None) -> Task:
@@ -122,11 +126,16 @@ class Task:
             tree = {**merge(tree, recipe), "grid": recipe.get("grid") or tree.get("grid") or {}}
         for name in ("tokenizer", "output"):  # of a file for `samestep data build` that it is based on
             tree.pop(name, None)
-        experiment, also = tree.pop("experiment", None) or {}, tree.pop("also", None) or {}
+        experiment, also, generation = (tree.pop(name, None) or {} for name in ("experiment", "also", "generation"))
         try:
             config = decode(Config, tree)
             sources = {name: _heldout_only(tree["source"], changes, name) for name, changes in also.items() if changes}
-            return cls(path.stem, config, experiment, sources)
+            if generation:
+                if not config.metrics:
+                    raise ConfigError("generation is for texts that are written, as with seq2seq; leave it out")
+                length = task_of(config.objective).target_length
+                decode(GenerationConfig, {"max_new_tokens": length, **generation}, "generation")
+            return cls(path.stem, config, experiment, sources, generation)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
 

@@ -22,7 +22,7 @@ Metric: TypeAlias = Callable[[Sequence[str], Sequence[str]], float]
 _OF_CLASSES = ("f1", "macro_f1", "matthews")
 _NO_NUMBER = -1.0  # what a text counts as that is none, as in T5's code
 METRICS = (
-    *("bleu", "chrf", "rouge_1", "rouge_2", "rouge_l", "rouge_lsum"),
+    *("bleu", "bleu_intl", "chrf", "rouge_1", "rouge_2", "rouge_l", "rouge_lsum"),
     *("accuracy", *_OF_CLASSES, *of_labels.OF_NUMBERS, "answer_exact_match", "answer_f1"),
 )
 PERCENT = ("bleu", "chrf", "rouge")
@@ -40,8 +40,8 @@ def build(name: str, labels: Sequence[str] = ()) -> Metric:
         ConfigError: the metric is of classes, and there are no labels.
         MissingExtra: what it needs is not installed.
     """
-    if name in ("bleu", "chrf"):
-        return _sacrebleu(name.upper())
+    if name in ("bleu", "bleu_intl", "chrf"):
+        return _sacrebleu(name)
     if name.startswith("rouge_"):
         return _rouge(name)
     if name in ("answer_exact_match", "answer_f1"):
@@ -86,12 +86,13 @@ def _mean_of(score: Callable[[str, str], float]) -> Metric:
 
 
 def _sacrebleu(name: str) -> Metric:
-    """BLEU or chrF as sacrebleu computes it (Post 2018), with its defaults."""
+    """BLEU or chrF as sacrebleu computes it (Post 2018), with its defaults but for a tokenizer that the name has."""
     try:
         from sacrebleu import metrics
     except ImportError:
-        raise MissingExtra("sacrebleu", "text", f"the metric {name.lower()}") from None
-    metric = getattr(metrics, name)()
+        raise MissingExtra("sacrebleu", "text", f"the metric {name}") from None
+    kind, _, tokenizer = name.partition("_")
+    metric = getattr(metrics, kind.upper())(**({"tokenize": tokenizer} if tokenizer else {}))
 
     def score(texts: Sequence[str], references: Sequence[str]) -> float:
         result = metric.corpus_score(list(texts), [list(references)])

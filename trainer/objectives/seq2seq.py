@@ -25,14 +25,16 @@ class Config:
 
     Attributes:
         target_length: cells of targets, each with the token that ends it.
-        truncate_sources: leaves out the end of a source that is too long, instead of refusing it. Targets are never
-            cut, since a model would learn to stop there.
+        truncate_sources: leaves out the end of a source that is too long, instead of refusing it.
+        truncate_targets: leaves out the end of a target that is too long, where a model then learns to stop; generated
+            texts are scored against whole targets.
         layout: encoder_decoder; or prefix_lm or language_model, for a decoder that gets sources and targets in one row.
         z_loss: coefficient of log(Z)^2, where Z is the softmax's denominator, in the loss; 1e-4 in T5 v1.1.
     """
 
     target_length: int = 128
     truncate_sources: bool = False
+    truncate_targets: bool = False
     layout: Layout = "encoder_decoder"
     z_loss: float = 0.0
 
@@ -68,7 +70,8 @@ class SequenceToSequence(TextToText):
             suffix=0,
             sides=Sides(self._size(sequence_length), cost=(), joined=joined),
             text_pairs=True,
-            truncate=self.config.truncate_sources,
+            truncate_sources=self.config.truncate_sources,
+            truncate_targets=self.config.truncate_targets,
         )
 
     def _size(self, sequence_length: int) -> tuple[int, int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
-from data_pipeline import text_pairs
 from data_pipeline.policies import count_shard, packing_digest, plan_shard
 from data_pipeline.shards import ShardIndex
 from trainer.errors import DataError
@@ -27,8 +28,9 @@ def sentences(pairs: int) -> np.ndarray:
     return np.stack((source, np.clip(source * random.lognormal(0, 0.25, pairs), 1, 110)), axis=1).astype(np.int64)
 
 
-def spec_of(size: tuple[int, int], joined: bool = False, truncate: bool = False) -> PackSpec:
-    return PackSpec(size[0], 0, 0, sides=Sides(size, (), joined), text_pairs=True, truncate=truncate)
+def spec_of(size: tuple[int, int], joined: bool = False, sources: bool = False, targets: bool = False) -> PackSpec:
+    cut = {"truncate_sources": sources, "truncate_targets": targets}
+    return PackSpec(size[0], 0, 0, sides=Sides(size, (), joined), text_pairs=True, **cut)
 
 
 @pytest.mark.parametrize("policy", ["best_fit", "padded"])
@@ -64,14 +66,18 @@ def test_every_pair_is_whole_in_one_example_and_nothing_overlaps(policy, joined)
         assert np.array_equal(source[:, 0], np.arange(2000))
 
 
-def test_sources_that_are_too_long_lose_their_end():
-    shard = shard_of([(3, 4), (40, 5)])
-    for joined, kept in ((False, 9), (True, 4)):
-        spec = spec_of((10, 6), joined, truncate=True)
-        text_pairs.check(shard, spec, ["a"])
-        packed = plan_shard(shard, spec, "padded")
-        assert packed.length.tolist() == [3, 4, kept, 5]
-        assert packed.begin.tolist() == [0, 3, 0, 40]
+@pytest.mark.parametrize("policy", ["best_fit", "padded"])
+@pytest.mark.parametrize(
+    ("joined", "targets", "kept"),
+    [(False, False, (9, 5)), (True, False, (4, 5)), (False, True, (9, 2)), (True, True, (7, 2))],
+)
+def test_texts_that_are_too_long_lose_their_end(policy, joined, targets, kept):
+    shard = shard_of([(3, 2), (40, 5)])
+    spec = spec_of((10, 3 if targets else 6), joined, sources=True, targets=targets)
+    assert count_shard(shard, spec, policy, 0, ["a"]) == 2
+    packed = plan_shard(shard, spec, policy)
+    pieces = zip(packed.document.tolist(), packed.begin.tolist(), packed.length.tolist(), strict=True)
+    assert sorted(pieces) == [(0, 0, 3), (0, 3, 2), (1, 0, kept[0]), (1, 40, kept[1])]
 
 
 @pytest.mark.parametrize(
@@ -84,10 +90,14 @@ def test_sources_that_are_too_long_lose_their_end():
         (spec_of((10, 7)), ["raise it to at least 41, set objective.truncate_sources=true or remove"]),
         (
             spec_of((50, 6)),
-            ["c.tsv:3: ", "target takes 7 cells, and objective.target_length is 6", "raise it to at least 7 or"],
+            [
+                "c.tsv:3: ",
+                "target takes 7 cells, and objective.target_length is 6",
+                "raise it to at least 7, set objective.truncate_targets=true or",
+            ],
         ),
         (spec_of((45, 7), joined=True), ["c.tsv:2: ", "pair takes 46 cells", "raise it to at least 46"]),
-        (spec_of((6, 7), joined=True, truncate=True), ["c.tsv:2: ", "pair takes 7 cells", "raise it to at least 8 or"]),
+        (spec_of((6, 7), joined=True, sources=True), ["c.tsv:2: ", "pair takes 7 cells", "raise it to at least 8 or"]),
     ],
 )
 def test_what_does_not_fit_is_named_with_what_would(spec, words):
@@ -97,6 +107,7 @@ def test_what_does_not_fit_is_named_with_what_would(spec, words):
 
 
 def test_the_digest_tells_apart_all_that_changes_examples():
-    specs = [spec_of(size, joined, cut) for size in ((10, 6), (10, 7)) for joined in (0, 1) for cut in (0, 1)]
+    flags = itertools.product((False, True), repeat=3)
+    specs = [spec_of(size, *flag) for flag in flags for size in ((10, 6), (10, 7))]
     specs.append(PackSpec(10, 0, 0))
-    assert len({packing_digest(spec, policy) for spec in specs for policy in ("best_fit", "padded")}) == 18
+    assert len({packing_digest(spec, policy) for spec in specs for policy in ("best_fit", "padded")}) == 34
