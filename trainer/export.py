@@ -17,10 +17,10 @@ from torch import Tensor
 
 from data_pipeline.tokenization import Tokenizer
 from trainer import exported_tokenizer, model_card
-from trainer.checkpoint import huggingface, integrity
+from trainer.checkpoint import huggingface
 from trainer.errors import ConfigError
 from trainer.examples import Vocabulary
-from trainer.hub import is_hub_path
+from trainer.hub import name_and_revision
 from trainer.models.peft import huggingface as adapters
 from trainer.weights import Weights, load_weights
 
@@ -59,26 +59,31 @@ def export(checkpoint: str, folder: str) -> None:
 def export_adapter(checkpoint: str, folder: str) -> None:
     """Writes what was added to a model and trained, and the tokenizer, as a folder that the `peft` library loads.
 
+    It has a model card, which says how; a base that is a checkpoint of ours has to be exported for that, too.
+
     Raises:
         ConfigError: nothing was added, or the library has nothing of the kind.
     """
     weights = load_weights(checkpoint)
     if weights.config.peft is None or weights.base is None:
         raise ConfigError(f"{checkpoint} holds a whole model, to which nothing was added; leave --adapter out")
-    path = str(weights.base.folder)
-    if weights.step is not None:
-        path = integrity.read_meta(weights.folder)["base"]["path"]
-    name, _, revision = path.removeprefix("hf://").partition("@") if is_hub_path(path) else (path, "", "")
+    base = weights.base
+    while base.base is not None and base.config.peft is not None:  # the run went on with what was added there
+        base = base.base
+    name, revision = name_and_revision(base.hub) if base.hub else (base.path, "")
     content, tensors = adapters.export_adapter(weights.config, weights.tensors, name)
     if revision:
         content["revision"] = revision
     tokenizer = _tokenizer(weights)
+    card = model_card.write(weights, checkpoint, Path(folder).absolute().name, base=base)
     with tempfile.TemporaryDirectory() as files:
         tokenizer.save(files)
         if tokenizer.vocabulary.pad is not None:  # a new token would need a row in the base's embeddings
             exported_tokenizer.adapt(Path(files), weights.config, tokenizer.vocabulary)
-        huggingface.save_folder(Path(folder), content, tensors, Path(files), adapter=True)
+        huggingface.save_folder(Path(folder), content, tensors, Path(files), card, adapter=True)
     logger.info("wrote %s: %d tensors of %s, for %s", folder, len(tensors), checkpoint, name)
+    if base.step is not None:
+        logger.warning("peft reads it with its base, which has to be exported, too: samestep export %s DIR", name)
 
 
 def _merged(weights: Weights, checkpoint: str) -> tuple[Any, dict[str, Tensor]]:

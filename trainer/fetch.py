@@ -13,13 +13,13 @@ from data_pipeline.manifest import MANIFEST, Manifest
 from data_pipeline.remote import fetch_tokenizer
 from data_pipeline.sources import Source, huggingface
 from trainer import storage
-from trainer.checkpoint import files
+from trainer.checkpoint import files, integrity
 from trainer.config import decode, read_tree, to_tree
 from trainer.errors import ConfigError
 from trainer.experiment import Experiment
 from trainer.hub import is_hub_path, model_folder, tokenizer_folder
 from trainer.objectives import teacher_of
-from trainer.weights import load_weights
+from trainer.weights import BASE, Weights, load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,9 @@ def _experiment_inputs(experiment: Experiment, to: str | None) -> Iterator[str]:
         if start and is_hub_path(start):
             yield f"{setting}={model_folder(start, to and f'{to}/{place}')}"
         elif start and storage.is_url(start):
-            yield f"{setting}={_checkpoint(start, Path(to or 'fetched'))}"
+            weights = load_weights(start)
+            run = Path(_local(str(weights.folder), Path(to or "fetched"))).parent
+            yield f"{setting}={_checkpoint(weights, run)}"
     here = {
         path: str(_built_dataset(path.rstrip("/"), Path(to or "fetched")))
         for path in experiment.data.paths
@@ -138,11 +140,15 @@ def _built_dataset(url: str, folder: Path) -> Path:
     return folder
 
 
-def _checkpoint(url: str, folder: Path) -> Path:
-    """Downloads a checkpoint, the newest one where `url` is a run's, and its tokenizer."""
-    weights = load_weights(url)
-    step = Path(_local(str(weights.folder), folder))
-    for source, target in ((weights.tokenizer, step.parent / "tokenizer"), (weights.folder, step)):
+def _checkpoint(weights: Weights, run: Path) -> Path:
+    """Downloads a checkpoint, its tokenizer and its frozen weights, as far as they are not on this machine anyway."""
+    assert weights.step is not None
+    step, base = run / integrity.step_folder(run, weights.step).name, weights.base
+    if base is not None and base.hub is not None:
+        model_folder(base.hub, str(run / BASE))
+    elif base is not None and isinstance(base.folder, files.Url):
+        _checkpoint(base, run / BASE)
+    for source, target in ((weights.tokenizer, run / "tokenizer"), (weights.folder, step)):
         for name in files.names(source):
             logger.info("%s", storage.shown(f"{source}/{name}"))
             _download(f"{source}/{name}", target / name)

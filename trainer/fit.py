@@ -73,17 +73,27 @@ def check_fit(experiment: Experiment, dataset: AnyDataset, objective: Objective,
             f"model.nsp is {str(has).lower()}, and this objective is for models with nsp {str(needed).lower()}; set "
             f"model.nsp={str(needed).lower()}, or choose another objective"
         )
-    if virtual and experiment.data.packing not in ("padded", "pairs"):
-        raise ConfigError(
-            f"model.peft puts {virtual} positions before each text, and data.packing {experiment.data.packing} puts "
-            "several texts into a row; set data.packing=padded, or model.peft=lora"
-        )
+    check_one_text(experiment, virtual, "model.peft", "model.peft=lora")
     types = getattr(experiment.model, "type_vocab", None)
     if experiment.data.packing == "pairs" and (types is None or types < 2):
         has = (
             "the model has none; use another packing" if types is None else f"model.type_vocab is {types}; set it to 2"
         )
         raise ConfigError(f"data.packing pairs marks two segments by token types, and {has}")
+
+
+def check_one_text(experiment: Experiment, virtual: int, name: str, instead: str) -> None:
+    """Refuses positions that a model puts before each row, where that holds several texts.
+
+    Raises:
+        ConfigError: saying what puts them there, and what to set instead.
+    """
+    packing = experiment.data.packing
+    if virtual and packing not in ("padded", "pairs"):
+        raise ConfigError(
+            f"{name} puts {virtual} positions before each text, and data.packing {packing} puts several texts into a "
+            f"row; set data.packing=padded, or {instead}"
+        )
 
 
 def check_best(experiment: Experiment, objective: Objective) -> None:

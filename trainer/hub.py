@@ -36,6 +36,12 @@ def is_hub_path(path: str) -> bool:
     return path.startswith("hf://")
 
 
+def name_and_revision(path: str) -> tuple[str, str]:
+    """The parts of hf://NAME[@REVISION]; without a revision, it is empty."""
+    name, _, revision = path.removeprefix("hf://").partition("@")
+    return name, revision
+
+
 def model_folder(path: str, to: str | None = None) -> Path:
     """The folder of a model: configuration, safetensors weights and tokenizer; see `_folder`."""
     return _folder(path, _MODEL_FILES, (("config.json",), ("model.safetensors", "model.safetensors.index.json")), to)

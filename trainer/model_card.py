@@ -20,7 +20,7 @@ from data_pipeline.remote import load_manifest
 from trainer.checkpoint import integrity
 from trainer.config import Tree
 from trainer.errors import SamestepError
-from trainer.hub import is_hub_path
+from trainer.hub import is_hub_path, name_and_revision
 from trainer.monitoring.jsonl import read_rows
 from trainer.storage import shown
 from trainer.weights import Weights
@@ -67,15 +67,34 @@ print(tokenizer.batch_decode(output, skip_special_tokens=True))
 """,
 }
 
+_CLASSES = {
+    "fill-mask": "AutoModelForMaskedLM",
+    "text-generation": "AutoModelForCausalLM",
+    "text2text-generation": "AutoModelForSeq2SeqLM",
+    "text-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "multiple-choice": "AutoModelForMultipleChoice",
+}
+_ADAPTER_EXAMPLE = """\
+from peft import PeftModel
+from transformers import AutoTokenizer, {kind}
 
-def write(weights: Weights, source: str, name: str, mask: str | None) -> str:
-    """The card of a model that is exported.
+tokenizer = AutoTokenizer.from_pretrained({name!r})
+base = {kind}.from_pretrained({base})
+model = PeftModel.from_pretrained(base, {name!r})
+"""
+
+
+def write(weights: Weights, source: str, name: str, mask: str | None = None, base: Weights | None = None) -> str:
+    """The card of a model that is exported, or of what was added to one.
 
     Args:
         weights: of the model.
         source: what they were opened by: a run, a checkpoint, a Hugging Face folder or hf://NAME.
         name: of the exported folder.
         mask: how the tokenizer spells the token that is filled in.
+        base: what was added to, if that alone is exported; None: a whole model is.
     """
     meta = {} if weights.step is None else integrity.read_meta(weights.folder)
     tree: Tree = meta.get("config", {})
@@ -84,13 +103,13 @@ def write(weights: Weights, source: str, name: str, mask: str | None) -> str:
     pipeline = _pipeline_of(weights.config)
     pairs = any(len(manifest.source.get("texts", ())) == 2 for manifest in manifests)
     sections = [
-        _metadata(pipeline, origin),
+        _metadata(pipeline, origin, base),
         f"# {_escaped(name)}\n",
         _section("Model", _table(_shape(weights))),
         _section("Trained on", data),
         _section("Training", _table(_training(meta, origin))),
         _section("Held-out scores", _scores(weights.step, _run_folder(weights, source))),
-        _section("Use", _example(pipeline, name, mask, pairs)),
+        _section("Use", _adapter_example(weights, name, base) if base else _example(pipeline, name, mask, pairs)),
         _section("Configuration", configuration(tree)),
     ]
     return "\n".join(filter(None, sections))
@@ -102,16 +121,18 @@ def _pipeline_of(config: Any) -> str:
     Args:
         config: the `Config` of a module in trainer/models.
     """
-    if getattr(config, "encoder_decoder", False):
-        return "text2text-generation"
     generic = "text-generation" if config.causal else "fill-mask"
+    if getattr(config, "encoder_decoder", False):
+        generic = "text2text-generation"
     return _PIPELINES.get(getattr(config, "head", ""), generic)
 
 
-def _metadata(pipeline: str, origin: str | None) -> str:
+def _metadata(pipeline: str, origin: str | None, base: Weights | None) -> str:
     content: Tree = {"library_name": "transformers", "pipeline_tag": pipeline, "tags": ["samestep"]}
+    if base is not None:
+        content["library_name"], origin = "peft", base.hub
     if origin is not None and is_hub_path(origin):
-        content["base_model"] = origin.removeprefix("hf://").partition("@")[0]
+        content["base_model"], _ = name_and_revision(origin)
     return f"---\n{yaml.safe_dump(content, sort_keys=False, allow_unicode=True)}---\n"
 
 
@@ -233,6 +254,21 @@ def _example(pipeline: str, name: str, mask: str | None, pairs: bool) -> str:
     }
     code = _EXAMPLES.get(pipeline, _PIPELINE_EXAMPLE)
     return _fenced(code.format(task=pipeline, name=name, inputs=inputs.get(pipeline)), "python")
+
+
+def _adapter_example(weights: Weights, name: str, base: Weights) -> str:
+    """Code that loads a model and what was added to it."""
+    path, revision = name_and_revision(base.hub) if base.hub else (_public(base.path), "")
+    before = ""
+    if base.step is not None:
+        checkpoint, path = "/".join(shown(base.path).split("/")[-3:]), "base"
+        command = _fenced(f"samestep export {checkpoint} {path}\n", "")
+        before = f"What it was added to, a checkpoint of samestep, has to be exported first:\n\n{command}\n"
+    count = len(weights.config.labels)
+    settings = {"revision": revision or None, "num_labels": count or None}
+    arguments = [repr(path), *(f"{name}={value!r}" for name, value in settings.items() if value is not None)]
+    kind = _CLASSES[_pipeline_of(weights.config)]
+    return before + _fenced(_ADAPTER_EXAMPLE.format(kind=kind, name=name, base=", ".join(arguments)), "python")
 
 
 def configuration(tree: Tree) -> str:

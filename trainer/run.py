@@ -231,7 +231,7 @@ def build_trainer(
         if experiment.redraw_layers:
             initial = redraw_layers(initial, shapes, experiment.redraw_layers, experiment.seed)
         if experiment.freezes:
-            description["base"] = base_of(trained, str(weights), strategy.world.rank, strategy.world.size)
+            description["base"] = base_of(trained, strategy.world.rank, strategy.world.size)
             logger.info("frozen       weights stay in %s: keep it as long as this run", description["base"]["path"])
     elif to_restore:
         initial = _zeros

@@ -9,7 +9,7 @@ import torch
 from data_pipeline.mixed import AnyDataset
 from trainer.errors import ConfigError
 from trainer.experiment import Experiment
-from trainer.fit import stored_values
+from trainer.fit import check_one_text, stored_values
 from trainer.objectives import Objective, Taught, teacher_of
 from trainer.strategies import Strategy
 from trainer.weights import Weights, load_weights
@@ -51,7 +51,8 @@ def build_teacher(experiment: Experiment, config: Any) -> Any:
         config: of the teacher, the `Config` of a module in trainer/models.
 
     Raises:
-        ConfigError: what the two models predict, or the hidden states to compare, have nothing in common.
+        ConfigError: what the two models predict, or the hidden states to compare, have nothing in common; the
+            sequences of the run are not for the teacher.
     """
     with torch.device("meta"):
         model: Any = config.build()
@@ -71,6 +72,7 @@ def build_teacher(experiment: Experiment, config: Any) -> Any:
             f"the teacher {name} reads {model.max_sequence_length} tokens, and the run has sequences of {longest}; set "
             f"data.sequence_length={model.max_sequence_length} or less, or name another teacher"
         )
+    check_one_text(experiment, getattr(config, "virtual_tokens", 0), f"the teacher {name}", "name another teacher")
     if experiment.training.compile:
         for unit in model.sharding_units():
             unit.compile()

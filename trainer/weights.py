@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard
 
@@ -28,6 +28,9 @@ from trainer.storage import is_url
 
 logger = logging.getLogger(__name__)
 
+BASE = "base"
+"""What lies here, beside the checkpoints of a run, is where its frozen weights are, if they are not where they were."""
+
 _MODELS = Kinds("trainer.models")
 
 
@@ -44,6 +47,7 @@ class Weights:
         step: of the checkpoint; None for a Hugging Face model.
         objective: the settings that a checkpoint's model was trained with, its kind included; of a student, its own.
         base: where the parameters come from that were frozen; None: all are in `folder`.
+        hub: the hf://NAME of a model of the Hub.
     """
 
     config: Any
@@ -54,6 +58,14 @@ class Weights:
     objective: Mapping[str, Any] = field(default_factory=dict)
     optimizer: StoredTensors = field(default_factory=lambda: StoredTensors({}))
     base: Weights | None = None
+    hub: str | None = None
+
+    @property
+    def path(self) -> str:
+        """What opens these very weights again: of a run it is the checkpoint, as the run will have others."""
+        if isinstance(self.folder, files.Url):
+            return self.folder.url
+        return self.hub or str(self.folder.absolute())
 
     def identity(self) -> str:
         """A digest that changes with the weights; of a Hugging Face folder it takes a second for some gigabytes."""
@@ -83,7 +95,7 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
     with together(world_size):
         folder = model_folder(str(path)) if is_hub_path(str(path)) else _best_named(files.location(path))
         if _is_huggingface(folder):
-            return _from_huggingface(folder)
+            return replace(_from_huggingface(folder), hub=str(path) if is_hub_path(str(path)) else None)
         if _is_adapter(folder):
             return _from_adapter(folder, rank, world_size)
         is_step = _is_step(folder)
@@ -101,7 +113,7 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
     tensors, optimizer = (_part(stored, prefix) for prefix in ("model/", "optimizer/"))
     base = None
     if "base" in meta:
-        base = _load_base(folder, meta["base"], rank, world_size)
+        base = _load_base(folder, root / BASE, meta["base"], rank, world_size)
         tensors = _together(config, tensors, base)
     with together(world_size):
         beside = root / "tokenizer"
@@ -119,40 +131,44 @@ def shared_identity(weights: Weights, rank: int, world_size: int) -> str:
     return gather(own, world_size)[0]
 
 
-def base_of(weights: Weights, path: str, rank: int = 0, world_size: int = 1) -> dict[str, str]:
+def base_of(weights: Weights, rank: int = 0, world_size: int = 1) -> dict[str, str]:
     """What a checkpoint says of the weights that its frozen parameters are of. Collective.
 
     Args:
         weights: these.
-        path: what they were opened by. Of a run, the checkpoint is noted instead, as it will have others.
         rank, world_size: of the processes, the first of which does the work.
     """
-    if isinstance(weights.folder, files.Url):
-        path = weights.folder.url
-    elif not is_hub_path(path):
-        path = str(weights.folder.absolute())
-    return {"path": path, "identity": shared_identity(weights, rank, world_size)}
+    return {"path": weights.path, "identity": shared_identity(weights, rank, world_size)}
 
 
-def _load_base(folder: Location, noted: Mapping[str, str], rank: int, world_size: int) -> Weights:
-    """The weights that the frozen parameters of a checkpoint are of, as `base_of` has noted them.
+def _load_base(folder: Location, beside: Location, noted: Mapping[str, str], rank: int, world_size: int) -> Weights:
+    """The weights that the frozen parameters of a checkpoint are of.
+
+    Args:
+        folder: of the checkpoint.
+        beside: where they are if it exists, whatever was noted.
+        noted: what `base_of` said when the checkpoint was written.
+        rank, world_size: of the processes.
 
     Raises:
         CheckpointError: they are gone, or others now.
     """
-    path = noted["path"]
+    with together(world_size):
+        moved = beside != folder and bool(files.names(beside))
+        # A link to a checkpoint has its tokenizer, and its own base, beside what it links to.
+        place = noted["path"] if not moved else beside.resolve() if isinstance(beside, Path) else beside
+    fix = f"copy the frozen weights, those of {noted['path']}, to {beside}, or put a link there to where they are now"
     try:
-        base = load_weights(path, rank, world_size)
+        base = load_weights(place, rank, world_size)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{folder} holds only what was trained, and the frozen weights, those of {path}, cannot be read: {error}"
+            f"{folder} holds only what was trained, and the rest cannot be read from {place}: {error}; or {fix}"
         ) from error
-    if base_of(base, path, rank, world_size)["identity"] != noted["identity"]:
+    if shared_identity(base, rank, world_size) != noted["identity"]:
         raise CheckpointError(
-            f"{folder} holds only what was trained, and {path} no longer holds the frozen weights that go with it; "
-            f"bring back what {path} held then"
+            f"{folder} holds only what was trained, and {place} does not hold the frozen weights that go with it; {fix}"
         )
-    return base
+    return replace(base, hub=noted["path"] if is_hub_path(noted["path"]) else None)
 
 
 def _together(config: Any, trained: StoredTensors, base: Weights) -> StoredTensors:

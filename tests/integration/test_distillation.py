@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,11 @@ from tests.integration import tasks
 from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
 from trainer.config import load
+from trainer.errors import ConfigError
 from trainer.experiment import Experiment
 from trainer.finetune.runs import list_runs
 from trainer.finetune.task import Task
+from trainer.models.peft import prompt
 from trainer.teacher import build_teacher
 from trainer.weights import load_weights
 
@@ -137,6 +140,16 @@ def test_teachers_that_do_not_fit_are_refused(
         assert message in samestep("train", file, output, *settings).message
         assert message in samestep("config", file, output, *settings, "--devices", 1).message
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_teacher_with_a_prompt_reads_one_text_a_row(taught: Path) -> None:
+    config = replace(load_weights(taught / "run-classification").config, peft=prompt.Config(length=4))
+    build_teacher(load(Experiment, str(taught / "student.yaml")), config)
+    packed = load(Experiment, str(taught / "student.yaml"), ["data.packing=best_fit"])
+    with pytest.raises(
+        ConfigError, match=r"the teacher .* puts 4 positions before each text.* set data\.packing=padded"
+    ):
+        build_teacher(packed, config)
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(

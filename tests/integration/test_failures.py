@@ -114,6 +114,24 @@ def test_killed_agent_and_resume(
     assert samestep("ledger", "verify", tmp_path / "run").code == 0
 
 
+def test_killed_with_frozen_weights_and_resumed(
+    start: Start, samestep: Samestep, objective: str, experiment_file: str, finished_run: Path, tmp_path: Path
+) -> None:
+    """Killed two steps after a checkpoint, which leaves out what is frozen, a run with LoRA comes to the same end."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    settings = [*overrides(tmp_path), "checkpoint.every=6", f"init_from={finished_run}", "model.peft=lora"]
+    assert samestep("train", experiment_file, *settings, f"output={whole}").code == 0
+    killed = start("train", experiment_file, *settings, f"objective={objective}", "--processes", 1)
+    killed.wait_for_step(run, 6)
+    while 8 not in losses(run):
+        time.sleep(0.05)
+    killed.popen.kill()
+    killed.wait()
+    assert samestep("train", experiment_file, *settings).code == 0
+    assert list(losses(run)) == list(range(1, 13))
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-6)
+
+
 def test_interrupted(stalled: Process) -> None:
     """Ctrl-C at a terminal reaches all processes; the user gets one line."""
     workers = stalled.workers

@@ -162,6 +162,29 @@ def test_a_dataset_and_a_checkpoint_are_fetched_from_a_store(
     assert [(each["path"], each["weight"]) for each in json.loads(mixed.partition("=")[2])] == [(data, 2), ("here", 1)]
 
 
+def test_frozen_weights_are_fetched_with_what_was_trained(
+    hub, s3_folder, samestep, experiment_file, tmp_path, monkeypatch
+):
+    """Of a run with LoRA in a store, which went on from one that began with a model of the Hub."""
+    lora = ("model.peft=lora", *TWO_STEPS)
+    for name, start in (("first", "hf://owner/tiny"), ("second", f"{s3_folder}/first")):
+        places = (f"init_from={start}", f"checkpoint.folder={s3_folder}/{name}", f"output={tmp_path / name}")
+        result = samestep("train", experiment_file, *places, *lora)
+        assert result.code == 0, result.err
+    student = (f"objective={{kind: distillation, teacher: {s3_folder}/second, of: mlm}}", *TWO_STEPS)
+    found = settings(samestep("fetch", experiment_file, *student, "--to", tmp_path / "raw"))
+    exported = tmp_path / "exported"
+    assert samestep("export", tmp_path / "second", exported, "--adapter").code == 0
+    assert json.loads((exported / "adapter_config.json").read_text())["base_model_name_or_path"] == "owner/tiny"
+    assert "library_name: peft\n" in (card := (exported / "README.md").read_text())
+    assert "base_model: owner/tiny\n" in card
+    storage.remove_folder(s3_folder)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
+    unplug(hub, monkeypatch)
+    result = samestep("train", experiment_file, f"output={tmp_path / 'student'}", *student, *found)
+    assert result.code == 0, result.err
+
+
 def test_nothing_remote_is_said_to_be_nothing(samestep, experiment_file):
     result = samestep("fetch", experiment_file)
     assert result.code == 2

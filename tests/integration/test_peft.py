@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from tests.conformance.worker import STRATEGIES
+from tests.conformance.worker import STRATEGIES, run_once
 from tests.conformance.worker import losses as train_and_note
 from tests.integration import tasks
 from tests.integration.commands import Samestep, losses
@@ -142,21 +144,46 @@ def run_all(cases: list[tuple[str, str]], runs: dict[str, str], folder: str) -> 
     return found
 
 
-def test_exports_are_those_of_transformers_and_peft(tuned: Path, tmp_path: Path, samestep: Samestep) -> None:
-    """Merged, and as what was added beside the base, which is exported, too: the same logits. Features read either."""
-    from peft import PeftModel
+def test_bf16_is_the_same_in_two_processes(short: dict[str, Path], tmp_path: Path) -> None:
+    expected = [loss for _, loss in sorted(losses(short["lora"]).items())]
+    file, settings = f"{short['lora']}/config.yaml", ["training.precision=bf16", f"output={tmp_path}"]
+    found = [
+        run_ranks(count, run_once, file, [*settings, f"strategy={strategy}"])[0]
+        for count, strategy in ((1, "single"), (2, "fsdp"))
+    ]
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-3)
+    assert found[0] == pytest.approx(expected, rel=2e-2)
+    assert found[0] != expected
+
+
+def test_exports_are_those_of_transformers_and_peft(
+    tuned: Path, tmp_path: Path, samestep: Samestep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Merged, and as what was added, read as its card says beside the base, which is exported, too: the same logits.
+
+    Features read either.
+    """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     run = tuned / "run-classification"
-    for arguments in ((run, "merged"), (run, "added", "--adapter"), (tuned.parent / "base", "base")):
-        target = tmp_path / arguments[1]
-        source = load_weights(run).base.folder if arguments[1] == "base" else run
-        assert samestep("export", source, target, *arguments[2:]).code == 0
+    base = load_weights(run).base.folder
+    assert samestep("export", run, tmp_path / "merged").code == 0
+    said = samestep("export", run, tmp_path / "added", "--adapter").err
+    assert f"its base, which has to be exported, too: samestep export {base} DIR" in said
+    assert samestep("export", base, tmp_path / "base").code == 0
+    card = (tmp_path / "added" / "README.md").read_text()
+    assert "library_name: peft\n" in card
+    assert "| labels | about_class, about_file |" in card
+    assert f"samestep export run/checkpoints/{base.name} base\n" in card
+    assert str(tmp_path.parent) not in card
+    (code,) = re.findall(r"```python\n(.*?)```\n", card, re.DOTALL)
+    loaded: dict[str, Any] = {}
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), loaded)
     texts = ["the class of a list", "a file"]
     inputs = AutoTokenizer.from_pretrained(tmp_path / "merged")(texts, padding=True, return_tensors="pt")
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
-    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
-    added = PeftModel.from_pretrained(base, tmp_path / "added").eval()
+    added = loaded["model"].eval()
     torch.testing.assert_close(added(**inputs).logits, merged(**inputs).logits, rtol=1e-5, atol=1e-5)
     (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n")
     found = []
@@ -219,8 +246,31 @@ def test_another_base_is_refused(tuned: Path, base: Path, tmp_path: Path, samest
     assert samestep(*again, f"init_from={began}").code == 0
     full = ["train", tuned / "classification.yaml", f"output={tmp_path / 'full'}", f"init_from={run}"]
     assert "holds a model with lora, and the experiment's has none" in samestep(*full, "model.peft=null").message
-    began.rename(tmp_path / "moved")
+
+
+def test_a_base_that_has_moved_is_found_beside_the_checkpoints(
+    tuned: Path, base: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    """As a link or a copy, if its content is what it was; every command and `init_from` find it there."""
+    run = Path(shutil.copytree(tuned / "run-classification", tmp_path / "run"))
+    began, beside, moved = load_weights(run).base.folder, run / "checkpoints" / "base", tmp_path / "moved" / "base"
+    scores = samestep("evaluate", run).out
+    moved.parent.mkdir()
+    began.rename(moved)
     try:
-        assert "holds only what was trained" in samestep("export", run, tmp_path / "exported").message
+        message = samestep("evaluate", run).message
+        assert "holds only what was trained" in message
+        assert f"copy the frozen weights, those of {began}, to {beside}, or put a link there" in message
+        beside.symlink_to(base / "checkpoints" / "step-00000008")
+        assert "does not hold the frozen weights that go with it" in samestep("evaluate", run).message
+        beside.unlink()
+        beside.symlink_to(moved)
+        assert samestep("evaluate", run).out == scores
+        more = ("training.steps=1", "schedule.warmup_steps=0", "training.evaluate_every=null")
+        again = ("train", run / "config.yaml", f"output={tmp_path / 'again'}", f"init_from={run}", *more)
+        assert samestep(*again).code == 0
+        beside.unlink()
+        shutil.copytree(moved, beside)
+        assert samestep("evaluate", run).out == scores
     finally:
-        (tmp_path / "moved").rename(began)
+        moved.rename(began)
