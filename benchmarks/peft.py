@@ -15,6 +15,7 @@ import math
 import os
 import platform
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,14 +28,14 @@ from typing import Any
 from trainer.run import build_trainer, meeting, open_checkpointer
 from trainer.starting import load_experiment
 
-METHODS = {  # with learning rates of the size that each is known to need
-    "full": ["optimizer.lr=3e-5"],
-    "last layers": ["optimizer.lr=1e-4", "frozen=[embeddings, layers]"],
-    "lora": ["optimizer.lr=4e-4", "model.peft={kind: lora, rank: 8, targets: [query, value]}"],
-    "lora, all": ["optimizer.lr=4e-4", "model.peft={kind: lora, targets: [query, key, value, out, up, down]}"],
-    "adapters": ["optimizer.lr=4e-4", "model.peft={kind: adapters, width: 64}"],
-    "prefix": ["optimizer.lr=5e-3", "model.peft={kind: prefix, length: 20}"],
-    "prompt": ["optimizer.lr=1e-2", "model.peft={kind: prompt, length: 20}"],
+METHODS = {  # with learning rates of the size that each is known to need in models as large as BERT-base
+    "full": (3e-5, "model.peft=null"),
+    "head": (1e-4, "frozen=[embeddings, layers]"),
+    "lora": (4e-4, "model.peft={kind: lora, rank: 8, targets: [query, value]}"),
+    "lora, all": (4e-4, "model.peft={kind: lora, targets: [query, key, value, out, up, down]}"),
+    "adapters": (4e-4, "model.peft={kind: adapters, width: 64}"),
+    "prefix": (5e-3, "model.peft={kind: prefix, length: 20}"),
+    "prompt": (1e-2, "model.peft={kind: prompt, length: 20}"),
 }
 
 
@@ -73,12 +74,21 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in newest.iterdir())
 
 
-def measure(file: str, method: str, overrides: Sequence[str]) -> dict[str, Any]:
+def measure(file: str, method: str, args: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
+    """Runs a method with each seed: the median of each score, and the costs of the last run."""
+    lr, added = METHODS[method]
+    settings = [f"optimizer.lr={lr * args.rates}", added, "training.evaluate_every=null", *overrides]
+    runs = [run(file, method, [*settings, f"seed={seed}"]) for seed in range(args.seeds)]
+    names = runs[0]["scores"]
+    return {**runs[-1], "scores": {name: statistics.median(each["scores"][name] for each in runs) for name in names}}
+
+
+def run(file: str, method: str, settings: Sequence[str]) -> dict[str, Any]:
     """Runs a method in a process of its own."""
     with tempfile.TemporaryDirectory() as temporary:
         result = Path(temporary) / "result.json"
-        settings = [f"output={temporary}/run", *METHODS[method], "training.evaluate_every=null", *overrides]
-        command = [sys.executable, "-m", "benchmarks.peft", file, *settings, "--result", str(result)]
+        output = f"output={temporary}/run"
+        command = [sys.executable, "-m", "benchmarks.peft", file, output, *settings, "--result", str(result)]
         if subprocess.run(command).returncode:
             raise SystemExit(f"{method} failed on {file}")
         found: dict[str, Any] = json.loads(result.read_text())
@@ -102,6 +112,8 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", metavar="FILE", help="experiments; key=value: settings of all of them")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--rates", type=float, default=1, help="learning rates times this: 10 for models of width 256")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each method, whose median scores are printed")
     parser.add_argument("--result", help=argparse.SUPPRESS)
     args = parser.parse_args(given)
     files, overrides = ([each for each in args.files if ("=" in each) == is_setting] for is_setting in (False, True))
@@ -111,7 +123,7 @@ def main(given: Sequence[str] | None = None) -> None:
     print(f"{date.today()}, {os.cpu_count()} cores, {platform.machine()}")
     for file in files:
         print(f"\n{file}\n")
-        print(table({method: measure(file, method, overrides) for method in args.methods}), flush=True)
+        print(table({method: measure(file, method, args, overrides) for method in args.methods}), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from benchmarks import peft as benchmark
 from tests.conformance.worker import STRATEGIES, run_once
 from tests.conformance.worker import losses as train_and_note
 from tests.integration import tasks
@@ -274,3 +275,13 @@ def test_a_base_that_has_moved_is_found_beside_the_checkpoints(
         assert samestep("evaluate", run).out == scores
     finally:
         moved.rename(began)
+
+
+def test_the_benchmark_compares_methods(tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In its smallest run; its figures are not tested."""
+    benchmark.main([str(tuned / "classification.yaml"), "training.steps=6", "--methods", "full", "lora"])
+    heading, _, *rows = capsys.readouterr().out.splitlines()[-4:]
+    found = [dict(zip(heading.split(" | "), row.split(" | "), strict=True)) for row in rows]
+    full, lora = (int(row["trained parameters"].replace(",", "")) for row in found)
+    assert full > 10 * lora > 0
+    assert [0 <= float(row["accuracy"]) <= 1 for row in found] == [True, True]

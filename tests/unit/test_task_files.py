@@ -210,7 +210,7 @@ def test_what_is_published_can_be_compared(name: str):
     assert set(task.config.published) <= known
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "gpt", "t5", "distilbert"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "gpt", "t5", "distilbert", "mini"])
 def test_a_recipe_takes_the_place_of_the_tasks_own(name: str):
     (own,), (task,) = find_tasks(["cb"]), find_tasks(["cb"], name)
     assert (task.config.source, task.config.objective) == (own.config.source, own.config.objective)
@@ -218,9 +218,12 @@ def test_a_recipe_takes_the_place_of_the_tasks_own(name: str):
     assert float(task.experiment["optimizer"]["lr"]) == chosen["optimizer.lr"]
     assert task.experiment["training"]["global_batch_size"] == chosen["training.global_batch_size"]
     assert (task.experiment["optimizer"]["kind"] == "adafactor") == (name == "t5")
-    assert (task.config.epochs, task.config.warmup) == {"roberta": (10, 0.06), "gpt": (3, 0.002), "t5": (10, 0)}.get(
-        name, (3, 0.1)
-    )
+    assert (task.config.epochs, task.config.warmup) == {
+        "roberta": (10, 0.06),
+        "gpt": (3, 0.002),
+        "t5": (10, 0),
+        "mini": (4, 0.1),
+    }.get(name, (3, 0.1))
 
 
 def test_what_is_no_recipe_is_refused(tmp_path: Path):
