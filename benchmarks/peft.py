@@ -77,8 +77,8 @@ def _size(folder: Path) -> int:
 def measure(file: str, method: str, args: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
     """Runs a method with each seed: the median of each score, and the costs of the last run."""
     lr, added = METHODS[method]
-    settings = [f"optimizer.lr={lr * args.rates}", added, "training.evaluate_every=null", *overrides]
-    runs = [run(file, method, [*settings, f"seed={seed}"]) for seed in range(args.seeds)]
+    settings = [f"optimizer.lr={lr * args.rates}", added, "training.evaluate_every=null"]
+    runs = [run(file, method, [*settings, f"seed={seed}", *overrides]) for seed in range(args.seeds)]
     names = runs[0]["scores"]
     return {**runs[-1], "scores": {name: statistics.median(each["scores"][name] for each in runs) for name in names}}
 

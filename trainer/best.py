@@ -57,10 +57,16 @@ class Best:
 
     def __init__(self, config: Config | None) -> None:
         self._config = config
-        self.step: int | None = None
-        self.value = math.nan
+        self._bests: list[tuple[int, float]] = []  # the step and score of each that was the best, the newest last
         self.since = 0
-        self._former: tuple[int | None, float] = (None, math.nan)
+
+    @property
+    def step(self) -> int | None:
+        return self._bests[-1][0] if self._bests else None
+
+    @property
+    def value(self) -> float:
+        return self._bests[-1][1] if self._bests else math.nan
 
     def look(self, step: int, scores: Mapping[str, float], all_reduce: Callable[[Tensor], Tensor]) -> None:
         """Takes in an evaluation.
@@ -80,15 +86,14 @@ class Best:
         gain = self.value - value if self._config.lowest else value - self.value
         better = math.isfinite(value) and (self.step is None or gain > 0)
         if all_reduce(torch.tensor([int(better)])).item():
-            self._former = (self.step, self.value)
-            self.step, self.value, self.since = step, value, 0
+            self._bests.append((step, value))
+            self.since = 0
         else:
             self.since += 1
 
     def not_saved(self, step: int | None) -> None:
-        """Goes back to the former best if this step, whose checkpoint could not be saved, is the best."""
-        if step is not None and step == self.step:
-            self.step, self.value = self._former
+        """Forgets that this step was the best, as its checkpoint could not be saved: the one before is again."""
+        self._bests = [best for best in self._bests if best[0] != step]
 
     @property
     def over(self) -> bool:
@@ -116,13 +121,13 @@ class Best:
             holds: whether the checkpoint of a step is there, as one that was being saved in a crash is not.
         """
         own, best = self.state_dict().get("best", {}), state.get("best", {})
-        self.step, self.value, self.since = None, math.nan, 0
+        self._bests, self.since = [], 0
         if not own or any(best.get(name) != own[name] for name in ("metric", "lowest")):
             return
         if best["step"] is None:
             self.since = best["since"]
         elif holds(best["step"]):
-            self.step, self.value, self.since = best["step"], best["value"], best["since"]
+            self._bests, self.since = [(best["step"], best["value"])], best["since"]
         else:
             logger.info("the best checkpoint, of step %d, is gone; the next evaluation counts as best", best["step"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,7 +146,7 @@ def _checkpoint(weights: Weights, run: Path) -> Path:
     assert weights.step is not None
     step, base = run / integrity.step_folder(run, weights.step).name, weights.base
     if base is not None and base.hub is not None:
-        model_folder(base.hub, str(run / BASE))
+        shutil.copytree(base.folder, run / BASE, dirs_exist_ok=True)
     elif base is not None and isinstance(base.folder, files.Url):
         _checkpoint(base, run / BASE)
     for source, target in ((weights.tokenizer, run / "tokenizer"), (weights.folder, step)):

@@ -261,11 +261,12 @@ def _adapter_example(weights: Weights, name: str, base: Weights) -> str:
     path, revision = name_and_revision(base.hub) if base.hub else (_public(base.path), "")
     before = ""
     if base.step is not None:
-        checkpoint, path = "/".join(shown(base.path).split("/")[-3:]), "base"
-        command = _fenced(f"samestep export {checkpoint} {path}\n", "")
+        command, path = _fenced(f"samestep export {path} base\n", ""), "base"
         before = f"What it was added to, a checkpoint of samestep, has to be exported first:\n\n{command}\n"
     count = len(weights.config.labels)
     settings = {"revision": revision or None, "num_labels": count or None}
+    if count and count != len(base.config.labels) > 0:  # its head is of another task
+        settings["ignore_mismatched_sizes"] = True
     arguments = [repr(path), *(f"{name}={value!r}" for name, value in settings.items() if value is not None)]
     kind = _CLASSES[_pipeline_of(weights.config)]
     return before + _fenced(_ADAPTER_EXAMPLE.format(kind=kind, name=name, base=", ".join(arguments)), "python")

@@ -23,6 +23,7 @@ from trainer.generation import Generator
 from trainer.generation.config import Config as GenerationConfig
 from trainer.metrics import texts
 from trainer.objectives import task_of
+from trainer.phases import phase_of
 from trainer.run import checkpoint_folder
 from trainer.storage import shown
 from trainer.weights import load_weights
@@ -96,7 +97,8 @@ def evaluate(
         )
     task = task_of(experiment.objective)
     if getattr(task, "truncate_sources", False) and task.layout == "encoder_decoder":
-        room = experiment.data.sequence_length - 1  # the model reads as much of a source as it has learnt from
+        phase = phase_of(experiment.resolved_phases(), (weights.step or 1) - 1)
+        room = phase.sequence_length - 1  # the model reads as much of a source as it has learnt from
         if cut := sum(len(source) > room for source in sources):
             logger.info("%d of %d sources are longer than %d tokens and lose their end", cut, len(sources), room)
         sources = tuple(source[:room] for source in sources)

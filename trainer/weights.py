@@ -29,7 +29,7 @@ from trainer.storage import is_url
 logger = logging.getLogger(__name__)
 
 BASE = "base"
-"""What lies here, beside the checkpoints of a run, is where its frozen weights are, if they are not where they were."""
+"""Beside a run's checkpoints: its frozen weights, or a link to them, where they have moved."""
 
 _MODELS = Kinds("trainer.models")
 
@@ -155,14 +155,19 @@ def _load_base(folder: Location, beside: Location, noted: Mapping[str, str], ran
     """
     with together(world_size):
         moved = beside != folder and bool(files.names(beside))
-        # A link to a checkpoint has its tokenizer, and its own base, beside what it links to.
-        place = noted["path"] if not moved else beside.resolve() if isinstance(beside, Path) else beside
-    fix = f"copy the frozen weights, those of {noted['path']}, to {beside}, or put a link there to where they are now"
+    place: str | Location = noted["path"]
+    if gather(moved, world_size)[0]:  # a link to a checkpoint has its tokenizer, and its own base, beside the target
+        place = beside.resolve() if isinstance(beside, Path) else beside
+    fix = f"bring back what {noted['path']} held"
+    if isinstance(beside, files.Url):
+        fix += f", or download {folder.parent} and put the frozen weights there as {BASE}"
+    elif beside != folder:
+        fix += f", or copy that to {beside}, or put a link there to where it is now"
     try:
         base = load_weights(place, rank, world_size)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{folder} holds only what was trained, and the rest cannot be read from {place}: {error}; or {fix}"
+            f"{folder} holds only what was trained, and the rest cannot be read from {place}: {error}; {fix}"
         ) from error
     if shared_identity(base, rank, world_size) != noted["identity"]:
         raise CheckpointError(

@@ -175,7 +175,7 @@ def test_exports_are_those_of_transformers_and_peft(
     card = (tmp_path / "added" / "README.md").read_text()
     assert "library_name: peft\n" in card
     assert "| labels | about_class, about_file |" in card
-    assert f"samestep export run/checkpoints/{base.name} base\n" in card
+    assert f"samestep export {base.name} base\n" in card
     assert str(tmp_path.parent) not in card
     (code,) = re.findall(r"```python\n(.*?)```\n", card, re.DOTALL)
     loaded: dict[str, Any] = {}
@@ -261,7 +261,7 @@ def test_a_base_that_has_moved_is_found_beside_the_checkpoints(
     try:
         message = samestep("evaluate", run).message
         assert "holds only what was trained" in message
-        assert f"copy the frozen weights, those of {began}, to {beside}, or put a link there" in message
+        assert f"bring back what {began} held, or copy that to {beside}, or put a link there" in message
         beside.symlink_to(base / "checkpoints" / "step-00000008")
         assert "does not hold the frozen weights that go with it" in samestep("evaluate", run).message
         beside.unlink()

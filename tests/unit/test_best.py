@@ -47,9 +47,10 @@ def test_best_and_patience(config: Config, values: list[float], step: int | None
 
 
 def test_a_best_that_could_not_be_saved_gives_way_to_the_one_before() -> None:
-    best = followed(Config("accuracy"), [0.5, 0.4, 0.7, 0.6])
-    best.not_saved(40)
+    best = followed(Config("accuracy"), [0.5, 0.6, 0.7, 0.6])
+    best.not_saved(None)
     assert best.step == 30
+    best.not_saved(20)  # which the next one has followed before that was known
     best.not_saved(30)
     assert (best.step, best.value) == (10, 0.5)
     best.look(50, {"accuracy": 0.6}, alone)

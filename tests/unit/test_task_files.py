@@ -279,3 +279,13 @@ def test_further_rows_are_none_to_train_on(tmp_path: Path):
     (tmp_path / "a.yaml").write_text(f"base: {FOLDER}/glue/mnli.yaml\nalso: {{test: {{dataset: {{split: test}}}}}}\n")
     with pytest.raises(ConfigError, match=r"also\.test is of held-out rows alone"):
         Task.read(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [("generation: [4]", r"generation is \[4\]; it is a section"), ("generation: {beam: 4}", "did you mean 'beams'")],
+)
+def test_a_section_that_is_none_is_refused(settings: str, message: str, tmp_path: Path):
+    (tmp_path / "a.yaml").write_text(f"base: {FOLDER}/text/cnn_dailymail.yaml\n{settings}\n")
+    with pytest.raises(ConfigError, match=message):
+        Task.read(tmp_path / "a.yaml")

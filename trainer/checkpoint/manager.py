@@ -278,7 +278,7 @@ class Checkpointer:
             layout.check_same_tensors(tensors, stored.pieces, folder)
             wanted = [piece for name, tensor in tensors.items() for piece in layout.local_pieces(name, tensor)]
             layout.fill(wanted, stored.pieces)
-        self._at = step
+        self._at, self._error = step, None
         return meta
 
     def open(self, step_folder: Location) -> tuple[dict[str, Any], StoredTensors]:

@@ -126,7 +126,11 @@ class Task:
             tree = {**merge(tree, recipe), "grid": recipe.get("grid") or tree.get("grid") or {}}
         for name in ("tokenizer", "output"):  # of a file for `samestep data build` that it is based on
             tree.pop(name, None)
-        experiment, also, generation = (tree.pop(name, None) or {} for name in ("experiment", "also", "generation"))
+        sections = {name: tree.pop(name, None) or {} for name in ("experiment", "also", "generation")}
+        for name, section in sections.items():
+            if not isinstance(section, dict):
+                raise ConfigError(f"{path}: {name} is {section!r}; it is a section of settings")
+        experiment, also, generation = sections.values()
         try:
             config = decode(Config, tree)
             sources = {name: _heldout_only(tree["source"], changes, name) for name, changes in also.items() if changes}
