@@ -145,10 +145,11 @@ def _checkpoint(weights: Weights, run: Path) -> Path:
     """Downloads a checkpoint, its tokenizer and its frozen weights, as far as they are not on this machine anyway."""
     assert weights.step is not None
     step, base = run / integrity.step_folder(run, weights.step).name, weights.base
-    if base is not None and base.hub is not None:
-        shutil.copytree(base.folder, run / BASE, dirs_exist_ok=True)
-    elif base is not None and isinstance(base.folder, files.Url):
-        _checkpoint(base, run / BASE)
+    if base is not None:
+        if isinstance(base.folder, files.Url):
+            _checkpoint(base, run / BASE)
+        elif base.hub is not None:
+            shutil.copytree(base.folder, run / BASE, dirs_exist_ok=True)
     for source, target in ((weights.tokenizer, run / "tokenizer"), (weights.folder, step)):
         for name in files.names(source):
             logger.info("%s", storage.shown(f"{source}/{name}"))
