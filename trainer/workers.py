@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -116,5 +117,6 @@ def _work(
         signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
     os.environ.update(environment)
+    faulthandler.enable(2)  # a crash in compiled code leaves the stacks that led to it on stderr
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # the variable alone is read when torch is imported
     sys.exit(main(arguments))

@@ -118,6 +118,13 @@ def test_deaths_are_survived(tmp_path: Path, first: int) -> None:
     assert rounds(tmp_path) == 2
 
 
+def test_a_crash_leaves_the_stacks_that_led_to_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert outcome(tmp_path, [-signal.SIGSEGV], elastic=False) == EXIT_FAILED
+    stacks = capfd.readouterr().err
+    assert "Segmentation fault" in stacks
+    assert " in act" in stacks
+
+
 def test_a_worker_that_cannot_know_of_a_death_is_stopped(tmp_path: Path) -> None:
     began = time.monotonic()
     assert outcome(tmp_path, [HANG, 0], [-signal.SIGKILL, 0]) == EXIT_DONE
