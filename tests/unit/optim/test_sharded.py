@@ -22,7 +22,7 @@ from trainer.checkpoint import layout
 from trainer.optim import adafactor, adamw, adamw_scale, groups, lamb
 from trainer.partition import Segment, SegmentParameter, whole_shape
 
-STEPS = 200
+STEPS = 80
 LAMB = lamb.Config(lr=1e-2, max_trust_ratio=5.0)
 ADAFACTOR = adafactor.Config(beta1=0.5, weight_decay=0.1, min_dim_size_to_factor=3)
 ADAMW = [adamw.Config(), adamw.Config(bias_correction=False), adamw_scale.Config(weight_decay=0.1)]
@@ -148,7 +148,7 @@ def test_split_parameters_are_updated_like_whole_ones(world_size: int) -> None:
     assert len(start) == 9  # the shared table counts once
     for (_, config), *results in zip(cases, *ranks, strict=True):
         whole = trained_whole(config)
-        assert all(np.abs(whole[name] - start[name].detach().numpy()).max() > 0.05 for name in start)
+        assert all(np.abs(whole[name] - start[name].detach().numpy()).max() > 0.01 for name in start)
         for result in results:
             assert list(result) == list(whole)
             for name, array in whole.items():
