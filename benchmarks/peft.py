@@ -115,7 +115,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--rates", type=float, default=1, help="learning rates times this: 10 for models of width 256")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each method, whose median scores are printed")
     parser.add_argument("--result", help=argparse.SUPPRESS)
-    args = parser.parse_args(given)
+    args = parser.parse_intermixed_args(given)
     files, overrides = ([each for each in args.files if ("=" in each) == is_setting] for is_setting in (False, True))
     if args.result:
         Path(args.result).write_text(json.dumps(work(files[0], overrides)))
