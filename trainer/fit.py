@@ -187,8 +187,8 @@ def stored_values(weights: Weights, model: Any, dataset: AnyDataset, seed: int |
         weights: of the trained model.
         model: whose parameters are to get the values; its parameters have shapes as long as values are asked for.
         dataset: that of the run.
-        seed: for the start of a run: draws a task's head that the weights have not, or for other labels, and what
-            `peft` adds. None: the weights are to be those of this very model.
+        seed: for the start of a run: draws a head for a task or the next sentence that the weights have not, or for
+            other labels, and what `peft` adds. None: the weights are to be those of this very model.
 
     Raises:
         CheckpointError: they are of another model. A language model's head is never drawn.
@@ -319,13 +319,16 @@ def redraw_layers(values: InitialValues, model: Any, layers: int, seed: int) -> 
 
 
 def _new_head(weights: Weights, model: Any, shapes: Shapes, stored: Shapes) -> dict[str, str | None]:
-    """The parameters of a task's head that are not those of the weights, for another task or other labels.
+    """The parameters of a head that are not those of the weights: for another task or other labels, or for the next
+    sentence.
 
     Returns:
         The name of what each starts from in the weights; None where it is drawn.
     """
     (before, before_labels), (head, labels) = _task(weights.config), _task(getattr(model, "config", None))
-    if head == "language_model" or (head, labels) == (before, before_labels):
+    if head == "language_model":
+        return {name: None for name in shapes if name.startswith("nsp_head.") and name not in stored}
+    if (head, labels) == (before, before_labels):
         return {}
     new = [name for name in shapes if name.startswith("head." if head != before else "head.classifier.")]
     # BERT's fine-tuning goes on with the pooler of next-sentence prediction (Devlin et al. 2019, section 3.2).

@@ -36,6 +36,11 @@ def test_a_run_with_next_sentence_prediction(samestep: Samestep, experiment_file
     assert more.code == 0, more.err
     assert "left out, because model.nsp is false: nsp_head." in more.err
 
+    overrides = [f"init_from={tmp_path / 'more'}", f"output={tmp_path / 'pairs'}", "training.steps=1"]
+    pairs = samestep("train", experiment_file, *PAIRS, *overrides, "schedule.warmup_steps=0")
+    assert pairs.code == 0, pairs.err
+    assert "drawn anew: nsp_head.pooler.weight, nsp_head.pooler.bias, nsp_head" in pairs.err
+
 
 @pytest.mark.parametrize(
     ("overrides", "said"),

@@ -279,7 +279,8 @@ def test_a_base_that_has_moved_is_found_beside_the_checkpoints(
 
 def test_the_benchmark_compares_methods(tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In its smallest run; its figures are not tested."""
-    benchmark.main(["--methods", "full", "lora", "--seeds", "1", str(tuned / "classification.yaml"), "training.steps=6"])
+    file = str(tuned / "classification.yaml")
+    benchmark.main(["--methods", "full", "lora", "--seeds", "1", file, "training.steps=6"])
     heading, _, *rows = capsys.readouterr().out.splitlines()[-4:]
     found = [dict(zip(heading.split(" | "), row.split(" | "), strict=True)) for row in rows]
     full, lora = (int(row["trained parameters"].replace(",", "")) for row in found)
