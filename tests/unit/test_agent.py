@@ -68,7 +68,8 @@ def act(arguments: list[str]) -> int:
 
 def agent(folder: Path, turns: Sequence[Sequence[int]], processes: int, elastic: Elastic | None) -> None:
     """The process that would be the `samestep` command."""
-    sys.stderr = (folder / "stderr").open("w")
+    sys.stderr = (folder / "stderr").open("a")
+    os.dup2(sys.stderr.fileno(), 2)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
     script = [str(folder), *(",".join(map(str, codes)) for codes in turns)]
     try:
@@ -118,9 +119,9 @@ def test_deaths_are_survived(tmp_path: Path, first: int) -> None:
     assert rounds(tmp_path) == 2
 
 
-def test_a_crash_leaves_the_stacks_that_led_to_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_crash_leaves_the_stacks_that_led_to_it(tmp_path: Path) -> None:
     assert outcome(tmp_path, [-signal.SIGSEGV], elastic=False) == EXIT_FAILED
-    stacks = capfd.readouterr().err
+    stacks = (tmp_path / "stderr").read_text()
     assert "Segmentation fault" in stacks
     assert " in act" in stacks
 
