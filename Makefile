@@ -41,7 +41,7 @@ check: install
 	$(BIN)/lint-imports --no-cache
 
 test: check  ## format, lint, types, import contracts and tests, as CI runs them
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slurm: install  ## runs launched on a real Slurm of three virtual nodes (installs Debian's packages; needs root)
 	@{ command -v munged && command -v slurmctld && command -v slurmd; } >/dev/null || { echo "installing slurm-wlm and munge"; \
