@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer import __version__, log
@@ -119,6 +120,12 @@ def _add_evaluate(commands: Commands) -> None:
     evaluate.add_argument("run_folder", metavar="RUN", help="the output folder of a run")
     evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
     evaluate.add_argument("--step", metavar="N|best", help="the checkpoint to score (default: the newest)")
+    evaluate.add_argument(
+        "--predictions",
+        type=Path,
+        metavar="FILE",
+        help="a new file for what a model with a head for a task predicts of each row: .jsonl, .jsonl.gz or .jsonl.zst",
+    )
     generated = evaluate.add_argument_group("scores of generated texts, instead of the loss")
     help_ = "generate, with these settings, as beams=4"
     generated.add_argument("--generate", nargs="*", metavar="key=value", help=help_)
@@ -262,16 +269,23 @@ def _evaluate(args: argparse.Namespace) -> int:
     if args.generate is not None:
         from trainer import scores
 
+        if args.predictions is not None:
+            raise ConfigError(
+                "--predictions writes what a head predicts, and with --generate texts are written; leave one out, or "
+                "let samestep generate write texts to a file"
+            )
+
         return _print_scores(scores.evaluate(experiment, step, args.generate, args.metrics, args.pairs, args.limit))
     processes = _processes_to_start(args, experiment)
     if processes > 1:
         flags = [] if step is None else [f"--step={step}"]
+        flags += [] if args.predictions is None else [f"--predictions={args.predictions}"]
         return agent.run_workers(main, _worker_arguments(args, "evaluate", args.run_folder, *flags), processes)
     if processes == 1:
         experiment = experiment.in_one_process()
-    from trainer.run import evaluate
+    from trainer.evaluation import evaluate
 
-    return _print_scores(evaluate(experiment, step))
+    return _print_scores(evaluate(experiment, step, args.predictions))
 
 
 def _step(said: str | None, experiment: Experiment) -> int | None:

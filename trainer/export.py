@@ -95,7 +95,7 @@ def _merged(weights: Weights, checkpoint: str) -> tuple[Any, dict[str, Tensor]]:
     if not hasattr(peft, "merge"):
         kind = type(peft).__module__.rpartition(".")[2]
         fix = "use the checkpoint with samestep"
-        if kind == "prompt" or (kind == "prefix" and not config.rms_norm):  # peft's prefix is not for T5's layers
+        if adapters.can_export(config):
             fix = f"samestep export {checkpoint} DIR --adapter writes it for the peft library"
         raise ConfigError(f"{checkpoint} holds a model with {kind}, which cannot be part of plain weights; {fix}")
     with torch.device("meta"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import logging
 import os
@@ -13,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from trainer import json_lines
 from trainer.command import Commands, add_command, progress_bar
 from trainer.errors import EXIT_DONE, ConfigError, DataError
 
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 _ROWS = 2048  # that are read, labelled and written together; a run that is stopped loses no more
 _DIGITS = 6
-_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 
 def register(commands: Commands) -> None:
@@ -72,7 +71,7 @@ def _run(args: argparse.Namespace) -> int:
     from trainer.labeller import Labeller
 
     output = Path(args.output)
-    _check_new(output)
+    json_lines.check_new(output, "--output")
     if args.batch_tokens < 1:
         raise ConfigError(f"--batch-tokens must be at least 1, not {args.batch_tokens}")
     labeller = Labeller(args.checkpoint, args.precision)
@@ -153,16 +152,7 @@ def _labelled(
     found = labeller([row for _, row in encoded], args.batch_tokens).astype(float).round(_DIGITS).tolist()
     for (record, _), label in zip(encoded, found, strict=True):
         columns = {**row_of(record.data), column: label if len(label) > 1 else label[0]}
-        yield json.dumps(columns, ensure_ascii=False) + "\n"
-
-
-def _check_new(path: Path) -> None:
-    if not path.name.endswith(_SUFFIXES):
-        raise ConfigError(f"--output {path} is written as JSON Lines; let its name end in {', '.join(_SUFFIXES)}")
-    if path.exists():
-        raise ConfigError(f"{path} is there already, whole; name another file with --output, or remove it")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--output {path}: there is no folder {path.parent}; make it, or name another file")
+        yield json_lines.line(columns)
 
 
 class _Growing:
@@ -199,7 +189,7 @@ class _Growing:
         """Appends lines, which count once they are on the disk."""
         from trainer.storage import write_text
 
-        self._file.write(_compressed(lines, self._path.name.removesuffix(".progress")))
+        self._file.write(json_lines.compressed(lines, self._path.name.removesuffix(".progress")))
         self._file.flush()
         os.fsync(self._file.fileno())
         self.records, self.rows = self.records + records, self.rows + rows
@@ -230,14 +220,3 @@ def _growing(output: Path, made_of: dict[str, Any]) -> Iterator[_Growing]:
                 partial.unlink()  # as where columns have other names
         partial.replace(output)
     state.unlink(missing_ok=True)
-
-
-def _compressed(lines: bytes, name: str) -> bytes:
-    """Each piece by itself, which readers take as one file."""
-    if name.endswith(".gz"):
-        return gzip.compress(lines, mtime=0)
-    if name.endswith(".zst"):
-        import zstandard
-
-        return zstandard.ZstdCompressor().compress(lines)
-    return lines

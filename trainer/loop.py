@@ -260,7 +260,7 @@ class Trainer:
         """Scores the model on the held-out documents, in examples as those of the phase."""
         work = self._named("evaluation", phase)
         batches = self.config.evaluate_batches
-        scores = score(self.model, self.objective, self.strategy, self.heldout(phase), batches, work)
+        scores = score(self.model, self.objective, self.strategy, self.heldout(phase), batches, work).scores
         self.model.train()
         return scores
 

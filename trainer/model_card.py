@@ -21,7 +21,7 @@ from trainer.checkpoint import integrity
 from trainer.config import Tree
 from trainer.errors import SamestepError
 from trainer.hub import is_hub_path, name_and_revision
-from trainer.monitoring.jsonl import read_rows
+from trainer.monitoring.jsonl import read_rows, scores_of
 from trainer.storage import shown
 from trainer.weights import Weights
 
@@ -108,7 +108,7 @@ def write(weights: Weights, source: str, name: str, mask: str | None = None, bas
         _section("Model", _table(_shape(weights))),
         _section("Trained on", data),
         _section("Training", _table(_training(meta, origin))),
-        _section("Held-out scores", _scores(weights.step, _run_folder(weights, source))),
+        _section("Held-out scores", _scores(weights, _run_folder(weights, source))),
         _section("Use", _adapter_example(weights, name, base) if base else _example(pipeline, name, mask, pairs)),
         _section("Configuration", configuration(tree)),
     ]
@@ -230,17 +230,24 @@ def _run_folder(weights: Weights, source: str) -> Path | None:
     return next((folder for folder in candidates if (folder / "metrics.jsonl").is_file()), None)
 
 
-def _scores(step: int | None, run: Path | None) -> str:
-    """The newest held-out scores of a run that are not newer than its checkpoint of a step."""
-    found: tuple[int, dict[str, float]] | None = None
-    for row in () if step is None or run is None else read_rows(run / "metrics.jsonl"):
-        scores = {name.removeprefix("heldout/"): row[name] for name in row if name.startswith("heldout/")}
-        if scores and row["step"] <= step:
-            found = row["step"], scores
-    if found is None:
+def _scores(weights: Weights, run: Path | None) -> str:
+    """The newest scores of training that are not newer than the checkpoint, and the newest of each evaluation of it."""
+    if weights.step is None or run is None:
         return ""
-    table = _table([(name, f"{value:.6g}") for name, value in found[1].items()], ("score", "value"))
-    return f"On held-out documents, after step {found[0]:,}.\n\n{table}"
+    found: dict[tuple[str, str], Mapping[str, Any]] = {}  # by whether texts were written and what it was scored on
+    for row in read_rows(run / "metrics.jsonl"):
+        if row["step"] <= weights.step and any(name.startswith("heldout/") for name in row):
+            found["On ", "the held-out split"] = row
+    for row in read_rows(run / "scores.jsonl"):
+        if row["step"] == weights.step:
+            of = ", ".join(shown(name).rstrip("/").rpartition("/")[2] for name in row["of"].split(","))
+            found[f"Of {row['pairs']:,} texts that it wrote for " if "pairs" in row else "On ", of] = row
+    of_tokens = getattr(weights.config, "head", "language_model") == "language_model"
+    return "\n".join(
+        f"{what}{_escaped(of)}, after step {row['step']:,}:\n\n"
+        + _table([(name, f"{value:.6g}") for name, value in scores_of(row, of_tokens).items()], ("score", "value"))
+        for (what, of), row in found.items()
+    )
 
 
 def _example(pipeline: str, name: str, mask: str | None, pairs: bool) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from trainer.examples import HOST_COLUMNS, TaskRow
 from trainer.monitoring.meter import Meter
-from trainer.objectives import Objective, Task
+from trainer.objectives import Objective, Predictions, Task
 from trainer.objectives.predictions import Gatherer
 from trainer.strategies import Strategy
 
@@ -44,6 +44,18 @@ class Loader(Protocol):
     def close(self) -> None: ...
 
 
+class Evaluation(NamedTuple):
+    """What an evaluation gave.
+
+    Attributes:
+        scores: means by name, and a task's scores, or else the perplexity of the predicted tokens.
+        predictions: that the scores of a `Task` are of; None for other objectives.
+    """
+
+    scores: dict[str, float]
+    predictions: Predictions | None = None
+
+
 @torch.no_grad()
 def score(
     model: nn.Module,
@@ -52,7 +64,7 @@ def score(
     loader: Loader,
     batches: int | None,
     work: str = "evaluation",
-) -> dict[str, float]:
+) -> Evaluation:
     """Scores a model over the batches of a loader, which it closes.
 
     Args:
@@ -62,9 +74,6 @@ def score(
         loader: whose batches; this replica's part of them.
         batches: how many global batches to take; None takes all.
         work: the name of this for `Accelerator.graph`.
-
-    Returns:
-        Means by name, and a task's scores, or else the perplexity of the predicted tokens.
     """
     model.eval()
     meter = Meter(strategy.accelerator.to_device)
@@ -84,10 +93,10 @@ def score(
         means = meter.compute(strategy.all_reduce)
     if hasattr(objective, "scores"):
         predictions = gatherer.predictions(strategy.rows_on_host, strategy.all_reduce, *loader.task_rows())
-        return means | cast(Task, objective).scores(predictions)
+        return Evaluation(means | cast(Task, objective).scores(predictions), predictions)
     # Where another task is part of the loss, or a teacher.
     of_tokens = next(means[name] for name in ("mlm_loss", "hard_loss", "loss") if name in means)
-    return {**means, "perplexity": math.exp(min(of_tokens, 700.0))}
+    return Evaluation({**means, "perplexity": math.exp(min(of_tokens, 700.0))})
 
 
 def accumulate_gradients(

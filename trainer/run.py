@@ -30,8 +30,8 @@ from trainer.micro_batch import probe, without_probe
 from trainer.monitoring import Tracker
 from trainer.objectives import Objective, task_of
 from trainer.optim import groups
-from trainer.passes import Loader, score
-from trainer.phases import Phase, examples_after, phase_of
+from trainer.passes import Loader
+from trainer.phases import Phase, examples_after
 from trainer.preemption import StopRequest
 from trainer.rewind import rewind
 from trainer.snapshots import newest, open_snapshots
@@ -112,47 +112,6 @@ def _finished(experiment: Experiment, source: Checkpointer, step: int) -> str | 
     if experiment.training.best is not None:
         best.load_state_dict(integrity.read_meta(integrity.step_folder(source.folder, step)), lambda step: True)
     return f"was stopped early at step {step}; raise training.best.patience to train on" if best.over else None
-
-
-def evaluate(experiment: Experiment, step: int | None) -> dict[str, float]:
-    """Scores a checkpoint of a run (the newest by default) on the held-out documents; see `records.keep_scores`.
-
-    Raises:
-        CheckpointError: the run has no checkpoint.
-        SamestepError: a device's memory ran out.
-    """
-    with meeting(experiment) as strategy:
-        try:
-            return _evaluate(experiment, step, strategy)
-        except torch.OutOfMemoryError as error:
-            raise SamestepError(
-                f"the memory of {strategy.accelerator.description} is used up: {error}; evaluate in smaller "
-                "micro-batches, as with training.micro_batch_size=1 (phases.0.micro_batch_size=1 where there are "
-                "phases), or on more devices"
-            ) from error
-
-
-def _evaluate(experiment: Experiment, step: int | None, strategy: Strategy) -> dict[str, float]:
-    check_installed(getattr(task_of(experiment.objective), "metrics", ()))
-    dataset = experiment.data.open()
-    objective = experiment.objective.build(dataset.tokenizer.vocabulary)
-    checkpoints = checkpoint_folder(experiment)
-    source = checkpoints if step is None else integrity.step_folder(checkpoints, step)
-    weights = load_weights(source, strategy.world.rank, strategy.world.size)
-    model = build_model(experiment, dataset, objective)
-    # The optimizer that comes with it has no state yet, and so takes no memory.
-    with strategy.accelerator.graph("start"):
-        model, _ = strategy.prepare(model, experiment.optimizer.build, stored_values(weights, model, dataset))
-    attach_teacher(experiment, dataset, objective, strategy)
-    assert weights.step is not None
-    phase = phase_of(experiment.resolved_phases(), weights.step - 1)
-    heldout = open_loader(
-        experiment, dataset, objective, strategy.replica, phase, split="heldout", largest=strategy.largest
-    )
-    scores = score(model, objective, strategy, heldout, experiment.training.evaluate_batches)
-    if strategy.world.rank == 0:
-        records.keep_scores(experiment, weights.step, dataset.name, {f"heldout/{k}": v for k, v in scores.items()})
-    return {"step": weights.step, **scores}
 
 
 @contextmanager

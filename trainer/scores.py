@@ -108,7 +108,7 @@ def evaluate(
     scores = {name: score(written, references) for name, score in scorers.items()}
     if labels:
         scores["no_label"] = len(texts.strangers(written, labels))
-    of = ",".join(map(shown, files)) or "heldout"
+    of = ",".join(map(shown, files)) or dataset.name
     generated_scores = {f"generated/{name}": value for name, value in scores.items()}
     records.keep_scores(experiment, weights.step or 0, of, {"pairs": len(written), **generated_scores})
     return {"step": weights.step or 0, "pairs": len(written), **scores}

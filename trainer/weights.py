@@ -23,7 +23,7 @@ from trainer.checkpoint.together import gather, together
 from trainer.config import Kinds, decode, read_tree
 from trainer.errors import CheckpointError
 from trainer.hub import is_hub_path, model_folder
-from trainer.models.peft.huggingface import import_lora
+from trainer.models.peft.huggingface import import_adapter
 from trainer.storage import is_url
 
 logger = logging.getLogger(__name__)
@@ -275,7 +275,7 @@ def _from_adapter(folder: Path, rank: int, world_size: int) -> Weights:
     if not is_url(path) and not Path(path).exists():
         path = f"hf://{path}" + (f"@{content['revision']}" if content.get("revision") else "")
     base = load_weights(path, rank, world_size)
-    config, own = import_lora(content, tensors, base.config)
+    config, own = import_adapter(content, tensors, base.config)
     parameters = _together(config, _in_memory(own), base)
     has_tokenizer = (folder / "tokenizer_config.json").exists()
     return Weights(config, parameters, folder, folder if has_tokenizer else base.tokenizer, base=base)

@@ -90,27 +90,34 @@ class Tagging(TableSource, TaskSource):
 
     def _sentences(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         """The sentences of a .conll file, each at its first line; one with a bad line is that line instead."""
-        words, tags = list[bytes](), list[bytes]()
-        first, bad = 0, 0
+        words, tags = list[str](), list[str]()
+        first, bad = 0, None
         for number, line in enumerate(itertools.chain(file, [b""]), start=1):
             cells = line.removeprefix(b"\xef\xbb\xbf").split()
             if cells and cells[0] == b"-DOCSTART-":
                 continue
             if cells:
                 first = first or number
-                bad = bad or (number if len(cells) < 2 else 0)
-                words.append(cells[0])
-                tags.append(cells[-1])
-            elif words:
-                yield (bad, Problem.of("fewer than 2 columns")) if bad else (first, self._sentence(words, tags))
-                words, tags, first, bad = [], [], 0, 0
+                try:
+                    word, tag = self._word(cells)
+                    words.append(word)
+                    tags.append(tag)
+                except BadRecord as error:
+                    bad = bad or (number, Problem.of(str(error)))
+            elif first:
+                yield bad or (first, encoded({self.config.tokens: words, self.config.tags: tags}))
+                words, tags, first, bad = [], [], 0, None
 
-    def _sentence(self, words: list[bytes], tags: list[bytes]) -> bytes:
+    def _word(self, cells: list[bytes]) -> tuple[str, str]:
+        """The word and the tag of a line."""
+        if len(cells) < 2:
+            raise BadRecord("fewer than 2 columns")
         try:
-            row = {self.config.tokens: [*map(bytes.decode, words)], self.config.tags: [*map(bytes.decode, tags)]}
+            word, tag = cells[0].decode(), cells[-1].decode()
         except UnicodeDecodeError:
-            return Problem.of("invalid UTF-8")
-        return encoded(row)
+            raise BadRecord("invalid UTF-8") from None
+        self._index(tag)  # here, where the line is known
+        return word, tag
 
 
 def _joined(words: list[Any]) -> str:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_pipeline.dataset import Dataset
 from data_pipeline.loader import StreamingLoader
 from trainer import accelerators
 from trainer.config import load
@@ -136,6 +135,6 @@ def run_once(file: str, overrides: list[str], resume: int | None = None) -> list
 def make_trainer(experiment: Experiment, world: World) -> Trainer:
     accelerator = experiment.accelerator.build() if experiment.accelerator else accelerators.detect()
     strategy = experiment.strategy.build(accelerator, world, experiment.training.precision)
-    dataset, checkpointer = Dataset.open(experiment.data.path), open_checkpointer(experiment, world)
+    dataset, checkpointer = experiment.data.open(), open_checkpointer(experiment, world)
     weights = experiment.init_from if experiment.freezes else None
     return build_trainer(experiment, dataset, strategy, checkpointer, weights)

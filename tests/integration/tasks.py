@@ -14,6 +14,8 @@ from trainer.cli import main
 NAMES = ("class", "file", "list", "name", "number", "object", "string", "type", "value", "function")
 FILL = ("the", "a", "of", "is", "to", "with", "in", "for", "and", "not")
 
+LABELS = ("about_class", "about_file")
+
 Rows = list[dict[str, Any]]
 
 
@@ -28,7 +30,7 @@ def classification(count: int, begin: int = 0) -> Rows:
     for number in range(begin, begin + count):
         words = _words(number, 3 + number % 5)
         words.insert(number % 3, NAMES[number % 2])
-        rows.append({"text": " ".join(words), "label": ("about_class", "about_file")[number % 2]})
+        rows.append({"text": " ".join(words), "label": LABELS[number % 2]})
     return rows
 
 
@@ -77,7 +79,7 @@ def tagging(count: int, begin: int = 0) -> Rows:
 
 
 SOURCES: Mapping[str, dict[str, Any]] = {
-    "classification": {"texts": ["text"], "labels": ["about_class", "about_file"]},
+    "classification": {"texts": ["text"], "labels": list(LABELS)},
     "regression": {"texts": ["a", "b"]},
     "multiple_choice": {"context": "context", "choices": ["choices"]},
     "question_answering": {},

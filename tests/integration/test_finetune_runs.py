@@ -13,7 +13,7 @@ from tests.integration import tasks
 from trainer.errors import ConfigError
 from trainer.finetune.runs import Run, list_runs
 from trainer.finetune.suite import Result, Suite
-from trainer.finetune.table import notes, summarise, write_page
+from trainer.finetune.table import as_table, notes, summarise, write_page
 from trainer.finetune.task import Task
 
 
@@ -27,8 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("suite")
 
 
-def scored(run: Run, accuracy: float) -> Result:
-    return Result(run.task, run.name, run.settings, run.seed, run.digest, {"accuracy": accuracy}, 10, 1.0)
+def scored(run: Run, accuracy: float, **more: float) -> Result:
+    return Result(run.task, run.name, run.settings, run.seed, run.digest, {"accuracy": accuracy, **more}, 10, 1.0)
 
 
 def test_another_setting_checkpoint_or_row_is_another_run(
@@ -84,6 +84,26 @@ def test_the_table_says_who_has_published_what(finished_run: Path, task: Task, f
     assert notes(rows).endswith(whose)
     write_page(rows, "title", tmp_path / "table.html")
     assert whose.replace("&", "&amp;") in (tmp_path / "table.html").read_text()
+
+
+def test_the_table_has_all_scores_of_a_task_and_says_once_of_which_runs(
+    finished_run: Path, task: Task, folder: Path
+) -> None:
+    first = replace(task, config=replace(task.config, score="f1"), also={"other": task.config.source})
+    second = replace(task, name="second")
+    runs = list_runs(str(finished_run), [first, second], folder, 1, True, [])
+    more = {"matthews": 0.5, "f1": 0.8, "loss": 2.0, "other/matthews": 0.2, "other/loss": 1.0}
+    rows = summarise([first, second], runs, {run.digest: scored(run, 0.9, **more) for run in runs})
+    columns = {str(column.header): list(column.cells) for column in as_table(rows).columns}
+    names = ["f1", "accuracy", "matthews"]
+    assert columns["score"] == [*names, "other/matthews", "accuracy", "f1", "matthews"]
+    for name, value, other in (
+        ("task", "classification", "second"),
+        ("runs", "1", "1"),
+        ("settings", *2 * ["lr 0.003"]),
+    ):
+        assert columns[name] == [value, "", "", "", other, "", ""]
+    assert columns["median"] == ["80.0", "90.0", "50.0", "20.0", "90.0", "80.0", "50.0"]
 
 
 def test_several_evaluations_make_the_best_one_count(finished_run: Path, task: Task, folder: Path) -> None:
@@ -144,6 +164,17 @@ def test_a_finished_run_is_made_again_where_it_is_needed_as_a_start_and_its_chec
     assert Suite(tmp_path, runs).missing() == runs[1:], "the best of the first task, and the second task"
     shutil.copytree(finished_run / "checkpoints", runs[1].folder / "checkpoints")
     assert Suite(tmp_path, runs).missing() == runs[2:]
+
+
+def test_the_best_run_of_a_task_keeps_its_checkpoint_or_all_do(finished_run: Path, task: Task, tmp_path: Path) -> None:
+    runs = list_runs(str(finished_run), [task], tmp_path, 3, False, [])
+    lines = [json.dumps(asdict(scored(run, accuracy))) for run, accuracy in zip(runs, (0.7, 0.9, 0.8), strict=True)]
+    (tmp_path / "results.jsonl").write_text("\n".join(lines) + "\n")
+    for run in runs:
+        (run.folder / "checkpoints").mkdir(parents=True)
+    for keep, kept in ((True, runs), (False, runs[1:2])):
+        assert Suite(tmp_path, runs, keep).make([{}], lambda run, result: None) == []
+        assert [run for run in runs if (run.folder / "checkpoints").exists()] == kept
 
 
 def test_rows_of_several_sequences_are_not_grouped_by_length(finished_run: Path, tmp_path: Path, folder: Path) -> None:

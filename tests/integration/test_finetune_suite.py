@@ -34,10 +34,12 @@ def test_killed_in_the_middle_and_run_again(
     files = [tasks.write_task(kind, tmp_path) for kind in ("classification", "tagging")]
     further = f"also: {{again: {{heldout: [{tmp_path}/classification-dev.jsonl]}}}}\n"
     files[0].write_text(files[0].read_text() + further)
+    files[1].write_text(files[1].read_text().replace("epochs: 2", "epochs: 20"))  # time to be killed in
     folder = tmp_path / "suite"
-    command = ["finetune-suite", finished_run, "--tasks", *files, "--seeds", "1", "--output", folder]
+    command = ["finetune-suite", finished_run, "--seeds", "1", "--output", folder, "--tasks", *files]
+    command.append("checkpoint.every=4")
     process = start(*command, command=MODULE)
-    until(lambda: bool(results(folder)) and list(folder.glob("runs/tagging/*/log.txt")), 200)
+    until(lambda: list(folder.glob("runs/tagging/*/checkpoints/step-*")), 200)
     trainings = children(process.popen.pid)
     os.kill(process.popen.pid, signal.SIGKILL)  # the suite alone
     process.popen.wait()
@@ -54,10 +56,12 @@ def test_killed_in_the_middle_and_run_again(
     found = results(folder)
     assert found[: len(before)] == before
     assert [(row["task"], row["run"]) for row in found[1:]] == [("tagging", "lr-0.003-seed-0")]
+    (log,) = folder.glob("runs/tagging/*/log.txt")
+    assert "continuing   at step" in log.read_text()
     assert "classification" in again.out
     assert "Published: classification, tagging: BERT-base (Devlin et al. 2019)." in " ".join(again.out.split())
     page = (folder / "table.html").read_text()
-    assert page.count("<tr>") == 4
+    assert page.count("<tr>") == 1 + 2 * 3 + 1, "three scores of the task's rows and of the further ones; one of tags"
     once_more = samestep(*command)
     assert (once_more.code, results(folder)) == (0, found)
 
@@ -95,6 +99,18 @@ def test_a_run_that_fails_is_named_with_its_log(finished_run: Path, tmp_path: Pa
     assert "model.max_positions" in broken.err
     file.write_text(file.read_text().replace("score: accuracy", "score: bleu"))
     assert "score is 'bleu', and the objective gives accuracy" in samestep(*command).message
+
+
+def test_bad_rows_are_named_before_any_run(finished_run: Path, tmp_path: Path, samestep: Samestep) -> None:
+    file, folder = tasks.write_task("classification", tmp_path), tmp_path / "suite"
+    rows = tmp_path / "classification.jsonl"
+    lines = rows.read_text().splitlines(keepends=True)
+    rows.write_text("".join([*lines[:4], '{"text": "what?", "label": "about_nothing"}\n', *lines[4:]]))
+    bad = samestep("finetune-suite", finished_run, "--tasks", file, "--output", folder)
+    assert bad.code == 1
+    assert f"{rows}:5: label 'about_nothing' is not one of: about_class, about_file" in bad.message
+    assert not list(folder.rglob("manifest.json"))
+    assert {path.name for path in folder.iterdir()} == {"data"}, "no run, result or table"
 
 
 def test_answers_that_are_written_are_scored(tmp_path: Path, samestep: Samestep) -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from seqeval.metrics import f1_score
 
-from tests.conformance.worker import run_once
+from tests.conformance.worker import Losses, make_trainer, run_once
 from tests.integration import tasks
-from tests.integration.commands import Samestep, losses
+from tests.integration.commands import Samestep
 from tests.processes import run_ranks
+from trainer.config import load
+from trainer.experiment import Experiment
+from trainer.metrics import squad
+from trainer.strategies.world import World
 
 
 @pytest.fixture(scope="module")
@@ -41,27 +47,171 @@ def test_a_classifier_learns_and_is_scored_again_and_verified(tuned: Path, sames
 
 
 @pytest.mark.parametrize("kind", ["regression", "multiple_choice", "question_answering", "tagging"])
-def test_each_kind_of_task_learns(
+def test_each_kind_of_task_learns_and_its_predictions_give_its_scores(
     kind: str, finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
     assert samestep("data", "build", tasks.write_build(kind, tmp_path, dataset_folder / "tokenizer")).code == 0
     assert samestep("train", tasks.write_experiment(kind, tmp_path, finished_run, steps=120)).code == 0
     scored = [row for row in tasks.rows_of(tmp_path / f"run-{kind}") if f"heldout/{tasks.SCORES[kind]}" in row]
     assert scored[-1][f"heldout/{tasks.SCORES[kind]}"] > 0.8, scored[-1]
+    file = tmp_path / "predictions.jsonl.gz"
+    evaluated = samestep("evaluate", tmp_path / f"run-{kind}", "--predictions", file)
+    assert evaluated.code == 0, evaluated.err
+    printed = {line.split()[0]: float(line.split()[1]) for line in evaluated.out.splitlines()}
+    (kept,) = (json.loads(line) for line in (tmp_path / f"run-{kind}" / "scores.jsonl").read_text().splitlines())
+    threshold = kept.get("heldout/threshold", 0.0)  # with all its digits
+    rows = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
+    assert [row["row"] for row in rows] == list(range(60))
+    given = [json.loads(line) for line in (tmp_path / f"{kind}-dev.jsonl").read_text().splitlines()]
+    again = {"regression": check_numbers, "multiple_choice": check_choices, "question_answering": check_answers,
+             "tagging": check_tags}[kind](rows, given, threshold)  # fmt: skip
+    assert {name: printed[name] for name in again} == pytest.approx(again, rel=1e-5)
 
 
-def test_any_number_of_processes_makes_the_same_steps(tuned: Path, tmp_path: Path) -> None:
-    """Three take the steps of one, and two go on from its checkpoint as it did."""
-    shutil.copytree(tuned / "run-classification", tmp_path / "run")
-    (tmp_path / "run" / "checkpoints" / "step-00000060").rename(tmp_path / "last")
-    expected = [loss for _, loss in sorted(losses(tmp_path / "run").items())]
-    resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    resolved |= {"strategy": {"kind": "ddp"}, "output": str(tmp_path / "run"), "init_from": None}
-    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(resolved))
-    file = str(tmp_path / "experiment.yaml")
-    for processes in (2, 3):
-        again = run_ranks(processes, run_once, file, [f"strategy={'fsdp' if processes == 2 else 'ddp'}"], 20)[0]
-        np.testing.assert_allclose(again, expected[20:], rtol=1e-5)
+Lines = list[dict[str, Any]]
+
+
+def check_numbers(rows: Lines, given: Lines, threshold: float) -> dict[str, float]:
+    """Checks lines of predictions against the rows of the file that was built; gives the scores that they have."""
+    assert [(row["texts"], row["label"]) for row in rows] == [([row["a"], row["b"]], row["score"]) for row in given]
+    label, prediction = ([row[name] for row in rows] for name in ("label", "prediction"))
+    return {"pearson": float(np.corrcoef(label, prediction)[0, 1])}
+
+
+def check_choices(rows: Lines, given: Lines, threshold: float) -> dict[str, float]:
+    for row, source in zip(rows, given, strict=True):
+        assert (row["texts"], row["label"]) == ([source["context"], *source["choices"]], source["label"])
+        assert row["prediction"] == np.argmax(row["probabilities"])
+        assert sum(row["probabilities"]) == pytest.approx(1)
+    return {"accuracy": float(np.mean([row["prediction"] == row["label"] for row in rows]))}
+
+
+def check_tags(rows: Lines, given: Lines, threshold: float) -> dict[str, float]:
+    assert [(row["words"], row["label"]) for row in rows] == [(row["tokens"], row["ner"]) for row in given]
+    return {"entity_f1": f1_score([row["label"] for row in rows], [row["prediction"] for row in rows])}
+
+
+def check_answers(rows: Lines, given: Lines, threshold: float) -> dict[str, float]:
+    """Names of questions are kept; "" is predicted where it is that much better than the best of the n best."""
+    for row, source in zip(rows, given, strict=True):
+        assert (row["id"], row["texts"]) == (source["id"], [source["question"], source["context"]])
+        assert row["answers"] == [answer["text"] for answer in source["answers"]]
+        answers = [answer for answer in row["n_best"] if answer["text"]]
+        assert row["prediction"] == ("" if row["null_odds"] > threshold else answers[0]["text"])
+        assert all(answer["text"] == source["context"][answer["begin"] : answer["end"]] for answer in row["n_best"])
+    scores = squad.raw_scores([row["prediction"] for row in rows], [row["answers"] for row in rows])
+    return {**scores.means_by_kind(), "best_f1": scores.means()["f1"]}
+
+
+def test_predictions_are_one_file_of_any_number_of_processes(tuned: Path, tmp_path: Path, samestep: Samestep) -> None:
+    run, one, two = tuned / "run-classification", tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    evaluated = samestep("evaluate", run, "--predictions", one)
+    again = samestep("evaluate", run, "--predictions", two, "--processes", 2, "strategy=ddp")
+    assert again.code == 0, again.err
+    rows, others = ([json.loads(line) for line in file.read_text().splitlines()] for file in (one, two))
+    given = [json.loads(line) for line in (tuned / "classification-dev.jsonl").read_text().splitlines()]
+    assert [(row["texts"], row["label"]) for row in rows] == [([row["text"]], row["label"]) for row in given]
+    accuracy = np.mean([row["prediction"] == row["label"] for row in rows])
+    assert f"accuracy     {accuracy:.6g}" in evaluated.out
+    for row, other in zip(rows, others, strict=True):
+        assert row["prediction"] == max(row["probabilities"], key=row["probabilities"].__getitem__)
+        assert row.pop("probabilities") == pytest.approx(other.pop("probabilities"), abs=1e-5)
+        assert row == other
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("predictions.csv", [], "is written as JSON Lines; let its name end in .jsonl"),
+        ("nowhere/predictions.jsonl", [], "there is no folder"),
+        ("there.jsonl", [], "is there already, whole; name another file with --predictions"),
+        ("predictions.jsonl", ["--generate"], "with --generate texts are written"),
+    ],
+)
+def test_predictions_that_cannot_be_written_are_refused(
+    name: str, arguments: list[str], message: str, tuned: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    (tmp_path / "there.jsonl").touch()
+    file = tmp_path / name
+    assert message in samestep("evaluate", tuned / "run-classification", "--predictions", file, *arguments).message
+    assert [path.name for path in tmp_path.iterdir()] == ["there.jsonl"]
+
+
+def test_a_run_without_a_task_has_no_predictions_of_rows(
+    finished_run: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    result = samestep("evaluate", finished_run, "--predictions", tmp_path / "predictions.jsonl")
+    assert "samestep generate writes texts, samestep fill fills masks" in result.message
+    assert not any(tmp_path.iterdir())
+
+
+def test_any_number_of_processes_makes_the_same_steps(
+    finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    """Every kind of task has the same losses from the start, with rows grouped by length, and the same scores."""
+    files = {}
+    for kind in tasks.SOURCES:
+        assert samestep("data", "build", tasks.write_build(kind, tmp_path, dataset_folder / "tokenizer")).code == 0
+        experiment = tasks.write_experiment(kind, tmp_path, finished_run, steps=10)
+        grouped = [] if kind == "multiple_choice" else ["data.group_by_length=4"]
+        resolved = yaml.safe_load(samestep("config", experiment, "model.dropout=0.1", *grouped).out)
+        experiment.write_text(yaml.safe_dump(resolved | {"init_from": None}))
+        files[kind] = str(experiment)
+    expected = run_ranks(1, traces, files, "single")[0]
+    assert {len(trace) for trace in expected.values()} == {11}
+    for processes, strategy in ((2, "fsdp"), (3, "ddp")):
+        found = run_ranks(processes, traces, files, strategy)[0]
+        for kind, trace in expected.items():
+            np.testing.assert_allclose(
+                found[kind][:-1], trace[:-1], rtol=1e-5, err_msg=f"{kind}, {processes} processes"
+            )
+            assert found[kind][-1] == pytest.approx(trace[-1], abs=1e-3), kind  # of nearly equal predictions, here
+
+
+def traces(files: dict[str, str], strategy: str) -> dict[str, list[float]]:
+    """The losses of each step of runs, and their score after the last one."""
+    world = World.start(60)
+    world.connect("gloo")
+    found = {}
+    for kind, file in files.items():
+        output = f"output={Path(file).parent}/{strategy}-{kind}"
+        trainer = make_trainer(load(Experiment, file, [f"strategy={strategy}", output]), world)
+        tracker = Losses("train/loss", f"heldout/{tasks.SCORES[kind]}")
+        trainer.fit([tracker])
+        trainer.loader.close()
+        found[kind] = tracker.values
+    world.close()
+    return found
+
+
+def test_datasets_with_the_same_labels_are_mixed(tuned: Path, tmp_path: Path, samestep: Samestep) -> None:
+    """One process and two take the same steps, and all held-out rows are scored, each by its own label."""
+    rows = [{**row, "label": 1 - tasks.LABELS.index(row["label"])} for row in tasks.classification(90, 500)]
+    train, heldout = tasks.write(tmp_path / "train.jsonl", rows[20:]), tasks.write(tmp_path / "dev.jsonl", rows[:20])
+    files = (f"source.paths=[{train}]", f"source.heldout=[{heldout}]")
+    for name, labels in (("more", []), ("unlike", ["source.labels=[x,y]"])):
+        build = ("data", "build", tuned / "classification-data.yaml", f"output={tmp_path / name}", *files, *labels)
+        assert samestep(*build).code == 0
+    parts = {tuned / "data-classification": 60, tmp_path / "more": 20}  # held-out rows
+    mixture = ["data.path=null", f"data.sources={json.dumps([{'path': str(part)} for part in parts])}"]
+    run, file = tmp_path / "run", tuned / "classification.yaml"
+    short = ["training.steps=8", "schedule.warmup_steps=1", "training.evaluate_every=8"]
+    assert samestep("train", file, f"output={run}", *mixture, *short).code == 0
+    found = [
+        run_ranks(count, run_once, f"{run}/config.yaml", [f"output={tmp_path / kind}", f"strategy={kind}"])[0]
+        for count, kind in ((1, "single"), (2, "fsdp"))
+    ]
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+    assert samestep("ledger", "verify", run).code == 0
+    (last,) = (row for row in tasks.rows_of(run) if "heldout/accuracy" in row)
+    right = 0.0
+    for part, count in parts.items():
+        scored = samestep("evaluate", run, "data.sources=[]", f"data.path={part}").out
+        right += count * float(dict(line.split() for line in scored.splitlines())["accuracy"])
+    assert last["heldout/accuracy"] * sum(parts.values()) == pytest.approx(right, abs=0.01)
+    refused = mixture[1].replace(str(tmp_path / "more"), str(tmp_path / "unlike"))
+    message = samestep("train", file, f"output={tmp_path / 'refused'}", mixture[0], refused).message
+    assert f"the labels of {tmp_path / 'unlike'} are x, y, and model.labels is about_class, about_file" in message
 
 
 def test_a_fine_tuned_model_serves_in_transformers(tuned: Path, tmp_path: Path, samestep: Samestep) -> None:
@@ -79,6 +229,7 @@ def test_a_fine_tuned_model_serves_in_transformers(tuned: Path, tmp_path: Path, 
     [
         ("classification", {"text": "a", "label": "c"}, {}, r"dev.jsonl:3: label 'c' is not one of: about_class"),
         ("classification", {"text": "a"}, {}, r"dev.jsonl:3: no column 'label'"),
+        ("classification", {"label": 1}, {}, r"dev.jsonl:3: no column 'text'"),
         ("classification", {"text": " ", "label": 1}, {}, r"dev.jsonl:3: empty text"),
         ("question_answering", {"question": "?", "context": "a b", "answers": [{"text": "c", "answer_start": 0}]}, {},
          r"dev.jsonl:3: answer 'c' is not in the context"),
@@ -98,6 +249,10 @@ def test_bad_rows_are_named(
     assert samestep("data", "build", build, "on_error=skip").code == 0
     (line,) = (tmp_path / f"data-{kind}" / "rejected.jsonl").read_text().splitlines()
     assert json.loads(line)["line"] == 3
+    manifest = json.loads((tmp_path / f"data-{kind}" / "manifest.json").read_text())
+    assert manifest["documents_rejected"] == {json.loads(line)["reason"]: 1}
+    kept = sum(shard["documents"] for shards in manifest["splits"].values() for shard in shards)
+    assert (manifest["documents_in"], kept) == (245, 244)
 
 
 def test_an_empty_split_is_named(dataset_folder: Path, tmp_path: Path, samestep: Samestep) -> None:

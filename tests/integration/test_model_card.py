@@ -12,11 +12,12 @@ import pytest
 import yaml
 from safetensors import safe_open
 
+from data_pipeline import tokenization
 from data_pipeline.manifest import Manifest
+from tests.integration import tasks
 from tests.integration.commands import Samestep
-from tests.integration.tasks import rows_of
 from trainer import model_card
-from trainer.models import bert, gpt2, t5
+from trainer.models import bert, gpt2, roberta, t5
 from trainer.weights import load_weights
 
 LABELS = ("yes | no", "<b>`*_maybe_*`</b>", "---\nlicense: mit", "```")
@@ -54,13 +55,46 @@ def test_a_card_says_what_the_run_says(
     documents = sum(shard.documents for shard in manifest.splits["train"])
     assert f"| topics | {documents:,} | " in text
     assert manifest.digest[:16] in text
-    (scores,) = (row for row in rows_of(finished_run) if "heldout/loss" in row)
+    (scores,) = (row for row in tasks.rows_of(finished_run) if "heldout/loss" in row)
     assert table(text, "Held-out scores")["loss"] == f"{scores['heldout/loss']:.6g}"
     (settings,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     assert yaml.safe_load(settings)["schedule"]["warmup_steps"] == 4
     assert "tracking" not in settings
     assert str(finished_run.parent) not in text
     assert str(dataset_folder.parent) not in text
+
+
+def scores(text: str) -> dict[str, dict[str, str]]:
+    """The tables of scores in a card, by what is said above them."""
+    *said, _ = text.partition("## Held-out scores\n")[2].partition("\n## ")
+    parts = re.findall(r"^(\w.*):\n\n((?:\|.*\n)+)", said[0], re.MULTILINE)
+    return {heading: dict(re.findall(r"\| (\S+) \| (\S+) \|", rows)) for heading, rows in parts}
+
+
+def test_a_card_of_a_fine_tuned_run_has_the_scores_of_its_task(
+    finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    """Those of training, and those of further rows that this checkpoint was scored on, the newest of each."""
+    short = ("training.steps=8", "schedule.warmup_steps=2", "training.evaluate_every=4", "checkpoint.every=4")
+    tasks.tune("classification", tmp_path, finished_run, dataset_folder / "tokenizer", *short)
+    run, file = tmp_path / "run-classification", tmp_path / "classification-data.yaml"
+    further = [f"source.heldout=[{tasks.write(tmp_path / 'more.jsonl', tasks.classification(20, 400))}]"]
+    assert samestep("data", "build", file, f"output={tmp_path / 'unlike'}", *further).code == 0
+    for arguments in (["--step", "4"], ["training.evaluate_batches=1"], []):
+        assert samestep("evaluate", run, f"data.path={tmp_path / 'unlike'}", *arguments).code == 0
+    *_, trained = (row for row in tasks.rows_of(run) if "heldout/accuracy" in row)
+    *_, evaluated = map(json.loads, (run / "scores.jsonl").read_text().splitlines())
+    assert samestep("export", run, tmp_path / "exported").code == 0
+    metadata, text = card(tmp_path / "exported")
+    assert metadata["pipeline_tag"] == "text-classification"
+    names = ("accuracy", "f1", "matthews")
+    found = scores(text)
+    assert list(found) == ["On the held-out split, after step 8", "On unlike, after step 8"]
+    for table_, row in zip(found.values(), (trained, evaluated), strict=True):
+        assert {name: table_[name] for name in names} == {name: f"{row[f'heldout/{name}']:.6g}" for name in names}
+    assert samestep("export", run / "checkpoints" / "step-00000004", tmp_path / "earlier").code == 0
+    _, text = card(tmp_path / "earlier")
+    assert list(scores(text)) == ["On the held-out split, after step 4", "On unlike, after step 4"]
 
 
 def test_what_is_not_known_is_not_said(finished_run: Path, tmp_path: Path, samestep: Samestep) -> None:
@@ -111,6 +145,7 @@ MODELS: dict[str, Any] = {
     "fill-mask": bert.Config(**BERT),
     "text-classification": bert.Config(**BERT, head="classification", labels=LABELS),
     "token-classification": bert.Config(**BERT, head="tagging", labels=("O", "B-PER", "I-PER")),
+    "token-classification by RoBERTa": roberta.Config(**BERT, head="tagging", labels=("O", "B-PER", "I-PER")),
     "question-answering": bert.Config(**BERT, head="span"),
     "multiple-choice": bert.Config(**BERT, head="multiple_choice"),
     "text-generation": gpt2.Config(**{**SMALL, "ffn_width": 64}, max_positions=64),
@@ -134,12 +169,15 @@ def test_the_example_runs(
     model = config.build()
     for name, parameter in model.named_parameters():
         parameter.data = model.initial_values(name, 0, parameter.numel(), seed=0).view_as(parameter)
-    exported = config.export_tensors(model.state_dict())
-    save_folder(tmp_path / "theirs", config.to_huggingface(), exported, dataset_folder / "tokenizer")
+    exported, tokenizer = config.export_tensors(model.state_dict()), dataset_folder / "tokenizer"
+    if config.model_type == "roberta":  # its padding has another number
+        tokenizer = tmp_path / "tokenizer"
+        tokenization.Config("", algorithm="bpe", vocab_size=300).train(["Ada lived in London."]).save(tokenizer)
+    save_folder(tmp_path / "theirs", config.to_huggingface(), exported, tokenizer)
     monkeypatch.chdir(tmp_path)
     assert samestep("export", "theirs", "it's_ours").code == 0
     metadata, text = card(tmp_path / "it's_ours")
-    assert metadata["pipeline_tag"] == task
+    assert metadata["pipeline_tag"] == task.partition(" ")[0]
     assert "license" not in metadata
     if config.head == "classification":
         shown = r"yes \| no, \<b\>\`\*\_maybe\_\*\`\</b\>, --- license: mit, \`\`\`"

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 
 from benchmarks import peft as benchmark
-from tests.conformance.worker import STRATEGIES, run_once
+from tests.conformance.worker import STRATEGIES, make_trainer, run_once
 from tests.conformance.worker import losses as train_and_note
 from tests.integration import tasks
 from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
 from trainer.cli import main
+from trainer.config import load
+from trainer.experiment import Experiment
+from trainer.loop import Trainer
 from trainer.strategies.world import World
 from trainer.weights import load_weights
 
@@ -145,6 +150,59 @@ def run_all(cases: list[tuple[str, str]], runs: dict[str, str], folder: str) -> 
     return found
 
 
+def test_what_is_frozen_has_no_gradients_and_no_state(short: dict[str, Path], tmp_path: Path) -> None:
+    """Where a step of each strategy is taken: the memory of gradients, buffers included, is that of what is trained."""
+    weights = load_weights(short["lora"])
+    trained = {name for name in weights.tensors if ".lora." in name or name.startswith("head.")}
+    count = sum(math.prod(weights.tensors.shape(name)) for name in trained)
+    strategies = ("ddp", "fsdp", "zero-2", "zero-3")
+    ranks = run_ranks(2, hold_all, strategies, str(short["lora"] / "config.yaml"), str(tmp_path))
+    for strategy, found in zip(strategies, zip(*ranks, strict=True), strict=True):
+        assert [each["reached"] for each in found] == [trained] * 2, strategy
+        copies = 2 if strategy == "ddp" else 1
+        for held, each in (("gradients", count), ("state", 2 * count)):  # Adam has two moments
+            whole = copies * each
+            assert whole <= sum(rank[held] for rank in found) <= 1.01 * whole, (strategy, held)  # parts are padded
+
+
+def hold_all(strategies: Sequence[str], file: str, folder: str) -> list[dict[str, Any]]:
+    """What a rank holds under each strategy when gradients are there: whose, and in how many numbers."""
+    world = World.start(60)
+    world.connect("gloo")
+    found = []
+    for name in strategies:
+        changes = ["training.steps=1", "schedule.warmup_steps=0", f"output={folder}/{name}"]
+        trainer = make_trainer(load(Experiment, file, [*changes, f"strategy={STRATEGIES.get(name, name)}"]), world)
+        found.append(hold(trainer))
+        trainer.close()
+    world.close()
+    return found
+
+
+def hold(trainer: Trainer) -> dict[str, Any]:
+    step, found = trainer.strategy.step, dict[str, Any]()
+
+    def look(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> None:
+        held = {name: each.grad for name, each in trainer.strategy.parameters.items() if each.grad is not None}
+        of_model = {name: each.grad for name, each in trainer.model.named_parameters() if each.grad is not None}
+        found["reached"] = {name.removeprefix("module.") for name in (*held, *of_model)}  # DDP's is a module
+        found["gradients"] = numbers([*held.values(), *of_model.values()])
+        step(optimizer, grad_norm)
+        moments = (value for state in optimizer.state.values() for value in state.values())
+        found["state"] = numbers(value for value in moments if isinstance(value, torch.Tensor) and value.ndim)
+
+    trainer.strategy.step = look  # type: ignore[method-assign]
+    trainer.fit([])
+    return found
+
+
+def numbers(tensors: Iterable[torch.Tensor]) -> int:
+    """Of fp32 in the memory that tensors are in, of which they may be parts."""
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in local}
+    return sum(storage.nbytes() for storage in storages.values()) // 4
+
+
 def test_bf16_is_the_same_in_two_processes(short: dict[str, Path], tmp_path: Path) -> None:
     expected = [loss for _, loss in sorted(losses(short["lora"]).items())]
     file, settings = f"{short['lora']}/config.yaml", ["training.precision=bf16", f"output={tmp_path}"]
@@ -210,6 +268,9 @@ def test_a_prompt_is_left_out_of_features(short: dict[str, Path], tmp_path: Path
     assert "no adapters" in samestep("export", short["adapters"], tmp_path / "exported", "--adapter").message
     assert "leave --adapter out" in samestep("export", short["frozen"], tmp_path / "exported", "--adapter").message
     assert samestep("export", short["prompt"], tmp_path / "exported", "--adapter").code == 0
+    arguments = ("--output", tmp_path / "again.npy", "--pool", "none")
+    assert samestep("features", tmp_path / "exported", tmp_path / "texts.txt", *arguments).code == 0
+    np.testing.assert_allclose(np.load(tmp_path / "again.npy"), np.load(tmp_path / "prompt.npy"), atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from tests.integration.commands import Samestep
+from trainer.monitoring.jsonl import read_rows
 
 WORDS = ["red", "green", "blue", "old", "new", "small", "house", "tree", "dog", "car"]
 PREFIX = "turn around: "
@@ -98,9 +99,16 @@ def test_from_files_to_scores(samestep: Samestep, build, corpus: Path, experimen
     assert samestep(*arguments, "--limit", "5", "--pairs", corpus / "train.en", corpus / "train.de").code == 0
     rows = [json.loads(line) for line in (run / "scores.jsonl").read_text().splitlines()]
     assert [(row["step"], row["pairs"], row["of"]) for row in rows] == [
-        (6, 7, "heldout"),
+        (6, 7, f"{tmp_path}/data"),
         (6, 5, f"{corpus}/train.en,{corpus}/train.de"),
     ]
+    assert samestep("export", run, tmp_path / "exported").code == 0
+    card = (tmp_path / "exported" / "README.md").read_text()
+    (trained,) = (row for row in read_rows(run / "metrics.jsonl") if "heldout/accuracy" in row)
+    assert f"| token_accuracy | {trained['heldout/accuracy']:.6g} |" in card
+    assert "| accuracy |" not in card
+    assert "Of 7 texts that it wrote for data, after step 6:\n\n| score | value |\n| --- | --- |\n| bleu | " in card
+    assert "Of 5 texts that it wrote for train.en, train.de, after step 6:" in card
     result = samestep("evaluate", run, "--generate", "beem=2")
     assert (result.code, "did you mean 'beams'" in result.message) == (2, True)
     result = samestep("evaluate", run, "--generate", "--pairs", corpus / "train.en")

@@ -15,8 +15,8 @@ from tests.conformance import worker
 from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
 from trainer.config import load
+from trainer.evaluation import evaluate
 from trainer.experiment import Experiment
-from trainer.run import evaluate
 from trainer.strategies.world import World
 
 

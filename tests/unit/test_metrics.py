@@ -135,7 +135,13 @@ def test_the_closest_answer_counts_and_none_is_an_answer() -> None:
     assert scores.means() == pytest.approx({"exact_match": 0.25, "f1": 0.45})
     refused = scores.without(np.array([True, True, False, False]))
     assert refused.means_by_kind() == pytest.approx(
-        {"exact_match": 0.5, "f1": 0.5, "has_answer_f1": 0.0, "no_answer_accuracy": 1.0}
+        {
+            "exact_match": 0.5,
+            "f1": 0.5,
+            "has_answer_exact_match": 0.0,
+            "has_answer_f1": 0.0,
+            "no_answer_accuracy": 1.0,
+        }
     )
 
 

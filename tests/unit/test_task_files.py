@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +15,13 @@ from data_pipeline import tokenization
 from data_pipeline.sources import BadRecord, PairSource
 from data_pipeline.task_rows import encode
 from data_pipeline.tokenization import Tokenizer
+from trainer.cli import main
 from trainer.errors import ConfigError
 from trainer.finetune.task import Task, find_tasks
 
 FOLDER = Path(__file__).parents[2] / "configs" / "tasks"
 FILES = sorted(str(path.relative_to(FOLDER)).removesuffix(".yaml") for path in FOLDER.glob("*/*.yaml"))
+RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 PAIR = {"premise": "It rains.", "hypothesis": "It is wet.", "idx": 0}
 TWO = {"sentence1": "It rains.", "sentence2": "It is wet.", "idx": 0}
 
@@ -64,6 +67,7 @@ SWAG = {
     "video-id": "a",
     "sent1": "He runs.",
     "sent2": "He",
+    "startphrase": "He runs. He",
     **{f"ending{i}": f"stops {i}." for i in range(4)},
     "label": 3,
 }
@@ -138,6 +142,27 @@ CASES = {
                 {**WSC, "span2_index": 5, "label": 0},
                 ("wsc text: Mark told Pete lies, which *he* believed. noun: Pete", "False"),
             ),
+            ("wnli", {**TWO, "label": 1}, ("wnli sentence1: It rains. sentence2: It is wet.", "entailment")),
+            ("snli", {**PAIR, "label": 1}, ("snli hypothesis: It is wet. premise: It rains.", "neutral")),
+            ("scitail", {**PAIR, "label": "neutral"}, ("scitail hypothesis: It is wet. premise: It rains.", "neutral")),
+            ("sst5", {"text": "Good.", "label": 4}, ("sst5 sentence: Good.", "very positive")),
+            ("imdb", {"text": "Good.", "label": 1}, ("imdb text: Good.", "positive")),
+            ("trec6", TREC, ("trec6 question: Who ?", "HUM")),
+            ("ag_news", {"text": "Stocks fell.", "label": 2}, ("ag_news text: Stocks fell.", "Business")),
+            (
+                "swag",
+                SWAG,
+                ("swag A: stops 0. B: stops 1. C: stops 2. D: stops 3. text: He runs. He", "D"),
+            ),
+            *(
+                (
+                    f"race_{part}",
+                    RACE,
+                    ("race question: Ann is _ . A: 8 B: 9 C: 10 D: 11 article: Ann is 9.", "B"),
+                )
+                for part in ("middle", "high")
+            ),
+            ("rocstories", STORY, ("rocstories 1: Good. 2: Bad. story: S1. S2. S3. S4.", "2")),
             ("squad", SQUAD, ("question: Who? context: Ann did.", "Ann")),
             (
                 "cnn_dailymail",
@@ -203,14 +228,26 @@ def test_rows_become_what_the_task_is_of(name: str, tokenizer: Tokenizer, tmp_pa
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_is_published_can_be_compared(name: str):
+def test_what_is_published_can_be_compared(name: str, tokenizer: Tokenizer):
     task = Task.read(FOLDER / f"{name}.yaml")
-    known = {task.config.score, *task.config.metrics, *getattr(task.config.objective, "metrics", ())}
+    config = task.config
+    known = {*(config.metrics or config.objective.build(tokenizer.vocabulary).score_names)}
+    assert config.score in known
     known |= {f"{further}/{metric}" for further in task.also for metric in known}
-    assert set(task.config.published) <= known
+    assert set(config.published) <= known
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "gpt", "t5", "distilbert", "mini"])
+def test_help_and_docs_name_every_recipe(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["finetune-suite", "--help"])
+    (in_help,) = re.findall(r"fine-tune as (.*?) was", " ".join(capsys.readouterr().out.split()))
+    page = (FOLDER.parents[1] / "docs" / "finetuning.md").read_text()
+    table = page.partition("| `--recipe` |")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"\w+", re.sub(r"\(.*?\)| or ", " ", in_help))) == RECIPES
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == RECIPES
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_takes_the_place_of_the_tasks_own(name: str):
     (own,), (task,) = find_tasks(["cb"]), find_tasks(["cb"], name)
     assert (task.config.source, task.config.objective) == (own.config.source, own.config.objective)
@@ -273,6 +310,14 @@ def test_further_rows_are_held_out_alone(tmp_path: Path):
     (tmp_path / "a.yaml").write_text(f"base: {FOLDER}/glue/mnli.yaml\nalso: {{mismatched: {{wrong: 1}}}}\n")
     with pytest.raises(ConfigError, match=r"also\.mismatched\.wrong is not a known key"):
         Task.read(tmp_path / "a.yaml")
+
+
+def test_diagnostics_are_read_as_the_rows_of_their_task(tmp_path: Path):
+    also = Task.read(FOLDER / "text" / "rte.yaml").also
+    for name, row in (("axb", TWO), ("axg", PAIR)):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "label": 1}) + "\n")
+        source = replace(also[name], dataset=None, heldout=(f"{tmp_path}/rows.jsonl",)).build()
+        assert source.parse_pair(next(source.records())) == CASES["text/rte"].texts
 
 
 def test_further_rows_are_none_to_train_on(tmp_path: Path):

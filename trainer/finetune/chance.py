@@ -51,6 +51,7 @@ def chance(objective: Any, dataset: Dataset, score: str) -> float:
                 column=none,
                 length=none,
                 rows=rows,
+                number=np.arange(len(rows)),
                 labels=tuple(task["labels"]),
             )
         )[score]

@@ -40,7 +40,7 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "--recipe",
         metavar="NAME",
-        help="fine-tune as bert, roberta, gpt, t5 or distilbert was (default: the tasks' own)",
+        help="fine-tune as bert, roberta, gpt, t5, mini (small BERTs) or distilbert was (default: the tasks' own)",
     )
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each setting (default: 3)")
     parser.add_argument("--grid", action="store_true", help="try every point of the tasks' grids, not the first alone")

@@ -50,6 +50,7 @@ class Run:
         experiment: all its settings, but for `init_from` where there is a `start`.
         digest: of all that its result depends on, but for the code.
         score: the metric that it is compared by.
+        metrics: all that the objective or, where answers are texts, the task names; the score is one of them.
         chance: what that is for a model that always says the same.
         start: the digests of runs of another task, of which it starts from the best.
         scratch: whether it starts from random weights.
@@ -64,6 +65,7 @@ class Run:
     experiment: Tree
     digest: str
     score: str
+    metrics: tuple[str, ...]
     chance: float
     start: tuple[str, ...] = ()
     scratch: bool = False
@@ -167,12 +169,13 @@ class _Point:
     Attributes:
         settings: what the grid has chosen.
         experiment: all settings but the seed and the output.
-        chance, evaluations: as in `Run`.
+        metrics, chance, evaluations: as in `Run`.
         of: what results depend on besides.
     """
 
     settings: Mapping[str, float]
     experiment: Tree
+    metrics: tuple[str, ...]
     chance: float
     evaluations: Mapping[str, Sequence[str]]
     of: Sequence[str]
@@ -197,9 +200,19 @@ def _seeded(task: Task, folder: Path, point: _Point, of: Sequence[Any], seeds: i
         experiment = {**point.experiment, "seed": seed}
         content = json.dumps([_without_paths(experiment), *point.of, *of], sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:16]
-        score, chance = task.config.score, point.chance
-        run = Run(task.name, point.settings, seed, folder, experiment, digest, score, chance, **more)
-        run = replace(run, evaluations=point.evaluations)
+        run = Run(
+            task=task.name,
+            settings=point.settings,
+            seed=seed,
+            folder=folder,
+            experiment=experiment,
+            digest=digest,
+            score=task.config.score,
+            metrics=point.metrics,
+            chance=point.chance,
+            evaluations=point.evaluations,
+            **more,
+        )
         place = folder / "runs" / task.name / f"{run.name}-{digest[:8]}"
         yield replace(run, folder=place, experiment={"output": str(place), **experiment})
 
@@ -242,7 +255,7 @@ def _points(
         experiment = merge(by_steps, tree)
         baseline = chance(objective, dataset, config.score)
         evaluations = _evaluations(predicted, experiment, config.metrics, generation, also)
-        yield _Point(settings, experiment, baseline, evaluations, of)
+        yield _Point(settings, experiment, config.metrics or objective.score_names, baseline, evaluations, of)
 
 
 def _evaluations(

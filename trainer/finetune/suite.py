@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import yaml
 
@@ -22,7 +22,7 @@ from trainer.config import Tree
 from trainer.errors import EXIT_DONE, SamestepError
 from trainer.finetune.runs import Run
 from trainer.metrics.texts import PERCENT
-from trainer.monitoring.jsonl import read_rows
+from trainer.monitoring.jsonl import read_rows, scores_of
 from trainer.storage import write_text
 
 _RESULTS = "results.jsonl"
@@ -211,10 +211,11 @@ def _result(run: Run, seconds: float) -> Result:
     row = rows[-1] if rows else {"step": 0}
     if run.experiment["training"].get("best"):  # which of equal ones is the first
         row = max(rows, key=lambda row: row[f"heldout/{run.score}"], default=row)
-    scores = _scores(row) if "" not in run.evaluations else {}  # there, accuracy is of tokens
+    of_tokens = "" in run.evaluations
+    scores = _as_shares(scores_of(row, of_tokens))
     evaluated = list(read_rows(run.folder / "scores.jsonl"))[-len(run.evaluations) :] if run.evaluations else []
     for prefix, row in zip(run.evaluations, evaluated, strict=True):
-        scores |= {f"{prefix}{name}": value for name, value in _scores(row).items()}
+        scores |= {f"{prefix}{name}": value for name, value in _as_shares(scores_of(row, of_tokens)).items()}
     if run.score not in scores:
         raise SamestepError(
             f"{run.folder} has no score {run.score!r}; name one of objective.metrics in the task's file"
@@ -222,11 +223,6 @@ def _result(run: Run, seconds: float) -> Result:
     return Result(run.task, run.name, run.settings, run.seed, run.digest, scores, int(row["step"]), round(seconds, 1))
 
 
-def _scores(row: Mapping[str, Any]) -> dict[str, float]:
-    """The scores in a row of metrics.jsonl or scores.jsonl, as shares of the whole."""
-    parts = ((*name.partition("/"), value) for name, value in row.items())
-    return {
-        name: value / 100 if group == "generated" and name.startswith(PERCENT) else value
-        for group, _, name, value in parts
-        if group in ("heldout", "generated")
-    }
+def _as_shares(scores: Mapping[str, float]) -> dict[str, float]:
+    """Scores as shares of the whole, where they are percentages."""
+    return {name: value / 100 if name.startswith(PERCENT) else value for name, value in scores.items()}

@@ -18,6 +18,8 @@ from trainer.finetune.task import Task
 from trainer.storage import write_text
 
 _HEADINGS = ("task", "score", "median", "range", "std", "runs", "settings", "published")
+_OF_RUNS = ("task", "runs", "settings")
+"""The columns that are the same for all scores of a task."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Row:
 
 
 def summarise(tasks: Sequence[Task], runs: Sequence[Run], results: Mapping[str, Result]) -> list[Row]:
-    """A row for each task and each of its metrics, that by which runs are compared first.
+    """A row for each task and each of its metrics, that by which runs are compared first; then those of further rows.
 
     Args:
         tasks: in the order of the rows.
@@ -97,7 +99,8 @@ def _rows_of(task: Task, runs: Sequence[Run], results: Mapping[str, Result]) -> 
     best = max(points.values(), key=compared)
     varied = {name for name in best[0].settings if len({run.settings[name] for run in runs}) > 1}
     config = task.config
-    for metric in dict.fromkeys((config.score, *(f"{name}/{config.score}" for name in task.also), *config.published)):
+    names = dict.fromkeys((config.score, *best[0].metrics))  # as a set, but in this order
+    for metric in (f"{prefix}{name}" for prefix in ("", *(f"{also}/" for also in task.also)) for name in names):
         found = [results[run.digest].scores.get(metric) for run in learnt(best) or best]
         values = [value for value in found if value is not None]
         if not values:  # such as of further rows, where a task that is based on another has none
@@ -121,15 +124,20 @@ def as_table(rows: Sequence[Row]) -> Table:
     headings, *cells = _columns(rows)
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in headings:
-        table.add_column(name, no_wrap=name != "settings", min_width=10 if name == "settings" else None)
+        wraps = name in ("task", "settings")  # where a terminal is narrow
+        table.add_column(name, no_wrap=not wraps, overflow="fold", min_width=10 if name == "settings" else None)
     for row in cells:
         table.add_row(*row)
     return table
 
 
 def _columns(rows: Sequence[Row]) -> list[list[str]]:
-    """The headings and the cells of each row, without columns that are empty."""
-    lines = [_HEADINGS, *(row.cells() for row in rows)]
+    """The headings and the cells of each row, without columns that are empty, and without what the row above says."""
+    lines: list[Sequence[str]] = [_HEADINGS]
+    for above, row in zip([None, *rows], rows, strict=False):
+        same = above is not None and (above.task, above.scratch) == (row.task, row.scratch)
+        of_heading = zip(_HEADINGS, row.cells(), strict=True)
+        lines.append(["" if same and name in _OF_RUNS else cell for name, cell in of_heading])
     full = [any(cells) for cells in zip(*lines[1:], strict=True)] or [True] * len(_HEADINGS)
     return [list(itertools.compress(line, full)) for line in lines]
 
@@ -162,9 +170,11 @@ _PAGE = """<!doctype html>
 <style>
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 3rem auto; max-width: 70rem; padding: 0 1rem }}
 table {{ border-collapse: collapse; width: 100% }}
-th, td {{ border-bottom: 1px solid #ddd; padding: .4rem .6rem; text-align: right }}
+th, td {{ padding: .3rem .6rem; text-align: right }}
 th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) {{ text-align: left }}
-th {{ border-bottom: 2px solid #444 }}
+td {{ border-top: 1px solid #ddd }}
+td:first-child:empty, td:first-child:empty ~ td {{ border-top: 0 }}
+tbody {{ border-top: 2px solid #444; border-bottom: 1px solid #ddd }}
 </style>
 <h1>{title}</h1>
 <p>{notes}</p>

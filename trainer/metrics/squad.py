@@ -1,4 +1,8 @@
-"""SQuAD's scores, by the rules of its official scripts, evaluate-v1.1.py and evaluate-v2.0.py (Rajpurkar et al.)."""
+"""SQuAD's scores, by the rules of its official script, evaluate-v2.0.py (Rajpurkar et al. 2018).
+
+Those of evaluate-v1.1.py differ where an answer is nothing but punctuation and articles, as "The": there it is an
+answer like any other, but shares no word with any.
+"""
 
 from __future__ import annotations
 
@@ -66,9 +70,13 @@ class Scores:
         return {"exact_match": float(self.exact.mean()), "f1": float(self.f1.mean())} if self.exact.size else {}
 
     def means_by_kind(self) -> dict[str, float]:
-        """The same, and those of questions with an answer and without, as far as there are such."""
+        """The same, and those of questions with an answer and without, as far as there are such.
+
+        Of those without, exact_match and f1 are one number: no answer is right, and any other shares no word with it.
+        """
         means = self.means()
         if self.has_answer.any():
+            means["has_answer_exact_match"] = float(self.exact[self.has_answer].mean())
             means["has_answer_f1"] = float(self.f1[self.has_answer].mean())
         if not self.has_answer.all():
             means["no_answer_accuracy"] = float(self.exact[~self.has_answer].mean())

@@ -35,6 +35,22 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
+def scores_of(row: Mapping[str, Any], of_tokens: bool) -> dict[str, float]:
+    """The scores in a row of an evaluation, by name.
+
+    Args:
+        row: of metrics.jsonl or scores.jsonl.
+        of_tokens: whether the model predicts tokens, as one that writes texts: where the held-out split is scored by
+            these, its accuracy is called token_accuracy, as it is not that of the texts.
+    """
+    found: dict[str, float] = {}
+    for key, value in row.items():
+        group, _, name = key.partition("/")
+        if group in ("heldout", "generated"):
+            found["token_accuracy" if key == "heldout/accuracy" and of_tokens else name] = value
+    return found
+
+
 class JsonlTracker(Tracker):
     """Appends rows to metrics.jsonl; each is handed to the operating system at once, so a killed process loses none.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,7 +37,8 @@ class Predictions:
         document: int64 [N], the row of each example, an index of `rows`.
         begin, column, length: int64 [N], of each example's last piece: its first token, counted through the row's
             texts, the cell where that stands, and how many tokens it has.
-        rows: of the split.
+        rows: of the split, R of them; of an evaluation of some batches only, those that it has met.
+        number: int64 [R], of each row in its split, from 0.
         labels: the names of classes or tags.
     """
 
@@ -47,6 +48,7 @@ class Predictions:
     column: npt.NDArray[np.int64]
     length: npt.NDArray[np.int64]
     rows: Sequence[TaskRow]
+    number: npt.NDArray[np.int64]
     labels: tuple[str, ...]
 
 
@@ -94,6 +96,10 @@ class Task(Objective, Protocol):
 
     def scores(self, predictions: Predictions) -> dict[str, float]:
         """The scores of a split, by name; what is a share is in [0, 1]."""
+        ...
+
+    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
+        """What is right and what is predicted of each of `predictions.rows`, in their order, as values for JSON."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from trainer.objectives.task_rows import (
     Float32,
     TaskRows,
     class_loss,
+    class_predictions,
     count_examples,
     labelled,
     labels_of,
@@ -170,3 +171,8 @@ class Classification:
         of_classes = scored.outputs.argmax(-1), scored.labels.astype(int)
         certainty = scored.outputs[:, 1] - scored.outputs[:, 0]
         return metrics.scores(self.config.metrics, *of_classes, scored.groups, certainty)
+
+    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
+        """The names of label and prediction, the probability of each label, and the group where rows have one."""
+        for row in class_predictions(predictions, predictions.labels):
+            yield row | {"probabilities": dict(zip(predictions.labels, row["probabilities"], strict=True))}

@@ -5,7 +5,7 @@ It is put around the student's own objective, which makes the batches and the sc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
@@ -186,6 +186,10 @@ class TaskDistillation(Distillation):
     def scores(self, predictions: Predictions) -> dict[str, float]:
         """As the student's own."""
         return cast(Task, self.of).scores(predictions)
+
+    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
+        """As the student's own."""
+        return cast(Task, self.of).row_predictions(predictions)
 
 
 class _Known(nn.Module):

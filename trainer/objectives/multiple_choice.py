@@ -6,7 +6,7 @@ one softmax.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,15 @@ from trainer.metrics import check_names
 from trainer.metrics import labels as metrics
 from trainer.objectives import Loss, Predictions, Task
 from trainer.objectives.rows import inputs
-from trainer.objectives.task_rows import Cell, TaskRows, class_loss, count_examples, labelled, single_labels
+from trainer.objectives.task_rows import (
+    Cell,
+    TaskRows,
+    class_loss,
+    class_predictions,
+    count_examples,
+    labelled,
+    single_labels,
+)
 
 
 @dataclass(frozen=True)
@@ -28,8 +36,7 @@ class Config:
 
     Attributes:
         choices: of each row, as many as it has texts behind the first.
-        metrics: that the held-out split is scored with: accuracy, or group_exact_match (the share of groups of rows of
-            which all are right).
+        metrics: that the held-out split is scored with: accuracy.
         reads: the cell of a sequence that is scored: for encoders the `first`, that of [CLS], for decoders the `last`.
             null goes by the tokenizer: the first for BERT's and RoBERTa's, which a GPT may have, too, else the last.
     """
@@ -110,3 +117,7 @@ class MultipleChoice:
         """The metrics."""
         scored = labelled(predictions)
         return metrics.scores(self.config.metrics, scored.outputs.argmax(-1), scored.labels.astype(int), scored.groups)
+
+    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
+        """Label and prediction, from 0, the probability of each choice, and the group where rows have one."""
+        return class_predictions(predictions, range(self.config.choices))

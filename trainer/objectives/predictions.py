@@ -77,5 +77,6 @@ class Gatherer:
             column=column,
             length=length,
             rows=[every[number] for number in met.tolist()],
+            number=met,
             labels=labels,
         )

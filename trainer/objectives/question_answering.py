@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.examples import Batch, Examples, PackSpec, Parts, Vocabulary
+from trainer.examples import Batch, Examples, PackSpec, Parts, TaskRow, Vocabulary
 from trainer.metrics import squad
 from trainer.objectives import Loss, Predictions, Task
 from trainer.objectives.rows import inputs
@@ -217,22 +218,67 @@ class QuestionAnswering:
     @property
     def score_names(self) -> tuple[str, ...]:
         """SQuAD's, and more where questions may have no answer."""
-        of_each = ("has_answer_f1", "no_answer_accuracy") if self.config.impossible else ()
-        return ("exact_match", "f1", *of_each)
+        of_each = ("has_answer_exact_match", "has_answer_f1", "no_answer_accuracy", "best_exact_match", "best_f1")
+        return ("exact_match", "f1", *(of_each if self.config.impossible else ()))
 
     def scores(self, predictions: Predictions) -> dict[str, float]:
-        """SQuAD's exact_match and f1, and where questions may have no answer what is right of those with and without.
+        """SQuAD's exact_match and f1; where questions may have no answer, for a threshold, which is among the scores.
 
-        Then there are has_answer_f1, no_answer_accuracy and the threshold that all scores are for.
+        Then there are what is right of those with and without (has_answer_exact_match, has_answer_f1,
+        no_answer_accuracy), and what exact_match and f1 would be with the best threshold for each.
         """
         answers = self.answers(predictions)
-        scores = squad.raw_scores([each.text for each in answers], [row.answers for row in predictions.rows])
+        scores, threshold = self._judge(answers, predictions.rows)
         if not self.config.impossible:
             return scores.means()
-        doubt, threshold = np.array([each.doubt for each in answers]), self.config.threshold
-        if threshold is None:
-            _, threshold = squad.best_threshold(scores.f1, scores, doubt)
-        return {**scores.without(doubt > threshold).means_by_kind(), "threshold": threshold}
+        doubt = _doubts(answers)
+        return {
+            **scores.without(doubt > threshold).means_by_kind(),
+            "best_exact_match": squad.best_threshold(scores.exact, scores, doubt)[0],
+            "best_f1": squad.best_threshold(scores.f1, scores, doubt)[0],
+            "threshold": threshold,
+        }
+
+    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
+        """The id and the right answers of each question, the answer that is given, and the best ones, as `n_best`.
+
+        Their probabilities are a softmax over their scores. Where questions may have no answer, that is one of them, ""
+        from 0 to 0; `null_odds` is how much better it is than the best of the others, and "" is given above the
+        threshold.
+        """
+        every = self.answers(predictions)
+        _, threshold = self._judge(every, predictions.rows)
+        for row, answers in zip(predictions.rows, every, strict=True):
+            n_best, null_odds = list(answers.best), {}
+            if self.config.impossible:
+                n_best = sorted([*n_best, Answer("", 0, 0, answers.no_answer)], key=lambda answer: -answer.score)
+                # An answer that is not there has the score 0, as in run_squad.py: JSON knows no infinite number.
+                null_odds = {"null_odds": answers.doubt if answers.best else answers.no_answer}
+            probabilities = torch.tensor([answer.score for answer in n_best], dtype=torch.float64).softmax(0).tolist()
+            yield {
+                **({"id": row.group} if row.group else {}),
+                "answers": list(row.answers),
+                "prediction": "" if answers.doubt > threshold else answers.text,
+                **null_odds,
+                "n_best": [
+                    {**asdict(answer), "probability": probability}
+                    for answer, probability in zip(n_best, probabilities, strict=True)
+                ],
+            }
+
+    def _judge(self, answers: Sequence[Answers], rows: Sequence[TaskRow]) -> tuple[squad.Scores, float]:
+        """The scores of the best answers, and the threshold: how great the doubt may be for an answer to be given."""
+        scores = squad.raw_scores([each.text for each in answers], [row.answers for row in rows])
+        if not self.config.impossible:
+            return scores, math.inf
+        if self.config.threshold is not None:
+            return scores, self.config.threshold
+        return scores, squad.best_threshold(scores.f1, scores, _doubts(answers))[1]
+
+
+def _doubts(answers: Sequence[Answers]) -> npt.NDArray[np.float64]:
+    """float64 [R], that of each question."""
+    return np.array([each.doubt for each in answers])
 
 
 def max_context(begin: Int64, length: Int64, tokens: int) -> Int64:

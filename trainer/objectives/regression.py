@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from trainer.metrics import check_names
 from trainer.metrics import labels as metrics
 from trainer.objectives import Loss, Predictions, Task
 from trainer.objectives.rows import inputs
-from trainer.objectives.task_rows import Cell, TaskRows, count_examples, labelled, single_labels
+from trainer.objectives.task_rows import Cell, TaskRows, count_examples, labelled, labels_and_outputs, single_labels
 
 
 @dataclass(frozen=True)
@@ -99,3 +99,7 @@ class Regression:
         """The metrics."""
         scored = labelled(predictions)
         return metrics.scores(self.config.metrics, scored.outputs[:, 0].astype(np.float64), scored.labels)
+
+    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
+        """The number that is right, as label, and the predicted one."""
+        return ({"label": label, "prediction": float(output[0])} for label, output in labels_and_outputs(predictions))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,8 +98,13 @@ class Tagging:
 
     def scores(self, predictions: Predictions) -> dict[str, float]:
         """The metrics, over all words of the split; a word that no token stands for is predicted to be outside."""
-        true = [[predictions.labels[tag] for _, _, tag in row.spans] for row in predictions.rows]
-        return entities.scores(self.config.metrics, self.tags(predictions), true)
+        return entities.scores(self.config.metrics, self.tags(predictions), _true_tags(predictions))
+
+    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
+        """The words of each row, their tags as label, and the predicted ones."""
+        for row, true, found in zip(predictions.rows, _true_tags(predictions), self.tags(predictions), strict=True):
+            words = [row.texts[-1][begin:end] for begin, end, _ in row.spans]
+            yield {"words": words, "label": true, "prediction": found}
 
     def tags(self, predictions: Predictions) -> list[list[str]]:
         """The predicted tag of each word of each row: that of the first token that shares a character with it."""
@@ -111,6 +116,11 @@ class Tagging:
             tokens = np.array(of_row.row.offsets, dtype=np.int64).reshape(-1, 2)
             found.append([names[i] for i in tag[_first_tokens(words, tokens)].tolist()])
         return found
+
+
+def _true_tags(predictions: Predictions) -> list[list[str]]:
+    """The tag of each word of each row."""
+    return [[predictions.labels[tag] for _, _, tag in row.spans] for row in predictions.rows]
 
 
 def _tags_of_tokens(of_row: RowWindows, predictions: Predictions) -> Int64:

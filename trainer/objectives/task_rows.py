@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -196,8 +197,37 @@ class Scored(NamedTuple):
 def labelled(predictions: Predictions) -> Scored:
     """What is scored: each row's label, or its most probable class."""
     rows = [predictions.rows[number] for number in predictions.document.tolist()]
-    labels = [np.argmax(row.probabilities) if row.probabilities else row.label for row in rows]
-    return Scored(predictions.outputs, np.array(labels, dtype=np.float64), [row.group for row in rows])
+    labels = np.array([_label(row) for row in rows], dtype=np.float64)
+    return Scored(predictions.outputs, labels, [row.group for row in rows])
+
+
+def _label(row: TaskRow) -> float:
+    """A row's label, or its most probable class."""
+    label = int(np.argmax(row.probabilities)) if row.probabilities else row.label
+    assert label is not None, "the row has no label"
+    return label
+
+
+def labels_and_outputs(predictions: Predictions) -> Iterator[tuple[float, Float32]]:
+    """The label and the outputs [...] of each row, in the order of the rows, each of which is one example."""
+    outputs = predictions.outputs[np.argsort(predictions.document)]
+    return ((_label(row), output) for row, output in zip(predictions.rows, outputs, strict=True))
+
+
+def class_predictions(predictions: Predictions, names: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Of each row the name of its class, of the predicted one, and the probability of each; its group, if it has one.
+
+    Args:
+        predictions: whose outputs are logits, float32 [N, C].
+        names: of classes, C of them.
+    """
+    for row, (label, logits) in zip(predictions.rows, labels_and_outputs(predictions), strict=True):
+        yield {
+            **({"group": row.group} if row.group else {}),
+            "label": names[int(label)],
+            "prediction": names[int(logits.argmax())],
+            "probabilities": torch.from_numpy(logits).double().softmax(0).tolist(),
+        }
 
 
 class RowWindows(NamedTuple):

@@ -477,7 +477,10 @@ def test_conll_files_hold_a_word_a_line(tmp_path):
         b"Jo NNP B-NP B-PER", b"ran\tVB  I-VP\tO\r", b" ", b"",
         b"a O", b"alone", b"b", b"c O", b"",
         b"\xff O", b"",
-        b"-DOCSTART- O", b"Bonn B-LOC",
+        b"-DOCSTART- O", b"Bonn B-LOC", b"",
+        b"we O", b"saw O", b"Jo PER", b"in B-ORG", b"",
+        b"we O", b"met 4", b"",
+        b"met O", b"Jo 1",
     ]  # fmt: skip
     source = tagger(write(tmp_path / "a.conll.gz", b"\n".join(lines)), tokens="words", tags="tags.ner")
     assert parsed(source) == [
@@ -485,6 +488,9 @@ def test_conll_files_hold_a_word_a_line(tmp_path):
         (8, "fewer than 2 columns"),
         (12, "invalid UTF-8"),
         (15, TaskRow(("Bonn",), spans=((0, 4, 3),))),
+        (19, "tag 'PER' is not BIO"),  # the first bad line of its sentence
+        (23, "tag '4' is not one of: O, B-PER, I-PER, B-LOC"),
+        (25, TaskRow(("met Jo",), spans=((0, 3, 0), (4, 6, 1)))),
     ]
     assert json.loads(next(source.records()).data) == {"words": ["Jo", "ran"], "tags.ner": ["B-PER", "O"]}
 

@@ -289,6 +289,29 @@ def test_losses_are_those_of_pytorch() -> None:
     torch.testing.assert_close(loss.total.detach(), F.mse_loss(loss.outputs[:, 0], torch.tensor([0.5, -2.0, 3.25])))
 
 
+def test_losses_of_choices_and_of_tags_are_those_of_pytorch() -> None:
+    choice, model = multiple_choice.Config(choices=2).build(VOCABULARY), Stub(1)
+    batch = as_tensors(choice.collate(CHOICES, 8), dropout_key=torch.zeros(2, 2, dtype=torch.int32))
+    logits = model(batch["tokens"].view(4, 8), None)[:, 0].view(2, 2)  # a row of each choice
+    loss = choice.loss(model, batch, {"examples": torch.tensor(2.0)})
+    torch.testing.assert_close(loss.total, F.cross_entropy(logits, torch.tensor([1, 0])))
+    tags, model = tagging.Config().build(VOCABULARY), Stub(4)
+    batch = as_tensors(tags.collate(TAGS, 8))
+    logits = model(batch["tokens"], None)
+    labels = torch.tensor([[-1, 0, -1, 3, *[-1] * 4], [-1, -1, 1, *[-1] * 5], [-1, 2, *[-1] * 6]])
+    loss = tags.loss(model, batch, {"tags": torch.tensor(float((labels >= 0).sum()))})
+    torch.testing.assert_close(loss.total, F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-1))
+
+
+def test_the_loss_of_spans_is_that_of_pytorch_where_no_cell_is_padding() -> None:
+    objective, model = QA.build(VOCABULARY), Stub(2)
+    batch = as_tensors(objective.collate(only(WINDOWS, [0, 1]), 8))
+    begin, end = model(batch["tokens"], None).unbind(-1)
+    loss = objective.loss(model, batch, {"examples": torch.tensor(2.0)})
+    expected = (F.cross_entropy(begin, torch.tensor([0, 4])) + F.cross_entropy(end, torch.tensor([0, 5]))) / 2
+    torch.testing.assert_close(loss.total, expected)
+
+
 def test_rows_of_a_teacher_and_rows_of_people_go_together() -> None:
     """As in training on one of them, with the held-out rows of the other."""
     objective, model, one = classification.Config(soft=True).build(VOCABULARY), Stub(3), {"examples": torch.tensor(3.0)}
@@ -327,7 +350,8 @@ def predictions(outputs: Any, rows: list[TaskRow], labels: tuple[str, ...] = (),
     outputs = np.asarray(outputs, dtype=np.float32)
     numbers = dict.fromkeys(("begin", "column", "length"), [0] * len(outputs))
     columns = {"document": list(range(len(outputs))), **numbers, **columns}
-    return Predictions(outputs, **{k: np.array(v) for k, v in columns.items()}, rows=rows, labels=labels)
+    of_examples = {k: np.array(v) for k, v in columns.items()}
+    return Predictions(outputs, **of_examples, rows=rows, number=np.arange(len(rows)), labels=labels)
 
 
 def test_scores_of_classes() -> None:
@@ -370,6 +394,13 @@ def test_scores_of_tags() -> None:
     objective = tagging.Config(metrics=("entity_f1", "entity_precision", "entity_recall")).build(VOCABULARY)
     assert objective.tags(found) == [["B-PER", "I-PER", "I-PER", "B-LOC", "O", "O"], ["O"]]
     assert objective.scores(found) == pytest.approx({"entity_f1": 0.8, "entity_precision": 1.0, "entity_recall": 2 / 3})
+    first, second = objective.row_predictions(found)
+    assert first == {
+        "words": ["Ann", "van", "Berg", "Rome", " ", ""],
+        "label": ["B-PER", "I-PER", "I-PER", "B-LOC", "O", "O"],
+        "prediction": ["B-PER", "I-PER", "I-PER", "B-LOC", "O", "O"],
+    }
+    assert second == {"words": ["Bob"], "label": ["B-PER"], "prediction": ["O"]}
 
 
 def spans_by_definition(
@@ -474,21 +505,78 @@ def test_scores_of_answers() -> None:
         {
             "exact_match": 3 / 4,
             "f1": (1 + 2 / 3 + 2) / 4,
+            "has_answer_exact_match": 1 / 2,
             "has_answer_f1": (1 + 2 / 3) / 2,
             "no_answer_accuracy": 1.0,
+            "best_exact_match": 3 / 4,
+            "best_f1": (1 + 2 / 3 + 2) / 4,
             "threshold": -3.0,
         }
     )
+    assert {*tuned} == {*question_answering.Config(impossible=True).build(VOCABULARY).score_names, "threshold"}
     fixed = question_answering.Config(impossible=True, threshold=-1.5).build(VOCABULARY).scores(found)
     assert fixed == pytest.approx(
         {
             "exact_match": 2 / 4,
             "f1": (1 + 2 / 3 + 1) / 4,
+            "has_answer_exact_match": 1 / 2,
             "has_answer_f1": (1 + 2 / 3) / 2,
             "no_answer_accuracy": 0.5,
+            "best_exact_match": 3 / 4,
+            "best_f1": (1 + 2 / 3 + 2) / 4,
             "threshold": -1.5,
         }
     )
+
+
+def test_the_best_answers_of_a_question_share_one_softmax() -> None:
+    """With no answer among them, where there may be none, as in run_squad.py."""
+    found = of_squad([5, 3, 1, 2])
+    found = dataclasses.replace(found, rows=[dataclasses.replace(row, group="q1") for row in found.rows])
+    for impossible in (False, True):
+        config = question_answering.Config(impossible=impossible, threshold=-1.5 if impossible else None, n_best=2)
+        objective = config.build(VOCABULARY)
+        for row, answers in zip(objective.row_predictions(found), objective.answers(found), strict=True):
+            n_best, scores = row["n_best"], np.array([answer["score"] for answer in row["n_best"]])
+            texts = [answer["text"] for answer in n_best if answer["text"]]
+            assert texts == [answer.text for answer in answers.best]
+            assert sorted(scores, reverse=True) == scores.tolist()
+            expected = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+            assert [answer["probability"] for answer in n_best] == pytest.approx(expected.tolist())
+            assert [answer["score"] for answer in n_best if not answer["text"]] == [0.0] * impossible
+            assert row.get("null_odds") == (answers.doubt if impossible else None)
+            assert row["prediction"] == ("" if impossible and answers.doubt > -1.5 else "Rome")
+            assert row["id"] == "q1"
+
+
+def test_a_text_without_answers_has_finite_odds_of_none() -> None:
+    row = TaskRow(("q", ""), answers=("Rome",))
+    found = predictions(np.full((1, 8, 2), -2.0), [row], begin=[1], column=[3], length=[0])
+    (said,) = question_answering.Config(impossible=True).build(VOCABULARY).row_predictions(found)
+    assert said == {
+        "answers": ["Rome"],
+        "prediction": "",
+        "null_odds": -4.0,
+        "n_best": [{"text": "", "begin": 0, "end": 0, "score": -4.0, "probability": 1.0}],
+    }
+
+
+def test_predictions_of_rows_are_in_the_order_of_the_rows() -> None:
+    """Also where examples are not, as in batches of about the same length."""
+    rows = [TaskRow((text,), label, group=text) for text, label in (("a", 1), ("b", 0), ("c", 1))]
+    columns = {"document": [2, 0, 1]}
+    found = predictions([[9, 0], [0, 9], [0, 9]], rows, ("no", "yes"), **columns)
+    said = [*classification.Config().build(VOCABULARY).row_predictions(found)]
+    assert [(row["group"], row["label"], row["prediction"]) for row in said] == [
+        ("a", "yes", "yes"), ("b", "no", "yes"), ("c", "yes", "no")]  # fmt: skip
+    assert said[0]["probabilities"] == pytest.approx({"no": 1 / (1 + np.exp(9)), "yes": 1 / (1 + np.exp(-9))})
+    taught = dataclasses.replace(found, rows=[TaskRow(("a",), probabilities=(0.4, 0.6))] * 3)
+    assert [row["label"] for row in classification.Config().build(VOCABULARY).row_predictions(taught)] == ["yes"] * 3
+    said = [*multiple_choice.Config(choices=2).build(VOCABULARY).row_predictions(found)]
+    assert [(row["label"], row["prediction"]) for row in said] == [(1, 1), (0, 1), (1, 0)]
+    numbers = predictions([[9], [0.5], [1]], rows, **columns)
+    said = [*regression.Config().build(VOCABULARY).row_predictions(numbers)]
+    assert said == [{"label": 1, "prediction": 0.5}, {"label": 0, "prediction": 1.0}, {"label": 1, "prediction": 9.0}]
 
 
 def test_windows_that_were_not_scored_shift_no_answer() -> None:

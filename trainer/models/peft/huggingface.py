@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ _TASKS: dict[Head, str] = {
     "tagging": "TOKEN_CLS",
     "span": "QUESTION_ANS",
 }
-_HEADS = {task: head for head, task in _TASKS.items()}
+_HEADS: dict[str | None, Head] = {task: head for head, task in _TASKS.items()} | {None: "multiple_choice"}
+_Read: TypeAlias = tuple[Any, dict[str, Tensor], set[str]]
+"""The `Config` of a model with what was read, its parameters, and the tensors that they are made from."""
 _PLAIN = (True, False, "gaussian", "eva")  # ways to draw LoRA that leave the model as it is
 _OTHER = {  # of LoRA's settings in peft, what would compute something else
     "use_rslora": False,
@@ -69,8 +71,15 @@ def export_adapter(config: Any, tensors: Mapping[str, Tensor], base: str) -> tup
             content | own | {"fan_in_fan_out": transposed},
             _named({**found, **saved}, _LORA),
         )
+    if not can_export(config):
+        kind = type(added).__module__.rpartition(".")[2]
+        raise ConfigError(
+            f"the peft library has no {kind} that gives what it does here for {config.model_type} with a {config.head} "
+            "head, so there is no folder of its to write; use the checkpoint with samestep (evaluate, features, "
+            "generate, init_from), or fine-tune with kind: lora"
+        )
     virtual = {
-        "num_virtual_tokens": added.length if isinstance(added, prefix.Config | prompt.Config) else 0,
+        "num_virtual_tokens": added.length,
         "token_dim": config.width,
         "num_layers": config.layers,
         "num_attention_heads": config.heads,
@@ -79,22 +88,32 @@ def export_adapter(config: Any, tensors: Mapping[str, Tensor], base: str) -> tup
     if isinstance(added, prompt.Config):
         own = {"peft_type": "PROMPT_TUNING", "prompt_tuning_init": "RANDOM"}
         found = {_EMBEDDINGS: tensors[prompt.NAME]}
-    elif isinstance(added, prefix.Config) and not getattr(config, "encoder_decoder", False) and not config.rms_norm:
+    else:
         own = {"peft_type": "PREFIX_TUNING", "prefix_projection": False, "encoder_hidden_size": config.width}
         layers = [tensors[name] for name in prefix.names(model)]
         found = {_EMBEDDINGS: torch.cat([each.float() for each in layers], 1)}
-    else:
-        kind = type(added).__module__.rpartition(".")[2]
-        of = "T5's layers" if isinstance(added, prefix.Config) else "any model"
-        raise ConfigError(
-            f"the peft library has no {kind} for {of} as it is here, so there is no folder of its to write; use the "
-            "checkpoint with samestep (evaluate, features, generate, init_from), or fine-tune with kind: lora"
-        )
     return content | virtual | own, {**found, **_named(saved, _PROMPT)}
 
 
-def import_lora(content: Mapping[str, Any], tensors: Mapping[str, Tensor], base: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Reads LoRA as the library has saved it.
+def can_export(config: Any) -> bool:
+    """Whether the library computes what a model does with what was added to it.
+
+    A prompt's embeddings go where tokens would: T5's heads need these, and a GPT's then reads the last cell, be it
+    padding. A prefix goes where keys and values are cached, which GPT-1 has no place for and T5 another. For multiple
+    choice both are passed over.
+    """
+    is_decoder = config.causal or getattr(config, "encoder_decoder", False)
+    if isinstance(config.peft, prompt.Config):
+        return config.head in ("language_model", "tagging") or (not is_decoder and config.head != "multiple_choice")
+    if isinstance(config.peft, prefix.Config):
+        return not config.rms_norm and config.model_type != "openai-gpt" and config.head != "multiple_choice"
+    return isinstance(config.peft, lora.Config)
+
+
+def import_adapter(
+    content: Mapping[str, Any], tensors: Mapping[str, Tensor], base: Any
+) -> tuple[Any, dict[str, Tensor]]:
+    """Reads LoRA, a prompt or a prefix as the library has saved it.
 
     Args:
         content: of adapter_config.json.
@@ -107,11 +126,29 @@ def import_lora(content: Mapping[str, Any], tensors: Mapping[str, Tensor], base:
     Raises:
         CheckpointError: it is of another model or kind, or computes something else.
     """
-    if content.get("peft_type") != "LORA":
+    kind = content.get("peft_type")
+    if kind not in _READERS:
         raise CheckpointError(
-            f"adapter_config.json has peft_type {content.get('peft_type')!r}, and only LORA can be read; use the run "
-            "that it was exported from, or train LoRA"
+            f"adapter_config.json has peft_type {kind!r}, and {', '.join(_READERS)} can be read; train one of these"
         )
+    begin, read = _READERS[kind]
+    found = {name.removeprefix(begin): tensors[name].float() for name in tensors}
+    base = _with_head(base, content, found)
+    config, parameters, used = read(content, found, base)
+    names = {ours: theirs for ours, theirs in base.tensor_names().items() if ours.startswith("head.")}
+    if others := sorted(found.keys() - used - {each for theirs in names.values() for each in theirs}):
+        raise CheckpointError(
+            f"adapter_model.safetensors holds {others[0]}, which is neither LoRA of a layer's projections nor a prompt "
+            "or prefix nor part of a task's head, and is not supported; train without it, or merge it into the model "
+            "with peft"
+        )
+    for ours, theirs in names.items():
+        if all(name in found for name in theirs):
+            parameters[ours] = torch.cat([found[name] for name in theirs])
+    return config, parameters
+
+
+def _import_lora(content: Mapping[str, Any], found: Mapping[str, Tensor], base: Any) -> _Read:
     for key, expected in _OTHER.items():
         if content.get(key, expected) not in (expected, None):
             raise CheckpointError(
@@ -122,8 +159,6 @@ def import_lora(content: Mapping[str, Any], tensors: Mapping[str, Tensor], base:
             f"adapter_config.json has init_lora_weights {initial!r}, which changes the model beneath as well; merge it "
             "into the model with peft, or train LoRA without"
         )
-    found = {name.removeprefix(_LORA): tensors[name].float() for name in tensors}
-    base = _with_head(base, content, found)
     names = base.tensor_names()
     wide = {name.removesuffix(".lora_A.weight"): len(found[name]) for name in found if name.endswith(".lora_A.weight")}
     if not wide:
@@ -141,23 +176,40 @@ def import_lora(content: Mapping[str, Any], tensors: Mapping[str, Tensor], base:
     targets = tuple(target for target in everything.targets if target in used) or everything.targets[:1]
     added = lora.Config(max(wide.values()), float(content["lora_alpha"]), targets)
     config = dataclasses.replace(base, peft=added)
-    of_head = {each for ours, theirs in names.items() if ours.startswith("head.") for each in theirs}
-    known = of_head | {f"{module}.lora_{matrix}.weight" for module in wide for matrix in "AB"}
-    if others := sorted(found.keys() - known):
-        raise CheckpointError(
-            f"adapter_model.safetensors holds {others[0]}, which is neither LoRA of a layer's projections nor part of "
-            "a task's head, and is not supported; train without it, or merge it into the model with peft"
-        )
     parameters: dict[str, Tensor] = {}
     for module, changes in place.items():
         for change in changes:
             if change.target in targets:
                 a, b = _matrices(found, module, change, place, content, added, model)
                 parameters |= {change.name("a"): a, change.name("b"): b}
-    for ours, theirs in names.items():
-        if ours.startswith("head.") and all(name in found for name in theirs):
-            parameters[ours] = torch.cat([found[name] for name in theirs])
-    return config, parameters
+    return config, parameters, {f"{module}.lora_{matrix}.weight" for module in wide for matrix in "AB"}
+
+
+def _import_virtual(content: Mapping[str, Any], found: Mapping[str, Tensor], base: Any) -> _Read:
+    """A prompt or a prefix; one that is made by a network is saved as what that has made."""
+    if _EMBEDDINGS not in found:
+        raise CheckpointError(f"adapter_model.safetensors holds no {_EMBEDDINGS}; export or download it again")
+    kind: Any = prompt if content["peft_type"] == "PROMPT_TUNING" else prefix
+    config = dataclasses.replace(base, peft=kind.Config(int(content["num_virtual_tokens"])))
+    with torch.device("meta"):
+        model = config.build()
+    names = [prompt.NAME] if kind is prompt else prefix.names(model)
+    rows, columns = found[_EMBEDDINGS].shape
+    shape = model.get_parameter(names[0]).shape
+    if (rows, columns) != (shape[0], shape[1] * len(names)) or not can_export(config):
+        raise CheckpointError(
+            f"adapter_model.safetensors holds {_EMBEDDINGS} of {rows} x {columns}, which give something else here for "
+            f"{config.model_type} with a {config.head} head as {content['peft_type']}; train LoRA"
+        )
+    return config, dict(zip(names, found[_EMBEDDINGS].chunk(len(names), 1), strict=True)), {_EMBEDDINGS}
+
+
+_READERS: dict[str, tuple[str, Callable[[Mapping[str, Any], Mapping[str, Tensor], Any], _Read]]] = {
+    "LORA": (_LORA, _import_lora),
+    "PROMPT_TUNING": (_PROMPT, _import_virtual),
+    "PREFIX_TUNING": (_PROMPT, _import_virtual),
+}
+"""How what the library calls so is read, and what its names of tensors begin with."""
 
 
 def _export_lora(
@@ -241,8 +293,9 @@ def _matching(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
 
 
 def _with_head(base: Any, content: Mapping[str, Any], found: Mapping[str, Tensor]) -> Any:
-    """The base's `Config`, with the head that was saved beside LoRA."""
-    head = _HEADS.get(str(content.get("task_type")))
+    """The base's `Config`, with the head that was saved beside what was added."""
+    task = content.get("task_type")
+    head = _HEADS.get(task)
     if head is None or base.head == head:
         return base
     for count in sorted({len(tensor) for name, tensor in found.items() if ".lora_" not in name}):
@@ -261,8 +314,10 @@ def _with_head(base: Any, content: Mapping[str, Any], found: Mapping[str, Tensor
             theirs in found and tuple(found[theirs].shape) == shapes[name] for name in own for theirs in names[name]
         ):
             return config
+    if task is None:  # the library has no name for choices, nor for what fills masks
+        return base
     raise CheckpointError(
-        f"adapter_config.json has task_type {content['task_type']}, and adapter_model.safetensors no such head; save "
+        f"adapter_config.json has task_type {task}, and adapter_model.safetensors no such head; save "
         "it with modules_to_save, or start from a base that has the head"
     )
 
