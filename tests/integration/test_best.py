@@ -69,7 +69,7 @@ def test_a_run_ends_after_its_patience_and_keeps_its_best_checkpoint(
     assert best in steps(stopped)
     assert samestep("export", f"{stopped}/best", tmp_path / "exported").code == 0
     card = (tmp_path / "exported" / "README.md").read_text()
-    assert f"after step {best}." in card
+    assert f"after step {best}:" in card
     assert samestep("ledger", "verify", stopped).code == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def test_ls_and_verify(run: str, samestep: Samestep) -> None:
     table = samestep("checkpoint", "ls", run).out
     assert table.count("committed") == 4 + 1
     assert table.count("not committed") == 1
-    assert table.count("0:00:0") == 4
+    assert len(re.findall(r"\b0:\d\d:\d\d\b", table)) == 4
     verified = samestep("checkpoint", "verify", run)
     assert verified.code == 1
     assert verified.out.count("whole") == 3
