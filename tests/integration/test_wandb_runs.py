@@ -16,11 +16,11 @@ import yaml
 
 from tests.integration.commands import Samestep, Start, losses
 from tests.unit.monitoring.offline_wandb import (
+    ended,
     offline_alerts,
     offline_records,
     offline_rows,
     offline_summary,
-    wait_for,
 )
 
 pytest.importorskip("wandb")
@@ -41,12 +41,6 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def settings(experiment_file: str, tmp_path: Path) -> list[str]:
     """The arguments of a run in the folder `run` that W&B is told of."""
     return ["train", experiment_file, f"output={tmp_path / 'run'}", "tracking.wandb={}", "data.threads=0"]
-
-
-def ended(run: Path) -> list[int]:
-    """The exit codes of the W&B runs in a folder, once there are any: W&B's own process writes them at its leisure."""
-    wait_for(lambda: any(offline_records(run, "exit")))
-    return [record.exit_code for record in offline_records(run, "exit")]
 
 
 def starts_of(run: Path) -> list[dict[str, Any]]:
@@ -93,6 +87,7 @@ def test_a_run_that_is_cut_and_requeued_is_one_run(
 
 def test_without_a_cluster_the_node_is_this_one(samestep: Samestep, settings: list[str], tmp_path: Path) -> None:
     assert samestep(*settings, "training.steps=4").code == 0
+    assert ended(tmp_path / "run") == [0]
     summary = offline_summary(tmp_path / "run")
     assert (summary["nodes"], summary["restarts"]) == (platform.node(), 0)
     assert "job" not in summary
@@ -117,12 +112,14 @@ def test_skipped_spike(samestep: Samestep, settings: list[str], tmp_path: Path) 
     spike = ["objective={kind: tests.sick_objective, sick: [75], factor: 100}", "checkpoint.every=5"]
     faults = "training.faults={action: skip, sigma: 50, window: 5}"
     assert samestep(*settings, *spike, faults).code == 0
+    assert ended(tmp_path / "run") == [0]
     (alert,) = offline_alerts(tmp_path / "run")
     assert alert[:2] == ("WARN", "A step was skipped")
     assert alert[2].startswith("step 8: the gradient norm is ")
 
     silent = [f"output={tmp_path / 'silent'}", "tracking.wandb.alerts=false"]
     assert samestep(*settings, *spike, faults, *silent).code == 0
+    assert ended(tmp_path / "silent") == [0]
     assert len(offline_rows(tmp_path / "silent")) == 12
     assert offline_alerts(tmp_path / "silent") == []
 
@@ -132,6 +129,7 @@ def test_rewind(samestep: Samestep, settings: list[str], tmp_path: Path) -> None
     sick = "objective={kind: tests.sick_objective, sick: [75]}"
     result = samestep(*settings, sick, "checkpoint.every=3", "training.faults={action: rewind, around: 1}")
     assert result.code == 0, result.err
+    assert ended(tmp_path / "run") == [0]
     (alert,) = offline_alerts(tmp_path / "run")
     text = "the gradient norm is nan; the run goes on from step 6, without the examples around the fault"
     assert alert == ("WARN", "The run has gone back", text)

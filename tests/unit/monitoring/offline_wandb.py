@@ -64,3 +64,9 @@ def offline_alerts(folder: Path) -> list[tuple[str, str, str]]:
 
 
 wait_for = partial(until, seconds=60)
+
+
+def ended(folder: Path) -> list[int]:
+    """The exit codes in all offline runs of a folder: W&B's own process writes the end of a file after its `finish`."""
+    wait_for(lambda: any(offline_records(folder, "exit")))
+    return [record.exit_code for record in offline_records(folder, "exit")]

@@ -18,7 +18,14 @@ from typing import Any
 import pytest
 
 from tests.server import QuietServer
-from tests.unit.monitoring.offline_wandb import offline_alerts, offline_records, offline_rows, offline_summary, wait_for
+from tests.unit.monitoring.offline_wandb import (
+    ended,
+    offline_alerts,
+    offline_records,
+    offline_rows,
+    offline_summary,
+    wait_for,
+)
 from trainer.config import decode
 from trainer.errors import ConfigError, MissingExtra
 from trainer.monitoring import wandb as tracking
@@ -88,6 +95,7 @@ def test_offline_no_step_is_doubled_or_missing_after_kills_and_resumes(tmp_path:
     run_steps(tmp_path, "offline", 7, 12, kill_when=lambda: True)  # the newest checkpoint was of step 6
     run_id = json.loads((tmp_path / "wandb_run.json").read_text())["id"]
     run_steps(tmp_path, "offline", 9, 14)
+    assert ended(tmp_path) == [0]
     check_history(offline_rows(tmp_path), tmp_path, 14)
     assert [path.name.rsplit("-", 1)[1] for path in tmp_path.glob("wandb/offline-run-*")] == [run_id]
 
@@ -263,10 +271,9 @@ def fail(folder: Path, mode: str, last_step: str, before: str = "") -> None:
 def test_an_alert_says_no_secrets_and_an_error_is_written_though_the_process_ends_at_once(tmp_path: Path):
     """As it does under a launcher."""
     fail(tmp_path, "offline", "os._exit(1)")
-    wait_for(lambda: any(offline_records(tmp_path, "exit")))
+    assert ended(tmp_path) == [1]
     assert offline_alerts(tmp_path) == ALERTS
     assert [row["_step"] for row in offline_rows(tmp_path)] == [1]
-    assert [ended.exit_code for ended in offline_records(tmp_path, "exit")] == [1]
     assert offline_summary(tmp_path)["restarts"] == 3
 
 
@@ -352,7 +359,7 @@ def test_committed_checkpoints_become_artifacts_whose_files_are_theirs(tmp_path:
     committed.append(str(tmp_path / "checkpoints" / "step-00000004"))  # retention was quicker
     committed.append("s3://bucket/run/step-00000005")
     tracker.close()
-    wait_for(lambda: any(offline_records(tmp_path, "exit")))  # W&B's own process writes the file's end after `close`
+    assert ended(tmp_path) == [0]
     run_id = json.loads((tmp_path / "wandb_run.json").read_text())["id"]
     artifacts = list(offline_records(tmp_path, "artifact"))
     assert {artifact.name for artifact in artifacts} == {f"checkpoint-{run_id}"}
