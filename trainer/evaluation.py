@@ -33,7 +33,8 @@ def evaluate(experiment: Experiment, step: int | None, predictions: Path | None 
 
     Raises:
         CheckpointError: the run has no checkpoint.
-        ConfigError: the file cannot be written, or the objective predicts nothing of whole rows.
+        ConfigError: the file's name will not do, or the objective predicts nothing of whole rows.
+        StorageError: the file cannot be written; the scores are kept.
         SamestepError: a device's memory ran out.
     """
     with meeting(experiment) as strategy:
@@ -68,9 +69,9 @@ def _evaluate(experiment: Experiment, step: int | None, file: Path | None, strat
     )
     scores, predictions = score(model, objective, strategy, heldout, experiment.training.evaluate_batches)
     if strategy.world.rank == 0:
+        records.keep_scores(experiment, weights.step, dataset.name, {f"heldout/{k}": v for k, v in scores.items()})
         if file is not None and predictions is not None:
             json_lines.write(file, _rows(objective, predictions))
-        records.keep_scores(experiment, weights.step, dataset.name, {f"heldout/{k}": v for k, v in scores.items()})
     return {"step": weights.step, **scores}
 
 

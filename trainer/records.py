@@ -52,6 +52,8 @@ def open_records(experiment: Experiment, driver: Trainer, fault: str | None) -> 
     start = _note_start(folder, experiment, driver)
     tracking, description = experiment.tracking, to_tree(experiment)
     trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl", resume_step=step)]
+    if (scores := folder / "scores.jsonl").exists():  # those of checkpoints that will be made again
+        JsonlTracker(scores, resume_step=step).close()
     if tracking.tensorboard is not None:
         trackers.append(tracking.tensorboard.build(folder, description))
     if tracking.wandb is not None:

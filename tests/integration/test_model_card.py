@@ -96,6 +96,12 @@ def test_a_card_of_a_fine_tuned_run_has_the_scores_of_its_task(
     _, text = card(tmp_path / "earlier")
     assert list(scores(text)) == ["On the held-out split, after step 4", "On unlike, after step 4"]
 
+    shutil.rmtree(run / "checkpoints" / "step-00000008")
+    assert samestep("train", run / "config.yaml").code == 0
+    assert samestep("export", run, tmp_path / "again").code == 0
+    _, text = card(tmp_path / "again")
+    assert list(scores(text)) == ["On the held-out split, after step 8"], "the other is of a checkpoint that is gone"
+
 
 def test_what_is_not_known_is_not_said(finished_run: Path, tmp_path: Path, samestep: Samestep) -> None:
     """Scores that are newer than the checkpoint; those of a run that is not there; a dataset that has moved."""

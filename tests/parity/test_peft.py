@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors import safe_open
 from torch import Tensor
 
@@ -25,6 +25,7 @@ CLASSES: dict[str, Any] = {"head": "classification", "labels": ("x", "y", "z")}
 TAGS: dict[str, Any] = {"head": "tagging", "labels": ("O", "B-X", "I-X")}
 PLACES: dict[str, Any] = {"max_positions": 40, "dropout": 0.1, "attention_dropout": 0.1}
 CONFIGS: dict[str, Any] = {
+    "bert-words": bert.Config(**SHAPE, **PLACES),
     "bert": bert.Config(**SHAPE, **PLACES, **CLASSES),
     "bert-tagging": bert.Config(**SHAPE, **PLACES, **TAGS),
     "bert-span": bert.Config(**SHAPE, **PLACES, head="span"),
@@ -53,7 +54,7 @@ NAMES = {"classification": "SequenceClassification", "tagging": "TokenClassifica
 
 def auto(config: Any, folder: Path) -> Any:
     """What transformers makes of a folder for the head of a configuration."""
-    of_words = "Seq2SeqLM" if config.model_type == "t5" else "CausalLM"
+    of_words = "Seq2SeqLM" if config.model_type == "t5" else "CausalLM" if config.causal else "MaskedLM"
     labels = {"num_labels": len(config.labels)} if config.labels else {}
     padding = {"pad_token_id": 0} if config.causal else {}
     kind = getattr(transformers, f"AutoModelFor{NAMES.get(config.head, of_words)}")
@@ -192,9 +193,9 @@ def test_a_folder_of_peft_starts_a_run(family: str, tmp_path: Path) -> None:
 
 
 NOT_IN_PEFT = {
-    "prefix": {"bert-choice", "openai-gpt", "openai-gpt-classes", "t5", "t5-gated", "t5-classes", "t5-tagging",
-               "t5-span"},
-    "prompt": {"bert-choice", "gpt2-classes", "openai-gpt-classes", "t5-classes", "t5-span"},
+    "prefix": {"bert-words", "bert-choice", "openai-gpt", "openai-gpt-classes", "t5", "t5-gated", "t5-classes",
+               "t5-tagging", "t5-span"},
+    "prompt": {"bert-words", "bert-choice", "gpt2-classes", "openai-gpt-classes", "t5-classes", "t5-span"},
 }  # fmt: skip
 
 
@@ -205,7 +206,9 @@ def test_a_prefix_and_a_prompt_are_those_of_peft(family: str, added: Any, tmp_pa
     model, tensors = make(family, added)
     kind = type(added).__module__.rpartition(".")[2]
     if family in NOT_IN_PEFT[kind]:
-        with pytest.raises(ConfigError, match=f"no {kind} that gives what it does here for {model.config.model_type}"):
+        with pytest.raises(
+            ConfigError, match=f"with {kind}, peft does not compute what samestep does for {model.config.model_type}"
+        ):
             export_adapter(model.config, tensors, "base")
         return
     base = save_base(model.config, tensors, tmp_path / "base")
@@ -232,11 +235,11 @@ def test_a_prefix_and_a_prompt_are_those_of_peft(family: str, added: Any, tmp_pa
         ({"peft_type": "IA3"}, "peft_type 'IA3', and LORA, PROMPT_TUNING, PREFIX_TUNING can be read"),
         (
             {"num_virtual_tokens": 2},
-            "of 3 x 32, which give something else here for bert with a classification head as PROMPT",
+            "of 3 x 32, and 2 x 32 are expected; export it anew",
         ),
         (
             {"peft_type": "PREFIX_TUNING"},
-            "of 3 x 32, which give something else here for bert with a classification head as PREFIX",
+            "of 3 x 32, and 3 x 128 are expected; export it anew",
         ),
     ],
 )
@@ -248,6 +251,24 @@ def test_what_cannot_be_read_is_refused(settings: dict[str, Any], message: str, 
         load_weights(tmp_path / "adapter")
 
 
+def test_a_prompt_of_both_stacks_is_refused(tmp_path: Path) -> None:
+    """As `peft` makes it for T5, unless it is told otherwise."""
+    model, tensors = make("t5", prompt.Config(3))
+    base = save_base(model.config, tensors, tmp_path / "base")
+    settings = PromptTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3)
+    theirs = get_peft_model(auto(model.config, base), settings)
+    theirs.peft_config["default"].base_model_name_or_path = str(base)
+    theirs.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"of 6 x 32, and 3 x 32 .* train with num_transformer_submodules=1"):
+        load_weights(tmp_path / "adapter")
+
+
+def test_a_head_that_transformers_has_not_is_refused() -> None:
+    config = gpt2.Config(**SHAPE, **PLACES, head="multiple_choice", peft=lora.Config())
+    with pytest.raises(ConfigError, match="transformers' gpt2 has none"):
+        export_adapter(config, {}, "base")
+
+
 def test_the_head_is_saved_beside(tmp_path: Path) -> None:
     model, tensors = make("bert", lora.Config())
     content, _ = export_adapter(model.config, tensors, "base")
@@ -257,5 +278,5 @@ def test_the_head_is_saved_beside(tmp_path: Path) -> None:
         names = file.keys()
     assert "base_model.model.classifier.weight" in names
     model, tensors = make("bert", adapters.Config())
-    with pytest.raises(ConfigError, match="no adapters"):
+    with pytest.raises(ConfigError, match="with adapters, peft does not compute"):
         export_adapter(model.config, tensors, "base")

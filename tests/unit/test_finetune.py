@@ -70,6 +70,9 @@ def test_of_questions_those_without_an_answer_where_there_may_be_none(tmp_path: 
     for impossible, expected in ((True, 1 / 4), (False, 0.0)):
         objective = answering.Config(impossible=impossible).build(dataset.tokenizer.vocabulary)
         assert chance(objective, dataset, "f1") == chance(objective, dataset, "exact_match") == expected
+        if impossible:
+            of_kinds = ("has_answer_f1", "has_answer_exact_match", "no_answer_accuracy", "best_f1")
+            assert [chance(objective, dataset, score) for score in of_kinds] == [0.0, 0.0, 1.0, expected]
 
 
 @pytest.mark.parametrize(

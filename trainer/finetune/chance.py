@@ -38,7 +38,8 @@ def chance(objective: Any, dataset: Dataset, score: str) -> float:
     elif task.get("target") == "choice":
         answers = len(rows[0].texts) - 1
     elif task.get("target") == "span" and objective.config.impossible:
-        return sum(not row.answers for row in rows) / len(rows)
+        of_kind = {"has_answer_exact_match": 0.0, "has_answer_f1": 0.0, "no_answer_accuracy": 1.0}
+        return of_kind.get(score, sum(not row.answers for row in rows) / len(rows))
     else:
         return 0.0
     none = np.zeros(len(rows), dtype=np.int64)

@@ -38,7 +38,7 @@ class Predictions:
         begin, column, length: int64 [N], of each example's last piece: its first token, counted through the row's
             texts, the cell where that stands, and how many tokens it has.
         rows: of the split, R of them; of an evaluation of some batches only, those that it has met.
-        number: int64 [R], of each row in its split, from 0.
+        number: int64 [R], of each row in its split, from 0; of a mixture's, through all datasets in their order.
         labels: the names of classes or tags.
     """
 

@@ -116,8 +116,8 @@ class MultipleChoice:
     def scores(self, predictions: Predictions) -> dict[str, float]:
         """The metrics."""
         scored = labelled(predictions)
-        return metrics.scores(self.config.metrics, scored.outputs.argmax(-1), scored.labels.astype(int), scored.groups)
+        return metrics.scores(self.config.metrics, scored.outputs.argmax(-1), scored.labels.astype(int))
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
-        """Label and prediction, from 0, the probability of each choice, and the group where rows have one."""
+        """Label and prediction, from 0, and the probability of each choice."""
         return class_predictions(predictions, range(self.config.choices))

@@ -90,7 +90,7 @@ def test_the_loss_is_that_of_the_papers(cells: str) -> None:
             terms["hard"].append(-math.log(float(softmax(own[row, cell], 1.0)[batch["labels"][row, number]])))
     means = {name: sum(values) / len(values) for name, values in terms.items()}
     expected = 5 * means["soft"] + 2 * means["hard"] + 0.01 * means["mse"] + means["cosine"]
-    assert float(loss.total) == pytest.approx(expected, rel=1e-5)
+    assert loss.total.item() == pytest.approx(expected, rel=1e-5)
     found = {name: float(total / weight) for name, (total, weight) in loss.metrics.items()}
     assert found["loss"] == pytest.approx(expected, rel=1e-5)
     names = {"soft": "soft_loss", "hard": "hard_loss", "mse": "mse", "cosine": "cosine_loss"}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models.config import Head
-from trainer.models.peft import lora, prefix, prompt
+from trainer.models.peft import adapters, lora, prefix, prompt
 
 _LORA = "base_model.model."
 _PROMPT = "base_model."
@@ -50,8 +50,9 @@ def export_adapter(config: Any, tensors: Mapping[str, Tensor], base: str) -> tup
         The content of adapter_config.json, and the tensors.
 
     Raises:
-        ConfigError: the library has nothing of the kind.
+        ConfigError: the library, or transformers, has nothing of the kind.
     """
+    dataclasses.replace(config, peft=None).to_huggingface()  # refuses a head that transformers has not
     added, names = config.peft, config.tensor_names()
     with torch.device("meta"):
         model = config.build()
@@ -74,9 +75,9 @@ def export_adapter(config: Any, tensors: Mapping[str, Tensor], base: str) -> tup
     if not can_export(config):
         kind = type(added).__module__.rpartition(".")[2]
         raise ConfigError(
-            f"the peft library has no {kind} that gives what it does here for {config.model_type} with a {config.head} "
-            "head, so there is no folder of its to write; use the checkpoint with samestep (evaluate, features, "
-            "generate, init_from), or fine-tune with kind: lora"
+            f"with {kind}, peft does not compute what samestep does for {config.model_type} with a {config.head} head, "
+            "so it is not exported; use the checkpoint with samestep (evaluate, features, generate, init_from), or "
+            "fine-tune with kind: lora"
         )
     virtual = {
         "num_virtual_tokens": added.length,
@@ -99,15 +100,17 @@ def can_export(config: Any) -> bool:
     """Whether the library computes what a model does with what was added to it.
 
     A prompt's embeddings go where tokens would: T5's heads need these, and a GPT's then reads the last cell, be it
-    padding. A prefix goes where keys and values are cached, which GPT-1 has no place for and T5 another. For multiple
-    choice both are passed over.
+    padding. A prefix goes where keys and values are cached, which GPT-1 has no place for and T5 another. Both are
+    passed over where the library has no name for the task, as for multiple choice and masked words.
     """
-    is_decoder = config.causal or getattr(config, "encoder_decoder", False)
-    if isinstance(config.peft, prompt.Config):
-        return config.head in ("language_model", "tagging") or (not is_decoder and config.head != "multiple_choice")
+    if isinstance(config.peft, lora.Config):
+        return True
+    if isinstance(config.peft, adapters.Config) or _task_type(config) is None:
+        return False
     if isinstance(config.peft, prefix.Config):
-        return not config.rms_norm and config.model_type != "openai-gpt" and config.head != "multiple_choice"
-    return isinstance(config.peft, lora.Config)
+        return not config.rms_norm and config.model_type != "openai-gpt"
+    is_encoder = not (config.causal or getattr(config, "encoder_decoder", False))
+    return is_encoder or config.head in ("language_model", "tagging")
 
 
 def import_adapter(
@@ -196,10 +199,21 @@ def _import_virtual(content: Mapping[str, Any], found: Mapping[str, Tensor], bas
     names = [prompt.NAME] if kind is prompt else prefix.names(model)
     rows, columns = found[_EMBEDDINGS].shape
     shape = model.get_parameter(names[0]).shape
-    if (rows, columns) != (shape[0], shape[1] * len(names)) or not can_export(config):
+    if not can_export(config):
         raise CheckpointError(
-            f"adapter_model.safetensors holds {_EMBEDDINGS} of {rows} x {columns}, which give something else here for "
-            f"{config.model_type} with a {config.head} head as {content['peft_type']}; train LoRA"
+            f"with {content['peft_type']}, peft does not compute what samestep does for {config.model_type} with a "
+            f"{config.head} head; train LoRA"
+        )
+    if (rows, columns) != (expected := (shape[0], shape[1] * len(names))):
+        of_decoder = rows == 2 * shape[0] and config.model_type == "t5"
+        fix = (
+            "train with num_transformer_submodules=1: the decoder has no prompt here"
+            if of_decoder
+            else "export it anew"
+        )
+        raise CheckpointError(
+            f"adapter_model.safetensors holds {_EMBEDDINGS} of {rows} x {columns}, and {expected[0]} x {expected[1]} "
+            f"are expected; {fix}"
         )
     return config, dict(zip(names, found[_EMBEDDINGS].chunk(len(names), 1), strict=True)), {_EMBEDDINGS}
 
