@@ -290,16 +290,22 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 def _step(said: str | None, experiment: Experiment) -> int | None:
     """The step that is to be scored; None for the newest."""
-    if said is None or said.isdecimal():
-        return None if said is None else int(said)
-    if said != "best":
+    if said is None:
+        return None
+    if said != "best" and not said.isdecimal():
         raise ConfigError(f"--step is the number of a step, or best, not {said}")
-    from trainer.checkpoint import retention
+    from trainer.checkpoint import integrity, retention
     from trainer.run import checkpoint_folder
 
-    if (step := retention.best_step(checkpoint_folder(experiment))) is None:
-        raise ConfigError(f"{experiment.output} was trained without training.best; name a step by its number")
-    return step
+    root = checkpoint_folder(experiment)
+    if said == "best":
+        if (best := retention.best_step(root)) is None:
+            raise ConfigError(f"{experiment.output} was trained without training.best; name a step by its number")
+        return best
+    if int(said) not in (steps := integrity.committed_steps(root)):
+        known = f"there are those of {', '.join(map(str, steps))}" if steps else "there are none"
+        raise ConfigError(f"{root} has no checkpoint of step {said}; {known}")
+    return int(said)
 
 
 def _print_scores(scores: Mapping[str, float]) -> int:

@@ -20,7 +20,6 @@ from trainer.accelerators.xla import XlaAccelerator
 from trainer.errors import ConfigError
 from trainer.partition import Segment, SegmentParameter, StackedParameter, layer_shape
 from trainer.strategies import BuildOptimizer, InitialValues, Replica, Strategy, check_replicas, divisors, flash
-from trainer.strategies.scanned_layers import ScannedLayers, equal_layers
 from trainer.strategies.split import register, split
 from trainer.strategies.world import World
 
@@ -138,6 +137,9 @@ class XlaSpmd(Strategy):
     def prepare(
         self, model: nn.Module, build_optimizer: BuildOptimizer, initial_values: InitialValues
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        # Brings TorchDynamo with it, two thirds of a second of every start.
+        from trainer.strategies.scanned_layers import ScannedLayers, equal_layers
+
         stacks: dict[nn.Module, dict[str, StackedParameter]] = {}
         for layer, names in equal_layers(model) if self._scan_layers else ():
             equal = {own: layer.get_parameter(own) for own in names}
