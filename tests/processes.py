@@ -20,7 +20,8 @@ _CONTEXT.set_forkserver_preload(["trainer.run", "trainer.export", "torch._dynamo
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 200) -> list[Any]:
     """Calls `function(*arguments)` in every process, RANK and WORLD_SIZE set; returns the results by rank.
 
-    `function` must be importable by name. Raises the first failure, with the child's own traceback.
+    `function` must be importable by name. Raises the first failure, with the child's own traceback. The processes end
+    with their groups: one that destroys its group before a DDP module is gone may hang (see `World.close`).
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     environment = {

@@ -274,7 +274,6 @@ def _evaluate(args: argparse.Namespace) -> int:
                 "--predictions writes what a head predicts, and with --generate texts are written; leave one out, or "
                 "let samestep generate write texts to a file"
             )
-
         return _print_scores(scores.evaluate(experiment, step, args.generate, args.metrics, args.pairs, args.limit))
     processes = _processes_to_start(args, experiment)
     if processes > 1:
@@ -290,22 +289,16 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 def _step(said: str | None, experiment: Experiment) -> int | None:
     """The step that is to be scored; None for the newest."""
-    if said is None:
-        return None
-    if said != "best" and not said.isdecimal():
+    if said is None or said.isdecimal():
+        return None if said is None else int(said)
+    if said != "best":
         raise ConfigError(f"--step is the number of a step, or best, not {said}")
-    from trainer.checkpoint import integrity, retention
+    from trainer.checkpoint import retention
     from trainer.run import checkpoint_folder
 
-    root = checkpoint_folder(experiment)
-    if said == "best":
-        if (best := retention.best_step(root)) is None:
-            raise ConfigError(f"{experiment.output} was trained without training.best; name a step by its number")
-        return best
-    if int(said) not in (steps := integrity.committed_steps(root)):
-        known = f"there are those of {', '.join(map(str, steps))}" if steps else "there are none"
-        raise ConfigError(f"{root} has no checkpoint of step {said}; {known}")
-    return int(said)
+    if (step := retention.best_step(checkpoint_folder(experiment))) is None:
+        raise ConfigError(f"{experiment.output} was trained without training.best; name a step by its number")
+    return step
 
 
 def _print_scores(scores: Mapping[str, float]) -> int:

@@ -300,6 +300,10 @@ def checkpoints_of(folder: Location) -> Location:
             return folder / "checkpoints"
     if any(name.startswith("step-") for name in files.names(folder)):
         return folder
+    step = folder.name.removeprefix("step-")
+    if step.isdecimal() and (steps := integrity.committed_steps(folder.parent)):
+        known = ", ".join(map(str, steps))
+        raise CheckpointError(f"{folder.parent} has no checkpoint of step {int(step)}; there are those of {known}")
     raise CheckpointError(
         f"{folder} is no run (no checkpoints in it), no checkpoint (no meta.json) and no Hugging Face folder (no "
         "config.json); name the output folder of a run, or one of the others"

@@ -121,7 +121,9 @@ def test_without_a_best_nothing_is_named_so(finished_run: Path, tmp_path: Path, 
     assert "without training.best" in samestep("export", f"{finished_run}/best", tmp_path / "exported").message
     assert "without training.best" in samestep("evaluate", finished_run, "--step", "best").message
     assert "--step is the number" in samestep("evaluate", finished_run, "--step", "last").message
-    assert "no checkpoint of step 7; there are those of" in samestep("evaluate", finished_run, "--step", "7").message
+    absent = finished_run / "checkpoints" / "step-00000007"
+    for command in (("evaluate", finished_run, "--step", "7"), ("export", absent, tmp_path / "exported")):
+        assert "no checkpoint of step 7; there are those of" in samestep(*command).message
 
 
 @pytest.mark.parametrize(

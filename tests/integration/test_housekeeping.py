@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from tests.integration.commands import Samestep
 from trainer import storage
-from trainer.checkpoint import Checkpointer, Config, files
+from trainer.checkpoint import Checkpointer, Config, files, integrity
 from trainer.checkpoint.lock import only_writer
 
 
@@ -30,19 +31,33 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(root) if request.param == "store" else str(folder.parent)
 
 
+def root_of(run: str) -> files.Location:
+    return files.location(run if storage.is_url(run) else f"{run}/checkpoints")
+
+
+def saved(run: str) -> list[datetime]:
+    """When the checkpoints of steps 1 to 4 were."""
+    metas = (integrity.read_meta(integrity.step_folder(root_of(run), step)) for step in range(1, 5))
+    return [datetime.fromisoformat(meta["saved"]) for meta in metas]
+
+
 def damage(run: str, step: int) -> None:
     """Changes bytes of a step, but not how many there are."""
-    root = files.location(run if storage.is_url(run) else f"{run}/checkpoints")
+    root = root_of(run)
     file = root / f"step-{step:08d}" / "rank-00000.safetensors"
     files.write(file, bytes(files.size(file)))
 
 
 def test_ls_and_verify(run: str, samestep: Samestep) -> None:
     damage(run, 3)
+    before = datetime.now(UTC)
     table = samestep("checkpoint", "ls", run).out
+    after = datetime.now(UTC)
     assert table.count("committed") == 4 + 1
     assert table.count("not committed") == 1
-    assert len(re.findall(r"\b0:\d\d:\d\d\b", table)) == 4
+    ages = [60 * int(minutes) + int(seconds) for minutes, seconds in re.findall(r"\b0:(\d\d):(\d\d)\b", table)]
+    for age, at in zip(ages, saved(run), strict=True):
+        assert (before - at).total_seconds() - 0.5 <= age <= (after - at).total_seconds() + 0.5
     verified = samestep("checkpoint", "verify", run)
     assert verified.code == 1
     assert verified.out.count("whole") == 3

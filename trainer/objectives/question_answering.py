@@ -228,14 +228,17 @@ class QuestionAnswering:
         no_answer_accuracy), and what exact_match and f1 would be with the best threshold for each.
         """
         answers = self.answers(predictions)
-        scores, threshold = self._judge(answers, predictions.rows)
+        scores = _scores(answers, predictions.rows)
         if not self.config.impossible:
             return scores.means()
         doubt = _doubts(answers)
+        best_f1, threshold = squad.best_threshold(scores.f1, scores, doubt)
+        if self.config.threshold is not None:
+            threshold = self.config.threshold
         return {
             **scores.without(doubt > threshold).means_by_kind(),
             "best_exact_match": squad.best_threshold(scores.exact, scores, doubt)[0],
-            "best_f1": squad.best_threshold(scores.f1, scores, doubt)[0],
+            "best_f1": best_f1,
             "threshold": threshold,
         }
 
@@ -247,7 +250,7 @@ class QuestionAnswering:
         threshold.
         """
         every = self.answers(predictions)
-        _, threshold = self._judge(every, predictions.rows)
+        threshold = self._threshold(every, predictions.rows)
         for row, answers in zip(predictions.rows, every, strict=True):
             n_best, null_odds = list(answers.best), {}
             if self.config.impossible:
@@ -266,14 +269,19 @@ class QuestionAnswering:
                 ],
             }
 
-    def _judge(self, answers: Sequence[Answers], rows: Sequence[TaskRow]) -> tuple[squad.Scores, float]:
-        """The scores of the best answers, and the threshold: how great the doubt may be for an answer to be given."""
-        scores = squad.raw_scores([each.text for each in answers], [row.answers for row in rows])
+    def _threshold(self, answers: Sequence[Answers], rows: Sequence[TaskRow]) -> float:
+        """How great the doubt may be for an answer to be given."""
         if not self.config.impossible:
-            return scores, math.inf
+            return math.inf
         if self.config.threshold is not None:
-            return scores, self.config.threshold
-        return scores, squad.best_threshold(scores.f1, scores, _doubts(answers))[1]
+            return self.config.threshold
+        scores = _scores(answers, rows)
+        return squad.best_threshold(scores.f1, scores, _doubts(answers))[1]
+
+
+def _scores(answers: Sequence[Answers], rows: Sequence[TaskRow]) -> squad.Scores:
+    """Those of the best answer to each question."""
+    return squad.raw_scores([each.text for each in answers], [row.answers for row in rows])
 
 
 def _doubts(answers: Sequence[Answers]) -> npt.NDArray[np.float64]:
