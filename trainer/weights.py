@@ -85,7 +85,7 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
 
     A run is named by its output folder, or by the folder or address that its checkpoints are in. RUN/best is its best
     checkpoint, where `training.best` says what that is. A folder of Hugging Face's `peft` library is opened with the
-    model that it names, if it holds LoRA.
+    model that it names, if it holds LoRA, a prompt or a prefix.
 
     With several ranks this is collective: they share the work of verifying a checkpoint, and all raise if one does.
 
