@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
@@ -49,6 +50,16 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, ti
         for process in processes:
             process.kill()
             process.join()
+        del store  # a failure's traceback would keep it, and its thread
+
+
+def fork() -> int:
+    """`os.fork` for tests: the child does not collect the garbage of former ones, some of which had threads there."""
+    gc.freeze()
+    child = os.fork()
+    if child:
+        gc.unfreeze()
+    return child
 
 
 def _collect(pipes: list[Connection], deadline: float) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -38,7 +39,9 @@ class Workers:
         self._pipe, theirs = _CONTEXT.Pipe()
         passed_on = {*_PASSED_ON, *signals}
         self._server = _CONTEXT.Process(target=_serve, args=(theirs, self._pipe, main, list(arguments), passed_on))
+        gc.freeze()  # what waits for its thread when it is collected (a TCPStore does) would hang or crash over there
         self._server.start()
+        gc.unfreeze()
         theirs.close()
 
     def __enter__(self) -> Workers:

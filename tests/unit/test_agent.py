@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -36,6 +37,7 @@ WAIT = 1000  # until it is stopped by a signal, and then exit with 75
 HANG = 1001
 DEAF = 1002  # hang, whatever signal comes
 LATE = 1004  # until it is stopped by a signal, and then exit as one whose checkpoint takes too long
+COLLECT = 1005  # garbage, and be done
 STUCK = 1003  # go on from the step of this round's number, but no later one than 2, and crash
 
 
@@ -48,6 +50,9 @@ def act(arguments: list[str]) -> int:
     with began.open("a") as file:
         file.write("x")
     code = int(turns[rank].split(",")[round_number])
+    if code == COLLECT:
+        gc.collect()
+        return EXIT_DONE
     if code == WAIT:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_PREEMPTED))
     if code == LATE:
@@ -192,6 +197,31 @@ def signalled(folder: Path) -> None:
             workers.start([{"RANK": "0", "OMP_NUM_THREADS": "1"}])
             assert workers.ended(20) == (0, 0)
             os.kill(workers._server.pid or 0, signal.SIGXCPU)
+
+
+def test_workers_do_not_collect_the_garbage_of_this_process(tmp_path: Path) -> None:
+    """What waits for its thread when it is collected, such as a TCPStore, would hang or crash where it has none."""
+    process = CONTEXT.Process(target=littered, args=(tmp_path,))
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
+
+
+class Garbage:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.itself = folder, self
+
+    def __del__(self) -> None:
+        (self.folder / f"collected by {os.getpid()}").touch()
+
+
+def littered(folder: Path) -> None:
+    Garbage(folder)
+    with Workers(act, [str(folder), str(COLLECT)]) as workers:
+        workers.start([{"RANK": "0", "OMP_NUM_THREADS": "1"}])
+        assert workers.ended(20) == (0, EXIT_DONE)
+    gc.collect()
+    assert [path.name for path in folder.glob("collected*")] == [f"collected by {os.getpid()}"]
 
 
 def test_a_machine_that_is_taken_away_leaves_the_run_to_the_others(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import fork
 from trainer import run
 from trainer.checkpoint import files, lock
 from trainer.checkpoint.files import Location
@@ -107,7 +108,7 @@ def test_process_numbers_of_another_container_say_nothing(folder: Location) -> N
 
 def test_who_was_taken_over_ends(tmp_path: Path) -> None:
     """As a process that was stopped for long, and goes on: it must not write any more."""
-    first = os.fork()
+    first = fork()
     if first == 0:
         logging.basicConfig(filename=tmp_path / "log", force=True)
         with only_writer(tmp_path):

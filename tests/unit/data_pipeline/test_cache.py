@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.cache import ShardCache
+from tests.processes import fork
 from tests.waiting import until
 from tests.web import WebServer
 from trainer.errors import ConfigError, DataError
@@ -152,7 +153,7 @@ def test_a_process_that_is_forked_during_a_download_does_not_keep_its_lock(shard
     with ThreadPoolExecutor(1) as pool:
         fetched = pool.submit(shards.fetch, cache, 0)
         wait_for(lambda: shards.web.contents["0"])
-        child = os.fork()
+        child = fork()
         if child == 0:
             signal.pause()
         try:

@@ -17,6 +17,7 @@ import fsspec
 import pytest
 
 from tests.faulty_proxy import Fault, FaultyProxy
+from tests.processes import fork
 from trainer import storage
 from trainer.errors import ConfigError, MissingExtra, ObjectNotFoundError, StorageError
 
@@ -231,7 +232,7 @@ def test_threads_and_forks(s3_folder: str) -> None:
     storage.write(f"{s3_folder}/x", CONTENT)
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(storage.read, [f"{s3_folder}/x"] * 16)) == {CONTENT}
-    child = os.fork()
+    child = fork()
     if child == 0:
         os._exit(0 if storage.read(f"{s3_folder}/x") == CONTENT else 1)
     deadline = time.monotonic() + 20
