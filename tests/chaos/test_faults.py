@@ -24,7 +24,7 @@ from tests.faulty_proxy import Fault, FaultyProxy
 from tests.integration.commands import Process, Samestep, Start
 from trainer.monitoring.jsonl import read_rows
 
-STEP_SECONDS = float(os.environ.get("CHAOS_STEP_SECONDS", "0.08"))
+STEP_SECONDS = float(os.environ.get("CHAOS_STEP_SECONDS", "0.2"))
 ELASTIC = ("--elastic", "1:1")
 AGAIN = "starting again from the newest checkpoint"
 LONG = pytest.mark.chaos

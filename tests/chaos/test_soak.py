@@ -79,10 +79,10 @@ def mixture(parts: dict[str, Path], steps: int) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "steps", "each"),
+    ("seed", "steps", "pace", "each"),
     [
-        (1, 24, {"worker": 2, "kill": 1, "stop": 1}),
-        pytest.param(2, 300, {"worker": 20, "kill": 15, "stop": 15}, marks=LONG),
+        (1, 24, 0.1, {"worker": 2, "kill": 1, "stop": 1}),
+        pytest.param(2, 300, 0.0, {"worker": 20, "kill": 15, "stop": 15}, marks=LONG),
     ],
 )
 def test_random_events(
@@ -93,11 +93,13 @@ def test_random_events(
     tmp_path: Path,
     seed: int,
     steps: int,
+    pace: float,
     each: dict[str, int],
 ) -> None:
     """Workers and runs that are killed or stopped at any moment, and go on with other numbers of everything."""
     settings = mixture(parts, steps)
-    run = Run(tmp_path / "run", experiment_file, (*settings, "--elastic=1"), start)
+    paced = f"objective={{kind: tests.chaos.paced, seconds: {pace}}}"
+    run = Run(tmp_path / "run", experiment_file, (*settings, paced, "--elastic=1"), start)
     process, last = run.train(*way(random.Random(seed))), time.time()
     for event in draw(seed, [what for what, times in each.items() for _ in range(times)]):
         wait_for_steps(run, process, event.steps, last)

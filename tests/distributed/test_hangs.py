@@ -14,7 +14,7 @@ from tests.processes import run_ranks
 from trainer.config import load
 from trainer.experiment import Experiment
 
-TIMEOUT = 2.0
+TIMEOUT = 4.0
 
 
 def train(file: str, folder: str, overrides: list[str]) -> None:

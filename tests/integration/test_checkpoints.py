@@ -118,9 +118,10 @@ def test_patience_with_a_silent_rank_ends_before_that_of_collectives(experiment_
 def save_without_rank_1(file: str, overrides: list[str]) -> str:
     """What one rank hears when rank 1 never writes its part of a checkpoint."""
     experiment = load(Experiment, file, overrides)
-    world = World.start(experiment.training.collective_timeout)
+    world = World.start(60)
     world.connect("gloo")
     checkpointer = open_checkpointer(experiment, world)
+    assert checkpointer._peer_timeout < experiment.training.collective_timeout
     if world.rank == 1:
         checkpointer._write = lambda *_: None
     checkpointer.save(1, {"model/weight": torch.ones(3)}, {})

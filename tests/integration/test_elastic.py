@@ -6,6 +6,7 @@ An objective of the test's own waits at a step for as long as there is a file `h
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -16,8 +17,10 @@ import numpy as np
 import pytest
 
 from tests.integration.commands import Process, Samestep, Start, losses
+from tests.waiting import until
 
 OBJECTIVE = """
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +39,8 @@ class Objective(mlm.MaskedLM):
         step = 1 + (metrics.read_text().count("train/loss") if metrics.exists() else 0)
         while (FOLDER / f"hold-{step}").exists():
             time.sleep(0.02)
+        if os.environ["WORLD_SIZE"] == "1" and (FOLDER / "a second machine comes").exists():
+            time.sleep(3)  # each step, until the run is cut for it
         return super().weights(batch)
 """
 
@@ -77,6 +82,12 @@ def wait_for(text: str, process: Process) -> None:
         time.sleep(0.02)
 
 
+def pending(pid: int) -> set[int]:
+    """The signals that a stopped process will get."""
+    (mask,) = re.findall(r"^ShdPnd:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return {number for number in signal.Signals if int(mask, 16) >> (number - 1) & 1}
+
+
 def test_agents_go_and_come(
     train: Callable[..., Process], hold: Callable[[int], Path], finished_run: Path, tmp_path: Path
 ) -> None:
@@ -86,10 +97,12 @@ def test_agents_go_and_come(
         port = free.getsockname()[1]
     elastic = ("--elastic", "1:2", "--rendezvous", f"127.0.0.1:{port}", "--processes", 1)
     at_5, at_9 = hold(5), hold(9)
+    (coming := tmp_path / "a second machine comes").touch()
     first = train(*elastic)
     second = train(*elastic)
+    until(lambda: "2 x CPU" in first.stderr.read_text() + second.stderr.read_text())
+    coming.unlink()
     first.wait_for_step(tmp_path / "run", 4)
-    assert f"{first.stderr.read_text()}{second.stderr.read_text()}".count("2 x CPU") == 1
     workers = first.workers
     os.kill(first.popen.pid, signal.SIGKILL)
     at_5.unlink()
@@ -117,8 +130,12 @@ def test_preemption(
     held = hold(7)
     run = train("--elastic", "1:1", "--processes", 2)
     run.wait_for_step(tmp_path / "run", 6)
-    for pid in (run.popen.pid, run.workers[1]):  # as a batch system may do it: one stop, asked for twice
-        os.kill(pid, signal.SIGTERM)
+    twice = run.workers[1]  # as a batch system may do it: one stop, asked for twice
+    os.kill(twice, signal.SIGSTOP)
+    os.kill(twice, signal.SIGUSR1)
+    os.kill(run.popen.pid, signal.SIGTERM)
+    until(lambda: signal.SIGTERM in pending(twice))
+    os.kill(twice, signal.SIGCONT)
     wait_for("stopping     on SIGTERM", run)
     held.unlink()
     assert run.wait().code == 75

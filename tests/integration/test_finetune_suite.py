@@ -34,7 +34,7 @@ def test_killed_in_the_middle_and_run_again(
     files = [tasks.write_task(kind, tmp_path) for kind in ("classification", "tagging")]
     further = f"also: {{again: {{heldout: [{tmp_path}/classification-dev.jsonl]}}}}\n"
     files[0].write_text(files[0].read_text() + further)
-    files[1].write_text(files[1].read_text().replace("epochs: 2", "epochs: 20"))  # time to be killed in
+    files[1].write_text(files[1].read_text().replace("epochs: 2", "epochs: 30"))  # time to be killed in
     folder = tmp_path / "suite"
     command = ["finetune-suite", finished_run, "--seeds", "1", "--output", folder, "--tasks", *files]
     command.append("checkpoint.every=4")

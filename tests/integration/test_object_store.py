@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.manifest import Manifest
+from tests.faulty_proxy import FaultyProxy
 from tests.integration.commands import Samestep, Start, losses
 from trainer import storage
 
@@ -34,13 +35,18 @@ def test_a_run_lives_on_in_the_store(
     finished_run: Path,
     remote_dataset: str,
     s3_folder: str,
+    s3_proxy: FaultyProxy,
     tmp_path: Path,
 ) -> None:
     """Killed, continued by one process, scored, exported and fine-tuned from: all as if it were on the disk."""
     run, cache, checkpoints = tmp_path / "run", tmp_path / "cache", f"{s3_folder}/checkpoints"
     data = [f"data.path={remote_dataset}", f"data.cache={cache}", "data.cache_size=10MB"]
     settings = [*data, f"output={run}", f"checkpoint.folder={checkpoints}", "checkpoint.every=4"]
-    process = start("train", experiment_file, "--processes", "2", *settings)
+    s3_proxy.behave()
+    s3_proxy.always, s3_proxy.delay = "delay", 0.2  # a store that leaves time to kill the run in
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", s3_proxy.url)
+        process = start("train", experiment_file, "--processes", "2", *settings)
     while not storage.exists(f"{checkpoints}/step-00000004/COMMITTED"):
         assert process.popen.poll() is None, process.stderr.read_text()
         time.sleep(0.2)

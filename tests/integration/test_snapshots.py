@@ -32,14 +32,18 @@ class Objective(mlm.MaskedLM):
     def weights(self, batch):  # called in each step
         too_early = os.environ["WORLD_SIZE"] == "1" and (FOLDER / "a second machine comes").exists()
         time.sleep(3.0 if too_early else 0.05)
+        metrics = FOLDER / "run" / "metrics.jsonl"
+        while (FOLDER / "hold").exists() and metrics.exists() and metrics.read_text().count("train/loss") >= 10:
+            time.sleep(0.02)
         return super().weights(batch)
 """
 
 
 @pytest.fixture
 def arguments(tmp_path: Path, experiment_file: str) -> list[str]:
-    """A run with snapshots, and with checkpoints only in the end; slow enough to be killed in the middle."""
+    """A run with snapshots, and with checkpoints only in the end; while there is a file `hold`, it waits at step 11."""
     (tmp_path / "own").mkdir()
+    (tmp_path / "hold").touch()
     (tmp_path / "own" / "slow.py").write_text(SLOW_OBJECTIVE)
     settings = [f"output={tmp_path / 'run'}", "objective=own.slow", f"checkpoint.snapshot_every={EVERY}"]
     return ["train", experiment_file, *settings]
@@ -68,6 +72,7 @@ def test_a_killed_worker(start: Start, arguments: list[str], finished_run: Path,
     process = start(*arguments, "--processes", 2, "--elastic", 1)
     killed_at = step_after(process, tmp_path / "run", 6)
     os.kill(process.workers[1], signal.SIGKILL)
+    (tmp_path / "hold").unlink()
     assert process.wait().code == 0
     assert_went_on_from_memory(tmp_path / "run", killed_at, finished_run)
     assert not process.leftovers
@@ -88,6 +93,7 @@ def test_a_killed_machine(start: Start, arguments: list[str], finished_run: Path
     together = json.loads(starts.read_text().splitlines()[-1])["step"]
     killed_at = step_after(first, tmp_path / "run", max(6, together + 2 * EVERY))
     first.popen.kill()
+    (tmp_path / "hold").unlink()
     assert second.wait().code == 0
     assert_went_on_from_memory(tmp_path / "run", killed_at, finished_run)
 

@@ -53,7 +53,7 @@ def test_a_run_that_is_cut_and_requeued_is_one_run(
     run = tmp_path / "run"
     monkeypatch.setenv("SAMESTEP_JOB", "42")
     monkeypatch.setenv("SAMESTEP_NODES", "n1,n2")
-    process = start(*settings, "objective={kind: tests.chaos.paced, seconds: 0.1}")
+    process = start(*settings, "objective={kind: tests.chaos.paced, seconds: 0.3}")
     while 2 not in losses(run):
         assert process.popen.poll() is None, process.stderr.read_text()
         time.sleep(0.05)
@@ -171,7 +171,7 @@ def test_a_hang_is_told(
     monkeypatch.setenv("HANGS", str(hangs))
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "hanging.py").write_text(HANGING_OBJECTIVE)
-    more = ["objective=own.hanging", "training.micro_batch_size=10", "training.hang_timeout=2"]
+    more = ["objective=own.hanging", "training.micro_batch_size=10", "training.hang_timeout=4"]
     result = start(*settings, *more, "--processes", processes).wait()
     assert result.code == 1
     assert "the run hangs: " in result.err
