@@ -67,7 +67,8 @@ def test_each_layer_is_updated_as_it_would_alone(monkeypatch: pytest.MonkeyPatch
         assert isinstance(stack, StackedParameter)
         kept = name.removesuffix(stack.members[0])
         for own, each in zip(stack.members, stack, strict=True):
-            torch.testing.assert_close(each, expected[kept + own], rtol=1e-6, atol=1e-9, msg=kept + own)
+            alone = expected[kept + own]  # each CPU sums in an order of its own
+            torch.testing.assert_close(each, alone, rtol=0, atol=1e-6 * float(alone.abs().max()), msg=kept + own)
     assert {name.removesuffix(stack.members[0]) + own for name, stack in found.items() for own in stack.members} == set(
         expected
     )
