@@ -347,7 +347,9 @@ def comes_true(what: Callable[[], bool], seconds: float) -> bool:
 def note_end(folder: Path, code: int | None) -> None:
     """Writes down how a job has ended, where that is known."""
     if code is not None:
-        (folder / EXIT).write_text(f"{code}\n")
+        written = folder / f".{EXIT}.tmp"
+        written.write_text(f"{code}\n")
+        written.replace(folder / EXIT)  # others look at it at any moment
 
 
 def _storage(*words: str, text: str | None = None) -> str:

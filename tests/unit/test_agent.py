@@ -47,21 +47,21 @@ def act(arguments: list[str]) -> int:
     rank = int(os.environ["RANK"])
     began = Path(folder) / f"rank-{rank}"
     round_number = len(began.read_text()) if began.exists() else 0
-    with began.open("a") as file:
-        file.write("x")
     code = int(turns[rank].split(",")[round_number])
-    if code == COLLECT:
-        gc.collect()
-        return EXIT_DONE
     if code == WAIT:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_PREEMPTED))
     if code == LATE:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
+    if code == DEAF:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with began.open("a") as file:
+        file.write("x")
+    if code == COLLECT:
+        gc.collect()
+        return EXIT_DONE
     if code == STUCK:
         World.start(20).tell_progress(min(round_number, 2))
         return EXIT_CRASHED
-    if code == DEAF:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if code in (WAIT, LATE, HANG, DEAF):
         time.sleep(100)
     if code < 0:
@@ -91,7 +91,7 @@ def outcome(folder: Path, *turns: Sequence[int], elastic: bool = True, signals: 
     process = CONTEXT.Process(target=agent, args=(folder, turns, len(turns), Elastic() if elastic else None))
     process.start()
     for delay in signals:
-        while not (folder / f"rank-{len(turns) - 1}").exists():
+        while not all((folder / f"rank-{rank}").exists() for rank in range(len(turns))):
             time.sleep(0.02)
         time.sleep(delay)
         os.kill(process.pid or 0, signal.SIGTERM)

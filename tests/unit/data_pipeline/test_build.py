@@ -277,7 +277,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
 def test_a_build_stopped_at_any_moment_goes_on_where_it_was(tmp_path, corpus, sent):
     with (tmp_path / "a.jsonl").open("w") as file:
-        for i in range(DOCUMENTS):
+        for i in range(4 * DOCUMENTS):  # two seconds to be stopped in
             file.write((json.dumps({"text": " ".join([make_text(i)] * 20)})) + "\n")
     source = jsonl.Config((f"{tmp_path}/*.jsonl",))
     config = config_of(corpus, tmp_path / "out", source=source, shard_bytes=40_000, workers=2)
@@ -360,6 +360,7 @@ def test_a_full_disk_is_one_paragraph_and_the_build_goes_on_later(corpus, built,
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     failed = subprocess.run(
         command("build", str(tmp_path / "config.yaml")),
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},  # its files would be cut, too, and stay so
         stderr=subprocess.PIPE,
         text=True,
         timeout=60,

@@ -22,6 +22,7 @@ import pytest
 from launch import tpu_slice, tpu_startup
 from launch.tpu_slice import STARTUP, Slice
 from launch.tpu_startup import Startup
+from tests.unit.launch.test_local import members
 from tests.unit.launch.tpu_control_plane import ControlPlane, install
 from tests.waiting import until
 
@@ -275,7 +276,9 @@ def test_a_gcloud_that_hangs_does_not_hold_up_the_end(machine: Machine) -> None:
 
 def test_each_boot_has_a_log_of_its_own(machine: Machine) -> None:
     machine.plane.metadata["preempted"] = "TRUE"
-    assert machine.runs("wait") == 0
+    boot = machine.boots("wait")
+    assert boot.wait(timeout=100) == 0
+    until(lambda: not members(str(boot.pid)))  # its last copies of the log
     machine.plane.metadata["preempted"] = "FALSE"
     [first] = machine.bucket("stage/log").iterdir()
     before = first.read_text()

@@ -36,5 +36,6 @@ def test_logits_do_not_depend_on_whether_hidden_states_are_returned(name: str) -
     predicted = torch.tensor([[0, 2], [5, 1], [3, 3]])
     for cells in (predicted, None) if name != "bert, classes" else (predicted[:, :1],):
         logits, states = model(**given, predicted=cells, hidden_states=True)
-        torch.testing.assert_close(logits, model(**given, predicted=cells))
+        alone = model(**given, predicted=cells)
+        torch.testing.assert_close(logits, alone, rtol=0, atol=3e-6 * float(alone.detach().abs().max()))
         assert states.shape == (3, 7 if name == "t5" else 12, 16)

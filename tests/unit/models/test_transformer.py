@@ -113,7 +113,9 @@ def test_the_step_is_the_same_however_the_batch_is_split(
     model.activation_checkpointing = checkpointing
     for part in (slice(0, 1), slice(1, 4)):
         model(**rows(batch, part)).square().sum().backward()
-    torch.testing.assert_close(gradients(model), whole, rtol=1e-5, atol=1e-6)
+    for name, gradient in gradients(model).items():
+        largest = float(whole[name].abs().max())
+        torch.testing.assert_close(gradient, whole[name], rtol=0, atol=5e-6 * largest, msg=name)
 
 
 def test_each_dropout_probability_acts_in_training_only(config: bert.Config, build: Build, batch: Batch):
