@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.accelerators.cpu import CpuAccelerator
-from trainer.experiment import Experiment
-from trainer.phases import Phase
-from trainer.plan.batch import example, stand_in
+from trainer.inspect.plan.batch import example, stand_in
 from trainer.strategies import Strategy
 from trainer.strategies.world import World
+from trainer.training.experiment import Experiment
+from trainer.training.phases import Phase
 
 Kind: TypeAlias = Literal["all-gather", "reduce-scatter", "all-reduce", "broadcast"]
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from benchmarks.step import VOCAB_SIZE, write_dataset
 from trainer.accelerators import xla
 from trainer.config import load
-from trainer.experiment import Experiment
-from trainer.run import build_trainer, open_checkpointer
 from trainer.strategies.world import World
+from trainer.training.experiment import Experiment
+from trainer.training.run import build_trainer, open_checkpointer
 
 LAYERS = (4, 12, 24)
 

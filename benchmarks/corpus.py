@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.pairing import arguments
-from data_pipeline import build, tokenization
+from data_pipeline.building import build
 from data_pipeline.sources import Source, jsonl, python_docs
+from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from trainer.hashing import combine
 
 _SENTENCES_A_DOCUMENT = 40
@@ -69,7 +70,7 @@ def read_texts(corpus: Path) -> list[str]:
 
 def make_tokenizer(corpus: Path, algorithm: str, folder: Path) -> Path:
     """Trains a tokenizer of BERT's or RoBERTa's size."""
-    config = tokenization.Config(
+    config = TokenizerConfig(
         str(folder), "bpe" if algorithm == "bpe" else "wordpiece", VOCAB_SIZE[algorithm], lowercase=algorithm != "bpe"
     )
     config.train(read_texts(corpus)).save(folder)
@@ -87,6 +88,6 @@ def prepare_dataset(args: argparse.Namespace, folder: Path, shard_bytes: int) ->
 def make_dataset(corpus: Path, tokenizer: Path, folder: Path, shard_bytes: int = 2**25) -> Path:
     """Builds a dataset with one worker process."""
     source = jsonl.Config((str(corpus),))
-    config = build.Config(source, tokenization.Config(str(tokenizer)), str(folder), shard_bytes=shard_bytes, workers=1)
+    config = build.Config(source, TokenizerConfig(str(tokenizer)), str(folder), shard_bytes=shard_bytes, workers=1)
     build.build(config)
     return folder

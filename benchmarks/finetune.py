@@ -20,11 +20,11 @@ from torch import Tensor
 
 from benchmarks import step
 from benchmarks.pairing import Comparison, arguments, publish
-from data_pipeline.dataset import Dataset
+from data_pipeline.reading.dataset import Dataset
 from trainer.config import load
-from trainer.experiment import Experiment
-from trainer.run import open_loader
 from trainer.strategies import Replica
+from trainer.training.experiment import Experiment
+from trainer.training.run import open_loader
 
 
 @dataclass(frozen=True)

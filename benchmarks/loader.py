@@ -24,9 +24,9 @@ import torch
 
 from benchmarks.corpus import data_arguments, prepare_dataset
 from benchmarks.pairing import Comparison, Contender, compare, publish
-from data_pipeline.config import Config
-from data_pipeline.dataset import Dataset
-from data_pipeline.loader import StreamingLoader
+from data_pipeline.reading.config import Config
+from data_pipeline.reading.dataset import Dataset
+from data_pipeline.reading.loader import StreamingLoader
 from trainer.hashing import combine
 from trainer.objectives import mlm
 from trainer.strategies import Replica

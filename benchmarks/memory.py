@@ -30,12 +30,12 @@ from torch import Tensor, nn
 
 from benchmarks.step import SHAPES, VOCAB_SIZE, write_dataset
 from trainer.config import load
-from trainer.experiment import Experiment
+from trainer.inspect.plan.plan import divide
+from trainer.inspect.plan.trace import Activations, Step
 from trainer.partition import local_parts
-from trainer.passes import accumulate_gradients
-from trainer.plan.plan import divide
-from trainer.plan.trace import Activations, Step
 from trainer.strategies import Strategy
+from trainer.training.experiment import Experiment
+from trainer.training.passes import accumulate_gradients
 
 STRATEGIES = {
     "single": "single",
@@ -119,7 +119,7 @@ class Resident:
 
 def work(file: str, overrides: list[str]) -> dict[str, float]:
     """One process's part: trains, saves, restores; returns its figures."""
-    from trainer.run import build_trainer, meeting, open_checkpointer
+    from trainer.training.run import build_trainer, meeting, open_checkpointer
 
     resident, figures = Resident(), dict[str, float]()
     experiment = load(Experiment, file, overrides)

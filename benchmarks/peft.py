@@ -25,8 +25,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from trainer.run import build_trainer, meeting, open_checkpointer
-from trainer.starting import load_experiment
+from trainer.training.run import build_trainer, meeting, open_checkpointer
+from trainer.training.starting import load_experiment
 
 METHODS = {  # with learning rates of the size that each is known to need in models as large as BERT-base
     "full": (3e-5, "model.peft=null"),

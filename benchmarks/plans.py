@@ -15,11 +15,11 @@ from pathlib import Path
 
 from benchmarks.collectives import count_fake
 from trainer.config import load
-from trainer.experiment import Experiment
-from trainer.phases import Phase
-from trainer.plan.plan import STRATEGIES, Planner, divide
-from trainer.plan.trace import Step
+from trainer.inspect.plan.plan import STRATEGIES, Planner, divide
+from trainer.inspect.plan.trace import Step
 from trainer.strategies import fsdp
+from trainer.training.experiment import Experiment
+from trainer.training.phases import Phase
 
 _CONFIGS = Path(__file__).parents[1] / "configs" / "pretrain"
 RECIPES = {"BERT-large": "bert_large", "RoBERTa-large": "roberta_large", "T5-3B": "t5_3b", "T5-11B": "t5_11b"}

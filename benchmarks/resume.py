@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.corpus import data_arguments, prepare_dataset
 from benchmarks.loader import open_loader
 from benchmarks.pairing import Comparison, Contender, compare, publish
-from data_pipeline.dataset import Dataset
+from data_pipeline.reading.dataset import Dataset
 
 PLACES = (0.01, 0.5, 0.99)  # of an epoch
 _LENGTH, _BATCH_SIZE = 128, 64

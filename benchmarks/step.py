@@ -31,16 +31,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.pairing import Comparison, Contender, arguments, compare, publish
-from data_pipeline.manifest import FORMAT, Manifest
-from data_pipeline.shards import write_shard
-from data_pipeline.tokenization import Tokenizer
-from data_pipeline.tokenization_huggingface import HuggingFace
+from data_pipeline.format.manifest import FORMAT, Manifest
+from data_pipeline.format.shards import write_shard
+from data_pipeline.tokenizers.huggingface import HuggingFace
+from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.accelerators import Accelerator, cpu, cuda
 from trainer.config import load
-from trainer.experiment import Experiment
-from trainer.run import build_trainer, open_checkpointer, open_loader
 from trainer.strategies import Replica
 from trainer.strategies.world import World
+from trainer.training.experiment import Experiment
+from trainer.training.run import build_trainer, open_checkpointer, open_loader
 
 VOCAB_SIZE = 30_522
 SHAPES = {"tiny": (2, 128), "mini": (4, 256), "base": (12, 768), "large": (24, 1024)}

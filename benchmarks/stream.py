@@ -22,9 +22,9 @@ import fsspec
 from benchmarks.corpus import data_arguments, prepare_dataset
 from benchmarks.loader import open_loader
 from benchmarks.pairing import Comparison, Contender, compare, publish
-from data_pipeline.cache import ShardCache
-from data_pipeline.dataset import Dataset
-from data_pipeline.push import push
+from data_pipeline.building.push import push
+from data_pipeline.reading.cache import ShardCache
+from data_pipeline.reading.dataset import Dataset
 
 _LENGTH, _BATCH_SIZE = 128, 64
 _SHARD_BYTES = 2**20

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from data_pipeline import build
-from data_pipeline.dataset import Dataset
-from data_pipeline.inspection import inspect, plot, report
-from data_pipeline.push import push
-from data_pipeline.remote import load_manifest
-from data_pipeline.slices import Slice
-from data_pipeline.tokenizer_training import train_tokenizer
-from data_pipeline.verify import verify
+from data_pipeline.building import build
+from data_pipeline.building.push import push
+from data_pipeline.building.slices import Slice
+from data_pipeline.building.tokenizer_training import train_tokenizer
+from data_pipeline.building.verify import verify
+from data_pipeline.looking.inspection import inspect, plot, report
+from data_pipeline.reading.dataset import Dataset
+from data_pipeline.reading.remote import load_manifest
 from trainer.command import Commands, add_command, add_group
 from trainer.config import load
 from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError
@@ -185,7 +185,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from data_pipeline.show import show  # objectives import torch, which the other commands do without
+    from data_pipeline.looking.show import show  # objectives import torch, which the other commands do without
 
     show(args.folder, args.objective, args.overrides, args.index, args.count, Console())
     return EXIT_DONE

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from data_pipeline import build
+from data_pipeline.building import build
 from launch.records import KINDS
 from trainer.config import Kinds
 from trainer.config.decode import kinds_of
-from trainer.experiment import Experiment
+from trainer.training.experiment import Experiment
 
 HEADER = """# Settings
 

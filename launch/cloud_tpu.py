@@ -16,12 +16,15 @@ from typing import ClassVar, Literal
 
 import yaml
 
-from launch import command_line, logs, tpu_slice, tpu_supervisor, tpu_types
+from launch import command_line, logs
 from launch.environment import VARIABLE, check_setup, check_variables
 from launch.job import CANCEL, CODE, CONFIG, EXIT, LOG, JobSpec, Record, State, Submission
-from launch.tpu_slice import FILE, HINTS, STARTUP, Slice
-from launch.tpu_startup import Startup
-from launch.tpu_supervisor import Memory
+from launch.tpu import slice as tpu_slice
+from launch.tpu import supervisor as tpu_supervisor
+from launch.tpu import types as tpu_types
+from launch.tpu.slice import FILE, HINTS, STARTUP, Slice
+from launch.tpu.startup import Startup
+from launch.tpu.supervisor import Memory
 from trainer.config import Tree
 from trainer.errors import ConfigError, LaunchError
 
@@ -309,7 +312,7 @@ def _state(folder: Path, place: Slice, word: str) -> State:
         return _ended(folder)
     detail = "" if memory.phase == "running" else memory.why
     if place.supervise and not tpu_supervisor.is_running(folder):
-        detail = f"nobody looks after it here; python -m launch.tpu_supervisor {folder} does"
+        detail = f"nobody looks after it here; python -m launch.tpu.supervisor {folder} does"
     return State(
         word.lower() or "gone, to be asked for again",
         active=place.supervise or word not in ("SUSPENDED", "FAILED"),

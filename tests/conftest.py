@@ -36,14 +36,15 @@ def make_dataset(
 
     A `unigram` tokenizer has 100 sentinels besides.
     """
-    from data_pipeline import tokenization
-    from data_pipeline.manifest import Manifest, ShardInfo
-    from data_pipeline.sentences import split, splitter_version
-    from data_pipeline.shards import write_shard
+    from data_pipeline.format.manifest import Manifest, ShardInfo
+    from data_pipeline.format.shards import write_shard
+    from data_pipeline.tokenizers.sentences import split, splitter_version
+    from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
+    from data_pipeline.tokenizers.tokenizer import Tokenizer
 
     folder.mkdir()
     paragraphs = [p for name in sorted(topics) for p in topics[name].split("\n\n") if p.strip()][::2]
-    tokenizer = tokenization.Config("", algorithm, vocabulary, lowercase=True).train(paragraphs[:400])
+    tokenizer = TokenizerConfig("", algorithm, vocabulary, lowercase=True).train(paragraphs[:400])
     tokenizer.save(folder / "tokenizer")
     documents = tokenizer.encode_batch(paragraphs)
     sizes = [[len(part) for part in tokenizer.encode_batch(split(text, "rules"))] for text in paragraphs]
@@ -58,7 +59,7 @@ def make_dataset(
     heldout = (write("heldout-000000.tar", slice(None, None, 60)),)
     Manifest(
         format=1,
-        tokenizer_fingerprint=tokenization.Tokenizer.load(folder / "tokenizer").fingerprint,
+        tokenizer_fingerprint=Tokenizer.load(folder / "tokenizer").fingerprint,
         vocab_size=tokenizer.vocabulary.size,
         dtype="uint16",
         source={},
@@ -130,7 +131,7 @@ def t5_experiment(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def parts(dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The shards of the dataset as three datasets of one tokenizer; the first has all held-out documents."""
-    from data_pipeline.manifest import Manifest
+    from data_pipeline.format.manifest import Manifest
 
     parent, whole, made = tmp_path_factory.mktemp("parts"), Manifest.load(dataset_folder), {}
     for name, chosen in (("a", slice(0, 2)), ("b", slice(2, 3)), ("c", slice(3, 5))):

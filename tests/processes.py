@@ -15,7 +15,9 @@ from typing import Any
 from torch.distributed import TCPStore
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["trainer.run", "trainer.export", "torch._dynamo"])  # the last one for FSDP2
+_CONTEXT.set_forkserver_preload(
+    ["trainer.training.run", "trainer.publish.export", "torch._dynamo"]
+)  # the last one for FSDP2
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 200) -> list[Any]:

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from trainer import __version__, log
 from trainer.command import OVERRIDES, Commands, add_command
 from trainer.errors import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
-from trainer.tools_cli import add_doctor, add_fetch, add_report
+from trainer.inspect.cli import add_doctor, add_fetch, add_report
 
 if TYPE_CHECKING:
-    from trainer.experiment import Experiment
+    from trainer.training.experiment import Experiment
 
 logger = logging.getLogger(__name__)
 
@@ -201,11 +201,12 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
 
 def _config(args: argparse.Namespace) -> int:
     from trainer.config import dump
-    from trainer.starting import load_experiment
+    from trainer.training.starting import load_experiment
 
     experiment = load_experiment(args.file, args.overrides, args.elsewhere)
     if args.devices is not None:
-        from trainer import agent, preflight
+        from trainer.elastic import agent
+        from trainer.inspect import preflight
 
         here = str(agent.default_processes(_on_cpu(experiment)))
         numbers = args.devices.replace("here", here).split(",")
@@ -222,7 +223,7 @@ def _on_cpu(experiment: Experiment) -> bool:
 
 def _processes_to_start(args: argparse.Namespace, experiment: Experiment) -> int:
     """How many processes are to do the work; 0 when a launcher has started them already, this one among them."""
-    from trainer import agent
+    from trainer.elastic import agent
 
     if agent.under_launcher():
         return 0
@@ -238,8 +239,8 @@ def _worker_arguments(args: argparse.Namespace, *arguments: str) -> list[str]:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from trainer import agent
-    from trainer.starting import load_experiment
+    from trainer.elastic import agent
+    from trainer.training.starting import load_experiment
 
     experiment = load_experiment(args.file, args.overrides)
     if args.rendezvous and not args.elastic:
@@ -250,15 +251,15 @@ def _train(args: argparse.Namespace) -> int:
     if processes > 1 or (processes and elastic):
         signals = experiment.training.preemption.numbers
         return agent.run_workers(main, _worker_arguments(args, "train", args.file), processes, elastic, signals)
-    from trainer.run import train
+    from trainer.training.run import train
 
     return train(experiment)
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from trainer import agent
     from trainer.config import load
-    from trainer.experiment import Experiment
+    from trainer.elastic import agent
+    from trainer.training.experiment import Experiment
 
     file = os.path.join(args.run_folder, "config.yaml")
     if not os.path.isfile(file):
@@ -267,7 +268,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     experiment = dataclasses.replace(experiment, output=args.run_folder)  # wherever the run was when it was trained
     step = _step(args.step, experiment)
     if args.generate is not None:
-        from trainer import scores
+        from trainer.inference import scores
 
         if args.predictions is not None:
             raise ConfigError(
@@ -282,7 +283,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         return agent.run_workers(main, _worker_arguments(args, "evaluate", args.run_folder, *flags), processes)
     if processes == 1:
         experiment = experiment.in_one_process()
-    from trainer.evaluation import evaluate
+    from trainer.inference.evaluate import evaluate
 
     return _print_scores(evaluate(experiment, step, args.predictions))
 
@@ -294,7 +295,7 @@ def _step(said: str | None, experiment: Experiment) -> int | None:
     if said != "best":
         raise ConfigError(f"--step is the number of a step, or best, not {said}")
     from trainer.checkpoint import retention
-    from trainer.run import checkpoint_folder
+    from trainer.training.run import checkpoint_folder
 
     if (step := retention.best_step(checkpoint_folder(experiment))) is None:
         raise ConfigError(f"{experiment.output} was trained without training.best; name a step by its number")
@@ -309,14 +310,14 @@ def _print_scores(scores: Mapping[str, float]) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from trainer.export import export, export_adapter
+    from trainer.publish.export import export, export_adapter
 
     (export_adapter if args.adapter else export)(args.checkpoint, args.folder)
     return EXIT_DONE
 
 
 def _fill(args: argparse.Namespace) -> int:
-    from trainer.export import fill
+    from trainer.inference.fill import fill
 
     fill(args.checkpoint, args.text, args.top)
     return EXIT_DONE

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tests.chaos.runs import moments
 from tests.integration.commands import Process, Result
-from trainer.audit.batches import Run
-from trainer.audit.verify import verify
+from trainer.inspect.audit.batches import Run
+from trainer.inspect.audit.verify import verify
 from trainer.monitoring.jsonl import read_rows
 
 

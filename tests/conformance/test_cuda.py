@@ -14,9 +14,9 @@ import torch
 from tests.conformance.worker import Record, batch_digests, losses
 from tests.processes import run_ranks
 from trainer.config import load
-from trainer.experiment import Experiment
 from trainer.models.dropout import dropout, split_key
 from trainer.strategies.world import World
+from trainer.training.experiment import Experiment
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="torch finds no CUDA device here")

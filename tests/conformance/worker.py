@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_pipeline.loader import StreamingLoader
-from trainer import accelerators
+from data_pipeline.reading.loader import StreamingLoader
+from trainer.accelerators.detect import detect
 from trainer.config import load
-from trainer.experiment import Experiment
 from trainer.hashing import combine
-from trainer.loop import Trainer
 from trainer.monitoring import Tracker
-from trainer.run import build_trainer, open_checkpointer
 from trainer.strategies.world import World
+from trainer.training.experiment import Experiment
+from trainer.training.loop import Trainer
+from trainer.training.run import build_trainer, open_checkpointer
 
 TASKS = {
     "mlm": [],
@@ -133,7 +133,7 @@ def run_once(file: str, overrides: list[str], resume: int | None = None) -> list
 
 
 def make_trainer(experiment: Experiment, world: World) -> Trainer:
-    accelerator = experiment.accelerator.build() if experiment.accelerator else accelerators.detect()
+    accelerator = experiment.accelerator.build() if experiment.accelerator else detect()
     strategy = experiment.strategy.build(accelerator, world, experiment.training.precision)
     dataset, checkpointer = experiment.data.open(), open_checkpointer(experiment, world)
     weights = experiment.init_from if experiment.freezes else None

@@ -23,9 +23,9 @@ from tests.processes import run_ranks
 from trainer.accelerators import cpu
 from trainer.config import load, to_tree
 from trainer.errors import ConfigError
-from trainer.experiment import Experiment
 from trainer.strategies import Strategy, accelerate, deepspeed, fsdp
 from trainer.strategies.world import World
+from trainer.training.experiment import Experiment
 
 OPTIMIZERS = ["optimizer={kind: adamw, lr: 1e-3}", "optimizer={kind: lamb, lr: 1e-2}"]
 FSDP1 = {"fsdp_version": 1, "fsdp_cpu_ram_efficient_loading": False, "fsdp_sync_module_states": False}

@@ -23,14 +23,14 @@ from tests.conformance.matrix import RELATIVE
 from tests.conformance.worker import Losses, make_trainer
 from tests.integration.commands import Samestep
 from trainer.accelerators import cpu
-from trainer.audit.batches import Run
-from trainer.audit.verify import verify
 from trainer.config import dump, load
-from trainer.experiment import Experiment
+from trainer.inspect.audit.batches import Run
+from trainer.inspect.audit.verify import verify
 from trainer.partition import SegmentParameter, whole_shape
 from trainer.strategies import deepspeed
 from trainer.strategies.world import World
-from trainer.weights import load_weights
+from trainer.training.experiment import Experiment
+from trainer.training.weights import load_weights
 
 ADAMW = ["optimizer={kind: adamw, lr: 1e-3}", "training.evaluate_every=6", "training.evaluate_batches=2"]
 LAMB = ["optimizer={kind: lamb, lr: 1e-2}", "training.verify_state_every=2"]

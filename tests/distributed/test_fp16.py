@@ -14,9 +14,9 @@ from torch import Tensor
 from tests.conformance.worker import make_trainer, run_once
 from tests.processes import run_ranks
 from trainer.config import load
-from trainer.experiment import Experiment
 from trainer.monitoring import Tracker
 from trainer.strategies.world import World
+from trainer.training.experiment import Experiment
 
 ADAM, LAMB = "optimizer={kind: adamw, lr: 1e-3}", "optimizer={kind: lamb, lr: 1e-2}"
 

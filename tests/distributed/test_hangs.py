@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import trainer.run
 from tests.processes import run_ranks
 from trainer.config import load
-from trainer.experiment import Experiment
+from trainer.training.experiment import Experiment
+from trainer.training.run import train as train_run
 
 TIMEOUT = 4.0
 
@@ -20,7 +20,7 @@ TIMEOUT = 4.0
 def train(file: str, folder: str, overrides: list[str]) -> None:
     handler = logging.FileHandler(f"{folder}/log-{os.environ['RANK']}")
     logging.basicConfig(handlers=[handler], level=logging.ERROR, force=True)
-    trainer.run.train(load(Experiment, file, [f"output={folder}/run", *overrides]))
+    train_run(load(Experiment, file, [f"output={folder}/run", *overrides]))
 
 
 def train_to_the_end(ranks: int, file: str, folder: Path, *overrides: str) -> str:

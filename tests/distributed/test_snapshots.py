@@ -14,10 +14,10 @@ from tests.processes import run_ranks
 from trainer.checkpoint import Checkpointer, Config
 from trainer.checkpoint.files import Url
 from trainer.errors import CheckpointError
-from trainer.snapshots import newest
 from trainer.storage import kept
 from trainer.storage import write as write_object
 from trainer.storage.keeper import Keeper
+from trainer.training.snapshots import newest
 
 ELEMENTS = 10_000
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_pipeline.tokenization import Tokenizer
+from data_pipeline.tokenizers.tokenizer import Tokenizer
 from tests.integration.commands import Samestep
 
 

@@ -9,18 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_pipeline.dataset import PackedSplit
+from data_pipeline.reading.dataset import PackedSplit
 from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
-from trainer import agent, storage
+from trainer import storage
 from trainer.checkpoint import files
 from trainer.cli import main
 from trainer.config import load
+from trainer.elastic import agent
 from trainer.errors import CheckpointError, StorageError
-from trainer.experiment import Experiment
-from trainer.run import open_checkpointer
 from trainer.strategies.world import World
-from trainer.weights import Weights, load_weights
+from trainer.training.experiment import Experiment
+from trainer.training.run import open_checkpointer
+from trainer.training.weights import Weights, load_weights
 
 HYBRID = "strategy={kind: fsdp, replicas: 2}"
 ROBERTA = "{kind: roberta, vocab_size: 600, layers: 1, width: 32, heads: 2, ffn_width: 64, max_positions: 32}"

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline import build
+from data_pipeline.building import build
 from tests.integration.commands import SAMESTEP, Samestep, Start, losses
 from trainer.config import Kinds, decode, dump, load, to_tree
-from trainer.experiment import Experiment
 from trainer.finetune.task import Task
+from trainer.training.experiment import Experiment
 
 CONFIGS = sorted(path for path in Path("configs").rglob("*.yaml") if path.parts[1] not in ("launch", "sweeps"))
 PACKAGES = [

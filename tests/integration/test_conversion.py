@@ -22,7 +22,7 @@ from tests.integration.commands import Samestep, losses
 from trainer.checkpoint import Checkpointer, Config, deepspeed
 from trainer.models import bert
 from trainer.optim import adamw, groups
-from trainer.weights import load_weights
+from trainer.training.weights import load_weights
 
 SAVED, STEPS = 3, 6
 SETTINGS = [

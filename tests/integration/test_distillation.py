@@ -19,12 +19,12 @@ from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
 from trainer.config import load
 from trainer.errors import ConfigError
-from trainer.experiment import Experiment
 from trainer.finetune.runs import list_runs
 from trainer.finetune.task import Task
 from trainer.models.peft import prompt
-from trainer.teacher import build_teacher
-from trainer.weights import load_weights
+from trainer.training.experiment import Experiment
+from trainer.training.teacher import build_teacher
+from trainer.training.weights import load_weights
 
 STUDENT = {"kind": "bert", "vocab_size": 600, "layers": 1, "width": 16, "heads": 2, "ffn_width": 32,
            "max_positions": 32, "attention_dropout": 0.0}  # fmt: skip

@@ -12,15 +12,15 @@ import torch
 import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
-from data_pipeline import tokenization
+from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from tests.integration import tasks
 from tests.integration.commands import Samestep
 from trainer.objectives import Objective
 from trainer.objectives.rows import inputs
-from trainer.run import open_loader
-from trainer.starting import load_experiment
 from trainer.strategies import Replica
-from trainer.weights import load_weights
+from trainer.training.run import open_loader
+from trainer.training.starting import load_experiment
+from trainer.training.weights import load_weights
 
 SHAPE = {"layers": 1, "width": 32, "heads": 2, "ffn_width": 64}
 END = "<|endoftext|>"
@@ -31,7 +31,7 @@ def write_tokenizer(algorithm: str, folder: Path) -> None:
     words = " ".join((*tasks.FILL, *tasks.NAMES))
     if algorithm != "gpt2":
         size = {"wordpiece": 100, "bpe": 300, "unigram": 36}[algorithm]
-        tokenization.Config("", algorithm=algorithm, vocab_size=size, sentinels=2).train([words] * 20).save(folder)
+        TokenizerConfig("", algorithm=algorithm, vocab_size=size, sentinels=2).train([words] * 20).save(folder)
         return
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

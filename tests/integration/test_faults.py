@@ -13,9 +13,9 @@ import pytest
 
 from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
-from trainer import run
 from trainer.config import load
-from trainer.experiment import Experiment
+from trainer.training import run
+from trainer.training.experiment import Experiment
 
 # A global batch has 10 examples: step 8 takes 70 to 79, of which one rank has number 75.
 SICK = "objective={kind: tests.sick_objective, sick: [75]}"

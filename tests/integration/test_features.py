@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_pipeline.tokenization import Tokenizer
+from data_pipeline.tokenizers.tokenizer import Tokenizer
 from tests.integration.commands import Samestep
 
 TEXTS = ["the class statement defines a class object", "a", "names in the body", " ".join(["value of the name"] * 20)]

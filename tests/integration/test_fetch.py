@@ -13,12 +13,12 @@ import torch
 from huggingface_hub import constants
 from pyarrow import parquet as pq
 
-from data_pipeline.manifest import Manifest
+from data_pipeline.format.manifest import Manifest
 from tests.hub import Hub, running_hub
 from tests.integration.commands import Result, Samestep
 from trainer import storage
 from trainer.storage import attempts
-from trainer.weights import load_weights
+from trainer.training.weights import load_weights
 
 TWO_STEPS = ("training.steps=2", "schedule.warmup_steps=0")
 TEXTS = [f"The text number {i} says this and that to nobody." for i in range(400)]

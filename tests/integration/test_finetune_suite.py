@@ -116,11 +116,11 @@ def test_bad_rows_are_named_before_any_run(finished_run: Path, tmp_path: Path, s
 def test_answers_that_are_written_are_scored(tmp_path: Path, samestep: Samestep) -> None:
     """T5 writes the names of classes, and a text that is none of them is wrong."""
     transformers = pytest.importorskip("transformers")
-    from data_pipeline import tokenization
+    from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 
     checkpoint, rows = tmp_path / "t5", tasks.classification(40)
     texts = [f"topic: {row['text']} about_class about_file" for row in rows]
-    tokenization.Config("", "unigram", 28, lowercase=False).train(texts).save(checkpoint)
+    TokenizerConfig("", "unigram", 28, lowercase=False).train(texts).save(checkpoint)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2}
     config = transformers.T5Config(vocab_size=200, decoder_start_token_id=0, **sizes)
     transformers.T5ForConditionalGeneration(config).save_pretrained(checkpoint)

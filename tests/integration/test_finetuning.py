@@ -18,9 +18,9 @@ from tests.integration import tasks
 from tests.integration.commands import Samestep
 from tests.processes import run_ranks
 from trainer.config import load
-from trainer.experiment import Experiment
 from trainer.metrics import squad
 from trainer.strategies.world import World
+from trainer.training.experiment import Experiment
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import zstandard
 
 from tests.integration import tasks
 from tests.integration.commands import Samestep, Start
-from trainer import label
+from trainer.inference import label
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,8 @@ def test_one_that_is_stopped_goes_on_to_the_same_bytes(
 HELD = """
 import sys
 import time
-from trainer import cli, label
+from trainer import cli
+from trainer.inference import label
 
 add = label._Growing.add
 

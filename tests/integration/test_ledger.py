@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.commands import Samestep
-from trainer.ledger import GENESIS, chain
+from trainer.training.ledger import GENESIS, chain
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ import pytest
 import yaml
 from safetensors import safe_open
 
-from data_pipeline import tokenization
-from data_pipeline.manifest import Manifest
+from data_pipeline.format.manifest import Manifest
+from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from tests.integration import tasks
 from tests.integration.commands import Samestep
-from trainer import model_card
 from trainer.models import bert, gpt2, roberta, t5
-from trainer.weights import load_weights
+from trainer.publish import model_card
+from trainer.training.weights import load_weights
 
 LABELS = ("yes | no", "<b>`*_maybe_*`</b>", "---\nlicense: mit", "```")
 
@@ -178,7 +178,7 @@ def test_the_example_runs(
     exported, tokenizer = config.export_tensors(model.state_dict()), dataset_folder / "tokenizer"
     if config.model_type == "roberta":  # its padding has another number
         tokenizer = tmp_path / "tokenizer"
-        tokenization.Config("", algorithm="bpe", vocab_size=300).train(["Ada lived in London."]).save(tokenizer)
+        TokenizerConfig("", algorithm="bpe", vocab_size=300).train(["Ada lived in London."]).save(tokenizer)
     save_folder(tmp_path / "theirs", config.to_huggingface(), exported, tokenizer)
     monkeypatch.chdir(tmp_path)
     assert samestep("export", "theirs", "it's_ours").code == 0

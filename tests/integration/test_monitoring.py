@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.dataset import Dataset
+from data_pipeline.reading.dataset import Dataset
 from tests.integration.commands import Samestep
 from tests.processes import run_ranks
 from trainer.config import load
-from trainer.experiment import Experiment
-from trainer.run import open_loader, train
 from trainer.strategies import Replica
+from trainer.training.experiment import Experiment
+from trainer.training.run import open_loader, train
 
 
 def rows_of(run: Path, metric: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:

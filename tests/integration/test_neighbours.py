@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from data_pipeline.tokenization import Tokenizer
+from data_pipeline.tokenizers.tokenizer import Tokenizer
 from tests.integration.commands import Samestep
 
 SENTENCES = ["the class statement defines an object", "a class is a type", "names of a class are attributes [of it]"]

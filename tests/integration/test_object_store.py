@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.manifest import Manifest
+from data_pipeline.format.manifest import Manifest
 from tests.faulty_proxy import FaultyProxy
 from tests.integration.commands import Samestep, Start, losses
 from trainer import storage

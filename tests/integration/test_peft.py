@@ -26,10 +26,10 @@ from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
 from trainer.cli import main
 from trainer.config import load
-from trainer.experiment import Experiment
-from trainer.loop import Trainer
 from trainer.strategies.world import World
-from trainer.weights import load_weights
+from trainer.training.experiment import Experiment
+from trainer.training.loop import Trainer
+from trainer.training.weights import load_weights
 
 LORA = "model.peft={kind: lora, rank: 4, targets: [query, value, up, down]}"
 

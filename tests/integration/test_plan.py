@@ -15,13 +15,13 @@ from benchmarks.memory import STRATEGIES, held
 from tests.processes import run_ranks
 from trainer.accelerators.cpu import CpuAccelerator
 from trainer.config import load
-from trainer.experiment import Experiment
+from trainer.inspect.plan.batch import example, stand_in
+from trainer.inspect.plan.plan import divide
+from trainer.inspect.plan.strategies import Collective
+from trainer.inspect.plan.trace import Activations, Step
 from trainer.optim import groups
-from trainer.plan.batch import example, stand_in
-from trainer.plan.plan import divide
-from trainer.plan.strategies import Collective
-from trainer.plan.trace import Activations, Step
 from trainer.strategies.world import World
+from trainer.training.experiment import Experiment
 
 _NONE = Activations(0, 0, 0, 0)
 

@@ -15,9 +15,9 @@ import torch
 
 from trainer.config import load
 from trainer.examples import Examples, PackSpec, Vocabulary
-from trainer.experiment import Experiment
-from trainer.phases import phase_of
-from trainer.run import train
+from trainer.training.experiment import Experiment
+from trainer.training.phases import phase_of
+from trainer.training.run import train
 
 FOLDER = Path("configs/pretrain")
 Rate = Callable[[int], float]

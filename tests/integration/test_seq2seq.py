@@ -24,14 +24,14 @@ def sentences(count: int) -> list[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """train.en and train.de of 400 lines, and a tokenizer without sentinels beside the one with them."""
-    from data_pipeline import tokenization
+    from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 
     folder = tmp_path_factory.mktemp("corpus")
     pairs = sentences(400)
     for side, name in enumerate(("train.en", "train.de")):
         (folder / name).write_text("".join(pair[side] + "\n" for pair in pairs))
     texts = [PREFIX + source for source, _ in pairs]
-    tokenization.Config("", "unigram", 34, lowercase=False).train(texts).save(folder / "tokenizer")
+    TokenizerConfig("", "unigram", 34, lowercase=False).train(texts).save(folder / "tokenizer")
     return folder
 
 
@@ -125,8 +125,8 @@ def test_a_decoder_alone_is_fine_tuned_as_well(samestep: Samestep, build, experi
 def test_long_texts_are_cut_for_training_and_compared_whole(
     samestep: Samestep, build, experiment: str, tmp_path: Path
 ) -> None:
-    from data_pipeline.dataset import Dataset
-    from trainer.scores import heldout_pairs
+    from data_pipeline.reading.dataset import Dataset
+    from trainer.inference.scores import heldout_pairs
 
     assert build().code == 0
     cut = ["objective.truncate_sources=true", "objective.truncate_targets=true", "objective.target_length=3"]

@@ -13,8 +13,8 @@ from transformers import GPT2LMHeadModel, T5ForConditionalGeneration
 from tests.conformance.worker import TASKS
 from tests.integration.commands import Samestep
 from trainer.config import load
-from trainer.experiment import Experiment
-from trainer.run import train
+from trainer.training.experiment import Experiment
+from trainer.training.run import train
 
 STEPS = 6
 

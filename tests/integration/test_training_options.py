@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.manifest import Manifest
-from data_pipeline.shards import Shard, write_shard
+from data_pipeline.format.manifest import Manifest
+from data_pipeline.format.shards import Shard, write_shard
 from tests.conformance import worker
 from tests.integration.commands import Samestep, losses
 from tests.processes import run_ranks
 from trainer.config import load
-from trainer.evaluation import evaluate
-from trainer.experiment import Experiment
+from trainer.inference.evaluate import evaluate
 from trainer.strategies.world import World
+from trainer.training.experiment import Experiment
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import GPT2Config, OpenAIGPTConfig, PreTrainedModel, T5Config
 
-from trainer.weights import load_weights
+from trainer.training.weights import load_weights
 
 NEW_TOKENS = 20
 T5 = {"vocab_size": 32128, "d_model": 512, "d_kv": 64, "decoder_start_token_id": 0}

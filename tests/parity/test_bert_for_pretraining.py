@@ -17,7 +17,7 @@ from trainer.hashing import mix
 from trainer.models import bert, roberta
 from trainer.models.transformer import Transformer
 from trainer.objectives import mlm_nsp
-from trainer.weights import load_weights
+from trainer.training.weights import load_weights
 
 PAD, CLS, SEP, MASK = 0, 1, 2, 3
 SHAPE = {"vocab_size": 500, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

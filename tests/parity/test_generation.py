@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, T5Config,
 
 from trainer.examples import Vocabulary
 from trainer.generation import Config, Generator
-from trainer.weights import load_weights
+from trainer.training.weights import load_weights
 
 # So few tokens that texts end at many lengths.
 VOCABULARY = Vocabulary(size=24, pad=0, cls=None, sep=None, mask=None, special=(0, 1), eos=1)

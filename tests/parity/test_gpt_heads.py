@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, OpenAIGPTConfig, PreTrainedModel
 
-from data_pipeline.tokenization import Tokenizer
+from data_pipeline.tokenizers.tokenizer import Tokenizer
 from tests.unit.objectives.test_decoder_rows import GPT1, PAIRS
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.errors import ConfigError
-from trainer.fit import stored_values
 from trainer.models import gpt2, openai_gpt
 from trainer.models.transformer import Transformer
 from trainer.objectives import classification
-from trainer.weights import load_weights
+from trainer.training.compatibility import stored_values
+from trainer.training.weights import load_weights
 
 SHAPE = {"vocab_size": 300, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 32, "pad_token_id": 0}
 FAMILIES: dict[str, tuple[Any, str]] = {

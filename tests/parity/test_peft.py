@@ -18,7 +18,7 @@ from trainer.errors import CheckpointError, ConfigError
 from trainer.models import bert, gpt2, openai_gpt, roberta, t5
 from trainer.models.peft import adapters, lora, prefix, prompt
 from trainer.models.peft.huggingface import export_adapter
-from trainer.weights import load_weights
+from trainer.training.weights import load_weights
 
 SHAPE: dict[str, Any] = {"vocab_size": 100, "layers": 2, "width": 32, "heads": 2, "ffn_width": 128}
 CLASSES: dict[str, Any] = {"head": "classification", "labels": ("x", "y", "z")}

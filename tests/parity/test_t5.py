@@ -13,7 +13,7 @@ from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models import t5
 from trainer.models.encoder_decoder import EncoderDecoder
-from trainer.weights import load_weights
+from trainer.training.weights import load_weights
 
 # Heads do not fill the width, and the stacks differ in depth.
 SHAPE = {"vocab_size": 300, "d_model": 48, "d_kv": 20, "d_ff": 80, "num_layers": 2, "num_decoder_layers": 3,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel, T5Config
 
-from data_pipeline.tokenization import Tokenizer
+from data_pipeline.tokenizers.tokenizer import Tokenizer
 from tests.parity import heads
 from tests.parity.heads import (
     CELLS,
@@ -24,11 +24,11 @@ from tests.parity.heads import (
 )
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.errors import CheckpointError, ConfigError
-from trainer.fit import stored_values
 from trainer.models import t5
 from trainer.models.config import Head
 from trainer.models.encoder_decoder import EncoderDecoder
-from trainer.weights import Weights, load_weights
+from trainer.training.compatibility import stored_values
+from trainer.training.weights import Weights, load_weights
 
 # Heads do not fill the width, and the stacks differ in depth.
 SHAPE = {"vocab_size": 300, "d_model": 48, "d_kv": 20, "d_ff": 80, "num_layers": 2, "num_decoder_layers": 3,

@@ -23,7 +23,7 @@ from tests.parity.heads import (
 from trainer.checkpoint.huggingface import load_folder
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models import bert, roberta
-from trainer.weights import load_weights
+from trainer.training.weights import load_weights
 
 FAMILIES: dict[str, Any] = {"bert": (BertConfig, bert.Config, 0), "roberta": (RobertaConfig, roberta.Config, 1)}
 SHAPE = {"vocab_size": 300, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

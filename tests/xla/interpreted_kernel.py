@@ -14,8 +14,8 @@ from torch_xla import _XLAC
 from tests.xla import worker
 from trainer import cli
 from trainer.accelerators import xla
-from trainer.strategies import flash, split
-from trainer.strategies.xla_trial import XlaTrial
+from trainer.strategies.xla import flash, split
+from trainer.strategies.xla.trial import XlaTrial
 
 
 def main() -> None:

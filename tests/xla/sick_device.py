@@ -7,7 +7,7 @@ import sys
 from torch import Tensor
 
 from trainer.cli import main
-from trainer.strategies.xla_trial import XlaTrial
+from trainer.strategies.xla.trial import XlaTrial
 
 sound = XlaTrial._parts
 

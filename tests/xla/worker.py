@@ -12,8 +12,8 @@ from torch_xla.debug import metrics as xla_metrics
 
 from tests.conformance.worker import Losses, make_trainer
 from trainer.config import load
-from trainer.experiment import Experiment
 from trainer.strategies.world import World
+from trainer.training.experiment import Experiment
 
 _READING = "aten::_local_scalar_dense"  # float(tensor), as for logging
 

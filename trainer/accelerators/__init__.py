@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from abc import ABC, abstractmethod
@@ -16,8 +15,6 @@ import torch
 from torch import Tensor
 
 from trainer.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 _EXPECTED_SHARE = 0.4  # of the peak
@@ -143,44 +140,3 @@ def version_of(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def best() -> Config:
-    """The configuration of the best device that this machine has, and the software for."""
-    from trainer.accelerators import chips, cpu, cuda, tpu, xla
-
-    if torch.cuda.is_available():
-        return cuda.Config()
-    if version_of("torch_tpu") and chips.count():
-        return tpu.Config()
-    if version_of("torch-xla") and ("PJRT_DEVICE" in os.environ or chips.count()):
-        return xla.Config()
-    return cpu.Config()
-
-
-def for_any_shapes(config: Config | None = None) -> Accelerator:
-    """An accelerator for work whose shapes change, as they do while text grows: the CPU in place of one that compiles.
-
-    Args:
-        config: the one that is asked for; None takes the best.
-    """
-    from trainer.accelerators import cpu, xla
-
-    if isinstance(config or best(), xla.Config):
-        return cpu.Config().build()
-    return detect() if config is None else config.build()
-
-
-def detect() -> Accelerator:
-    """The best device that this machine has; warns where that is the CPU although there are better ones."""
-    from trainer.accelerators import chips, cpu, cuda
-
-    config = best()
-    if isinstance(config, cpu.Config):
-        meant = "accelerator=cpu says it is meant so"
-        if reason := cuda.unusable():
-            logger.warning("training on the CPU, although this machine has GPUs: %s; %s", reason, meant)
-        elif chips.count():
-            install = "pip install 'samestep[tpu]', in an environment of its own"
-            logger.warning("training on the CPU, although this machine has TPUs: %s; %s", install, meant)
-    return config.build()

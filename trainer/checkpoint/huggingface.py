@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.checkpoint import files
 from trainer.errors import CheckpointError
-from trainer.hub import TOKENIZER_FILES
+from trainer.storage.hub import TOKENIZER_FILES
 
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.dataset import Dataset
+from data_pipeline.reading.dataset import Dataset
 from trainer.errors import ConfigError
+from trainer.inference.scores import heldout_pairs
 from trainer.metrics import texts
 from trainer.objectives import Predictions
-from trainer.scores import heldout_pairs
 
 
 def chance(objective: Any, dataset: Dataset, score: str) -> float:

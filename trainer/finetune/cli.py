@@ -96,7 +96,7 @@ def _suite(args: argparse.Namespace) -> int:
 
 def _slots(parallel: int | None, on_cpu: bool) -> list[dict[str, str]]:
     """What the environments of the runs that are made at a time have: a GPU each, where there are several."""
-    from trainer import agent
+    from trainer.elastic import agent
 
     devices = agent.default_processes(on_cpu)
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from data_pipeline import tokenization
-from data_pipeline.build import Config as BuildConfig
-from data_pipeline.build import build
-from data_pipeline.dataset import Dataset, PackedSplit
-from data_pipeline.length_groups import can_group
-from data_pipeline.manifest import MANIFEST
-from data_pipeline.tokenization import Tokenizer
+from data_pipeline.building.build import Config as BuildConfig
+from data_pipeline.building.build import build
+from data_pipeline.format.manifest import MANIFEST
+from data_pipeline.reading.dataset import Dataset, PackedSplit
+from data_pipeline.reading.length_groups import can_group
+from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
+from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.config import Kinds, Tree, decode, to_tree
 from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError
@@ -25,8 +25,8 @@ from trainer.finetune.chance import chance
 from trainer.finetune.task import Config as TaskConfig
 from trainer.finetune.task import Task
 from trainer.objectives import task_of, teacher_of
-from trainer.starting import model_of
-from trainer.weights import load_weights
+from trainer.training.starting import model_of
+from trainer.training.weights import load_weights
 
 _OBJECTIVE = Annotated[Any, Kinds("trainer.objectives")]
 _OWN = ("output", "init_from", "seed")  # settings that the suite makes itself
@@ -288,7 +288,7 @@ def _dataset(name: str, task: TaskConfig, source: Any, tokenizer: Path, folder: 
     """The dataset of a task's source, in a folder that is named by all that it is made of."""
     config = BuildConfig(
         source,
-        tokenization.Config(str(tokenizer)),
+        TokenizerConfig(str(tokenizer)),
         output="",
         heldout_fraction=task.heldout_fraction,
         on_error=task.on_error,

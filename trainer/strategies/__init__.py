@@ -45,12 +45,12 @@ class Replica:
 
 
 def check_accelerator(
-    module: str, accelerator: Accelerator, compiles: bool = False, devices: Sequence[str] | None = None
+    kind: str, accelerator: Accelerator, compiles: bool = False, devices: Sequence[str] | None = None
 ) -> None:
     """Refuses an accelerator that a strategy is not for.
 
     Args:
-        module: the strategy's.
+        kind: of the strategy.
         accelerator: the run's.
         compiles: whether the strategy is for accelerators that do.
         devices: the types that it is for; None: all.
@@ -59,7 +59,6 @@ def check_accelerator(
         ConfigError: naming a strategy that is.
     """
     if accelerator.compiles != compiles or (devices is not None and accelerator.device.type not in devices):
-        kind = module.removeprefix("trainer.strategies.").partition(".")[0]
         fix = "strategy=fsdp" + (", or accelerator=xla" if compiles else "")
         fix = "strategy=xla_spmd" if accelerator.compiles else fix
         raise ConfigError(f"strategy {kind} does not fit {accelerator.description}; use {fix}")
@@ -92,15 +91,17 @@ class Strategy(ABC):
         loss_scale: under fp16, what keeps small gradients from vanishing; else None.
         partitions: how many parts the state is split into. Rank r holds part r % partitions of it, and all ranks that
             hold the same part are replicas of each other.
+        kind: its name in the configuration.
         compiles: whether it is for accelerators that do.
     """
 
+    kind: ClassVar[str]
     parameters: dict[str, nn.Parameter]
     partitions: int = 1
     compiles: ClassVar[bool] = False
 
     def __init__(self, accelerator: Accelerator, world: World, precision: Precision) -> None:
-        check_accelerator(type(self).__module__, accelerator, self.compiles)
+        check_accelerator(self.kind, accelerator, self.compiles)
         if precision not in accelerator.precisions:
             raise ConfigError(
                 f"training.precision is {precision}, which {accelerator.description} does not compute with; use bf16 "

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -97,6 +97,8 @@ class Config:
 
 class Accelerated(ddp.DataParallel):
     """Data parallel, in the wrapper that Accelerate puts around the model."""
+
+    kind: ClassVar[str] = "accelerate"
 
     def __init__(self, accelerator: Accelerator, world: World, precision: Precision, made: Any) -> None:
         super().__init__(accelerator, world, precision, ddp.Config())

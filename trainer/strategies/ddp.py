@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -30,6 +30,8 @@ class Config:
 
 
 class DataParallel(Strategy):
+    kind: ClassVar[str] = "ddp"
+
     def __init__(self, accelerator: Accelerator, world: World, precision: Precision, config: Config) -> None:
         super().__init__(accelerator, world, precision)
         self._config = config

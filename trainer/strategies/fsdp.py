@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import nn
@@ -54,6 +54,8 @@ class Config:
 
 
 class FullyShardedDataParallel(Strategy):
+    kind: ClassVar[str] = "fsdp"
+
     def __init__(self, accelerator: Accelerator, world: World, precision: Precision, config: Config) -> None:
         super().__init__(accelerator, world, precision)
         self._config = config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -35,6 +36,8 @@ class Config:
 
 
 class Single(Strategy):
+    kind: ClassVar[str] = "single"
+
     def prepare(
         self, model: nn.Module, build_optimizer: BuildOptimizer, initial_values: InitialValues
     ) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -11,16 +11,16 @@ from types import FrameType
 
 # Functions that stand for a part of the loop, in the order of a step; of those on a stack, the innermost counts.
 PARTS = {
-    ("data_pipeline.loader", "StreamingLoader.__next__"): "data fetch",
-    ("trainer.passes", "accumulate_gradients"): "forward",
+    ("data_pipeline.reading.loader", "StreamingLoader.__next__"): "data fetch",
+    ("trainer.training.passes", "accumulate_gradients"): "forward",
     ("trainer.strategies", "Strategy.backward"): "backward",
-    ("trainer.strategies.xla_spmd", "XlaSpmd.backward"): "backward",
+    ("trainer.strategies.xla.spmd", "XlaSpmd.backward"): "backward",
     ("trainer.strategies", "Strategy.clip_grad_norm"): "optimizer",
     ("trainer.strategies", "Strategy.step"): "optimizer",
     ("trainer.accelerators.xla", "XlaAccelerator._compile"): "compilation",
-    ("trainer.loop", "Trainer._log_training"): "logging",
-    ("trainer.loop", "Trainer.evaluate"): "evaluation",
-    ("trainer.loop", "Trainer.save"): "checkpoint",
+    ("trainer.training.loop", "Trainer._log_training"): "logging",
+    ("trainer.training.loop", "Trainer.evaluate"): "evaluation",
+    ("trainer.training.loop", "Trainer.save"): "checkpoint",
     ("trainer.checkpoint.manager", "Checkpointer.settle"): "checkpoint",  # of the last save, at the end of a run
 }
 ELSEWHERE = "the training loop"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer import accelerators
 from trainer.accelerators.cpu import CpuAccelerator
+from trainer.accelerators.detect import detect
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines where torch finds no GPU")
 
@@ -42,7 +42,7 @@ def test_gpus_that_torch_cannot_use_are_named_with_the_reason(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert isinstance(accelerators.detect(), CpuAccelerator)
+    assert isinstance(detect(), CpuAccelerator)
     (warning,) = caplog.messages
     assert "training on the CPU" in warning
     assert "nvidia-smi lists 2 (GPU 0: NVIDIA H100)" in warning
@@ -54,5 +54,5 @@ def test_without_gpus_there_is_nothing_to_warn_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, prints: str
 ):
     install_nvidia_smi(tmp_path, monkeypatch, prints)
-    assert isinstance(accelerators.detect(), CpuAccelerator)
+    assert isinstance(detect(), CpuAccelerator)
     assert not caplog.messages

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer import accelerators, doctor
-from trainer.accelerators import chips, cpu, tpu, xla
+from trainer.accelerators import chips, cpu, detect, tpu, xla
 from trainer.errors import ConfigError
-from trainer.findings import Finding
+from trainer.inspect import doctor
+from trainer.inspect.findings import Finding
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines where torch finds no GPU")
 
@@ -36,7 +36,7 @@ _setup_privateuseone_for_python_backend("tpu", module)
 
 TRY_OUT = """
 import json, os, torch
-from trainer import accelerators
+from trainer.accelerators import detect
 from trainer.accelerators import tpu
 from trainer.errors import ConfigError
 from trainer.strategies import deepspeed, single, xla_spmd
@@ -45,7 +45,7 @@ from trainer.strategies.world import World
 def refusal(**environment):
     os.environ |= environment
     try:
-        accelerators.detect()
+        detect.detect()
     except ConfigError as error:
         return str(error)
 
@@ -130,23 +130,23 @@ def test_the_software_that_is_installed_decides_how_a_chip_is_used(
     machine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.syspath_prepend(machine)
-    assert isinstance(accelerators.best(), cpu.Config)
+    assert isinstance(detect.best(), cpu.Config)
     install(machine, "torch_xla", "2.9.0")
-    assert isinstance(accelerators.best(), cpu.Config)
+    assert isinstance(detect.best(), cpu.Config)
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    assert isinstance(accelerators.best(), xla.Config)
+    assert isinstance(detect.best(), xla.Config)
     monkeypatch.delenv("PJRT_DEVICE")
     plug_in(machine, [V5E], ("vfio/0",))
-    assert isinstance(accelerators.best(), xla.Config)
+    assert isinstance(detect.best(), xla.Config)
     install(machine, "torch_tpu", "0.2.0")
-    assert isinstance(accelerators.best(), tpu.Config)
+    assert isinstance(detect.best(), tpu.Config)
     assert "torch_xla" not in sys.modules
     assert "torch_tpu" not in sys.modules
 
 
 def test_chips_without_software_are_named(machine: Path, caplog: pytest.LogCaptureFixture):
     plug_in(machine, [V5E], ("vfio/0",))
-    assert isinstance(accelerators.detect(), cpu.CpuAccelerator)
+    assert isinstance(detect.detect(), cpu.CpuAccelerator)
     (warning,) = caplog.messages
     assert "this machine has TPUs: pip install 'samestep[tpu]'" in warning
     (finding,) = doctor._devices(None)
@@ -169,7 +169,7 @@ def test_what_is_missing_is_said_with_the_fix(machine: Path, monkeypatch: pytest
 
 
 def test_the_doctor_multiplies_on_the_chip(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(accelerators, "best", tpu.Config)
+    monkeypatch.setattr(doctor, "best", tpu.Config)
     monkeypatch.setattr(tpu.Config, "build", lambda _: SimpleNamespace(description="a chip"))
     tried = lambda on, subject, precision: iter([Finding(subject, "ok", f"{precision} on {on.description}")])  # noqa: E731
     monkeypatch.setattr(doctor, "_matmul", tried)

@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 
 from tests.processes import fork
-from trainer import run
 from trainer.checkpoint import files, lock
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.lock import Lock, Owner, only_writer
 from trainer.config import load
 from trainer.errors import ConfigError
-from trainer.experiment import Experiment
+from trainer.training import run
+from trainer.training.experiment import Experiment
 
 
 @pytest.fixture(autouse=True)

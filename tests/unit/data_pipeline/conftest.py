@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.manifest import FORMAT, Manifest
-from data_pipeline.shards import write_shard
+from data_pipeline.format.manifest import FORMAT, Manifest
+from data_pipeline.format.shards import write_shard
 from trainer.hashing import combine
 
 VOCAB_SIZE = 40_000

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_pipeline.config import Config
-from data_pipeline.dataset import Dataset
-from data_pipeline.loader import MicroBatch, StreamingLoader
+from data_pipeline.reading.config import Config
+from data_pipeline.reading.dataset import Dataset
+from data_pipeline.reading.loader import MicroBatch, StreamingLoader
 from trainer.examples import Batch, Examples, PackSpec
 from trainer.strategies import Replica
 

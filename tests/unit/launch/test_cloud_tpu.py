@@ -20,11 +20,13 @@ import pytest
 import yaml
 from google.cloud import tpu_v2, tpu_v2alpha1
 
-from launch import records, submit, tpu_slice, tpu_supervisor
+from launch import records, submit
 from launch.cloud_tpu import Config
 from launch.job import EXIT, JobSpec, Record
-from launch.tpu_slice import FILE, HINTS, STARTUP, Slice
-from launch.tpu_supervisor import Memory
+from launch.tpu import slice as tpu_slice
+from launch.tpu import supervisor as tpu_supervisor
+from launch.tpu.slice import FILE, HINTS, STARTUP, Slice
+from launch.tpu.supervisor import Memory
 from tests.unit.launch.tpu_control_plane import REAL_GCLOUD, TOKEN, ControlPlane, install
 from tests.waiting import until
 from trainer.config import decode, to_tree
@@ -441,7 +443,7 @@ def test_a_supervisor_that_is_killed_can_be_started_again(
     until(lambda: plane.state(record.id) == "ACTIVE")
     assert len(plane.bodies) == 2
     again = subprocess.run(
-        [sys.executable, "-m", "launch.tpu_supervisor", str(record.folder)], capture_output=True, text=True
+        [sys.executable, "-m", "launch.tpu.supervisor", str(record.folder)], capture_output=True, text=True
     )
     assert again.returncode == 0
     assert "another one looks after" in again.stderr
@@ -511,7 +513,7 @@ def test_machines_that_never_write_are_deleted(
     thin: Path, plane: ControlPlane, looked_after: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = looked_after("cluster.supervise=false", "cluster.silence_minutes=0.001")
-    program = "import sys, launch.tpu_supervisor as s; s._GRACE_SECONDS = 0; sys.exit(s.main(sys.argv[1:]))"
+    program = "import sys, launch.tpu.supervisor as s; s._GRACE_SECONDS = 0; sys.exit(s.main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", program, record.folder], timeout=120, capture_output=True, text=True)
     assert done.returncode == 0
     assert plane.queued == {}
@@ -547,7 +549,7 @@ def test_a_slice_that_is_about_to_come_back_is_active(thin: Path, project: Path,
     record = launched("cluster.supervise=false")
     described = yaml.safe_load((record.folder / FILE).read_text()) | {"supervise": True}
     (record.folder / FILE).write_text(json.dumps(described))
-    assert "python -m launch.tpu_supervisor" in record_state(record).detail
+    assert "python -m launch.tpu.supervisor" in record_state(record).detail
     Memory(phase="recreating", restarts=2, why="the machines were taken away").save(record.folder)
     with plane.lock:
         plane.queued.clear()

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import tpu_slice, tpu_startup
-from launch.tpu_slice import STARTUP, Slice
-from launch.tpu_startup import Startup
+from launch.tpu import slice as tpu_slice
+from launch.tpu import startup as tpu_startup
+from launch.tpu.slice import STARTUP, Slice
+from launch.tpu.startup import Startup
 from tests.unit.launch.test_local import members
 from tests.unit.launch.tpu_control_plane import ControlPlane, install
 from tests.waiting import until

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from launch import tpu_slice, tpu_supervisor
-from launch.tpu_slice import FILE, Kept, Slice, outcome
-from launch.tpu_supervisor import Memory, Sight, Supervisor, decide
+from launch.tpu import slice as tpu_slice
+from launch.tpu import supervisor as tpu_supervisor
+from launch.tpu.slice import FILE, Kept, Slice, outcome
+from launch.tpu.supervisor import Memory, Sight, Supervisor, decide
 from trainer.errors import LaunchError
 
 LIVE = Sight("ACTIVE", node="READY")

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from data_pipeline.config import Config as DataConfig
-from data_pipeline.mixed import AnyDataset
-from trainer import export
+from data_pipeline.reading.config import Config as DataConfig
+from data_pipeline.reading.mixed_dataset import AnyDataset
 from trainer.checkpoint.huggingface import save_folder
 from trainer.errors import CheckpointError, ConfigError
-from trainer.fit import stored_values
+from trainer.inference.fill import fill
 from trainer.models import bert, roberta
 from trainer.models.heads import CellHead
 from trainer.models.transformer import Transformer
-from trainer.weights import Weights, load_weights
+from trainer.training.compatibility import stored_values
+from trainer.training.weights import Weights, load_weights
 
 Build = Callable[..., Transformer]
 Batch = dict[str, Tensor]
@@ -267,4 +267,4 @@ def test_nothing_else_is_drawn(
 def test_a_model_for_a_task_fills_no_masks(start: Start, head: dict[str, object]):
     weights, _ = start(head)
     with pytest.raises(ConfigError, match=f"saved holds a model with a {head['head']} head, which predicts no words"):
-        export.fill(str(weights.folder), ["the [MASK]"], 1)
+        fill(str(weights.folder), ["the [MASK]"], 1)

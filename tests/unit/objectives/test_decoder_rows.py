@@ -14,9 +14,9 @@ from tests.unit.objectives import test_task_objectives as of_bert
 from tests.unit.objectives.test_task_objectives import make, predictions
 from trainer.errors import ConfigError
 from trainer.examples import TaskRow, Vocabulary
-from trainer.fit import check_fit
 from trainer.models import bert, gpt2, roberta, t5
 from trainer.objectives import classification, multiple_choice, question_answering, regression, tagging
+from trainer.training.compatibility import check_fit
 
 PAD, END, BEGIN = 0, 1, 2
 T5 = Vocabulary(100, PAD, None, END, None, (PAD, END), eos=END, sentinels=(98, 99))

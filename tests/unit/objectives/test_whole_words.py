@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from data_pipeline.tokenization import Config as TokenizerConfig
+from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from trainer.errors import ConfigError
 from trainer.examples import Examples, Vocabulary
 from trainer.hashing import combine, mix, name_key

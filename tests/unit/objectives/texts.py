@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data_pipeline.packing import PackPlan, plan
+from data_pipeline.packing.plans import PackPlan, plan
 from trainer.examples import Batch, Examples, PackSpec, Policy, Vocabulary
 from trainer.hashing import mix
 

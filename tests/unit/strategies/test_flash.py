@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.strategies import flash
+from trainer.strategies.xla import flash
 
 
 def tensors(cells: int, dtype: torch.dtype) -> list[Tensor]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ class Config:
             settings.check(self.config, settings.read(self.config), experiment)
 
     def build(self, accelerator: Accelerator, world: World, precision: Precision) -> DeepSpeed:
-        check_accelerator(__name__, accelerator, devices=("cpu", "cuda"))
+        check_accelerator("deepspeed", accelerator, devices=("cpu", "cuda"))
         if (version := version_of("deepspeed")) is None:
             raise MissingExtra("deepspeed", "deepspeed", "strategy deepspeed")
         if not version.startswith(f"{_VERSION}."):
@@ -81,6 +81,8 @@ class Config:
 
 
 class DeepSpeed(Strategy):
+    kind: ClassVar[str] = "deepspeed"
+
     def __init__(self, accelerator: Accelerator, world: World, precision: Precision, config: Config) -> None:
         super().__init__(accelerator, world, precision)
         self._config = config

@@ -1,0 +1,1 @@
+"""Building datasets: raw text to shards."""

@@ -1,0 +1,77 @@
+"""`samestep data verify`: whether a dataset is, byte for byte, what its manifest says."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from data_pipeline.building.progress import Meter
+from data_pipeline.format.manifest import Manifest, ShardInfo
+from data_pipeline.reading.remote import fetch_tokenizer, load_manifest
+from data_pipeline.tokenizers.tokenizer import Tokenizer
+from trainer import storage
+from trainer.errors import DataError
+
+
+def verify(location: str | Path) -> list[str]:
+    """Reads every byte of a dataset and returns what is wrong, a sentence each; an empty list is a whole dataset.
+
+    Args:
+        location: its folder or address.
+
+    Raises:
+        DataError: there is no manifest to compare with.
+    """
+    location = str(location)
+    manifest = load_manifest(location)
+    total = sum(shard.bytes for shard in manifest.shards)
+    problems = list(_tokenizer_problems(location, manifest))
+    # Threads are enough: hashing and reading release the interpreter lock.
+    with Meter("verifying") as meter, ThreadPoolExecutor() as threads:
+        found = threads.map(partial(_problem, location), manifest.shards)
+        for shard, problem in zip(manifest.shards, found, strict=True):
+            meter.advance(shard.bytes / total, shard.bytes, shard.documents)
+            if problem:
+                problems.append(f"{shard.name}: {problem}")
+    return problems
+
+
+def _tokenizer_problems(location: str, manifest: Manifest) -> Iterator[str]:
+    try:
+        with _tokenizer_folder(location) as folder:
+            if Tokenizer.load(folder).fingerprint != manifest.tokenizer_fingerprint:
+                yield "tokenizer: not the one that made the tokens"
+    except DataError as error:
+        yield f"tokenizer: {error}"
+
+
+@contextmanager
+def _tokenizer_folder(location: str) -> Iterator[Path]:
+    if not storage.is_url(location):
+        yield Path(location) / "tokenizer"
+        return
+    with TemporaryDirectory() as folder:
+        fetch_tokenizer(location, Path(folder))
+        yield Path(folder) / "tokenizer"
+
+
+def _problem(location: str, shard: ShardInfo) -> str | None:
+    path = f"{location}/{shard.name}"
+    try:
+        with storage.open(path) if storage.is_url(path) else Path(path).open("rb") as file:
+            size = file.seek(0, io.SEEK_END)
+            if size != shard.bytes:
+                return f"{size} bytes instead of {shard.bytes}"
+            file.seek(0)
+            same = hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256
+            return None if same else "its bytes have changed (SHA-256 differs)"
+    except OSError as error:
+        return error.strerror or str(error)
+    except DataError as error:
+        return str(error)

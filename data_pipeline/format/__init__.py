@@ -1,0 +1,1 @@
+"""The format of datasets on disk: shards and their manifest."""

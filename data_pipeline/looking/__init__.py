@@ -1,0 +1,1 @@
+"""Looking at datasets: their statistics and their examples."""

@@ -1,0 +1,1 @@
+"""The global order of examples."""

@@ -1,0 +1,332 @@
+"""Mixtures: several datasets in one run, in shares that are kept from example to example and may change on the way.
+
+Each lane of the order takes its examples from the sources in turn, by a table of `PERIOD` places that spreads each
+source evenly; lanes begin at different places of it. How often a lane has come to a source is looked up, not counted,
+so that finding an example costs the same anywhere. Each source has its own `Order`, and so its own passes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from data_pipeline.order.example_order import ExampleOrder, Lanes, Location, Order
+from data_pipeline.packing.plans import Int64
+from trainer.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+PERIOD = 4096  # shares are multiples of 1 / PERIOD
+
+# Lanes begin a place this far from that of the lane before. Sources recur at regular distances, and for 16, 64 and 256
+# lanes this step was found to fall in with hardly any: a turn of all lanes is within 9 examples of its shares.
+_LANE_STEP = 1117
+
+Shares: TypeAlias = dict[str, int]
+"""The share of each source by its key, in 1 / PERIOD; sources that have none are left out."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One dataset of a mixture.
+
+    Attributes:
+        path: its folder or address, as `data.path`.
+        weight: its share of the examples, relative to those of the others; 0 leaves it out until `data.weights` says
+            more.
+        name: what `data.weights` and messages call it; null takes the last part of its path.
+    """
+
+    path: str
+    weight: float = 1.0
+    name: str | None = None
+
+    @property
+    def label(self) -> str:
+        """Its name."""
+        return self.name or self.path.rstrip("/").rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of all sources from a step on.
+
+    Attributes:
+        step: they hold for the steps after this one.
+        weights: of each source by its name.
+    """
+
+    step: int
+    weights: dict[str, float]
+
+
+def check_sources(sources: Sequence[Source], changes: Sequence[Weights]) -> None:
+    """Refuses sources of equal names and weights that say nothing.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    names = [source.label for source in sources]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"two sources have the same name in {', '.join(names)}; give each a name of its own")
+    round_weights({source.label: source.weight for source in sources})
+    for before, change in zip((None, *changes), changes, strict=False):
+        if change.step < 1 or (before and change.step <= before.step):
+            raise ConfigError(f"weights: step {change.step} must be at least 1, and after the step before it")
+        if not names or set(change.weights) != set(names):
+            raise ConfigError(
+                f"weights of step {change.step} are of {', '.join(change.weights) or 'no source'}, and must be of all "
+                f"sources: {', '.join(names) or 'there are none, as data.path is a single dataset'}"
+            )
+        round_weights(change.weights)
+
+
+def round_weights(weights: Mapping[str, float]) -> Shares:
+    """The shares that come closest to weights (largest remainders first).
+
+    Raises:
+        ConfigError: a weight is negative, all are 0, or one is too small to be a share.
+    """
+    total = sum(weights.values())
+    if not all(0 <= weight < math.inf for weight in weights.values()) or (weights and total == 0):
+        raise ConfigError(f"weights must be 0 or more, and one above 0, not {dict(weights)}")
+    exact = {name: weight / total * PERIOD for name, weight in weights.items() if weight > 0}
+    shares = {name: int(share) for name, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: shares[name] - exact[name])
+    for name in by_remainder[: PERIOD - sum(shares.values())]:
+        shares[name] += 1
+    for name, share in shares.items():
+        if share == 0:
+            raise ConfigError(f"the weight of {name} is under 1/{PERIOD} of them all; raise it, or set it to 0")
+    return shares
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which sources are mixed in which shares, and from which global example on.
+
+    Attributes:
+        parts: (first example, shares), the first from example 0.
+    """
+
+    parts: tuple[tuple[int, Shares], ...]
+
+    @classmethod
+    def of(cls, parts: Iterable[tuple[int, Shares]]) -> Schedule:
+        """Of parts in order; one that begins where the next does is left out, as is one that changes nothing."""
+        kept: list[tuple[int, Shares]] = []
+        for first, shares in parts:
+            if kept and kept[-1][0] == first:
+                kept.pop()
+            ordered = {key: share for key, share in sorted(shares.items()) if share}
+            if not kept or kept[-1][1] != ordered:
+                kept.append((first, ordered))
+        return cls(tuple(kept))
+
+    @classmethod
+    def weighted(cls, parts: Iterable[tuple[int, Mapping[str, float]]], keys: Mapping[str, str]) -> Schedule:
+        """Of parts in order with weights by name, given the key of each name.
+
+        Raises:
+            ConfigError: weights that make no shares.
+        """
+        shares = ((first, round_weights(weights)) for first, weights in parts)
+        return cls.of((first, {keys[name]: share for name, share in each.items()}) for first, each in shares)
+
+    def at(self, example: int) -> Shares:
+        """The shares at a global example."""
+        return next(shares for first, shares in reversed(self.parts) if first <= max(example, 0))
+
+    def after(self, past: Schedule, example: int) -> Schedule:
+        """The shares of `past` for the examples before `example`, and these from there on."""
+        before = [part for part in past.parts if part[0] < example]
+        return Schedule.of([*before, (example, self.at(example)), *(part for part in self.parts if part[0] > example)])
+
+
+@functools.lru_cache
+def _spread(shares: tuple[int, ...]) -> npt.NDArray[np.int16]:
+    """Which source takes each place of a period: after any number of places, each is less than 1 off its share.
+
+    Of the sources that may not fall further behind, the one that must come first does (Tijdeman 1980, "The chairman
+    assignment problem").
+    """
+    slack = max(1, 2 * len(shares) - 2)  # a source is at most 1 - 1 / slack off
+    taken = [0] * len(shares)
+    places = np.empty(PERIOD, dtype=np.int16)
+    for place in range(PERIOD):
+        ready = (i for i, w in enumerate(shares) if slack * (w * (place + 1) - taken[i] * PERIOD) >= PERIOD)
+        source = min(ready, key=lambda i: (slack - 1 + slack * taken[i]) / shares[i])
+        places[place] = source
+        taken[source] += 1
+    return places
+
+
+class MixedOrder(Lanes):
+    """The endless shuffled order of a mixture.
+
+    The shards of its sources count as one list, in the order in which they are given.
+
+    Attributes:
+        examples: in one pass over each of the sources.
+
+    Args:
+        schedule: the shares, by keys of sources.
+        orders: those of the sources, by key, each of as many lanes; of sources that are part of the past only, there
+            may be none.
+    """
+
+    def __init__(self, schedule: Schedule, orders: Mapping[str, Order]) -> None:
+        super().__init__(next(iter(orders.values())).lanes)
+        self.examples = sum(order.examples for order in orders.values())
+        self._keys = sorted({key for _, shares in schedule.parts for key in shares})
+        self._orders = [orders.get(key) for key in self._keys]
+        shards = dict(zip(orders, np.cumsum([0, *(order.shards for order in orders.values())]).tolist(), strict=False))
+        self._first_shard = [shards.get(key, 0) for key in self._keys]
+        self._first = np.array([first for first, _ in schedule.parts])
+        self._share = np.array([[shares.get(key, 0) for key in self._keys] for _, shares in schedule.parts])
+        self._place = np.stack([self._spread_shares(shares) for shares in self._share])  # [parts, PERIOD]
+        is_source = self._place[:, None] == np.arange(len(self._keys))[:, None]
+        # How often a source comes before each place of a period: [parts, sources, PERIOD].
+        self._before = np.cumsum(is_source, axis=-1, dtype=np.int16) - is_source
+        # What to add to that, for a lane that has been through the parts before: [parts, sources, lanes].
+        lane = np.arange(self.lanes)
+        self._base = np.zeros((len(self._first), len(self._keys), self.lanes), dtype=np.int64)
+        for part, first in enumerate(self._first.tolist()):
+            walked = self._walked(lane, self.turn(lane, first))
+            taken = self._base[part - 1] + self._count(part - 1, walked) if part else 0
+            self._base[part] = taken - self._count(part, walked)
+
+    @staticmethod
+    def _spread_shares(shares: Int64) -> npt.NDArray[np.int16]:
+        present = np.flatnonzero(shares)
+        return present.astype(np.int16)[_spread(tuple(shares[present].tolist()))]
+
+    def _walked(self, lane: Int64, turn: Int64) -> Int64:
+        """The place of the table that lanes are at, counted on over the periods."""
+        return turn + lane * _LANE_STEP % PERIOD
+
+    def _count(self, part: int, walked: Int64) -> Int64:
+        """How often each source comes before places of a part: int64 [sources, N]."""
+        period, place = np.divmod(walked, PERIOD)
+        count: Int64 = self._share[part][:, None] * period + self._before[part][:, place]
+        return count
+
+    def locate(self, number: npt.ArrayLike) -> Location:
+        """As in `ExampleOrder`; the epoch is that of the example's source.
+
+        Raises:
+            DataError: an example is of a source that is not there any more.
+        """
+        number = np.asarray(number, dtype=np.int64)
+        part, lane, _, place = self._walk(number)
+        source = self._place[part, place].astype(np.int64)
+        taken = self._taken(source, number)
+        at = Location(*np.empty((3, len(number)), dtype=np.int64))
+        for each in set(source.tolist()):
+            order = self._orders[each]
+            if order is None:
+                raise DataError(
+                    f"examples are of a dataset that is not among data.sources any more (its digest is "
+                    f"{self._keys[each][:12]}...); add it again, with the weight 0"
+                )
+            rows = np.flatnonzero(source == each)
+            found = order.locate(taken[rows] * self.lanes + lane[rows])
+            at.epoch[rows], at.index[rows] = found.epoch, found.index
+            at.shard[rows] = found.shard + self._first_shard[each]
+        return at
+
+    def working_set(self, size: int, index: int, count: int) -> int:
+        """As in `ExampleOrder`, of all sources together."""
+        return sum(order.working_set(size, index, count) for order in self._orders if order is not None)
+
+    def shards_ahead(self, start: int, size: int, index: int, count: int) -> Int64:
+        """As in `ExampleOrder`."""
+        lane = self.lanes_of(size, index, count)
+        number = self.turn(lane, start) * self.lanes + lane
+        part = np.searchsorted(self._first, number, side="right") - 1
+        windows = [
+            order.ahead(lane, self._taken(np.full_like(lane, source), number))
+            for source, order in enumerate(self._orders)
+            if order is not None and self._share[part, source].any()
+        ]
+        return np.concatenate([shards for window in zip(*windows, strict=True) for shards in window])
+
+    def _walk(self, number: Int64) -> tuple[Int64, Int64, Int64, Int64]:
+        """The part and the lane of global examples, and where in the table they are: period and place."""
+        turn, lane = np.divmod(number, self.lanes)
+        part = np.searchsorted(self._first, number, side="right") - 1
+        return part, lane, *np.divmod(self._walked(lane, turn), PERIOD)
+
+    def _taken(self, source: Int64, number: Int64) -> Int64:
+        """How many examples of sources come before global examples in the lanes of these."""
+        part, lane, period, place = self._walk(number)
+        in_part: Int64 = self._share[part, source] * period + self._before[part, source, place]
+        return self._base[part, source, lane] + in_part
+
+
+class Mixture:
+    """What a run mixes: its sources, in which shares, and the order that comes of it.
+
+    Attributes:
+        order: of the examples; that of the source where there has never been but one.
+        orders: those of the sources, by key.
+
+    Args:
+        schedule: the shares that the configuration asks for.
+        orders: those of the sources, by key, all of as many lanes.
+        keys: of the sources, by name.
+    """
+
+    def __init__(self, schedule: Schedule, orders: Mapping[str, Order], keys: Mapping[str, str]) -> None:
+        self.orders = orders
+        self._wanted, self._names = schedule, {key: name for name, key in keys.items()}
+        self._follow(schedule)
+
+    def _follow(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        only = list(schedule.parts[0][1]) if len(schedule.parts) == 1 else []
+        alone = len(self.orders) == len(only) == 1 and only[0] in self.orders
+        self.order: ExampleOrder = self.orders[only[0]] if alone else MixedOrder(schedule, self.orders)
+
+    def resume(self, recorded: Schedule, example: int, *, accept: bool, as_recorded: bool) -> None:
+        """Goes on from a global example, the shares before it being what they were.
+
+        Args:
+            recorded: the shares that a run has followed so far, and would have from there on.
+            example: the next one.
+            accept: whether the shares, where the run stands, may differ from the recorded ones.
+            as_recorded: follows the recorded shares from there on, too, instead of those that are asked for.
+
+        Raises:
+            DataError: they differ, and may not.
+        """
+        if as_recorded:
+            self._follow(recorded)
+            return
+        before, now = recorded.at(example - 1), self._wanted.at(example - 1)
+        if example and before != now:
+            change = (
+                f"the run was stopped with the mixture {self._said(before)}, and is to go on with {self._said(now)}"
+            )
+            if not accept:
+                raise DataError(
+                    f"{change}; put data.path, or data.sources and data.weights, back (weights of steps to come may "
+                    f"change freely), or set data.on_change=accept to go on with the new one from example {example}"
+                )
+            logger.info("%s, as data.on_change accepts, from example %d", change, example)
+        self._follow(self._wanted.after(recorded, example))
+
+    def _said(self, shares: Shares) -> str:
+        names = {key: self._names.get(key, f"a dataset of digest {key[:12]}...") for key in shares}
+        return ", ".join(f"{names[key]} {share / PERIOD:.3g}" for key, share in shares.items())
+
+    def state(self) -> list[list[Any]]:
+        """The shares and their past, for a checkpoint."""
+        return [[first, shares] for first, shares in self._schedule.parts]

@@ -1,0 +1,1 @@
+"""Packing: which tokens of which documents make up an example."""

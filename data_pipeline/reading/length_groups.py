@@ -1,0 +1,122 @@
+"""Groups of examples of about the same length, so that little of a batch is padding.
+
+Pools of consecutive examples of a pass are sorted by length and cut into groups, which are taken in a random order.
+A pure function of the order and the seed, like the order itself: the size of batches and the number of devices have no
+part in it, but batches that are as large as a group, or a part of it, have the least padding. Where a pass ends within
+a batch, the shortest examples of both passes meet in it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from data_pipeline.order.example_order import ExampleOrder, Location
+from data_pipeline.packing.plans import Int64
+from data_pipeline.reading.config import Config
+from trainer.errors import ConfigError
+from trainer.examples import PackSpec
+from trainer.hashing import combine, name_key
+
+GROUPS = 50  # of a pool, as in transformers' `group_by_length`
+WIDTH_MULTIPLE = 8  # rows of a batch are as wide as its longest example, rounded up to this
+
+_GROUPS = name_key("length groups")
+
+
+def can_group(spec: PackSpec) -> bool:
+    """Whether examples are rows of tasks, of one sequence each."""
+    return spec.parts is not None and spec.parts.choices == 1
+
+
+def check_groups(config: Config, spec: PackSpec) -> None:
+    """Refuses what `data.group_by_length` does not go with.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if not can_group(spec):
+        raise ConfigError("data.group_by_length is for rows of tasks of one sequence each; set it to null")
+    if config.on_corrupt == "skip" or config.weights or config.on_change == "accept":
+        raise ConfigError(
+            "data.group_by_length looks ahead, so what comes must not change: set it to null, or data.on_corrupt=stop "
+            "data.weights=[] data.on_change=error"
+        )
+
+
+class LengthGroups:
+    """An order in groups of about the same length.
+
+    Attributes:
+        examples: as that of the order.
+
+    Args:
+        order: that is grouped.
+        cells: how many cells the examples at some places take: int64 [B].
+        size: examples of a group.
+        seed: the run's.
+        finite: whether the order ends after one pass.
+    """
+
+    def __init__(
+        self, order: ExampleOrder, cells: Callable[[Location], Int64], size: int, seed: int, finite: bool
+    ) -> None:
+        self._order, self._cells, self._size, self._seed = order, cells, size, seed
+        self.examples = order.examples
+        self._end = order.examples if finite else None
+        self._pool = functools.lru_cache(maxsize=8)(self._arrange)  # a batch is of one or two
+
+    def _arrange(self, first: int, end: int) -> Int64:
+        """The numbers, in the order that is grouped, of a pool's examples."""
+        number = np.arange(first, end)
+        by_length = number[np.argsort(self._cells(self._order.locate(number)), kind="stable")]
+        # Groups begin at multiples of their size, as batches do; other passes may share the first and the last one.
+        head = min(-first % self._size, len(number))
+        tail = (len(number) - head) % self._size
+        groups = by_length[head + tail :].reshape(-1, self._size)
+        turns = np.argsort(combine(self._seed, _GROUPS, first, np.arange(len(groups))), kind="stable")
+        return np.concatenate((by_length[:head], groups[turns].reshape(-1), by_length[head : head + tail]))
+
+    def _bounds(self, number: Int64) -> tuple[Int64, Int64]:
+        """The first example of the pool that each one is in, and the one after its last."""
+        size, begin = GROUPS * self._size, number // self.examples * self.examples
+        pool = number // size * size
+        return np.maximum(pool, begin), np.minimum(pool + size, begin + self.examples)
+
+    def _grouped(self, number: Int64) -> Int64:
+        first, end = self._bounds(number)
+        found = np.empty_like(number)
+        for begin, stop in set(zip(first.tolist(), end.tolist(), strict=True)):
+            rows = np.flatnonzero(first == begin)
+            found[rows] = self._pool(begin, stop)[number[rows] - begin]
+        return found
+
+    def width(self, number: Int64, most: int) -> int:
+        """How wide rows must be for examples."""
+        longest = int(self._cells(self.locate(number)).max(initial=1))
+        return min(most, -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
+
+    def batch(self, start: int, size: int) -> Int64:
+        """As in `ExampleOrder`."""
+        end = start + size if self._end is None else min(start + size, self._end)
+        return np.arange(start, end)
+
+    def rows(self, number: Int64) -> Int64:
+        """As in `ExampleOrder`."""
+        return number
+
+    def locate(self, number: npt.ArrayLike) -> Location:
+        """As in `ExampleOrder`."""
+        return self._order.locate(self._grouped(np.asarray(number, dtype=np.int64)))
+
+    def working_set(self, size: int, index: int, count: int) -> int:
+        """As in `ExampleOrder`: any batch may take from all that its pool does."""
+        return self._order.working_set(GROUPS * self._size, 0, 1)
+
+    def shards_ahead(self, start: int, size: int, index: int, count: int) -> Int64:
+        """As in `ExampleOrder`."""
+        pool = GROUPS * self._size
+        return self._order.shards_ahead(start // pool * pool, pool, 0, 1)

@@ -1,0 +1,374 @@
+"""The training loop's source of batches: the same global batches at any number of replicas and threads.
+
+A step's batch is a pure function of its first global example number; threads only make batches earlier, never
+different ones. So the loader's state is one number, beside the names of what that number counts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from data_pipeline.order.example_order import ORDER_VERSION, ExampleOrder, Replica, SinglePass
+from data_pipeline.order.exclusions import Exclusions
+from data_pipeline.order.mixture import PERIOD, Mixture, Schedule
+from data_pipeline.packing.policies import packing_digest
+from data_pipeline.reading.batches import BatchMaker, check_batch
+from data_pipeline.reading.config import Config
+from data_pipeline.reading.corruption import CorruptShardError, CorruptShards
+from data_pipeline.reading.dataset import max_open_shards
+from data_pipeline.reading.length_groups import GROUPS, LengthGroups, check_groups
+from data_pipeline.reading.mixed_dataset import AnyDataset, MixedSplit, named_sources
+from data_pipeline.reading.prefetch import Prefetcher
+from data_pipeline.reading.rows import RowMaker
+from trainer.errors import ConfigError, DataError
+from trainer.examples import Batch, Examples, PackSpec, TaskRow
+
+logger = logging.getLogger(__name__)
+
+MicroBatch: TypeAlias = dict[str, torch.Tensor]
+
+
+class StreamingLoader:
+    """Yields one optimizer step's micro-batches at a time, for one replica.
+
+    Every replica gets the same number of micro-batches of the same shape, no larger than the largest share of a global
+    batch needs: rows that a share does not fill are copies of an example with weight 0. To what `collate` gives, each
+    micro-batch of B rows adds
+
+        dropout_key   int32 [B], key of the row's dropout, by global example number; of rows of several sequences,
+                      [B, sequences]
+        number        int64 [B], the global example number; -1 for a row that only pads
+        source        int64 [B], the number of its dataset in `sources`
+        example       int64 [B], the example's number in the split of its dataset; -1 for a row that only pads
+        epoch         int64 [B], the pass over that split
+        digest        int64 [B], a hash of dataset, epoch, example and input tokens; 0 for a row that only pads
+        filled        int64 [B], the row's cells that hold a token; 0 for a row that only pads
+
+    and where examples are rows of a task
+
+        document      int64 [B], the row's number in the split of its dataset; -1 for a row that only pads
+        begin         int64 [B], the first token of the row's last piece, counted through the row's texts
+        column        int64 [B], the cell where that token stands
+        length        int64 [B], the tokens of that piece
+
+    A row of a corrupt shard that is passed over has its names, and is of weight, digest and filled 0 and of document
+    -1: another example stands in for it.
+
+    Attributes:
+        micro_batches: micro-batches in every step, the same on all replicas.
+        sources: of each dataset, its name and the examples in one pass over it.
+
+    Args:
+        dataset: the dataset, or those of a mixture.
+        config: the `data` section.
+        split: "train" or "heldout".
+        pack_spec: the objective's cells, for `config.sequence_length`.
+        collate: the objective's; makes the arrays of a micro-batch from its examples and `pack_spec.sequence_length`.
+        seed: the run's seed.
+        global_batch_size: examples of one optimizer step, over all replicas.
+        micro_batch_size: the most rows of one forward pass on a device.
+        replica: this process's share of each batch.
+        finite: one pass in a fixed order (`SinglePass`) with fixed keys, anew for every `iter()`, the last batch
+            padded: evaluation. Otherwise endless, shuffled, and `iter()` goes on where the loader is.
+        example_after: how many examples a run has taken of this order after so many steps; None takes all steps for
+            `global_batch_size`.
+        largest: the largest of the numbers that replicas call it with, told to all of them; they do so before each
+            step where `config.on_corrupt` is skip.
+
+    Raises:
+        ConfigError: fewer examples in the batch than devices, or in the split than lanes; or more shards to read from
+            at a time than may be kept open.
+        DataError: the split is empty or a shard is damaged.
+    """
+
+    def __init__(
+        self,
+        dataset: AnyDataset,
+        config: Config,
+        *,
+        split: str = "train",
+        pack_spec: PackSpec,
+        collate: Callable[[Examples, int], Batch],
+        seed: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        replica: Replica,
+        finite: bool = False,
+        example_after: Callable[[int], int] | None = None,
+        largest: Callable[[int], int] = int,
+    ) -> None:
+        devices = replica.count * replica.devices
+        check_batch(global_batch_size, devices)
+        if micro_batch_size < 1:
+            raise ConfigError(f"micro_batch_size must be at least 1, not {micro_batch_size}")
+        named = named_sources(dataset)
+        if finite:  # some may have no held-out documents
+            named = {name: source for name, source in named.items() if source.manifest.splits.get(split)} or named
+        self._named, self._split = named, split
+        self._packed = MixedSplit(named, split, pack_spec, config.packing, seed)
+        self.sources, self._finite = self._packed.sizes, finite
+        self._mixture: Mixture | None = None
+        order: ExampleOrder
+        of_replica = (global_batch_size, replica.index, replica.count)
+        self._group = config.group_by_length
+        if self._group is not None:
+            check_groups(config, pack_spec)
+            of_replica = (GROUPS * self._group, 0, 1)
+        if finite:
+            order = SinglePass(self._packed.counts)
+            most = order.working_set(*of_replica)
+        else:
+            example_after = example_after or (lambda step: step * global_batch_size)
+            keys = {name: source.manifest.digest for name, source in named.items()}
+            orders = self._packed.orders(keys, seed=seed, lanes=config.lanes, window=config.window)
+            self._mixture = Mixture(_schedule(config, keys, example_after), orders, keys)
+            order = self._mixture.order
+            needed = order.working_set(*of_replica)
+            if needed > max_open_shards():
+                raise ConfigError(
+                    f"data.lanes {config.lanes} and data.window {config.window} have this process read from {needed} "
+                    f"shards at a time, and it can keep {max_open_shards()} open; lower one of them (in a new run), "
+                    f"use more devices, which share the lanes, or raise the limit of open files (ulimit -n)"
+                )
+            of_each = [each.working_set(*of_replica) for each in orders.values()]
+            spare = max(0, max_open_shards() - sum(of_each)) // len(of_each)
+            remote = [source.remote is not None for source in named.values()]  # these stay in the cache while open
+            self._packed.keep_open([each + (0 if far else spare) for each, far in zip(of_each, remote, strict=True)])
+            most = sum(each for each, far in zip(of_each, remote, strict=True) if far)
+        self._accept_change, self._skips_corrupt = config.on_change == "accept", config.on_corrupt == "skip"
+        self._batch_size, self._prefetch, self._largest = global_batch_size, config.prefetch, largest
+        self._prefetcher: Prefetcher | None = None
+        shards = [(source, shard) for source in named.values() for shard in source.shards(split)]
+        if any(source.remote for source in named.values()):
+            self._prefetcher = Prefetcher([(source.remote, shard) for source, shard in shards], most)
+        self._seed = seed
+        self._maker = BatchMaker(
+            self._grouped(order),
+            self._packed.counts,
+            RowMaker(tuple(named.values()), self._packed, pack_spec, collate, seed),
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            row_cells=pack_spec.cells,
+            replica=replica,
+            prefetcher=self._prefetcher,
+        )
+        self.micro_batches = self._maker.micro_batches
+        self._corrupt = CorruptShards([(source.manifest.digest, shard.name) for source, shard in shards])
+        self._threads = ThreadPoolExecutor(config.threads, "loader") if config.threads else None
+        self._ahead: deque[Future[list[list[MicroBatch]]]] = deque()
+        self._ready: deque[list[MicroBatch]] = deque()
+        self._excluded = self._configured = Exclusions(() if finite else config.exclude)
+        self._position = self._planned = self._fed_from = 0  # as numbers of the order, those passed over included
+        self._block_steps = 1
+        self._identity = {
+            "order": ORDER_VERSION,
+            "seed": seed,
+            "lanes": config.lanes,
+            "window": config.window,
+            "packing": packing_digest(pack_spec, config.packing),
+            "group_by_length": config.group_by_length,
+        }
+
+    @property
+    def examples(self) -> int:
+        """Examples in one pass over the split, of all sources together."""
+        return self._maker.order.examples
+
+    def _grouped(self, order: ExampleOrder) -> ExampleOrder:
+        if self._group is None:
+            return order
+        return LengthGroups(order, self._packed.cells, self._group, self._seed, self._finite)
+
+    def __iter__(self) -> StreamingLoader:
+        if self._finite:
+            self._go_to(0)
+        return self
+
+    def __next__(self) -> list[MicroBatch]:
+        while (shard := self._corrupt_shard()) >= 0:
+            self._corrupt = self._corrupt.add(shard, self._position)
+            self._go_to(self._position)
+        if not self._ready:
+            raise StopIteration
+        self._fed_from, self._position = self._position, self._excluded.after(self._position, self._batch_size)
+        return self._ready.popleft()
+
+    def _corrupt_shard(self) -> int:
+        """Readies the next step's batches; a shard to pass over first, which a replica needs and found corrupt, or -1.
+
+        Raises:
+            CorruptShardError: this one did, and nothing is passed over.
+        """
+        shard = -1
+        try:
+            self._fill()
+        except CorruptShardError:
+            if not self._skips_corrupt:
+                raise
+            self._go_to(self._position)
+            try:  # the failed block had many steps; now it is this one alone
+                self._fill()
+            except CorruptShardError as error:
+                logger.warning("its examples are passed over from here on, as data.on_corrupt is skip: %s", error)
+                shard = error.shard
+        return self._largest(shard) if self._skips_corrupt else -1
+
+    def _fill(self) -> None:
+        if not self._ready:
+            self._ready.extend(self._next_block())
+
+    def _next_block(self) -> list[list[MicroBatch]]:
+        if self._threads is None:
+            return self._make(*self._plan_block())
+        while len(self._ahead) <= self._prefetch:
+            self._ahead.append(self._threads.submit(self._make, *self._plan_block()))
+        return self._ahead.popleft().result()
+
+    def _plan_block(self) -> tuple[list[int], Exclusions, CorruptShards]:
+        """Where the next block's steps begin; it has one at first, since many may read from many more shards."""
+        starts = []
+        for _ in range(self._block_steps):
+            starts.append(self._planned)
+            self._planned = self._excluded.after(self._planned, self._batch_size)
+        self._block_steps = min(2 * self._block_steps, self._maker.most_steps)
+        return starts, self._excluded, self._corrupt
+
+    def _make(self, starts: list[int], excluded: Exclusions, corrupt: CorruptShards) -> list[list[MicroBatch]]:
+        return [
+            [{name: torch.from_numpy(array) for name, array in arrays.items()} for arrays in step]
+            for step in self._maker.make(starts, excluded, corrupt)
+        ]
+
+    def _go_to(self, example: int) -> None:
+        for future in self._ahead:
+            future.cancel()
+        self._ahead.clear()
+        self._ready.clear()
+        self._position = self._planned = example
+        self._block_steps = 1
+
+    def documents(self, numbers: npt.NDArray[np.int64]) -> list[list[tuple[str, int]]]:
+        """The (source file, line) of each document that global examples have pieces of, example by example.
+
+        Of corrupt shards that are passed over it is not known.
+        """
+        at = self._maker.order.locate(numbers)
+        rows = np.flatnonzero(~self._corrupt.has(numbers, at.shard))
+        found = dict(zip(rows.tolist(), self._packed.documents(at[rows]), strict=True))
+        return [found.get(row, []) for row in range(len(numbers))]
+
+    def task_rows(self) -> tuple[list[list[TaskRow]], tuple[str, ...]]:
+        """The rows of the split of each of the `sources`, which are rows of a task, and the names of its labels.
+
+        Raises:
+            DataError: a shard is damaged.
+        """
+        tasks = [source.manifest.task or {} for source in self._named.values()]
+        gone = {(digest, name) for digest, name, _ in self.corrupt}
+        rows = [
+            source.rows(self._split, {name for digest, name in gone if digest == source.manifest.digest})
+            for source in self._named.values()
+        ]
+        return rows, tuple(tasks[0].get("labels", ()))
+
+    @property
+    def corrupt(self) -> tuple[tuple[str, str, int], ...]:
+        """The shards that are passed over: digest of the dataset, name of the shard, first global example of these."""
+        return self._corrupt.found
+
+    @property
+    def fed(self) -> list[list[int]]:
+        """The ranges [first, end) of global examples that the step taken last had, over all replicas."""
+        return self._excluded.kept(self._fed_from, self._position)
+
+    def exclude(self, first: int, end: int) -> None:
+        """Passes over the global examples [first, end) from now on.
+
+        They are of the step taken last, or come after it. Those of that step count as if they had never been taken: it
+        is taken again, with the examples that follow.
+        """
+        assert self._fed_from <= first < end
+        self._excluded |= Exclusions([(first, end)])
+        if end > self._position:  # or what has been made ahead is as it should be
+            self._go_to(self._position)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many examples were taken (not merely made ahead), which were passed over, and of which order."""
+        example = self._position - self._excluded.before(self._position)
+        mixture = self._mixture.state() if self._mixture else []
+        passed_over = {"excluded": self._excluded.ranges, "corrupt": [list(shard) for shard in self.corrupt]}
+        return {**self._identity, "mixture": mixture, "example": example, **passed_over}
+
+    def load_state_dict(self, state: dict[str, Any], as_recorded: bool = False) -> None:
+        """Continues after the steps another loader gave; batch sizes, replicas and threads may differ freely.
+
+        Args:
+            state: as `state_dict` gives it.
+            as_recorded: mixes the sources from there on as that loader would have, whatever the configuration says.
+
+        Raises:
+            DataError: the state counts examples of another order or mixture, or has taken some that `data.exclude`
+                excludes.
+        """
+        for name, value in self._identity.items():
+            if state.get(name) != value:
+                raise DataError(
+                    f"the checkpoint's data order cannot be continued: its {name} is {state.get(name)!r}, this run's "
+                    f"is {value!r}; {_SAME_AGAIN[name]}, or start a new run from the checkpoint's weights"
+                )
+        excluded = Exclusions(state.get("excluded", ()))
+        position = excluded.after(0, int(state["example"]))
+        if (excluded | self._configured).before(position) > excluded.before(position):
+            raise DataError(
+                f"data.exclude {self._configured.ranges} has examples before {position}, which the run has taken "
+                f"already (it has passed over {excluded.ranges}); exclude later ones, go on from an older checkpoint, "
+                "or start a new run"
+            )
+        if self._mixture is not None:
+            # Loaders that knew no mixtures said which dataset it was.
+            parts = state.get("mixture") or [[0, {str(state.get("manifest")): PERIOD}]]
+            self._mixture.resume(Schedule.of(parts), position, accept=self._accept_change, as_recorded=as_recorded)
+            self._maker.order = self._grouped(self._mixture.order)
+        self._corrupt = self._corrupt.replaced(state.get("corrupt", ()))
+        self._excluded = excluded | self._configured
+        self._go_to(position)
+        self._fed_from = position
+
+    def close(self) -> None:
+        """Stops the threads; batches made ahead are dropped."""
+        self._go_to(self._position)
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+
+    def __enter__(self) -> StreamingLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _schedule(config: Config, keys: dict[str, str], example_after: Callable[[int], int]) -> Schedule:
+    """The shares that the configuration asks for, given the key of each source by its name."""
+    weights = [(0, {source.label: source.weight for source in config.sources} or dict.fromkeys(keys, 1.0))]
+    weights += [(example_after(change.step), change.weights) for change in config.weights]
+    return Schedule.weighted(weights, keys)
+
+
+_SAME_AGAIN = {
+    "order": "use the program's version that wrote it",
+    "seed": "set seed to the checkpoint's",
+    "lanes": "set data.lanes to the checkpoint's",
+    "window": "set data.window to the checkpoint's",
+    "group_by_length": "set data.group_by_length to the checkpoint's",
+    "packing": "set data.packing and data.sequence_length, and the objective, as the run was started with",
+}

@@ -1,0 +1,207 @@
+"""The datasets of a mixture as if they were one: their shards count as one list, in the order of the sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from data_pipeline.order.example_order import Location, Order
+from data_pipeline.order.mixture import Source
+from data_pipeline.packing.plans import Int64, ranges
+from data_pipeline.reading.cache import ShardCache
+from data_pipeline.reading.corruption import CorruptShardError
+from data_pipeline.reading.dataset import Dataset, PackedSplit, max_open_shards
+from data_pipeline.tokenizers.tokenizer import Tokenizer
+from trainer.errors import ConfigError, DataError
+from trainer.examples import Examples, Labels, PackSpec, Policy
+
+
+@dataclass(frozen=True)
+class MixedDataset:
+    """The datasets that a run mixes, by name."""
+
+    sources: dict[str, Dataset]
+
+    @classmethod
+    def open(cls, sources: Sequence[Source], cache: ShardCache, *, whole: bool = True) -> MixedDataset:
+        """Opens datasets of one tokenizer; `whole` as for `Dataset.open`.
+
+        Raises:
+            ConfigError: two of them are the same.
+            DataError: one is unfinished or damaged, or has another tokenizer.
+        """
+        opened: dict[str, Dataset] = {}
+        for source in sources:
+            dataset = Dataset.open(source.path, cache, whole=whole)
+            for other in opened.values():
+                if dataset.manifest.tokenizer_fingerprint != other.manifest.tokenizer_fingerprint:
+                    raise DataError(
+                        f"{other.name} and {dataset.name} were built with different tokenizers, so their tokens mean "
+                        f"different words; build one of them again with tokenizer.path={other.path / 'tokenizer'}"
+                    )
+                if dataset.manifest.digest == other.manifest.digest:
+                    raise ConfigError(
+                        f"data.sources has the same dataset twice, {other.name} and {dataset.name}; name it once, with "
+                        "the sum of the weights"
+                    )
+            opened[source.label] = dataset
+        return cls(opened)
+
+    @property
+    def name(self) -> str:
+        """Where they are, for messages."""
+        return ", ".join(dataset.name for dataset in self.sources.values())
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of all of them.
+
+        Raises:
+            DataError: the one in the folder of the first is not it.
+        """
+        return next(iter(self.sources.values())).tokenizer
+
+
+AnyDataset: TypeAlias = Dataset | MixedDataset
+
+
+def named_sources(dataset: AnyDataset) -> dict[str, Dataset]:
+    """The datasets of a mixture by name; a single dataset, by where it is."""
+    return dataset.sources if isinstance(dataset, MixedDataset) else {dataset.name: dataset}
+
+
+class MixedSplit:
+    """The examples of one split of several datasets, addressed by (shard, index in the shard).
+
+    Attributes:
+        counts: int64 [shards], examples in each shard.
+        sizes: the name of each dataset and the examples in its split.
+
+    Args:
+        sources: the datasets by name.
+        split, spec, policy, seed: as for `PackedSplit`.
+
+    Raises:
+        DataError, ConfigError: as `PackedSplit`.
+    """
+
+    def __init__(self, sources: Mapping[str, Dataset], split: str, spec: PackSpec, policy: Policy, seed: int) -> None:
+        splits = [PackedSplit(source, split, spec, policy, seed) for source in sources.values()]
+        self._splits = splits
+        self.sizes = tuple((name, int(each.counts.sum())) for name, each in zip(sources, splits, strict=True))
+        self.counts = np.concatenate([split.counts for split in splits])
+        self._first_shard = np.cumsum([0, *(len(split.counts) for split in splits[:-1])])
+        if len(splits) > 1:
+            self.keep_open([max_open_shards() // len(splits)] * len(splits))
+
+    def orders(self, keys: Mapping[str, str], *, seed: int, lanes: int, window: int) -> dict[str, Order]:
+        """The order of each dataset by itself, by the keys that are given for their names.
+
+        Raises:
+            ConfigError: one has fewer examples than there are lanes.
+        """
+        orders = {}
+        for (name, _), split in zip(self.sizes, self._splits, strict=True):
+            try:
+                orders[keys[name]] = Order(split.counts, seed=seed, lanes=lanes, window=window)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}" if len(self.sizes) > 1 else str(error)) from None
+        return orders
+
+    def keep_open(self, most: Sequence[int]) -> None:
+        """Keeps at most so many shards of each dataset open."""
+        for split, number in zip(self._splits, most, strict=True):
+            split.most_open = max(1, number)
+
+    def source(self, at: Location) -> Int64:
+        """The number of the dataset that each example is of: int64 [B]."""
+        return np.searchsorted(self._first_shard, at.shard, side="right") - 1
+
+    def ids(self, at: Location) -> Int64:
+        """The number of each example in the split of its dataset: int64 [B]."""
+        ids = np.empty_like(at.index)
+        for split, rows, within in self._parts(at):
+            ids[rows] = split.ids(within)
+        return ids
+
+    def cells(self, at: Location) -> Int64:
+        """The cells that examples which are rows of a task take: int64 [B]."""
+        cells = np.empty_like(at.index)
+        for split, rows, within in self._parts(at):
+            cells[rows] = split.cells(within)
+        return cells
+
+    def documents(self, at: Location) -> list[list[tuple[str, int]]]:
+        """The (source file, line) of the document of each piece of B examples, example by example."""
+        found: list[list[tuple[str, int]]] = [[] for _ in at.index]
+        for split, rows, within in self._parts(at):
+            for row, documents in zip(rows.tolist(), split.documents(within), strict=True):
+                found[row] = documents
+        return found
+
+    def read(self, at: Location, weight: npt.NDArray[np.float32]) -> Examples:
+        """Gathers examples, as `PackedSplit.read`.
+
+        Raises:
+            CorruptShardError, DataError: as `PackedSplit.read`.
+        """
+        parts = []
+        for split, rows, within in self._parts(at):
+            try:
+                parts.append((rows, split.read(within, weight[rows])))
+            except CorruptShardError as error:
+                error.shard += int(self._first_shard[self._splits.index(split)])
+                raise
+        return parts[0][1] if len(parts) == 1 else _merge(parts, weight)
+
+    def _parts(self, at: Location) -> Iterator[tuple[PackedSplit, Int64, Location]]:
+        """The datasets that examples are of: each one's split, which rows are of it, and where they are in it."""
+        if len(self._splits) == 1:
+            yield self._splits[0], np.arange(len(at.index)), at
+            return
+        source = self.source(at)
+        for number in sorted(set(source.tolist())):
+            rows = np.flatnonzero(source == number)
+            within = Location(at.epoch[rows], at.shard[rows] - self._first_shard[number], at.index[rows])
+            yield self._splits[number], rows, within
+
+
+def _merge(parts: Sequence[tuple[Int64, Examples]], weight: npt.NDArray[np.float32]) -> Examples:
+    """Puts examples of several datasets into the rows of one batch."""
+    rows, examples = zip(*parts, strict=True)
+    row = np.concatenate([mine[each.row] for mine, each in parts])
+    pieces = np.argsort(row, kind="stable")
+    length = np.concatenate([each.length for each in examples])
+    tokens = ranges((np.cumsum(length) - length)[pieces], length[pieces])
+    by_row = np.argsort(np.concatenate(rows))
+    random = [each.random for each in examples if each.random is not None]
+    return Examples(
+        tokens=np.concatenate([each.tokens for each in examples])[tokens],
+        row=row[pieces],
+        column=np.concatenate([each.column for each in examples])[pieces],
+        length=length[pieces],
+        key=np.concatenate([each.key for each in examples])[by_row],
+        weight=weight,
+        isolated=examples[0].isolated,
+        random=np.concatenate(random)[by_row] if random else None,
+        labels=_merge_labels([each.labels for each in examples if each.labels is not None], by_row),
+    )
+
+
+def _merge_labels(parts: Sequence[Labels], by_row: Int64) -> Labels | None:
+    """Puts labels of several datasets, end to end, into this order."""
+    if not parts:
+        return None
+    count = np.concatenate([each.count for each in parts])
+    values = ranges((np.cumsum(count) - count)[by_row], count[by_row])
+    return Labels(
+        values=np.concatenate([each.values for each in parts])[values],
+        count=count[by_row],
+        document=np.concatenate([each.document for each in parts])[by_row],
+        begin=np.concatenate([each.begin for each in parts])[by_row],
+        examples=np.concatenate([each.examples for each in parts])[by_row],
+    )

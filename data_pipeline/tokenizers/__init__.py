@@ -1,0 +1,1 @@
+"""Tokenizers, and what prepares text for them."""

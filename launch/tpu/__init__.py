@@ -1,0 +1,1 @@
+"""What the cluster kind `cloud_tpu` consists of."""

@@ -1,0 +1,101 @@
+"""A push makes a whole copy of a dataset or none, goes on where it was stopped, and overwrites nothing unasked."""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_pipeline.building.push import PARTIAL_MANIFEST, push
+from data_pipeline.building.verify import verify
+from data_pipeline.format.manifest import MANIFEST, Manifest
+from data_pipeline.looking.inspection import inspect
+from data_pipeline.reading.dataset import Dataset
+from trainer import storage
+from trainer.errors import ConfigError, DataError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMESTEP_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def dataset(dataset_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(dataset_folder, tmp_path / "dataset", ignore=shutil.ignore_patterns(".cache")))
+
+
+def sent(caplog: pytest.LogCaptureFixture, folder: Path, url: str, **options: Any) -> str:
+    with caplog.at_level(logging.INFO, "data_pipeline.building.push"):
+        caplog.clear()
+        push(folder, url, **options)
+    return caplog.messages[-1].partition(": ")[2].partition(";")[0]
+
+
+def test_a_copy_is_whole_and_looks_like_the_original(dataset: Path, s3_folder: str, caplog: Any) -> None:
+    assert sent(caplog, dataset, s3_folder + "/") == "6 shards sent, 0 were there"
+    assert verify(s3_folder) == []
+    assert storage.read(f"{s3_folder}/{MANIFEST}") == (dataset / MANIFEST).read_bytes()
+    assert not storage.exists(f"{s3_folder}/{PARTIAL_MANIFEST}")
+    local, remote = Dataset.open(dataset), Dataset.open(s3_folder)
+    assert remote.tokenizer.fingerprint == local.tokenizer.fingerprint
+    assert remote.name == s3_folder
+    first, second = inspect(local), inspect(remote)
+    assert (first.forecasts, first.histogram.tolist()) == (second.forecasts, second.histogram.tolist())
+    assert sent(caplog, dataset, s3_folder) == "0 shards sent, 6 were there"
+
+
+def test_a_stopped_push_goes_on_and_is_no_dataset_before(dataset: Path, s3_folder: str, caplog: Any) -> None:
+    shard = dataset / "train-000004.tar"
+    content = bytearray(shard.read_bytes())
+    content[1000] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(DataError, match=r"the bytes of .*train-000004.tar have changed"):
+        push(dataset, s3_folder)
+    with pytest.raises(DataError, match="no finished dataset at that address"):
+        Dataset.open(s3_folder)
+    assert not storage.exists(f"{s3_folder}/train-000004.tar")
+    content[1000] ^= 1
+    shard.write_bytes(content)
+    there = sum(name.endswith(".tar") for name in storage.names(s3_folder))
+    assert there > 0
+    assert sent(caplog, dataset, s3_folder) == f"{6 - there} shards sent, {there} were there"
+    assert verify(s3_folder) == []
+
+
+def test_what_is_wrong_with_a_copy_is_found(dataset: Path, s3_folder: str) -> None:
+    push(dataset, s3_folder)
+    content = bytearray((dataset / "train-000001.tar").read_bytes())
+    content[1000] ^= 1
+    storage.write(f"{s3_folder}/train-000001.tar", bytes(content))
+    storage.write(f"{s3_folder}/train-000002.tar", bytes(content[:5000]))
+    storage.remove(f"{s3_folder}/train-000003.tar")
+    storage.write(f"{s3_folder}/tokenizer/tokenizer.json", b"{}")
+    found = verify(s3_folder)
+    expected = ["cannot read the tokenizer", "bytes have changed", "5000 bytes instead of", "cannot read s3://"]
+    assert len(found) == len(expected)
+    assert all(words in problem for words, problem in zip(expected, found, strict=True)), found
+
+
+def test_what_is_at_the_address_is_not_overwritten_unasked(dataset: Path, s3_folder: str, caplog: Any) -> None:
+    storage.write(f"{s3_folder}/thesis.txt", b"years of work")
+    for force in (False, True):
+        with pytest.raises(DataError, match="neither empty nor a dataset"):
+            push(dataset, s3_folder, force=force)
+    storage.remove(f"{s3_folder}/thesis.txt")
+    push(dataset, s3_folder)
+    manifest = Manifest.load(dataset)
+    smaller = Manifest(**{**vars(manifest), "splits": {**manifest.splits, "train": manifest.splits["train"][1:3]}})
+    smaller.save(dataset)
+    with pytest.raises(DataError, match=r"holds another dataset; .*--force"):
+        push(dataset, s3_folder)
+    assert sent(caplog, dataset, s3_folder, force=True) == "3 shards sent, 0 were there"
+    assert verify(s3_folder) == []
+    assert len([name for name in storage.names(s3_folder) if name.endswith(".tar")]) == 3
+
+
+@pytest.mark.parametrize("url", ["folder", "https://example.org/dataset"])
+def test_an_address_that_cannot_be_written_is_refused(dataset: Path, url: str) -> None:
+    with pytest.raises(ConfigError, match=rf"nothing can be pushed to {url}; name a folder of an object store"):
+        push(dataset, url)

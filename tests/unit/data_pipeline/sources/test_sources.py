@@ -1,0 +1,233 @@
+import dataclasses
+import gzip
+import json
+import random
+import string
+import sysconfig
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from data_pipeline.building.build import Config as BuildConfig
+from data_pipeline.sources import BadRecord, jsonl, python_docs, text, webdataset
+from trainer.config import decode, to_tree
+from trainer.errors import ConfigError, DataError
+
+
+def write(path: Path, data: bytes) -> Path:
+    """Writes `data`, compressed as the name asks."""
+    compress = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor(write_checksum=True).compress}.get(
+        path.suffix, bytes
+    )
+    path.write_bytes(compress(data))
+    return path
+
+
+def lines_of(count: int) -> list[bytes]:
+    draw = random.Random(0)
+    words = ["".join(draw.choices(string.ascii_lowercase, k=8)) for _ in range(count * 20)]
+    return [json.dumps({"text": " ".join(words[20 * i : 20 * i + 20])}).encode() + b"\n" for i in range(count)]
+
+
+def parsed(source):
+    """(file, line, text or reason) of each record."""
+    result = []
+    for record in source.records():
+        try:
+            result.append((Path(source.files[record.file]).name, record.line, source.parse(record)))
+        except BadRecord as error:
+            result.append((Path(source.files[record.file]).name, record.line, f"! {error}"))
+    return result
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_json_lines_are_read_in_order_with_their_line_numbers(tmp_path, suffix):
+    write(tmp_path / f"b.jsonl{suffix}", b'{"text": "three"}')
+    write(tmp_path / f"a.jsonl{suffix}", '{"text": "onë"}\n\n  \n{"n": 1, "text": "two\\nlines"}\r\n'.encode())
+    source = jsonl.Config((f"{tmp_path}/*.jsonl{suffix}",)).build()
+    a, b = f"a.jsonl{suffix}", f"b.jsonl{suffix}"
+    assert parsed(source) == [(a, 1, "onë"), (a, 4, "two\nlines"), (b, 1, "three")]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "\xff"}', "invalid UTF-8"),
+        (b'{"text": "unclosed', "invalid JSON"),
+        (b"[" * 100_000, "invalid JSON"),
+        (b'{"n": 1}', "no field 'text'"),
+        (b'["text"]', "no field 'text'"),
+        (b"null", "no field 'text'"),
+        (b'{"text": null}', "field 'text' is not text"),
+        (b'{"text": 3}', "field 'text' is not text"),
+        (b'{"text": ""}', "empty document"),
+        (b'{"text": " \\n\\t"}', "empty document"),
+        (b'{"text": "half \\ud83d of a pair"}', "invalid Unicode"),
+    ],
+)
+def test_a_bad_line_is_one_record_with_a_reason(tmp_path, line, reason):
+    path = write(tmp_path / "a.jsonl", b'{"text": "before"}\n' + line + b'\n{"text": "after"}\n')
+    found = parsed(jsonl.Config((str(path),)).build())
+    assert found == [("a.jsonl", 1, "before"), ("a.jsonl", 2, f"! {reason}"), ("a.jsonl", 3, "after")]
+
+
+def test_a_field_may_be_nested_and_a_byte_order_mark_is_no_text(tmp_path):
+    path = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"meta": {"body": "deep"}}\n{"meta": "shallow"}')
+    found = parsed(jsonl.Config((str(path),), field="meta.body").build())
+    assert [text for _, _, text in found] == ["deep", "! no field 'meta.body'"]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_an_empty_file_is_one_bad_record(tmp_path, suffix):
+    write(tmp_path / f"a.jsonl{suffix}", b"")
+    (tmp_path / f"b.jsonl{suffix}").write_bytes(b"")
+    source = jsonl.Config((f"{tmp_path}/*",)).build()
+    assert [(line, text) for _, line, text in parsed(source)] == [(1, "! empty file")] * 2
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_truncated_file_loses_its_tail_only(tmp_path, suffix):
+    lines = lines_of(3000)
+    path = write(tmp_path / f"a.jsonl{suffix}", b"".join(lines))
+    write(tmp_path / f"b.jsonl{suffix}", lines[0])
+    whole = path.read_bytes()
+    for share in (0.01, 0.5, 0.999):
+        path.write_bytes(whole[: int(len(whole) * share)])
+        *read, last = list(jsonl.Config((f"{tmp_path}/a*",)).build().records())
+        assert last.problem == "truncated file"
+        assert last.line == len(read) + 1
+        assert [record.data for record in read] == lines[: len(read)]
+        assert len(read) > 3000 * (share - 0.35)  # zstd decodes whole blocks only
+    found = list(jsonl.Config((f"{tmp_path}/*",)).build().records())
+    assert found[-1].data == lines[0]  # the next file is read as if nothing had happened
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_corrupt_file_loses_what_is_behind_the_damage(tmp_path, suffix):
+    path = write(tmp_path / f"a.jsonl{suffix}", b"".join(lines_of(3000)))
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2 : len(damaged) // 2 + 64] = bytes(64)
+    path.write_bytes(damaged)
+    problems = [record.problem for record in jsonl.Config((str(path),)).build().records() if record.problem]
+    assert problems in (["corrupt file"], ["truncated file"])
+    path.write_bytes(b"this was never compressed")
+    assert parsed(jsonl.Config((str(path),)).build()) == [(path.name, 1, "! corrupt file")]
+
+
+def test_concatenated_compressed_files_are_read_to_the_end(tmp_path):
+    lines = lines_of(2)
+    (tmp_path / "a.gz").write_bytes(gzip.compress(lines[0]) + gzip.compress(lines[1]))
+    compress = zstandard.ZstdCompressor().compress
+    (tmp_path / "b.zst").write_bytes(compress(lines[0]) + compress(b"") + compress(lines[1]))
+    assert [r.data for r in jsonl.Config((f"{tmp_path}/*",)).build().records()] == lines * 2
+
+
+def test_a_pattern_without_a_match_is_named(tmp_path):
+    write(tmp_path / "a.jsonl", b"{}")
+    with pytest.raises(ConfigError, match=r"no file matches .*\*\.json'"):
+        jsonl.Config((f"{tmp_path}/*.jsonl", f"{tmp_path}/*.json")).build()
+    with pytest.raises(ConfigError, match="paths"):
+        jsonl.Config(()).build()
+
+
+def test_patterns_that_overlap_read_each_file_once(tmp_path):
+    (tmp_path / "deep").mkdir()
+    write(tmp_path / "deep" / "a.txt", b"a")
+    write(tmp_path / "b.txt", b"b")
+    source = text.Config((f"{tmp_path}/**/*.txt", f"{tmp_path}/b.txt", str(tmp_path / "deep" / "*"))).build()
+    assert source.files == (f"{tmp_path}/b.txt", f"{tmp_path}/deep/a.txt")
+
+
+def test_a_file_that_vanishes_is_an_error_of_the_data(tmp_path):
+    source = text.Config((str(write(tmp_path / "a.txt", b"a")),)).build()
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"cannot read .*a\.txt"):
+        list(source.records())
+
+
+def test_plain_text_is_cut_into_files_or_paragraphs(tmp_path):
+    write(tmp_path / "a.txt", b"\n \nfirst line\nsecond line\n\n\nlast")
+    write(tmp_path / "b.txt", b"alone\n")
+    write(tmp_path / "c.txt", b"\n\n")
+    by_file = parsed(text.Config((f"{tmp_path}/*",)).build())
+    assert by_file == [
+        ("a.txt", 1, "\n \nfirst line\nsecond line\n\n\nlast"),
+        ("b.txt", 1, "alone\n"),
+        ("c.txt", 1, "! empty document"),
+    ]
+    assert parsed(text.Config((f"{tmp_path}/*",), "paragraph").build()) == [
+        ("a.txt", 3, "first line\nsecond line\n"),
+        ("a.txt", 7, "last"),
+        ("b.txt", 1, "alone\n"),
+        ("c.txt", 1, "! empty file"),
+    ]
+
+
+def test_progress_ends_at_the_whole(tmp_path):
+    for name in ("a.txt", "b.txt", "c.txt.gz"):
+        write(tmp_path / name, b"some text\n\nmore text\n")
+    shares = [record.read for record in text.Config((f"{tmp_path}/*",), "paragraph").build().records()]
+    assert shares == sorted(shares)
+    assert 0 < shares[0] <= shares[-1] == 1
+
+
+def test_python_docs_come_from_the_standard_library_without_importing_it():
+    whole = python_docs.Config().build()
+    few = {"pydoc_data/topics.py", "json/__init__.py", "argparse.py", "antigravity.py"}
+    source = dataclasses.replace(whole, files=tuple(name for name in whole.files if name in few))
+    documents = {(source.files[record.file], record.line): source.parse(record) for record in source.records()}
+    assert len(whole.files) > 300
+    assert sum(map(len, documents.values())) > 400_000
+    assert any("JSON (JavaScript Object Notation)" in document for document in documents.values())
+    assert not any(name.startswith(("test/", "site-packages/")) for name in whole.files)
+    name, line = next(key for key, document in documents.items() if key[1] > 1 and "topics" not in key[0])
+    definition = (Path(sysconfig.get_path("stdlib")) / name).read_text(encoding="utf-8").splitlines()[line - 1]
+    assert definition.startswith(("def ", "class ", "async def "))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "python_docs",
+        {"kind": "jsonl", "paths": ["a"]},
+        {"kind": "text", "paths": ["a"], "document": "file"},
+        {"kind": "webdataset", "paths": ["a"]},
+    ],
+)
+def test_every_source_round_trips_through_the_configuration(source):
+    tree = {"source": source, "tokenizer": {"path": "t"}, "output": "o"}
+    config = decode(BuildConfig, tree)
+    assert decode(BuildConfig, to_tree(config)) == config
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> None:
+    from webdataset import TarWriter
+
+    with TarWriter(str(path)) as tar:
+        for key, content in members.items():
+            name, suffix = key.split(".", 1)
+            tar.write({"__key__": name, suffix: content})
+
+
+def test_members_of_a_webdataset_are_documents(tmp_path):
+    write_tar(tmp_path / "b.tar", {"0.txt": b"three"})
+    write_tar(tmp_path / "a.tar", {"0.txt": b"one", "0.json": b'{"text": "other"}', "1.txt": b"", "2.txt": b"\xff"})
+    assert parsed(webdataset.Config((f"{tmp_path}/*.tar",)).build()) == [
+        ("a.tar", 1, "one"),
+        ("a.tar", 2, "! empty document"),
+        ("a.tar", 3, "! invalid UTF-8"),
+        ("b.tar", 1, "three"),
+    ]
+    other = webdataset.Config((f"{tmp_path}/a.tar",), member="json").build()
+    assert parsed(other) == [("a.tar", 1, "other")]
+
+
+def test_a_truncated_webdataset_is_noticed(tmp_path):
+    write_tar(tmp_path / "a.tar", {f"{i}.txt": b"word " * 300 for i in range(8)})
+    whole = (tmp_path / "a.tar").read_bytes()
+    (tmp_path / "a.tar").write_bytes(whole[:9000])
+    *documents, last = parsed(webdataset.Config((f"{tmp_path}/a.tar",)).build())
+    assert 0 < len(documents) < 8
+    assert {text for _, _, text in documents} == {"word " * 300}
+    assert last == ("a.tar", len(documents) + 1, "! truncated file")

@@ -1,0 +1,260 @@
+"""What the agent makes of its workers' ends. The workers are scripts: each round, a rank does what is its turn."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import tests.processes  # noqa: F401 sets up the fork server
+from trainer.elastic.agent import Elastic, _Agent, run_workers
+from trainer.elastic.rendezvous import Group
+from trainer.elastic.workers import Workers
+from trainer.errors import (
+    EXIT_CRASHED,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_PREEMPTED,
+    EXIT_REGROUP,
+    EXIT_USAGE,
+    ConfigError,
+    LaunchError,
+)
+from trainer.strategies.world import World
+
+CONTEXT = multiprocessing.get_context("forkserver")
+WAIT = 1000  # until it is stopped by a signal, and then exit with 75
+HANG = 1001
+DEAF = 1002  # hang, whatever signal comes
+LATE = 1004  # until it is stopped by a signal, and then exit as one whose checkpoint takes too long
+COLLECT = 1005  # garbage, and be done
+STUCK = 1003  # go on from the step of this round's number, but no later one than 2, and crash
+
+
+def act(arguments: list[str]) -> int:
+    """A worker: the arguments are a folder, and what each rank does in each round."""
+    folder, *turns = arguments
+    rank = int(os.environ["RANK"])
+    began = Path(folder) / f"rank-{rank}"
+    round_number = len(began.read_text()) if began.exists() else 0
+    code = int(turns[rank].split(",")[round_number])
+    if code == WAIT:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_PREEMPTED))
+    if code == LATE:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
+    if code == DEAF:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with began.open("a") as file:
+        file.write("x")
+    if code == COLLECT:
+        gc.collect()
+        return EXIT_DONE
+    if code == STUCK:
+        World.start(20).tell_progress(min(round_number, 2))
+        return EXIT_CRASHED
+    if code in (WAIT, LATE, HANG, DEAF):
+        time.sleep(100)
+    if code < 0:
+        while not all((Path(folder) / f"rank-{other}").exists() for other in range(len(turns))):
+            time.sleep(0.01)  # or the others may be stopped before they have counted this round
+        os.kill(os.getpid(), -code)
+    return code
+
+
+def agent(folder: Path, turns: Sequence[Sequence[int]], processes: int, elastic: Elastic | None) -> None:
+    """The process that would be the `samestep` command."""
+    sys.stderr = (folder / "stderr").open("a")
+    os.dup2(sys.stderr.fileno(), 2)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
+    script = [str(folder), *(",".join(map(str, codes)) for codes in turns)]
+    try:
+        code = run_workers(act, script, processes, elastic, [signal.SIGTERM])
+    except LaunchError as error:
+        sys.stderr.write(str(error))
+        code = EXIT_FAILED
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def outcome(folder: Path, *turns: Sequence[int], elastic: bool = True, signals: Sequence[float] = ()) -> int | None:
+    """The agent's exit code; SIGTERM is sent to it this long after its workers have begun, and after each other."""
+    process = CONTEXT.Process(target=agent, args=(folder, turns, len(turns), Elastic() if elastic else None))
+    process.start()
+    for delay in signals:
+        while not all((folder / f"rank-{rank}").exists() for rank in range(len(turns))):
+            time.sleep(0.02)
+        time.sleep(delay)
+        os.kill(process.pid or 0, signal.SIGTERM)
+    process.join(30)
+    assert not process.is_alive()
+    return process.exitcode
+
+
+def rounds(folder: Path) -> int:
+    return len((folder / "rank-0").read_text())
+
+
+@pytest.mark.parametrize(
+    ("turns", "code"),
+    [
+        ([[0], [0]], EXIT_DONE),
+        ([[EXIT_USAGE], [HANG]], EXIT_USAGE),
+        ([[EXIT_REGROUP], [EXIT_FAILED]], EXIT_FAILED),
+        ([[EXIT_REGROUP], [EXIT_PREEMPTED]], EXIT_PREEMPTED),
+    ],
+)
+def test_what_is_explained_is_not_tried_again(tmp_path: Path, turns: list[list[int]], code: int) -> None:
+    assert outcome(tmp_path, *turns) == code
+    assert rounds(tmp_path) == 1
+
+
+@pytest.mark.parametrize("first", [-signal.SIGKILL, -signal.SIGSEGV, EXIT_CRASHED, EXIT_REGROUP])
+def test_deaths_are_survived(tmp_path: Path, first: int) -> None:
+    assert outcome(tmp_path, [EXIT_REGROUP, 0], [first, 0]) == EXIT_DONE
+    assert rounds(tmp_path) == 2
+
+
+def test_a_crash_leaves_the_stacks_that_led_to_it(tmp_path: Path) -> None:
+    assert outcome(tmp_path, [-signal.SIGSEGV], elastic=False) == EXIT_FAILED
+    stacks = (tmp_path / "stderr").read_text()
+    assert "Segmentation fault" in stacks
+    assert " in act" in stacks
+
+
+def test_a_worker_that_cannot_know_of_a_death_is_stopped(tmp_path: Path) -> None:
+    began = time.monotonic()
+    assert outcome(tmp_path, [HANG, 0], [-signal.SIGKILL, 0]) == EXIT_DONE
+    assert time.monotonic() - began < 20
+    assert "rank 1 was killed by SIGKILL: starting again" in (tmp_path / "stderr").read_text()
+
+
+def test_restarts_that_lead_nowhere_end(tmp_path: Path) -> None:
+    assert outcome(tmp_path, [EXIT_CRASHED] * 9) == EXIT_FAILED
+    assert rounds(tmp_path) == 4
+    assert "4 times in a row, each time before there was a checkpoint newer than step 0" in (
+        (tmp_path / "stderr").read_text()
+    )
+
+
+def test_restarts_are_counted_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    assert outcome(tmp_path, [STUCK] * 9) == EXIT_FAILED
+    assert rounds(tmp_path) == 6
+    assert "4 times in a row, each time before there was a checkpoint newer than step 2" in (
+        (tmp_path / "stderr").read_text()
+    )
+
+
+def test_without_elastic_a_death_ends_the_run(tmp_path: Path) -> None:
+    assert outcome(tmp_path, [HANG, 0], [-signal.SIGKILL, 0], elastic=False) == EXIT_FAILED
+    assert rounds(tmp_path) == 1
+    assert "rank 1 was killed by SIGKILL; the kernel does that when memory runs out" in (
+        (tmp_path / "stderr").read_text()
+    )
+
+
+def test_a_signal_is_passed_on(tmp_path: Path) -> None:
+    assert outcome(tmp_path, [WAIT, 0], [WAIT, 0], signals=[0.3]) == EXIT_PREEMPTED
+    assert rounds(tmp_path) == 1
+
+
+def test_a_second_signal_waits_for_nobody(tmp_path: Path) -> None:
+    assert outcome(tmp_path, [DEAF], signals=[0.3, 2.0]) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("taken_away_first", [True, False])
+def test_workers_are_asked_to_stop_once(taken_away_first: bool) -> None:
+    """Also when a machine is taken away and another comes: a second signal would end them before they have saved."""
+    sent: list[signal.Signals] = []
+    asking = _Agent(SimpleNamespace(signal=sent.append), "a run", 1, Elastic(), [signal.SIGTERM])  # type: ignore[arg-type]
+    asking._rendezvous = SimpleNamespace(news=lambda: "arrived")  # type: ignore[assignment]
+    asking._received.append((signal.SIGTERM, time.monotonic()))
+    for heed in (asking._heed_signals, asking._heed_news)[:: 1 if taken_away_first else -1]:
+        heed()
+    assert sent == [signal.SIGTERM]
+    assert asking._judge(Group(0, 1, 0), [(0, EXIT_PREEMPTED)]) == EXIT_PREEMPTED
+
+
+def test_a_signal_to_all_processes_is_for_the_workers_only(tmp_path: Path) -> None:
+    process = CONTEXT.Process(target=signalled, args=(tmp_path,))
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
+
+
+def signalled(folder: Path) -> None:
+    with Workers(act, [str(folder), "0,0"], [signal.SIGXCPU]) as workers:
+        for _ in range(2):
+            workers.start([{"RANK": "0", "OMP_NUM_THREADS": "1"}])
+            assert workers.ended(20) == (0, 0)
+            os.kill(workers._server.pid or 0, signal.SIGXCPU)
+
+
+def test_workers_do_not_collect_the_garbage_of_this_process(tmp_path: Path) -> None:
+    """What waits for its thread when it is collected, such as a TCPStore, would hang or crash where it has none."""
+    process = CONTEXT.Process(target=littered, args=(tmp_path,))
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
+
+
+class Garbage:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.itself = folder, self
+
+    def __del__(self) -> None:
+        (self.folder / f"collected by {os.getpid()}").touch()
+
+
+def littered(folder: Path) -> None:
+    Garbage(folder)
+    with Workers(act, [str(folder), str(COLLECT)]) as workers:
+        workers.start([{"RANK": "0", "OMP_NUM_THREADS": "1"}])
+        assert workers.ended(20) == (0, EXIT_DONE)
+    gc.collect()
+    assert [path.name for path in folder.glob("collected*")] == [f"collected by {os.getpid()}"]
+
+
+def test_a_machine_that_is_taken_away_leaves_the_run_to_the_others(tmp_path: Path) -> None:
+    """However its own workers end: here they do not save in time."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        elastic = Elastic(1, 2, f"127.0.0.1:{free.getsockname()[1]}")
+    gone, left = (CONTEXT.Process(target=agent, args=(tmp_path, [[LATE, 0]] * 2, 1, elastic)) for _ in range(2))
+    for process in (gone, left):
+        process.start()
+    while not all((tmp_path / f"rank-{rank}").exists() for rank in range(2)):
+        time.sleep(0.02)
+    time.sleep(0.3)
+    os.kill(gone.pid or 0, signal.SIGTERM)
+    for process in (gone, left):
+        process.join(30)
+    assert (gone.exitcode, left.exitcode) == (128 + signal.SIGTERM, EXIT_DONE)
+
+
+@pytest.mark.parametrize("machines", ["0:2", "3:2", "a", "1:", ":2", "1:2:3"])
+def test_numbers_of_machines(machines: str) -> None:
+    with pytest.raises(ConfigError, match="MIN:MAX"):
+        Elastic.parse(machines, "here:1")
+
+
+def test_one_launcher_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="RANK and WORLD_SIZE are set"):
+        Elastic.parse("1:1", None)
+
+
+def test_several_machines_need_a_place_to_meet() -> None:
+    with pytest.raises(ConfigError, match="--rendezvous"):
+        Elastic.parse("1:2", None)
+    assert Elastic.parse("2", "here:1") == Elastic(2, 2, "here:1")
+    assert Elastic.parse("1:1", None) == Elastic()

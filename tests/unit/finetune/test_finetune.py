@@ -1,0 +1,88 @@
+"""What a suite knows before any run: on which devices runs go, and what a constant answer scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_pipeline.building.build import Config as BuildConfig
+from data_pipeline.building.build import build
+from data_pipeline.reading.dataset import Dataset
+from data_pipeline.sources import multiple_choice, question_answering, table_pairs
+from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
+from trainer.finetune.chance import chance
+from trainer.finetune.cli import _slots
+from trainer.objectives import multiple_choice as choosing
+from trainer.objectives import question_answering as answering
+from trainer.objectives import seq2seq
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "parallel", "devices"),
+    [
+        (0, None, None, [None]),
+        (0, None, 2, [None, None]),
+        (1, "3", None, [None]),
+        (3, None, None, ["0", "1", "2"]),
+        (2, "4,6", None, ["4", "6"]),
+        (2, "GPU-a,GPU-b", 1, ["GPU-a"]),
+        (2, "4,6", 3, ["4", "6", "4"]),
+    ],
+)
+def test_each_run_has_a_gpu_of_those_that_are_visible(
+    gpus: int, visible: str | None, parallel: int | None, devices: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [slot.get("CUDA_VISIBLE_DEVICES") for slot in _slots(parallel, on_cpu=False)] == devices
+    assert _slots(None, on_cpu=True) == [{}]
+
+
+def built(source: type[Any], rows: list[dict[str, Any]], folder: Path, **settings: Any) -> Dataset:
+    """A dataset of rows, which are trained on and held out alike."""
+    files = folder / "train.jsonl", folder / "heldout.jsonl"
+    for file in files:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = TokenizerConfig("", "wordpiece", 300, lowercase=False).train(["".join(map(chr, range(33, 127)))])
+    tokenizer.save(folder / "tokenizer")
+    config = source(paths=(str(files[0]),), heldout=(str(files[1]),), **settings)
+    build(BuildConfig(config, TokenizerConfig(str(folder / "tokenizer")), output=str(folder / "data"), workers=1))
+    return Dataset.open(folder / "data")
+
+
+def test_of_choices_the_one_that_is_right_most_often(tmp_path: Path) -> None:
+    rows = [{"context": f"c{i}", "choices": ["a", "b", "c"], "label": label} for i, label in enumerate((2, 1, 2, 0, 2))]
+    dataset = built(multiple_choice.Config, rows, tmp_path)
+    objective = choosing.Config(choices=3).build(dataset.tokenizer.vocabulary)
+    assert chance(objective, dataset, "accuracy") == pytest.approx(3 / 5)
+
+
+def test_of_questions_those_without_an_answer_where_there_may_be_none(tmp_path: Path) -> None:
+    answered = {"question": "Who?", "context": "Ann did.", "answers": [{"text": "Ann", "answer_start": 0}]}
+    rows = [{**(answered if i else {**answered, "answers": []}), "id": str(i)} for i in range(4)]
+    dataset = built(question_answering.Config, rows, tmp_path)
+    for impossible, expected in ((True, 1 / 4), (False, 0.0)):
+        objective = answering.Config(impossible=impossible).build(dataset.tokenizer.vocabulary)
+        assert chance(objective, dataset, "f1") == chance(objective, dataset, "exact_match") == expected
+        if impossible:
+            of_kinds = ("has_answer_f1", "has_answer_exact_match", "no_answer_accuracy", "best_f1")
+            assert [chance(objective, dataset, score) for score in of_kinds] == [0.0, 0.0, 1.0, expected]
+
+
+@pytest.mark.parametrize(
+    ("labels", "score", "expected"),
+    [(("no", "yes"), "accuracy", 3 / 5), (("no", "yes"), "f1", 2 * 0.4 / 1.4), ((), "accuracy", 0.0)],
+)
+def test_of_texts_the_label_that_is_right_most_often(
+    labels: tuple[str, ...], score: str, expected: float, tmp_path: Path
+) -> None:
+    rows = [{"source": f"s{i}", "target": target} for i, target in enumerate(("no", "yes", "no", "yes", "no"))]
+    dataset = built(table_pairs.Config, rows, tmp_path, labels=labels)
+    objective = seq2seq.Config(target_length=8)
+    assert chance(objective, dataset, score) == pytest.approx(expected)

@@ -1,0 +1,126 @@
+"""The plan of an experiment: what fits, what is refused, and what the command prints."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.commands import Samestep
+from trainer.config import load
+from trainer.inspect.plan.plan import STRATEGIES, Planner, memory_of_run
+from trainer.inspect.plan.strategies import Collective
+from trainer.inspect.plan.trace import Step
+from trainer.training.experiment import Experiment
+from trainer.training.micro_batch import SHARE
+
+
+@pytest.fixture(scope="module")
+def planner(experiment_file: str) -> Planner:
+    overrides = ["training.micro_batch_size=auto", "training.global_batch_size=256"]
+    experiment = load(Experiment, experiment_file, overrides)
+    return Planner(experiment, experiment.resolved_phases()[0], 4, Step(experiment, "cpu"))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+def test_the_largest_micro_batch_fits(planner: Planner, strategy: str) -> None:
+    whole = planner.plan(strategy, memory=2**40)
+    assert (whole.micro_batch, whole.micro_batches, whole.largest) == (64, 1, 64)
+    memory = whole.held.total // 2
+    half = planner.plan(strategy, memory)
+    assert 0 < half.micro_batch < 64
+    assert half.micro_batch * half.micro_batches >= 64
+    assert half.held.total <= SHARE * memory
+    assert planner.plan(strategy, memory=1000).largest == 0
+
+
+def test_gradients_of_several_micro_batches_are_whole_under_fsdp(planner: Planner) -> None:
+    one, several = planner.plan("fsdp", memory=2**40), planner.plan("fsdp")
+    assert several.micro_batches == 64
+    assert several.held.gradients == pytest.approx(one.held.gradients * 5, rel=0.01)
+    gathered = [{each.kind: each.nbytes for each in plan.exchanged} for plan in (one, several)]
+    assert gathered[1]["all-gather"] == 64 * gathered[0]["all-gather"]
+    assert gathered[1]["reduce-scatter"] == gathered[0]["reduce-scatter"]
+
+
+def test_each_stage_of_zero_holds_less(planner: Planner) -> None:
+    held = [planner.plan(f"zero{stage}").held for stage in (1, 2, 3)]
+    assert held[0].gradients > held[1].gradients == held[2].gradients
+    assert held[0].optimizer == held[1].optimizer == held[2].optimizer
+    assert held[0].optimizer == pytest.approx(planner.plan("fsdp").held.optimizer, rel=0.01)  # whole rows there
+
+
+def test_a_ring_sends_each_part_to_each_other() -> None:
+    assert Collective("all-gather", 800, 4).sent == 600
+    assert Collective("all-reduce", 800, 4).sent == 1200
+
+
+def test_the_command_prints_json(samestep: Samestep, experiment_file: str) -> None:
+    arguments = ["plan", experiment_file, "--devices", 4, "--memory", "1GiB", "--json", "model.layers=1"]
+    result = samestep(*arguments)
+    assert result.code == 0, result.err
+    found: dict[str, Any] = json.loads(result.out)
+    (phase,) = found["phases"]
+    assert [plan["strategy"] for plan in phase["plans"]] == list(STRATEGIES)
+    for plan in phase["plans"]:
+        held = plan["bytes"]
+        peak = held["state"] + held["gradients"] + max(held["activations"] + held["buffers"], held["update"])
+        assert held["total"] == peak
+        assert plan["largest_micro_batch"] == math.ceil(10 / (1 if plan["strategy"] == "single" else 4))
+
+
+def test_the_table_names_what_it_shows(samestep: Samestep, experiment_file: str) -> None:
+    named = ["--strategy", "zero2", "fsdp", "--memory", "100KiB"]
+    result = samestep("plan", experiment_file, "--devices", 2, *named, "model.layers=1")
+    assert result.code == 0, result.err
+    (heading,) = (line for line in result.out.splitlines() if "params" in line)
+    assert heading.split() == [
+        "batch",
+        "params",
+        "grads",
+        "optim",
+        "activ",
+        "buffers",
+        "update",
+        "peak",
+        "sent",
+        "fits",
+    ]
+    assert "none" in result.out
+    assert "zero2" in result.out
+    assert "ddp" not in result.out
+    assert "on 2 devices" in " ".join(result.out.split())
+    assert "XLA" not in result.out
+
+
+def test_what_a_plan_says_of_tpus_is_said(samestep: Samestep, experiment_file: str) -> None:
+    settings = ("accelerator=xla", "strategy={kind: xla_spmd, replicas: 4}", "model.layers=1")
+    result = samestep("plan", experiment_file, "--devices", 8, "--strategy", "hsdp", *settings)
+    assert result.code == 0, result.err
+    assert "TPUs under XLA: the row of fsdp (or hsdp, with replicas)" in " ".join(result.out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--devices", "0"], "--devices must be at least 1"),
+        (["--devices", "2", "--strategy", "zero4"], "zero4"),
+        (["--devices", "2", "--memory", "much"], "--memory"),
+        (["--devices", "3", "--strategy", "hsdp"], "does not divide 3 devices"),
+    ],
+)
+def test_mistakes_are_named(samestep: Samestep, experiment_file: str, arguments: list[str], named: str) -> None:
+    result = samestep("plan", experiment_file, *arguments)
+    assert result.code == 2
+    assert named in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_run_is_planned_as_it_was_started(finished_run: Path, tmp_path: Path) -> None:
+    planned = memory_of_run(finished_run)
+    assert planned is not None
+    assert 0 < planned < 1
+    assert memory_of_run(tmp_path) is None

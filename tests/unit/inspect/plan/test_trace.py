@@ -1,0 +1,136 @@
+"""A step traced without memory makes the tensors that a real one makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.config import load
+from trainer.inspect.plan.batch import example, stand_in
+from trainer.inspect.plan.strategies import interpolate
+from trainer.inspect.plan.trace import LiveBytes, Step
+from trainer.optim import groups
+from trainer.training.experiment import Experiment
+
+_ROWS = 3
+
+_TASKS = {
+    "classification": ["model.head=classification", "model.labels=[a,b,c]"],
+    "classification, soft": ["objective.soft=true", "model.head=classification", "model.labels=[a,b,c]"],
+    "regression": ["model.head=classification", "model.labels=[score]"],
+    "multiple_choice": ["model.head=multiple_choice", "objective.choices=3"],
+    "question_answering": ["model.head=span", "objective.question_length=8", "objective.stride=8"],
+    "tagging": ["model.head=tagging", "model.labels=[O,B-PER,I-PER]"],
+}
+
+
+def _saved_by_autograd(experiment: Experiment, rows: int) -> tuple[int, Any]:
+    """Bytes of the tensors that autograd keeps at the end of a real forward pass, and the loss."""
+    objective = experiment.objective.build(stand_in(experiment.model.vocab_size))
+    columns = example(experiment, objective, experiment.resolved_phases()[0])
+    batch = {name: torch.from_numpy(column).repeat_interleave(rows, 0) for name, column in columns.items()}
+    model = experiment.model.build().train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
+    model.activation_checkpointing = experiment.training.activation_checkpointing
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = objective.loss(model, batch, {name: torch.ones(()) for name in objective.weights(columns)})
+    return sum(kept.values()), loss
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("recipe", ["experiment_file", "t5_experiment"])
+def test_what_autograd_saves_is_what_a_real_forward_pass_saves(
+    recipe: str, checkpointing: bool, request: pytest.FixtureRequest
+) -> None:
+    overrides = [f"training.activation_checkpointing={str(checkpointing).lower()}"]
+    experiment = load(Experiment, request.getfixturevalue(recipe), overrides)
+    measured, _ = _saved_by_autograd(experiment, _ROWS)
+    step = Step(experiment, "cpu")
+    objective = experiment.objective.build(stand_in(experiment.model.vocab_size))
+    columns = example(experiment, objective, experiment.resolved_phases()[0])
+    assert step.activations(objective, columns, _ROWS).saved == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("task", _TASKS)
+def test_tasks_are_traced_as_they_run(task: str, experiment_file: str) -> None:
+    kind = task.partition(",")[0]
+    experiment = load(Experiment, experiment_file, [f"objective={kind}", "data.packing=padded", *_TASKS[task]])
+    measured, _ = _saved_by_autograd(experiment, _ROWS)
+    objective = experiment.objective.build(stand_in(experiment.model.vocab_size))
+    columns = example(experiment, objective, experiment.resolved_phases()[0])
+    choices = 3 if kind == "multiple_choice" else 1
+    assert columns["tokens"].shape == columns["segments"].shape == (1, choices * 32)
+    assert columns["segments"].all()
+    assert columns["dropout_key"].size == choices
+    assert Step(experiment, "cpu").activations(objective, columns, _ROWS).saved == pytest.approx(measured, rel=0.1)
+
+
+def test_checkpointing_trades_activations_for_work(experiment_file: str) -> None:
+    objective = load(Experiment, experiment_file).objective.build(stand_in(400))
+    peaks = []
+    for checkpointing in ("false", "true"):
+        experiment = load(Experiment, experiment_file, [f"training.activation_checkpointing={checkpointing}"])
+        columns = example(experiment, objective, experiment.resolved_phases()[0])
+        peaks.append(Step(experiment, "cpu").activations(objective, columns, 64))
+    assert peaks[1].saved < 0.5 * peaks[0].saved
+    assert peaks[1].bare < peaks[0].bare
+
+
+def test_interpolation_is_never_too_little(experiment_file: str) -> None:
+    experiment = load(Experiment, experiment_file)
+    objective = experiment.objective.build(stand_in(experiment.model.vocab_size))
+    columns = example(experiment, objective, experiment.resolved_phases()[0])
+    step = Step(experiment, "cpu")
+    bounds = [(rows, step.activations(objective, columns, rows)) for rows in (1, 32)]
+    for rows in (2, 8, 31):
+        exact, estimate = step.activations(objective, columns, rows), interpolate(rows, bounds)
+        assert exact.bare <= estimate.bare <= 1.1 * exact.bare
+
+
+@pytest.mark.parametrize("kind", ["adamw", "lamb", "adafactor", "adamw_scale"])
+def test_the_optimizer_keeps_what_a_real_one_keeps(kind: str, experiment_file: str) -> None:
+    experiment = load(Experiment, experiment_file, [f"optimizer.kind={kind}"])
+    model: Any = experiment.model.build()
+    optimizer = experiment.optimizer.build(model.named_parameters(), stacked=model.stacked())
+    groups.prime(optimizer)
+    real = {name: list(optimizer.state[each].items()) for name, each in model.named_parameters()}
+    planned = Step(experiment, "cpu").parameters
+    assert {name: each.shape for name, each in planned.items()} == {n: p.shape for n, p in model.named_parameters()}
+    assert {name: list(each.state) for name, each in planned.items()} == {
+        name: [tuple(value.shape) for key, value in state if key != "step"] for name, state in real.items()
+    }
+
+
+def test_bytes_are_counted_while_they_live_and_views_once() -> None:
+    with LiveBytes() as live:
+        first = torch.ones(100)
+        view = first[10:].view(9, 10)
+        second = view * 2
+        assert live.live == [100 * 4 + 90 * 4, 0, 0]
+        del first, view
+        assert live.live == [90 * 4, 0, 0]
+        second.add_(1)
+    assert live.peaks == [190 * 4] * 3
+
+
+def test_copies_of_weights_are_counted_apart() -> None:
+    root, other = torch.ones(8), torch.ones(16)
+    with LiveBytes([root, other], {root: 1, other: 2}) as live:
+        copies = root.bfloat16(), other.bfloat16(), torch.ones(4)
+    assert live.live == [4 * 4, 8 * 2, 16 * 2]
+    assert live.peaks == [16, 32, 64]
+    assert len(copies) == 3

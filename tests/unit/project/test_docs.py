@@ -1,0 +1,54 @@
+"""What the documentation says can be followed: links lead somewhere, and commands are ones that samestep takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.building import build
+from launch import submit
+from trainer.cli import build_parser
+from trainer.config import load
+from trainer.training.experiment import Experiment
+
+ROOT = Path(__file__).parents[3]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"(?:^|(?<=`)|(?<=^\$ ))samestep [^`\n]*(?:[A-Z]{2}|/)[^`\n]*", re.MULTILINE)
+WRONG_ON_PURPOSE = "training.step=5"
+
+
+def commands(page: Path) -> list[str]:
+    """The commands of a page, in blocks and within lines, that name a file or a placeholder (DIR) and so are whole."""
+    return COMMAND.findall(page.read_text(encoding="utf-8").replace("\\\n", ""))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path):
+    prose = FENCED.sub("", page.read_text(encoding="utf-8"))
+    targets = [target for target in re.findall(r"\]\(([^)#\s]+)", prose) if "://" not in target]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
+def test_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    for command in commands(page):
+        arguments = shlex.split(command, comments=True)[1:]
+        args, rest = build_parser().parse_known_args(arguments)
+        overrides = [*getattr(args, "overrides", []), *rest]
+        assert all(re.match(r"[\w.]+=", override) for override in overrides), command
+        if hasattr(args, "cluster"):
+            if args.cluster.startswith("configs/") and args.file.startswith("configs/"):
+                submit.prepare(args.cluster, args.file, overrides)
+            continue
+        schema, file = (build.Config, args.config) if hasattr(args, "config") else (Experiment, vars(args).get("file"))
+        if str(file).startswith("configs/") and WRONG_ON_PURPOSE not in overrides:
+            load(schema, file, overrides)
+
+
+def test_commands_are_found():
+    assert len(commands(ROOT / "README.md")) >= 15

@@ -1,0 +1,1 @@
+"""Inference: what trained models make of texts."""

@@ -1,0 +1,1 @@
+"""Inspection: commands around a run: before it, beside it and after it."""

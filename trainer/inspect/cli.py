@@ -1,0 +1,89 @@
+"""Commands around a run: what it needs ahead, what it has done, what its machine can do."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from trainer.command import OVERRIDES, Commands, add_command
+from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+
+
+def add_fetch(commands: Commands) -> None:
+    """Adds `fetch` to the `samestep` command."""
+    fetch = add_command(
+        commands,
+        "fetch",
+        _fetch,
+        "get models, tokenizers and data ahead, for machines without internet",
+        "example:\n  samestep fetch hf://bert-base-uncased --to models/bert-base-uncased\n"
+        "  samestep fetch configs/data/wikipedia_en.yaml limit=1GB --to raw",
+    )
+    fetch.add_argument("target", help="hf://NAME, or the file of an experiment or dataset: all remote things it names")
+    fetch.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    fetch.add_argument("--to", metavar="DIR", help="where to put it (default: the Hub's cache; for data: fetched/)")
+
+
+def add_report(commands: Commands) -> None:
+    """Adds `report` to the `samestep` command."""
+    report = add_command(
+        commands,
+        "report",
+        _report,
+        "write an HTML page with the curves and settings of one or several runs",
+        "example:\n  samestep report runs/bert_mini runs/bert_mini_lr2 -o report.html",
+    )
+    report.add_argument("runs", nargs="+", metavar="RUN", help="the output folder of a run, finished or not")
+    report.add_argument(
+        "-o", "--output", metavar="HTML", help="the file to write (default: report.html, in RUN if one)"
+    )
+
+
+def add_doctor(commands: Commands) -> None:
+    """Adds `doctor` to the `samestep` command."""
+    doctor = add_command(
+        commands,
+        "doctor",
+        _doctor,
+        "try out what a run will need of this machine",
+        "example:\n  samestep doctor configs/pretrain/bert_base.yaml",
+    )
+    doctor.add_argument("file", nargs="?", help="the experiment that is to run here (default: the machine alone)")
+    doctor.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    doctor.add_argument(
+        "--processes", type=int, metavar="N", help="processes of the all-reduce (default: one a GPU, else two)"
+    )
+
+
+def _fetch(args: argparse.Namespace) -> int:
+    from trainer.inspect.fetch import fetch
+
+    settings = fetch(args.target, args.overrides, args.to)
+    sys.stdout.write("fetched; it is used with these settings:\n")
+    sys.stdout.writelines(f"  {shlex.quote(setting)}\n" for setting in settings)
+    return EXIT_DONE
+
+
+def _report(args: argparse.Namespace) -> int:
+    from trainer.inspect.plan.plan import memory_of_run
+    from trainer.monitoring.report import default_output, write_report
+
+    output = Path(args.output) if args.output else default_output(args.runs)
+    write_report(args.runs, output, memory_of_run)
+    sys.stdout.write(f"{output}\n")
+    return EXIT_DONE
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from trainer.inspect import doctor, findings
+    from trainer.training.starting import load_experiment
+
+    if args.processes is not None and args.processes < 1:
+        raise ConfigError(f"--processes must be at least 1, not {args.processes}")
+    experiment = load_experiment(args.file, args.overrides) if args.file else None
+    sound = findings.report(doctor.examine(experiment, args.processes), Console())
+    return EXIT_DONE if sound else EXIT_FAILED

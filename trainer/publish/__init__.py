@@ -1,0 +1,1 @@
+"""Publishing: trained models as Hugging Face folders, with a model card."""

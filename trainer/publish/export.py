@@ -1,0 +1,130 @@
+"""Exports a checkpoint as a Hugging Face folder, with a model card."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data_pipeline.tokenizers.tokenizer import Tokenizer
+from trainer.checkpoint import huggingface
+from trainer.errors import ConfigError
+from trainer.examples import Vocabulary
+from trainer.models.peft import huggingface as adapters
+from trainer.publish import model_card
+from trainer.publish import tokenizer as exported_tokenizer
+from trainer.storage.hub import name_and_revision
+from trainer.training.weights import Weights, load_weights
+
+logger = logging.getLogger(__name__)
+
+_TOKENS = "embeddings.tokens.weight"
+
+
+def export(checkpoint: str, folder: str) -> None:
+    """Writes a checkpoint and its tokenizer as a folder that `transformers` loads, with a model card for people.
+
+    What LoRA has learned is added to the weights.
+
+    Raises:
+        ConfigError: transformers has no such model.
+    """
+    weights = load_weights(checkpoint)
+    tokenizer = _tokenizer(weights)
+    vocabulary = tokenizer.vocabulary
+    _check_padding(weights, vocabulary)
+    mask = None if vocabulary.mask is None else tokenizer.token(vocabulary.mask)
+    card = model_card.write(weights, checkpoint, Path(folder).absolute().name, mask)
+    with tempfile.TemporaryDirectory() as files:
+        tokenizer.save(files)
+        padding = exported_tokenizer.adapt(Path(files), weights.config, vocabulary)
+        ours, parameters = _merged(weights, checkpoint)
+        if padding is not None and padding >= ours.vocab_size:
+            parameters[_TOKENS] = F.pad(parameters[_TOKENS], (0, 0, 0, padding + 1 - ours.vocab_size))
+            ours = replace(ours, vocab_size=padding + 1)
+        tensors = ours.export_tensors(parameters)
+        config = ours.to_huggingface() | _token_ids(ours, replace(vocabulary, pad=padding))
+        huggingface.save_folder(Path(folder), config, tensors, Path(files), card)
+    logger.info("wrote %s: %d tensors of %s", folder, len(tensors), checkpoint)
+
+
+def export_adapter(checkpoint: str, folder: str) -> None:
+    """Writes what was added to a model and trained, and the tokenizer, as a folder that the `peft` library loads.
+
+    It has a model card, which says how; a base that is a checkpoint of ours has to be exported for that, too.
+
+    Raises:
+        ConfigError: nothing was added, or the library has nothing of the kind.
+    """
+    weights = load_weights(checkpoint)
+    if weights.config.peft is None or weights.base is None:
+        raise ConfigError(f"{checkpoint} holds a whole model, to which nothing was added; leave --adapter out")
+    base = weights.base
+    while base.base is not None and base.config.peft is not None:  # the run went on with what was added there
+        base = base.base
+    name, revision = name_and_revision(base.hub) if base.hub else (base.path, "")
+    content, tensors = adapters.export_adapter(weights.config, weights.tensors, name)
+    if revision:
+        content["revision"] = revision
+    tokenizer = _tokenizer(weights)
+    card = model_card.write(weights, checkpoint, Path(folder).absolute().name, base=base)
+    with tempfile.TemporaryDirectory() as files:
+        tokenizer.save(files)
+        if tokenizer.vocabulary.pad is not None:  # a new token would need a row in the base's embeddings
+            exported_tokenizer.adapt(Path(files), weights.config, tokenizer.vocabulary)
+        huggingface.save_folder(Path(folder), content, tensors, Path(files), card, adapter=True)
+    logger.info("wrote %s: %d tensors of %s, for %s", folder, len(tensors), checkpoint, name)
+    if base.step is not None:
+        logger.warning("peft reads it with its base, which has to be exported, too: samestep export %s DIR", name)
+
+
+def _merged(weights: Weights, checkpoint: str) -> tuple[Any, dict[str, Tensor]]:
+    """The `Config` and parameters of the model without `peft`."""
+    config = weights.config
+    peft = getattr(config, "peft", None)
+    if peft is None:
+        return config, dict(weights.tensors)
+    if not hasattr(peft, "merge"):
+        kind = type(peft).__module__.rpartition(".")[2]
+        fix = "use the checkpoint with samestep"
+        if adapters.can_export(config):
+            fix = f"samestep export {checkpoint} DIR --adapter writes it for the peft library"
+        raise ConfigError(f"{checkpoint} holds a model with {kind}, which cannot be part of plain weights; {fix}")
+    with torch.device("meta"):
+        model = config.build()
+    return replace(config, peft=None), peft.merge(model, weights.tensors)
+
+
+def _tokenizer(weights: Weights) -> Tokenizer:
+    with weights.tokenizer_files() as folder:
+        return Tokenizer.load(folder)
+
+
+def _token_ids(config: Any, vocabulary: Vocabulary) -> dict[str, int]:
+    """The tokens that transformers' `generate` begins and ends texts with, as `trainer.generation` does."""
+    is_pair = getattr(config, "encoder_decoder", False)
+    if not (is_pair or config.causal):
+        return {}
+    ids = {"pad_token_id": vocabulary.pad, "eos_token_id": vocabulary.end}
+    if is_pair:
+        ids["decoder_start_token_id"] = vocabulary.pad
+    else:
+        ids["bos_token_id"] = vocabulary.end if vocabulary.cls is None else vocabulary.cls
+    return {name: token for name, token in ids.items() if token is not None}
+
+
+def _check_padding(weights: Weights, vocabulary: Vocabulary) -> None:
+    """Refuses a tokenizer whose padding would shift the positions: RoBERTa's are counted from the padding's id."""
+    offset, pad = weights.config.position_offset, vocabulary.pad
+    if offset and pad != offset - 1:
+        raise ConfigError(
+            f"the tokenizer {weights.tokenizer} has its padding token at id {pad}, and {weights.config.model_type} in "
+            f"transformers needs it at {offset - 1}; build the dataset with a tokenizer of algorithm bpe (or RoBERTa's "
+            "own), or train model=bert, which goes with any tokenizer"
+        )

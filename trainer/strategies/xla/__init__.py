@@ -1,0 +1,1 @@
+"""What the strategy `xla_spmd` consists of: all of it needs torch-xla."""

@@ -1,0 +1,310 @@
+"""XLA's SPMD: one process a machine computes with whole tensors, which XLA splits over all devices of a slice.
+
+Parameters, gradients and optimizer state are split by their rows, as FSDP2 splits them, and batches by examples; XLA
+derives from that what is to be gathered and reduced (Xu et al. 2021, "GSPMD").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.accelerators import Accelerator, Precision
+from trainer.accelerators.xla import XlaAccelerator
+from trainer.errors import ConfigError
+from trainer.partition import Segment, SegmentParameter, StackedParameter, layer_shape
+from trainer.strategies import BuildOptimizer, InitialValues, Replica, Strategy, check_replicas, divisors
+from trainer.strategies.world import World
+from trainer.strategies.xla import flash
+from trainer.strategies.xla.split import register, split
+
+Split: TypeAlias = tuple[Any, ...]
+"""For each dimension of a tensor the axes of the mesh that it is split over; None: over none."""
+
+
+def check_slice(replicas: int, devices: int, here: int) -> None:
+    """Refuses `replicas` copies on a slice of machines with `here` devices each.
+
+    A copy's share must be whole machines, or whole copies must lie on one machine.
+
+    Raises:
+        ConfigError: naming the numbers that fit.
+    """
+    parts = {number: devices // number for number in divisors(devices)}
+    fitting = [number for number, of in parts.items() if of % here == 0 or here % of == 0]
+    check_replicas(replicas, fitting, devices)
+
+
+class XlaSpmd(Strategy):
+    """The strategy `xla_spmd`; the arguments are those of its `Config`."""
+
+    kind: ClassVar[str] = "xla_spmd"
+    compiles: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        world: World,
+        precision: Precision,
+        *,
+        replicas: int,
+        scan_layers: bool,
+        flash_attention_from: int | None,
+    ) -> None:
+        super().__init__(accelerator, world, precision)
+        import torch_xla.runtime
+        from torch_xla.distributed.spmd import Mesh
+
+        assert isinstance(accelerator, XlaAccelerator)
+        self.accelerator: XlaAccelerator = accelerator
+        devices, machines = torch_xla.runtime.global_runtime_device_count(), torch_xla.runtime.process_count()
+        if machines != world.size:
+            raise ConfigError(
+                f"the slice has {machines} machine{'s' if machines > 1 else ''} and {world.size} processes were "
+                "started; start one process on each machine"
+            )
+        check_slice(replicas, devices, accelerator.devices)
+        self.replica = Replica(world.rank, world.size, accelerator.devices)
+        self._scan_layers = scan_layers
+        self._flash_from = flash_attention_from if flash.usable(accelerator) else None
+        self._parts = devices // replicas
+        self._mesh = Mesh(self._devices(), (replicas, self._parts), ("replicate", "shard"))
+        self._number = register(self._mesh)
+        self._host: dict[str, Tensor] = {}
+        self._group = self._group_of(min(self._parts // accelerator.devices or 1, world.size))
+
+    def _devices(self) -> Any:
+        """The numbers of all devices, machine by machine: those of rank r are not always the r-th of equal ranges."""
+        import numpy as np
+        from torch_xla import _XLAC
+
+        mine = [int(name.rpartition(":")[2]) for name in _XLAC._xla_get_runtime_devices()]
+        all_of = [mine] * self.world.size
+        dist.all_gather_object(all_of, mine)
+        return np.concatenate(all_of)
+
+    def _group_of(self, machines: int) -> dist.ProcessGroup:
+        """The processes that hold one copy of the state together: `machines` in a row."""
+        groups = [range(first, first + machines) for first in range(0, self.world.size, machines)]
+        made = [dist.new_group(list(ranks)) for ranks in groups]  # every process has to make all of them
+        return cast(dist.ProcessGroup, made[self.world.rank // machines])
+
+    def prepare(
+        self, model: nn.Module, build_optimizer: BuildOptimizer, initial_values: InitialValues
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        # Brings TorchDynamo with it, two thirds of a second of every start.
+        from trainer.strategies.xla.scanned_layers import ScannedLayers, equal_layers
+
+        stacks: dict[nn.Module, dict[str, StackedParameter]] = {}
+        for layer, names in equal_layers(model) if self._scan_layers else ():
+            equal = {own: layer.get_parameter(own) for own in names}
+            stacks[layer] = {own: self._stack(names[own], each, initial_values) for own, each in equal.items()}
+        self.parameters = {stack.members[0]: stack for layer in stacks.values() for stack in layer.values()}
+        stacked = {name for layer in stacks.values() for stack in layer.values() for name in stack.members}
+        placed: dict[nn.Parameter, nn.Parameter] = {}
+        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+            if name in stacked:
+                continue
+            if parameter not in placed:
+                whole = initial_values(name, 0, parameter.numel()).view(parameter.shape)
+                on_devices = self._place(whole, self._rows(whole.shape))
+                placed[parameter] = self.parameters[name] = nn.Parameter(on_devices, parameter.requires_grad)
+            _put(model, name, placed[parameter])
+        self._split_activations(model)
+        if stacks:
+            scanned = cast(Any, model)
+            for module in scanned.modules():
+                if self._flash_from is not None and hasattr(module, "kernel"):
+                    module.kernel = flash.FlashAttention(self._number, self._flash_from)
+            scanned.run_layers = ScannedLayers(
+                scanned.run_layers, stacks, self._split_stack, self.accelerator, self._flash_from is not None
+            )
+        self._optimizer = build_optimizer(self.parameters.items())
+        self._optimizer.register_step_post_hook(lambda *_: self._keep_split())
+        return model, self._optimizer
+
+    def place_frozen(self, model: nn.Module, values: InitialValues) -> nn.Module:
+        for name, parameter in list(model.named_parameters()):
+            whole = values(name, 0, parameter.numel()).view(parameter.shape)
+            on_devices = self._place(whole, (None,) * whole.ndim)
+            _put(model, name, nn.Parameter(on_devices, requires_grad=False))
+        self._split_activations(model)
+        return model.eval()
+
+    def _split_activations(self, model: nn.Module) -> None:
+        """Told only how weights are split, XLA would rather split activations so, too, than gather weights."""
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm | nn.RMSNorm):
+                module.register_forward_hook(lambda _module, _inputs, output: self._split_examples(output))
+
+    def _stack(self, names: tuple[str, ...], each: Tensor, initial_values: InitialValues) -> StackedParameter:
+        """Equal parameters of all layers, with their values, on the devices.
+
+        Of rows that other machines' devices hold there are no values here, and so no memory is touched for them.
+        """
+        whole, axes = torch.empty(len(names), *each.shape), self._rows(each.shape)
+        first, stop = self._range(len(each)) if axes[0] else (0, len(each))
+        row = math.prod(each.shape[1:])
+        for name, own in zip(names, whole, strict=True):
+            own[first:stop] = initial_values(name, first * row, stop * row).view(-1, *each.shape[1:])
+        return StackedParameter(self._place(whole, (None, *axes)), names, each.requires_grad)
+
+    def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Sends each device its rows; of several machines, each feeds its own devices."""
+        return {name: self._place(column, self._examples(column), own_rows=True) for name, column in batch.items()}
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of the whole batch, which the loss is of."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                self._mark(parameter.grad, self._axes(parameter))  # reduce-scattered, not all-reduced
+        return super().clip_grad_norm(max_norm)
+
+    def all_reduce(self, value: Tensor, op: Literal["sum", "mean", "max"] = "sum") -> Tensor:
+        """As of all strategies; what is computed on devices is of all rows already."""
+        if value.device.type == "xla":
+            return value
+        dist.all_reduce(value, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+        return value / self.replica.count if op == "mean" else value
+
+    def keep_rows(self, output: Tensor) -> Tensor:
+        return self._split_examples(output)
+
+    def rows_on_host(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Those that this machine's devices hold: tensors of XLA have the rows of all machines."""
+        import torch_xla.core.xla_model as xm
+        from torch_xla import _XLAC
+
+        xm.wait_device_ops()
+        shards = (_XLAC._get_local_shards([output])[0] for output in outputs)
+        return [torch.cat([shard for shard, _ in each]) for each in shards]
+
+    def to_host(self, tensors: Mapping[str, Tensor], copy: bool = True) -> Mapping[str, Tensor]:
+        """The rows that this machine's devices hold, in memory of the host that is kept for the next time."""
+        import torch_xla.core.xla_model as xm
+
+        xm.wait_device_ops()
+        return {own: part for name, tensor in tensors.items() for own, part in self._to_host(name, tensor, copy)}
+
+    def _to_host(self, name: str, tensor: Tensor, copy: bool) -> Iterator[tuple[str, Tensor]]:
+        from torch_xla import _XLAC
+
+        shape, (first, stop), dim = layer_shape(tensor), self._held(tensor), _rows_dim(tensor)
+        if name not in self._host:
+            self._host[name] = torch.empty(*tensor.shape[:dim], stop - first, *shape[1:], dtype=tensor.dtype)
+        host = self._host[name]
+        if copy:
+            (shards,) = _XLAC._get_local_shards([tensor])
+            for (shard, _), rows in zip(shards, self._places(tensor), strict=True):
+                count = rows.stop - rows.start
+                host.narrow(dim, rows.start - first, count).copy_(shard.narrow(dim, 0, count))
+        stacked, names = isinstance(tensor, StackedParameter), getattr(tensor, "members", (name,))
+        for own, part in zip(names, host if stacked else (host,), strict=True):
+            if stop - first < shape[0]:
+                segment = Segment(shape, first * math.prod(shape[1:]), self._group)
+                part = SegmentParameter(part.view(-1), segment, requires_grad=False)
+            yield name.removesuffix(names[0]) + own, part
+
+    def from_host(self, tensors: Mapping[str, Tensor]) -> None:
+        """Sends each device its rows of the host's memory."""
+        from torch_xla import _XLAC
+
+        whole = []
+        for name, tensor in tensors.items():
+            host, dim = self._host[name], _rows_dim(tensor)
+            if not self._is_split(tensor):
+                whole.append((tensor, host))
+                continue
+            first, most, shards = self._held(tensor)[0], -(-tensor.shape[dim] // self._parts), []
+            for rows in self._places(tensor):
+                shard, count = host.new_zeros(*host.shape[:dim], most, *host.shape[dim + 1 :]), rows.stop - rows.start
+                shard.narrow(dim, 0, count).copy_(host.narrow(dim, rows.start - first, count))  # the last are padded
+                shards.append(shard)
+            _XLAC._load_local_shards(tensor, shards, _XLAC._xla_get_runtime_devices())
+        with self.accelerator.graph("restore"), torch.no_grad():
+            for tensor, values in whole:
+                tensor.copy_(values)
+
+    def _places(self, tensor: Tensor) -> list[slice]:
+        """The rows of a tensor that each device of this machine holds."""
+        from torch_xla import _XLAC
+
+        (places,), dim = _XLAC._get_local_shard_replica_and_indices([tensor]), _rows_dim(tensor)
+        return [slice(0, tensor.shape[dim]) if place is Ellipsis else place[dim] for _, place in places]
+
+    def _held(self, tensor: Tensor) -> tuple[int, int]:
+        """The first of the rows of a tensor that this machine's devices hold, and the one after the last."""
+        rows = tensor.shape[_rows_dim(tensor)]
+        return self._range(rows) if self._is_split(tensor) else (0, rows)
+
+    def _is_split(self, tensor: Tensor) -> bool:
+        from torch_xla import _XLAC
+
+        return _XLAC._get_xla_sharding_spec(tensor) not in ("", "{replicated}")
+
+    def _range(self, rows: int) -> tuple[int, int]:
+        each = -(-rows // self._parts)
+        here = min(self.replica.devices, self._parts)
+        first = self.replica.index * self.replica.devices % self._parts
+        return first * each, min(rows, (first + here) * each)
+
+    def _axes(self, parameter: Tensor) -> Split:
+        """How a parameter is split; stacked ones are split as they would be alone."""
+        return (*[None] * _rows_dim(parameter), *self._rows(layer_shape(parameter)))
+
+    def _rows(self, shape: Sequence[int]) -> Split:
+        """Splits the rows of a matrix if every device gets some; vectors are small, and whole on all devices."""
+        each = -(-shape[0] // self._parts)
+        splits = len(shape) > 1 and 0 < (self._parts - 1) * each < shape[0]
+        return ("shard" if splits else None, *[None] * (len(shape) - 1))
+
+    def _examples(self, tensor: Tensor) -> Split:
+        return (("replicate", "shard"), *[None] * (tensor.ndim - 1))
+
+    def _split_examples(self, output: Tensor) -> Tensor:
+        return split(output, self._number, self._examples(output))
+
+    def _split_stack(self, stacked: Tensor) -> Tensor:
+        """Splits each of several tensors of a kind as it is split alone."""
+        return split(stacked, self._number, (None, *self._rows(stacked.shape[1:])))
+
+    def _place(self, tensor: Tensor, axes: Split, own_rows: bool = False) -> Tensor:
+        """Sends the host's tensor to the devices, split; `own_rows`: they are those of this machine's devices."""
+        from torch_xla.core.xla_model import send_cpu_data_to_device
+        from torch_xla.distributed.spmd import ShardingSpec
+
+        spec = ShardingSpec(self._mesh, axes, minibatch=own_rows)
+        (placed,) = send_cpu_data_to_device([tensor], self.accelerator.device, input_sharding=spec)
+        return cast(Tensor, placed)
+
+    def _mark(self, tensor: Tensor, axes: Split) -> None:
+        from torch_xla.distributed.spmd import mark_sharding
+
+        mark_sharding(tensor, self._mesh, axes)
+
+    def _keep_split(self) -> None:
+        """Says how parameters and their state are split, which an update in place forgets."""
+        for parameter in self.parameters.values():
+            axes = self._axes(parameter)
+            self._mark(parameter, axes)
+            for value in self._optimizer.state.get(parameter, {}).values():
+                self._mark(value, axes if value.shape == parameter.shape else (None,) * value.ndim)
+
+
+def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Puts another parameter in the place of one."""
+    owner, _, own = name.rpartition(".")
+    setattr(model.get_submodule(owner), own, parameter)
+
+
+def _rows_dim(tensor: Tensor) -> int:
+    """The dimension of a tensor's rows, before which a stack has that of its layers."""
+    return int(isinstance(tensor, StackedParameter))

@@ -1,0 +1,1 @@
+"""Training: one run, from its configuration to its last checkpoint."""

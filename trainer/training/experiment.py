@@ -1,0 +1,161 @@
+"""The root of the configuration: one file describes one run."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from data_pipeline.reading.config import Config as DataConfig
+from trainer.accelerators import cpu, cuda
+from trainer.checkpoint import manager
+from trainer.config import Kinds
+from trainer.errors import ConfigError
+from trainer.monitoring import profiler, tensorboard, wandb
+from trainer.optim import schedules
+from trainer.strategies import fsdp, single, xla_spmd
+from trainer.training.phases import Config as PhaseConfig
+from trainer.training.phases import Phase, resolve
+from trainer.training.settings import Config as TrainingConfig
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """Where metrics go besides RUN/metrics.jsonl, which is always written.
+
+    Attributes:
+        wandb: Weights & Biases; None leaves it out.
+        tensorboard: TensorBoard; None leaves it out, {} takes it in.
+        profile: the steps to trace with the PyTorch profiler.
+    """
+
+    wandb: wandb.Config | None = None
+    tensorboard: tensorboard.Config | None = None
+    profile: profiler.Config = field(default_factory=profiler.Config)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One run: what is trained, on what, how, and where it goes.
+
+    Attributes:
+        output: the run's folder; a run found there is continued from its newest checkpoint.
+        model: the architecture (a module of trainer/models); with `init_from`, what is to be other than there.
+        objective: what is predicted (a module of trainer/objectives).
+        data: the dataset that `samestep data build` made, and how it is cut into examples.
+        training: steps, batch sizes, precision.
+        phases: stretches of the run with a sequence length, batch size or learning rate of their own, one after the
+            other; none at all is a single one.
+        optimizer: a module of trainer/optim with a `Config`.
+        schedule: the learning rate over the run.
+        strategy: how the model is split over processes (a module of trainer/strategies).
+        accelerator: the hardware (a module of trainer/accelerators); None takes a GPU where there is one, else a TPU,
+            else the CPU, and says which.
+        checkpoint: how often to save and what to keep.
+        tracking: Weights & Biases, TensorBoard, profiles.
+        seed: the root of every random choice.
+        init_from: a Hugging Face folder, hf://NAME[@REVISION] on the Hub, or a checkpoint, whose weights the run starts
+            from; None draws them.
+        init_layers: of the weights that the run starts from, the layers that its own start from, in order, as
+            [0, 2, 4, 6, 8, 10]; of T5, in both stacks. [] takes all as they are.
+        redraw_layers: of a model that starts from weights, how many of its last layers are drawn all the same.
+        frozen: of a model that starts from weights, the parameters that keep their values: names, or what names begin
+            with, as embeddings, layers.0 or encoder. Checkpoints leave them out, as they do what `model.peft` freezes.
+    """
+
+    output: str
+    model: Annotated[Any, Kinds("trainer.models")]
+    objective: Annotated[Any, Kinds("trainer.objectives")]
+    data: DataConfig
+    training: TrainingConfig
+    optimizer: Annotated[Any, Kinds("trainer.optim")]
+    schedule: schedules.Schedule = field(default_factory=schedules.Schedule)
+    phases: tuple[PhaseConfig, ...] = ()
+    strategy: Annotated[Any, Kinds("trainer.strategies")] = field(default_factory=fsdp.Config)
+    accelerator: Annotated[Any, Kinds("trainer.accelerators")] | None = None
+    checkpoint: manager.Config = field(default_factory=manager.Config)
+    tracking: Tracking = field(default_factory=Tracking)
+    seed: int = 0
+    init_from: str | None = None
+    init_layers: tuple[int, ...] = ()
+    redraw_layers: int = 0
+    frozen: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed must lie in 0 .. 2**32 - 1, not {self.seed}")
+        if "://" in self.output:
+            raise ConfigError(
+                f"output {self.output!r} is not a folder of a file system; name one, and let checkpoint.folder be the "
+                "address that checkpoints go to"
+            )
+        if self.redraw_layers < 0 or (self.redraw_layers and self.init_from is None):
+            raise ConfigError(f"redraw_layers is {self.redraw_layers}; use 0, or more of a model that has init_from")
+        if self.init_layers:
+            self._check_init_layers()
+        if self.freezes and self.init_from is None:
+            setting = "frozen" if self.frozen else "model.peft"
+            raise ConfigError(f"{setting} keeps parameters as they are, and there is no init_from to take them from")
+        if self.freezes and self.init_layers:
+            raise ConfigError(
+                f"init_layers is {list(self.init_layers)}, and frozen parameters are read from init_from as they are "
+                "there; leave init_layers out, or freeze nothing"
+            )
+        self.resolved_phases()  # refuses those that do not fit the run
+
+    @property
+    def freezes(self) -> bool:
+        """Whether some parameters keep the values of `init_from`."""
+        return bool(self.frozen) or getattr(self.model, "peft", None) is not None
+
+    def build_model(self) -> Any:
+        """The model, best under `torch.device("meta")`; parameters that are frozen require no gradient.
+
+        Raises:
+            ConfigError: it has no parameters that `frozen` or `model.peft` names, or none is left to train.
+        """
+        model = self.model.build()
+        named = dict(model.named_parameters())
+        for beginning in self.frozen:
+            chosen = [name for name in named if f"{name}.".startswith(f"{beginning.removesuffix('.')}.")]
+            if not chosen:
+                known = {name.rsplit(".", parts)[0] for name in named for parts in range(name.count(".") + 1)}
+                close = difflib.get_close_matches(beginning, sorted(known), n=3) or sorted(model._modules)
+                raise ConfigError(f"frozen has {beginning!r}, and no parameter is called so; use {', '.join(close)}")
+            for name in chosen:
+                named[name].requires_grad_(False)
+        if not any(parameter.requires_grad for parameter in named.values()):
+            raise ConfigError("every parameter is frozen, so there is nothing to train; name fewer in frozen")
+        return model
+
+    def _check_init_layers(self) -> None:
+        said = f"init_layers is {list(self.init_layers)}"
+        if self.init_from is None:
+            raise ConfigError(f"{said}, which are layers of init_from, and there is none; leave init_layers out")
+        for name in ("layers", "decoder_layers"):
+            layers = getattr(self.model, name, None)
+            if layers not in (None, len(self.init_layers)):
+                raise ConfigError(
+                    f"{said}, and model.{name} is {layers}; name a layer for each, or set "
+                    f"model.{name}={len(self.init_layers)}"
+                )
+
+    def in_one_process(self) -> Experiment:
+        """With a strategy for one process, where the run's own may need more."""
+        fits = isinstance(self.strategy, xla_spmd.Config) and not isinstance(self.accelerator, cpu.Config | cuda.Config)
+        return self if fits else replace(self, strategy=single.Config())
+
+    def resolved_phases(self) -> tuple[Phase, ...]:
+        """The phases with all their settings; at least one.
+
+        Raises:
+            ConfigError: their steps do not add up to the run's, or a warm-up is too long.
+        """
+        return resolve(
+            self.phases,
+            steps=self.training.steps,
+            sequence_length=self.data.sequence_length,
+            global_batch_size=self.training.global_batch_size,
+            micro_batch_size=self.training.micro_batch_size,
+            schedule=self.schedule,
+        )

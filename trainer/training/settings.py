@@ -1,0 +1,74 @@
+"""The settings of a run's training loop."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from trainer.accelerators import Precision
+from trainer.errors import ConfigError
+from trainer.training.best import Config as BestConfig
+from trainer.training.faults import Config as FaultsConfig
+from trainer.training.phases import MicroBatchSize
+from trainer.training.preemption import Config as PreemptionConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    """The `training` section of an experiment.
+
+    Attributes:
+        steps: optimizer steps of the whole run.
+        global_batch_size: examples of one step, over all devices.
+        micro_batch_size: the most examples of one forward and backward pass on one device, whose share of a step is cut
+            into equal parts; changes memory and speed only. auto measures how many fit.
+        precision: of matrix products; parameters and optimizer state stay in fp32. fp16, for GPUs without bf16,
+            scales the loss.
+        max_grad_norm: gradients are scaled down to this global norm; None leaves them.
+        activation_checkpointing: recomputes each layer in the backward pass: less memory, a third more work.
+        compile: compiles each layer with torch.compile.
+        log_every: steps between two rows of metrics.
+        evaluate_every: steps between evaluations on the held-out documents (and at the end); None never does.
+        evaluate_batches: global batches of an evaluation; None takes all held-out documents.
+        best: by which score of these evaluations the best checkpoint is kept, and early stopping; None has no best.
+        collective_timeout: seconds that ranks wait for each other before they give up.
+        hang_timeout: seconds in which nothing moves that end the run with a line about who is to blame; None never
+            does. The default is longer than a store is tried for, and shorter than collective_timeout.
+        verify_state_every: steps between looks for silent corruption of weights and moments; None never looks.
+        faults: what to do about steps whose loss or gradient looks wrong.
+        preemption: how the run stops when it is asked to.
+    """
+
+    steps: int
+    global_batch_size: int = 256
+    micro_batch_size: MicroBatchSize = "auto"
+    precision: Precision = "fp32"
+    max_grad_norm: float | None = 1.0
+    activation_checkpointing: bool = False
+    compile: bool = False
+    log_every: int = 10
+    evaluate_every: int | None = None
+    evaluate_batches: int | None = None
+    best: BestConfig | None = None
+    collective_timeout: float = 600.0
+    hang_timeout: float | None = 480.0
+    verify_state_every: int | None = 100
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
+    preemption: PreemptionConfig = field(default_factory=PreemptionConfig)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.micro_batch_size, int) and self.micro_batch_size < 1:
+            raise ConfigError(f"micro_batch_size must be at least 1, or auto, not {self.micro_batch_size}")
+        for name in ("steps", "global_batch_size", "log_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("evaluate_every", "evaluate_batches", "verify_state_every"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, or null for none, not {getattr(self, name)}")
+        if self.best is not None and self.evaluate_every is None:
+            raise ConfigError("best is about evaluations, and evaluate_every is null; set it to a number of steps")
+        if self.max_grad_norm is not None and not 0 < self.max_grad_norm < math.inf:
+            raise ConfigError(f"max_grad_norm must be above 0, or null for no clipping, not {self.max_grad_norm}")
+        for name in ("collective_timeout", "hang_timeout"):
+            if (seconds := getattr(self, name)) is not None and not 0 < seconds < math.inf:
+                raise ConfigError(f"{name} must be above 0 seconds, not {seconds}")

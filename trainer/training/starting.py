@@ -1,0 +1,94 @@
+"""Reading an experiment whose model is that of the weights it starts from: `model` without a `kind`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from data_pipeline.reading.config import Config as DataConfig
+from data_pipeline.reading.mixed_dataset import named_sources
+from trainer.checkpoint import files, integrity
+from trainer.config import Kinds, Tree, decode, read_tree, to_tree
+from trainer.config.tree import merge
+from trainer.errors import ConfigError
+from trainer.models.config import FEWEST_LABELS
+from trainer.storage import is_url
+from trainer.training.experiment import Experiment
+from trainer.training.weights import load_config
+
+_OBJECTIVES = Kinds("trainer.objectives")
+_MODELS = Kinds("trainer.models")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Stands for a model that only other machines can tell: the one of `init_from`, but for these settings."""
+
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+def load_experiment(path: str | Path, overrides: Sequence[str] = (), elsewhere: bool = False) -> Experiment:
+    """Reads an experiment; one with `init_from` may leave the model out, or name but the settings that change.
+
+    The head is then the one that the objective is for, with an output for each label of the dataset. A run that has
+    begun keeps the model it has.
+
+    Args:
+        path: of the file.
+        overrides: settings that replace those of the file.
+        elsewhere: whether folders are those of other machines; where such are needed to tell the model, it stays open.
+
+    Raises:
+        ConfigError: as for any configuration, or the model that it starts from has no such head.
+        CheckpointError, DataError: these weights or the dataset cannot be read.
+    """
+    tree = read_tree(path, overrides)
+    model = tree.get("model")
+    if tree.get("init_from") and (model is None or (isinstance(model, dict) and "kind" not in model)):
+        begun = None if elsewhere else _begun(tree)
+        data = decode(DataConfig, tree.get("data"), "data")
+        if elsewhere and not all(map(is_url, (tree["init_from"], *data.paths))):
+            stand_in: Experiment = decode(Experiment, {**tree, "model": {"kind": __name__}})
+            return replace(stand_in, model=Config(model or {}))
+        tree = {**tree, "model": merge(model_of(tree) if begun is None else begun, model or {})}
+    experiment: Experiment = decode(Experiment, tree)
+    return experiment
+
+
+def _begun(tree: Tree) -> Tree | None:
+    """The model of the run in the output folder, if there is one with a checkpoint to go on from."""
+    output = Path(str(tree.get("output")))
+    folder = (tree.get("checkpoint") or {}).get("folder") or output / "checkpoints"
+    if not (output / "config.yaml").is_file() or not integrity.committed_steps(files.location(folder)):
+        return None
+    return read_tree(output / "config.yaml").get("model")
+
+
+def model_of(tree: Tree) -> Tree:
+    """The model that an experiment starts from, with the head that its objective is for.
+
+    Args:
+        tree: the experiment's init_from, data and objective.
+
+    Raises:
+        ConfigError: the model has no such head.
+        CheckpointError, DataError: the weights or the dataset cannot be read.
+    """
+    config = load_config(tree["init_from"])
+    model = {"kind": _MODELS.kind_of(config), **to_tree(config)}
+    dataset = decode(DataConfig, tree.get("data"), "data").open()
+    objective = decode(Annotated[Any, _OBJECTIVES], tree.get("objective"), "objective")
+    settings: Mapping[str, bool | str] = objective.build(dataset.tokenizer.vocabulary).model_settings
+    head = settings.get("head", "language_model")
+    if head == model.get("head", "language_model") == "language_model":
+        return model | {name: settings.get(name, False) for name in ("nsp",) if name in model}
+    if "head" not in model:
+        raise ConfigError(
+            f"{tree['init_from']} is a model of kind {model['kind']}, which has no {head} head; use bert, roberta, t5, "
+            "gpt2 or openai_gpt"
+        )
+    tasks = [source.manifest.task for source in named_sources(dataset).values()]
+    labels = tasks[0]["labels"] if head in FEWEST_LABELS and tasks[0] is not None else []
+    return model | {"head": head, "labels": labels} | ({"nsp": False} if "nsp" in model else {})
