@@ -37,6 +37,7 @@ from data_pipeline.tokenizers.huggingface import HuggingFace
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.accelerators import Accelerator, cpu, cuda
 from trainer.config import load
+from trainer.objectives import mlm
 from trainer.strategies import Replica
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
@@ -148,6 +149,7 @@ class Turns:
         if peak := self._job.accelerator().peak_flops(experiment.training.precision):
             with torch.device("meta"):
                 model = experiment.model.build()
+            assert isinstance(experiment.objective, mlm.Config)
             predictions = round(experiment.objective.mask_fraction * (length - 2))
             flops = model.flops_per_token(length, predictions / length) * length * self._job.batch
             notes = (f"MFU {flops * self.steps / self.seconds / peak:.1%}", *notes)

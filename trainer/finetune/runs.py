@@ -24,7 +24,6 @@ from trainer.errors import ConfigError
 from trainer.finetune.chance import chance
 from trainer.finetune.task import Config as TaskConfig
 from trainer.finetune.task import Task
-from trainer.objectives import task_of, teacher_of
 from trainer.training.starting import model_of
 from trainer.training.weights import load_weights
 
@@ -225,7 +224,7 @@ def _points(
         "objective": to_tree(config)["objective"],
         "data": {"sequence_length": config.sequence_length},
     }
-    teacher = teacher_of(decode(_OBJECTIVE, merge(own, changes)["objective"], "objective"))
+    teacher = decode(_OBJECTIVE, merge(own, changes)["objective"], "objective").teacher_path
     generation = [f"{name}={json.dumps(value)}" for name, value in task.generation.items()]
     of = (*config.metrics, *generation, *(() if teacher is None else (load_weights(teacher).identity(),)))
     grid = {name: values for name, values in config.grid.items() if not _has(changes, name)}
@@ -264,7 +263,7 @@ def _evaluations(
     """How a run is scored when it is over: on further rows, and where its answers are texts, on the task's own."""
     data = {f"{name}/": [f"data.path={dataset.path}"] for name, dataset in also.items()}
     if metrics:
-        length = f"max_new_tokens={task_of(predicted).target_length}"
+        length = f"max_new_tokens={predicted.task.target_length}"
         generated = ["--generate", length, *generation, "--metrics", *metrics]
         return {name: [*where, *generated] for name, where in {"": list[str](), **data}.items()}
     best = ["--step", "best"] if experiment["training"].get("best") else []

@@ -13,7 +13,6 @@ from trainer.config.tree import merge
 from trainer.errors import ConfigError
 from trainer.generation.config import Config as GenerationConfig
 from trainer.metrics.texts import METRICS
-from trainer.objectives import task_of
 
 _FOLDER = Path("configs", "tasks")
 _RECIPE = ("epochs", "warmup", "grid", "experiment")
@@ -71,12 +70,12 @@ class Config:
             raise ConfigError(
                 f"patience is {self.patience} of {self.evaluations} evaluations; use 1 or more, and fewer than these"
             )
-        if self.metrics and not hasattr(task_of(self.objective), "target_length"):
+        if self.metrics and not self.objective.task.writes_text:
             raise ConfigError(
                 f"metrics has {', '.join(self.metrics)}, of texts that are written, as with the objective seq2seq; "
                 "name them in objective.metrics instead"
             )
-        if hasattr(task_of(self.objective), "target_length") and not self.metrics:
+        if self.objective.task.writes_text and not self.metrics:
             raise ConfigError("seq2seq writes texts; name what they are scored by in metrics, as accuracy")
         if unknown := [name for name in self.metrics if name not in METRICS]:
             raise ConfigError(f"metrics has {unknown[0]!r}, which is none of texts; use {', '.join(METRICS)}")
@@ -137,7 +136,7 @@ class Task:
             if generation:
                 if not config.metrics:
                     raise ConfigError("generation is for texts that are written, as with seq2seq; leave it out")
-                length = task_of(config.objective).target_length
+                length = config.objective.task.target_length
                 decode(GenerationConfig, {"max_new_tokens": length, **generation}, "generation")
             return cls(path.stem, config, experiment, sources, generation)
         except ConfigError as error:

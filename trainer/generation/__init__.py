@@ -8,17 +8,16 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from trainer.errors import ConfigError
 from trainer.examples import Vocabulary
 from trainer.generation.config import Config
-from trainer.generation.search import Model, beam_search, one_by_one
+from trainer.generation.search import beam_search, one_by_one
 from trainer.hashing import combine, name_key, uniform
+from trainer.models import Generates, Inputs
 from trainer.models.cache import Cache
-from trainer.models.encoder_decoder import EncoderDecoder
-from trainer.models.transformer import Transformer
 
 __all__ = ["Config", "Generator"]
 
@@ -48,23 +47,25 @@ class Generator:
 
     def __init__(
         self,
-        model: Model,
+        model: nn.Module,
         vocabulary: Vocabulary,
         config: Config,
         device: torch.device | None = None,
     ) -> None:
         end = vocabulary.end
+        if not isinstance(model, Generates):
+            raise ConfigError("a model of this kind writes no text; use t5 or gpt2")
         if model.config.head != "language_model":
             raise ConfigError(
                 f"this model has a {model.config.head} head, which predicts no words; use one with a head for them, "
                 "as the one that it was fine-tuned from"
             )
-        if isinstance(model, Transformer) and not model.config.causal:
+        if not (model.config.encoder_decoder or model.config.causal):
             raise ConfigError(
                 "this model sees a text from both sides, so it cannot go on with one; use a model with an encoder and "
                 "a decoder (t5) or a causal one (gpt2, or trained with causal: true), or samestep fill"
             )
-        if end is None or (isinstance(model, EncoderDecoder) and vocabulary.pad is None):
+        if end is None or (model.config.encoder_decoder and vocabulary.pad is None):
             missing = "token that ends a text" if end is None else "<pad> for its texts to begin with"
             raise ConfigError(f"the tokenizer has no {missing}; use the one that the model was trained with")
         if config.max_new_tokens >= model.max_sequence_length:
@@ -93,7 +94,8 @@ class Generator:
             The tokens generated for each, without the one that ends them.
         """
         room = self._model.max_sequence_length - self._config.max_new_tokens + 1
-        if isinstance(self._model, Transformer) and (cut := sum(len(source) > room for source in sources)):
+        reads_on = not self._model.config.encoder_decoder
+        if reads_on and (cut := sum(len(source) > room for source in sources)):
             logger.warning(
                 "%d of %d texts are longer than %d tokens, which leave room for max_new_tokens=%d; they lose their "
                 "beginning",
@@ -125,13 +127,16 @@ class Generator:
     def _start(self, sources: list[Tensor]) -> tuple[Tensor, Cache]:
         """Reads a batch of sources; what the model's own `start` returns."""
         model, longest = self._model, self._config.max_new_tokens
-        side = "right" if isinstance(model, EncoderDecoder) else "left"
+        has_encoder = model.config.encoder_decoder
+        side = "right" if has_encoder else "left"
         tokens = pad_sequence(sources, batch_first=True, padding_side=side)
-        segments = pad_sequence([torch.ones_like(source) for source in sources], batch_first=True, padding_side=side)
+        real = [torch.ones_like(source) for source in sources]
+        segments = pad_sequence(real, batch_first=True, padding_side=side)
         is_full = bool(segments.all())
         tokens, segments = tokens.to(self._device), segments.to(self._device)
-        if isinstance(model, EncoderDecoder):
+        if has_encoder:
             target = torch.full_like(tokens[:, :1], self._begin)
-            return model.start(tokens, None if is_full else segments, target, capacity=longest)
-        prefix = segments > 0 if getattr(model.config, "prefix_lm", False) else None
-        return model.start(tokens, segments, tokens.shape[1] + longest - 1, prefix)
+            inputs = Inputs(tokens, None if is_full else segments, target_tokens=target)
+            return model.start(inputs, longest)
+        prefix = segments > 0 if model.config.prefix_lm else None
+        return model.start(Inputs(tokens, segments, prefix=prefix), tokens.shape[1] + longest - 1)

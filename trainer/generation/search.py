@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainer.generation.config import Config
 from trainer.generation.sampling import sample
+from trainer.models import Generates
 from trainer.models.cache import Cache
-from trainer.models.encoder_decoder import EncoderDecoder
-from trainer.models.transformer import Transformer
-
-Model: TypeAlias = EncoderDecoder | Transformer
 
 
 def one_by_one(
-    model: Model, logits: Tensor, cache: Cache, end: int, config: Config, drawn: Tensor | None = None
+    model: Generates, logits: Tensor, cache: Cache, end: int, config: Config, drawn: Tensor | None = None
 ) -> Tensor:
     """Takes the likeliest token after the other, or random ones.
 
@@ -77,7 +74,7 @@ def _gather(tokens: Tensor, places: Tensor) -> Tensor:
     return tokens.gather(1, places[..., None].expand(-1, -1, tokens.shape[2]))
 
 
-def beam_search(model: Model, logits: Tensor, cache: Cache, end: int, config: Config) -> Tensor:
+def beam_search(model: Generates, logits: Tensor, cache: Cache, end: int, config: Config) -> Tensor:
     """Goes on with the `config.beams` likeliest unfinished texts of each source, and returns the best finished one.
 
     As `transformers` has it: a text may finish among the first `beams` candidates only, and a source is done as

@@ -11,7 +11,7 @@ import torch
 from trainer.checkpoint import integrity
 from trainer.errors import ConfigError, SamestepError
 from trainer.metrics import check_installed
-from trainer.objectives import Predictions, Task, task_of
+from trainer.objectives import Objective, Predictions, Task
 from trainer.storage import json_lines
 from trainer.strategies import Strategy
 from trainer.training import records
@@ -50,7 +50,7 @@ def evaluate(experiment: Experiment, step: int | None, predictions: Path | None 
 
 
 def _evaluate(experiment: Experiment, step: int | None, file: Path | None, strategy: Strategy) -> dict[str, float]:
-    check_installed(getattr(task_of(experiment.objective), "metrics", ()))
+    check_installed(experiment.objective.task.metrics)
     dataset = experiment.data.open()
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
     if file is not None and strategy.world.rank == 0:  # the one that writes it, perhaps on a disk of its own
@@ -61,23 +61,24 @@ def _evaluate(experiment: Experiment, step: int | None, file: Path | None, strat
     model = build_model(experiment, dataset, objective)
     # The optimizer that comes with it has no state yet, and so takes no memory.
     with strategy.accelerator.graph("start"):
-        model, _ = strategy.prepare(model, experiment.optimizer.build, stored_values(weights, model, dataset))
+        values = stored_values(weights, model, dataset)
+        wrapped, _ = strategy.prepare(model, experiment.optimizer.build, values)
     attach_teacher(experiment, dataset, objective, strategy)
     assert weights.step is not None
     phase = phase_of(experiment.resolved_phases(), weights.step - 1)
     heldout = open_loader(
         experiment, dataset, objective, strategy.replica, phase, split="heldout", largest=strategy.largest
     )
-    scores, predictions = score(model, objective, strategy, heldout, experiment.training.evaluate_batches)
+    scores, predictions = score(wrapped, objective, strategy, heldout, experiment.training.evaluate_batches)
     if strategy.world.rank == 0:
         records.keep_scores(experiment, weights.step, dataset.name, {f"heldout/{k}": v for k, v in scores.items()})
-        if file is not None and predictions is not None:
+        if file is not None and isinstance(objective, Task) and predictions is not None:
             json_lines.write(file, _rows(objective, predictions))
     return {"step": weights.step, **scores}
 
 
-def _check_predictions(objective: Any, file: Path) -> None:
-    if not hasattr(objective, "row_predictions"):
+def _check_predictions(objective: Objective, file: Path) -> None:
+    if not isinstance(objective, Task):
         raise ConfigError(
             "--predictions writes what a head predicts of each row of a task, and this run's objective has none; leave "
             "it out: samestep generate writes texts, samestep fill fills masks"

@@ -6,7 +6,7 @@ import argparse
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -121,11 +121,11 @@ class Features:
             return (width,)
         return (count * width,) if self.mix == "concat" else (count, width)
 
-    def of(self, states: Iterable[tuple[int, Tensor]], real: Tensor) -> Tensor:
+    def of(self, states: Mapping[int, Tensor], real: Tensor) -> Tensor:
         """The features of a batch.
 
         Args:
-            states: the number of each layer, with its hidden states [B, S, D].
+            states: hidden states [B, S, D], by the number of their layer.
             real: bool [B, S], False for padding.
 
         Returns:
@@ -133,11 +133,12 @@ class Features:
         """
         import torch
 
-        chosen = ((number, hidden) for number, hidden in states if number in self.layers)
         if self.mix == "mean":
-            weighted = (hidden * (self.layers.count(number) / len(self.layers)) for number, hidden in chosen)
+            # In ascending order, so that the sum does not depend on how layers were listed.
+            weights = {number: self.layers.count(number) / len(self.layers) for number in sorted(states)}
+            weighted = (states[number] * weight for number, weight in weights.items())
             return self._pooled(reduce(torch.add, weighted), real)
-        found = {number: self._pooled(hidden, real) for number, hidden in chosen}
+        found = {number: self._pooled(hidden, real) for number, hidden in states.items()}
         stacked = torch.stack([found[number] for number in self.layers], 1)
         return stacked.view(len(stacked), *self.shape(stacked.shape[2]))
 
@@ -185,7 +186,7 @@ def write(encoder: TextEncoder, tokens: Sequence[Tokens], features: Features, ou
             stack.enter_context(_new_array(_offsets_file(output), offsets.shape, np.int64))[:] = offsets
         bar = stack.enter_context(progress_bar(len(tokens)))
         for numbers in batches(lengths, cells):
-            real, states = encoder([tokens[number] for number in numbers], max(features.layers))
+            real, states = encoder([tokens[number] for number in numbers], set(features.layers))
             found = features.of(states, real).cpu().numpy()
             for number, part in zip(numbers, np.split(found, np.cumsum(counts[numbers])[:-1]), strict=True):
                 array[offsets[number] : offsets[number + 1]] = part

@@ -10,19 +10,20 @@ from rich.table import Table
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.errors import ConfigError
+from trainer.models import Inputs
 from trainer.training.weights import load_weights
 
 
 def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
     """Prints the likeliest words for each masked place of each text."""
     weights = load_weights(checkpoint)
-    head = getattr(weights.config, "head", "language_model")
+    head = weights.config.head
     if head != "language_model":
         raise ConfigError(
             f"{checkpoint} holds a model with a {head} head, which predicts no words and fills no masks; use the model "
             "that it was fine-tuned from, or samestep evaluate for what it does predict"
         )
-    if weights.config.causal or getattr(weights.config, "encoder_decoder", False):
+    if weights.config.causal or weights.config.encoder_decoder:
         raise ConfigError(
             f"{checkpoint} holds a model that writes text from left to right and fills no masks; use samestep generate"
         )
@@ -40,12 +41,13 @@ def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
             )
         row = torch.tensor([tokens])
         with torch.no_grad():
-            logits = model(
+            inputs = Inputs(
                 tokens=row,
                 segments=torch.ones_like(row),
                 positions=torch.arange(row.shape[1])[None],
                 predicted=torch.tensor([masked]),
             )
+            logits = model(inputs, frozenset({"tokens"}))["tokens"]
         table = Table("probability", "token", "text", title=text, title_justify="left")
         for place in logits[0].float().softmax(-1):
             for probability, token in zip(*(found.tolist() for found in place.topk(top)), strict=True):

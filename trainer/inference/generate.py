@@ -159,7 +159,7 @@ class TextGenerator:
         self._generate = Generator(model.to(device), self._tokenizer.vocabulary, config, device)
         self._prefix, self._done = prefix, 0
         end, begin = self._generate.end, self._tokenizer.vocabulary.cls
-        reads_sources = getattr(weights.config, "encoder_decoder", False) or "layout" in weights.objective
+        reads_sources = weights.config.encoder_decoder or "layout" in weights.objective
         self._before, self._after = ([], [end]) if reads_sources else ([end if begin is None else begin], [])
 
     def __call__(self, texts: Sequence[str]) -> list[str]:

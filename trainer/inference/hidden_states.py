@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from data_pipeline.format.shards import Tokens
@@ -21,10 +21,7 @@ from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.accelerators.detect import for_any_shapes
 from trainer.errors import ConfigError, DataError
 from trainer.examples import Vocabulary
-from trainer.models.attention import segment_mask
-from trainer.models.encoder_decoder import EncoderDecoder
-from trainer.models.model import Model
-from trainer.models.transformer import Transformer
+from trainer.models import Inputs, ModelConfig
 from trainer.storage import shown
 from trainer.training.weights import load_weights
 
@@ -89,13 +86,13 @@ def batches(lengths: Int64, cells: int) -> Iterator[Int64]:
         first += count
 
 
-def _specials(model: Model, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
-    """The tokens that stood before and after each text in training, as far as the tokenizer has them."""
+def _specials(config: ModelConfig, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
+    """The tokens before and after each text in training, as far as the tokenizer has them."""
     cls, end = vocabulary.cls, vocabulary.end
     sides: tuple[int | None, int | None]
-    if isinstance(model, EncoderDecoder) or getattr(model.config, "prefix_lm", False):
+    if config.reads_sources:
         sides = None, end
-    elif model.config.causal:
+    elif config.causal:
         sides = end if cls is None else cls, None
     else:
         sides = cls, vocabulary.sep
@@ -131,28 +128,20 @@ class TextEncoder:
             self.tokenizer = Tokenizer.load(folder)
         accelerator = for_any_shapes()
         self._device, self.device = accelerator.device, accelerator.description
-        model: EncoderDecoder | Transformer = config.build()
+        model = config.build()
         model.load_state_dict(dict(weights.tensors))
-        self._model: EncoderDecoder | Transformer = model.to(self._device).eval()
-        self._bias: nn.Module | None
-        if isinstance(model, EncoderDecoder):
-            shared = model.encoder is None
-            self._layers = model.encoder or model.decoder
-            self._bias, self._norm = model.encoder_bias, model.decoder_norm if shared else model.encoder_norm
-        else:
-            self._layers, self._bias, self._norm = model.layers, model.relative_bias, model.final_norm
-        self._is_prefix = getattr(config, "prefix_lm", False)
-        self._causal = config.causal
+        self._model = model.to(self._device).eval()
+        self._is_prefix = config.prefix_lm
         self.sees_all = self._is_prefix or not config.causal
-        self.layers, self.width = len(self._layers), config.width
-        self._before, self._after = _specials(model, self.tokenizer.vocabulary)
+        self.layers, self.width = config.layers, config.width
+        self._before, self._after = _specials(config, self.tokenizer.vocabulary)
         self.first = len(self._before)
         self.longest = model.max_sequence_length - len(self._before) - len(self._after)
 
     @property
     def table(self) -> Tensor:
-        """The token embeddings, fp32 [V, D] on the CPU; rows without a token left out."""
-        rows: Tensor = self._model.embeddings.tokens.weight[: self.tokenizer.vocabulary.size]
+        """The token embeddings, fp32 [V, D] on the CPU, without rows that no token has."""
+        rows = self._model.token_embeddings[: self.tokenizer.vocabulary.size]
         return rows.detach().float().cpu()
 
     def layer(self, number: int, option: str) -> int:
@@ -181,39 +170,29 @@ class TextEncoder:
                 *(cut, texts, self.longest),
             )
 
-    def __call__(self, texts: Sequence[Tokens], last: int) -> tuple[Tensor, Iterator[tuple[int, Tensor]]]:
-        """Computes a batch, layer by layer.
+    @torch.no_grad()
+    def __call__(self, texts: Sequence[Tokens], layers: Collection[int]) -> tuple[Tensor, dict[int, Tensor]]:
+        """Computes a batch.
 
         Args:
-            texts: of `prepare`.
-            last: the layer after which to stop.
+            texts: from `prepare`.
+            layers: numbers of the layers whose hidden states are wanted.
 
         Returns:
-            Which cells are not padding, bool [B, S]; and the hidden states after each layer, with its number: fp32
-            [B, S, D]. They are those that transformers has under these numbers: 0 is what comes before the first layer,
-            and after the last one a norm is part of it where the model has that.
+            Which positions are not padding, bool [B, S]; and the hidden states after each layer, by
+            its number: fp32 [B, S, D]. Numbers are those of transformers: 0 is what the first layer
+            reads, and the last layer's states include the final norm where the model has one.
         """
         rows = [torch.from_numpy(text.astype(np.int64)) for text in texts]  # torch pads no uint16
         tokens = pad_sequence(rows, batch_first=True)
-        real = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-        real = real.to(self._device)
-        return real, self._run(tokens.to(self._device), real, last)
-
-    @torch.no_grad()
-    def _run(self, tokens: Tensor, real: Tensor, last: int) -> Iterator[tuple[int, Tensor]]:
-        model, prefix = self._model, real if self._is_prefix else None
-        segments: Tensor | None
-        if isinstance(model, EncoderDecoder):
-            hidden, _, segments = model.embed(tokens, real.int())
-        else:
-            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-            hidden, _, segments, prefix = model.embed(tokens, real.int(), positions, prefix=prefix)
-        assert segments is not None
-        mask, length, first = segment_mask(segments, self._causal, prefix), hidden.shape[1], model.inserted
-        if self._bias is not None:
-            mask = self._bias(length, length, mask)
-        yield 0, hidden[:, first:]
-        for number, layer in enumerate(self._layers[:last], start=1):
-            hidden = layer(hidden, mask, None)
-            normed = self._norm(hidden) if self._norm is not None and number == self.layers else hidden
-            yield number, normed[:, first:]
+        lengths = torch.tensor([len(row) for row in rows])
+        real = (torch.arange(tokens.shape[1]) < lengths[:, None]).to(self._device)
+        inputs = Inputs(
+            tokens=tokens.to(self._device),
+            segments=real.int(),
+            positions=torch.arange(tokens.shape[1], device=self._device).expand_as(tokens),
+            prefix=real if self._is_prefix else None,
+        )
+        names = {f"layer.{number}": number for number in layers}
+        found = self._model(inputs, frozenset(names))
+        return real, {number: found[name] for name, number in names.items()}

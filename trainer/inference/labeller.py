@@ -22,7 +22,7 @@ from trainer.errors import ConfigError
 from trainer.examples import TaskRow
 from trainer.inference.hidden_states import batches
 from trainer.objectives import classification, regression
-from trainer.objectives.rows import inputs
+from trainer.objectives.rows import logits as logits_of
 from trainer.publish.model_card import manifests_of
 from trainer.training.experiment import Experiment
 from trainer.training.phases import phase_of
@@ -51,7 +51,7 @@ class Labeller:
 
     def __init__(self, checkpoint: str, precision: Precision = "fp32") -> None:
         weights = load_weights(checkpoint)
-        head = getattr(weights.config, "head", "language_model")
+        head = weights.config.head
         if head != "classification":
             raise ConfigError(
                 f"{checkpoint} has a {head} head, and rows are labelled by models with a classification head; name a "
@@ -99,7 +99,7 @@ class Labeller:
             arrays = self._objective.collate(examples, width)
             batch = self._accelerator.to_device({name: torch.from_numpy(array) for name, array in arrays.items()})
             with self._accelerator.autocast(self._precision):
-                logits = self._model(**inputs(batch))[:, 0].float()
+                logits = logits_of(self._model, batch, self._objective.predicts)[:, 0].float()
             found[numbers] = (logits.softmax(-1) if len(self.labels) > 1 else logits).cpu().numpy()
         return found
 

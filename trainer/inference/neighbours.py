@@ -137,9 +137,8 @@ class Query:
                 f"{word!r} ends with token {cells[-1] + 1} of the text, of which the model reads {encoder.longest}; "
                 "shorten the text before it"
             )
-        _, states = encoder([encoder.prepare(tokens)], layer)
-        *_, (_, hidden) = states
-        vector = hidden[0, encoder.first + cells].mean(0)
+        _, states = encoder([encoder.prepare(tokens)], [layer])
+        vector = states[layer][0, encoder.first + cells].mean(0)
         return cls(text, *place, tuple(tokens[cells].tolist()), vector / vector.norm())
 
 
@@ -231,8 +230,8 @@ def _nearest(
     usable &= np.bincount(word, minlength=len(words)) > 0  # others lie behind the cut
     if not usable.any():
         return []
-    _, states = encoder([sentence.tokens for sentence in sentences], layer)
-    *_, (_, hidden) = states
+    _, states = encoder([sentence.tokens for sentence in sentences], [layer])
+    hidden = states[layer]
     sums = hidden.new_zeros(len(words), hidden.shape[2])
     sums.index_add_(0, torch.from_numpy(word).to(hidden.device), hidden[row, cell])
     cosines = torch.nn.functional.cosine_similarity(sums, query.vector[None]).cpu()  # as of the mean

@@ -20,7 +20,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.generation import Generator
 from trainer.generation.config import Config as GenerationConfig
 from trainer.metrics import texts
-from trainer.objectives import task_of
+from trainer.objectives import seq2seq
 from trainer.storage import shown
 from trainer.training import records
 from trainer.training.compatibility import stored_values
@@ -65,7 +65,7 @@ def evaluate(
     config: GenerationConfig = decode(GenerationConfig, tree, "--generate")
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit must be at least 1, not {limit}")
-    head = getattr(experiment.model, "head", "language_model")
+    head = experiment.model.head
     if head != "language_model":
         raise ConfigError(
             f"the model of {experiment.output} has a {head} head, which writes no text; leave --generate out, and "
@@ -96,8 +96,8 @@ def evaluate(
             f"the target {wrong[0]!r} is no label, as the tokenizer does not give labels back as they are; name the "
             "files of pairs with --pairs, or labels of its characters in source.labels"
         )
-    task = task_of(experiment.objective)
-    if getattr(task, "truncate_sources", False) and task.layout == "encoder_decoder":
+    task = experiment.objective.task
+    if isinstance(task, seq2seq.Config) and task.truncate_sources and task.layout == "encoder_decoder":
         phase = phase_of(experiment.resolved_phases(), (weights.step or 1) - 1)
         room = phase.sequence_length - 1  # the model reads as much of a source as it has learnt from
         if cut := sum(len(source) > room for source in sources):

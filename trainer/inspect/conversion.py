@@ -26,7 +26,7 @@ from trainer.errors import CheckpointError, ConfigError
 from trainer.optim import adamw
 from trainer.storage import is_url, shown
 from trainer.strategies import Replica
-from trainer.training.compatibility import check_fit
+from trainer.training.compatibility import check_compatibility
 from trainer.training.experiment import Experiment
 from trainer.training.ledger import Ledger
 from trainer.training.phases import phase_of
@@ -186,7 +186,7 @@ def _begin_run(experiment: Experiment, state: DeepSpeedState) -> dict[str, Any]:
     dataset = experiment.data.open()
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
     with torch.device("meta"):
-        check_fit(experiment, dataset, objective, experiment.build_model())
+        check_compatibility(experiment, dataset, objective, experiment.build_model())
     phase = phase_of(experiment.resolved_phases(), state.step)
     with open_loader(experiment, dataset, objective, Replica(0, 1), phase) as loader:
         data = loader.state_dict()

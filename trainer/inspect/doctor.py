@@ -29,7 +29,6 @@ from trainer.errors import SamestepError
 from trainer.inspect.findings import Finding, State
 from trainer.metrics import check_installed
 from trainer.monitoring import wandb
-from trainer.objectives import task_of
 from trainer.strategies import xla_spmd
 from trainer.strategies.world import World
 from trainer.strategies.xla import flash
@@ -106,7 +105,7 @@ def _checks_of(experiment: Experiment) -> list[Check]:
         checks.append(("checkpoints", lambda: _object_store(checkpoints)))
     elif checkpoints:
         checks.append(("checkpoints", lambda: _disk("checkpoints", Path(checkpoints), needed)))
-    if metrics := getattr(task_of(experiment.objective), "metrics", ()):
+    if metrics := experiment.objective.task.metrics:
         checks.append(("metrics", lambda: _metrics(metrics)))
     if any(storage.is_url(path) for path in experiment.data.paths):
         cache = experiment.data.cache or os.environ.get("SAMESTEP_CACHE") or Path.home() / ".cache" / "samestep"

@@ -17,7 +17,6 @@ from trainer import storage
 from trainer.checkpoint import files, integrity
 from trainer.config import decode, read_tree, to_tree
 from trainer.errors import ConfigError
-from trainer.objectives import teacher_of
 from trainer.storage.hub import is_hub_path, model_folder, tokenizer_folder
 from trainer.training.experiment import Experiment
 from trainer.training.weights import BASE, Weights, load_weights
@@ -59,7 +58,7 @@ def fetch(target: str, overrides: list[str], to: str | None) -> list[str]:
 
 
 def _experiment_inputs(experiment: Experiment, to: str | None) -> Iterator[str]:
-    teacher = teacher_of(experiment.objective)
+    teacher = experiment.objective.teacher_path
     models = {"init_from": (experiment.init_from, "model"), "objective.teacher": (teacher, "teacher")}
     for setting, (start, place) in models.items():
         if start and is_hub_path(start):

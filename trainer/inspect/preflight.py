@@ -13,7 +13,6 @@ from data_pipeline.reading.batches import check_batch
 from data_pipeline.reading.mixed_dataset import AnyDataset
 from trainer.checkpoint import files, integrity
 from trainer.errors import CheckpointError
-from trainer.objectives import teacher_of
 from trainer.storage import is_url
 from trainer.storage.hub import is_hub_path
 from trainer.strategies import Replica
@@ -51,7 +50,7 @@ def check(experiment: Experiment, devices: Sequence[int], elsewhere: bool = Fals
     # A run that has begun goes on from its own checkpoints, which leave out what is frozen.
     if start and seen and (experiment.freezes or not integrity.committed_steps(checkpoint_folder(experiment))):
         check_weights(files.location(start))
-    told, teacher = not isinstance(experiment.model, starting.Config), teacher_of(experiment.objective)
+    told, teacher = not isinstance(experiment.model, starting.Config), experiment.objective.teacher_path
     if told and teacher is not None and not is_hub_path(teacher) and (not elsewhere or is_url(teacher)):
         build_teacher(experiment, load_config(teacher))
     if told and (not elsewhere or all(map(is_url, experiment.data.paths))):

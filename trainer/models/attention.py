@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models.cache import LayerCache, Memory
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout
+from trainer.models.projections import Projection
+from trainer.models.stack import Context
 
 
 def segment_mask(segments: Tensor, causal: bool = False, prefix: Tensor | None = None) -> Tensor:
@@ -35,11 +36,12 @@ def take(x: Tensor, cells: Tensor | None) -> Tensor:
     return x if cells is None else x.take_along_dim(cells.long()[..., None], dim=1)
 
 
-class _Attention(nn.Module):
-    """What both kinds of attention share: heads, scale, dropout, and the output projection.
+class Attention(nn.Module):
+    """What both kinds of attention share: heads, scale, dropout and kernel.
 
     Attributes:
-        kernel: computes attention without dropout; a strategy may put another function in its place.
+        kernel: computes attention without dropout; a strategy may put another function in its
+            place.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -67,11 +69,12 @@ class _Attention(nn.Module):
     ) -> Tensor:
         """Mixes the values: query [B, H, T, K], key and value [B, H, S, K] -> [B, T, H * K].
 
-        mask: bool, True where attention is allowed, or float, added to the scores; broadcasts to [B, H, T, S]. Or
-            what the kernel takes instead.
+        mask: bool, True where attention is allowed, or float, added to the scores; broadcasts to
+            [B, H, T, S]. Or what the kernel takes instead.
         """
         drops = dropout_key is not None and self.dropout > 0
-        # Without a fused kernel SDPA writes out the scores, too, and guards against empty rows, which ours never are.
+        # SDPA has no fused kernel on CPUs for a mask with a gradient: it would compute the scores
+        # in full as well, and guard against empty rows, which our masks never have.
         unfused = mask is not None and mask.requires_grad and mask.is_cpu
         if drops or unfused:
             mask = causal_mask(query[:, 0, :, 0]) if causal else mask
@@ -81,86 +84,93 @@ class _Attention(nn.Module):
         return mixed.transpose(1, 2).flatten(2)
 
     def _eager(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_key: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout_key: Tensor | None,
     ) -> Tensor:
-        """Writes the probabilities out, because fused kernels cannot take our dropout mask, nor all a learned bias."""
+        """Unfused attention: fused kernels take neither our dropout masks nor every learned bias."""
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         scores = (query if scale == 1 else query * scale) @ key.transpose(-1, -2)
         if mask is not None:
-            scores = scores.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else scores.add_(mask)
+            is_bool = mask.dtype == torch.bool
+            scores = scores.masked_fill_(~mask, float("-inf")) if is_bool else scores.add_(mask)
         probabilities = scores.softmax(-1, dtype=torch.float32)
         return dropout(probabilities, self.dropout, dropout_key).to(value.dtype) @ value
 
 
-class SelfAttention(_Attention):
+class SelfAttention(Attention):
     """Self-attention with one projection for queries, keys and values.
 
     Attributes:
-        prefix: gives keys and values that all cells attend to besides (`peft.prefix`).
+        prefix: returns keys and values that all positions attend to besides (`peft.prefix`).
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
-        self.causal = config.causal
-        self.qkv = nn.Linear(config.width, 3 * self.inner, bias=not config.rms_norm)
-        self.out = nn.Linear(self.inner, config.width, bias=not config.rms_norm)
+        bias = config.projection_bias
+        self.qkv = Projection(config.width, 3 * self.inner, ("query", "key", "value"), bias=bias)
+        self.out = Projection(self.inner, config.width, ("out",), bias=bias, into_residual=True)
         self.prefix: nn.Module | None = None
 
     def forward(
         self,
         hidden: Tensor,
-        mask: Tensor | None,
-        dropout_key: Tensor | None,
-        cells: Tensor | None = None,
-        cache: LayerCache | None = None,
+        bias: Tensor | None,
+        context: Context,
+        positions: Tensor | None = None,
     ) -> Tensor:
-        """[B, S, D] -> [B, S, D], or [B, P, D] for cells [B, P] alone.
+        """[B, S, D] -> [B, S, D], or [B, P, D] for `positions` [B, P] alone.
 
-        mask: as `attend` takes it; None allows all, or in a causal model all that is not later. Segments [B, S], for
-            kernels that know them, allow those of the same number among these.
-        cache: holds the cells before these, and gets these.
+        bias: float, added to the scores in place of a mask, which is part of it.
         """
         query, key, value = self.split(self.qkv(hidden), 3)
-        if cache is not None:
-            key, value = cache.append(key, value)
+        if context.cache is not None:
+            key, value = context.cache.append(key, value)
+        mask = context.mask if bias is None else bias
         if self.prefix is not None:
             before = self.prefix(key)
-            if mask is None and self.causal:
+            if mask is None and context.causal:
                 mask = causal_mask(hidden)[None, None]
             if mask is not None:
-                mask = F.pad(mask, (before[0].shape[2], 0), value=True if mask.dtype == torch.bool else 0.0)
+                allowed = True if mask.dtype == torch.bool else 0.0
+                mask = F.pad(mask, (before[0].shape[2], 0), value=allowed)
             key, value = (torch.cat(pair, 2) for pair in zip(before, (key, value), strict=True))
-        mixed = self.attend(
-            query, key, value, mask, dropout_key, causal=self.causal and (mask is None or mask.ndim == 2)
-        )
-        out: Tensor = self.out(take(mixed, cells))
+        # A mask of two dimensions is segments, for kernels that know them; it leaves out direction.
+        causal = context.causal and (mask is None or mask.ndim == 2)
+        mixed = self.attend(query, key, value, mask, context.key("attention"), causal=causal)
+        out: Tensor = self.out(take(mixed, positions))
         return out
 
 
-class CrossAttention(_Attention):
+class CrossAttention(Attention):
     """Attention to the encoder's output, with one projection for keys and values."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
-        self.query = nn.Linear(config.width, self.inner, bias=not config.rms_norm)
-        self.kv = nn.Linear(config.width, 2 * self.inner, bias=not config.rms_norm)
-        self.out = nn.Linear(self.inner, config.width, bias=not config.rms_norm)
+        bias, parts = config.projection_bias, ("cross_key", "cross_value")
+        self.query = Projection(config.width, self.inner, ("cross_query",), bias=bias)
+        self.kv = Projection(config.width, 2 * self.inner, parts, bias=bias)
+        self.out = Projection(self.inner, config.width, ("cross_out",), bias=bias, into_residual=True)
 
-    def forward(
-        self, hidden: Tensor, memory: Memory, dropout_key: Tensor | None, cache: LayerCache | None = None
-    ) -> Tensor:
-        """[B, T, D] -> [B, T, D]; with a cache, keys and values are computed in the first call only.
+    def forward(self, hidden: Tensor, memory: Tensor, context: Context) -> Tensor:
+        """[B, T, D], memory [B, M, D] -> [B, T, D]; with a cache, keys and values are computed in
+        the first call only.
 
-        Rows that share a source, as `Cache.select` allows, attend to it as further cells of a single row would.
+        Rows that share a source, as `Cache.select` allows, attend to it like further positions of
+        a single row.
         """
+        cache = context.cache
         pair = None if cache is None else cache.memory
         if pair is None:
-            key, value = self.split(self.kv(memory.hidden), 2)
+            key, value = self.split(self.kv(memory), 2)
             pair = (key, value)
         if cache is not None:
             cache.memory = pair
         (query,) = self.split(self.query(hidden), 1)
         query = query.view(len(pair[0]), -1, *query.shape[1:]).transpose(1, 2).flatten(2, 3)
-        mixed = self.attend(query, *pair, memory.mask, dropout_key).reshape(*hidden.shape[:2], -1)
-        out: Tensor = self.out(mixed)
+        mixed = self.attend(query, *pair, context.memory_mask, context.key("cross_attention"))
+        out: Tensor = self.out(mixed.reshape(*hidden.shape[:2], -1))
         return out

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from trainer.config import decode
 from trainer.errors import ConfigError
 from trainer.models import huggingface
-from trainer.models.config import Activation, Head, Norm, TransformerConfig
+from trainer.models.config import Activation, Head, Norm
+from trainer.models.family import Family
 from trainer.models.heads import CellHead, MaskedLMHead, NextSentenceHead, PooledHead
 from trainer.models.transformer import Transformer
 
@@ -63,7 +64,7 @@ _BUFFERS = re.compile(r"(\w+\.)?embeddings\.(position|token_type)_ids")  # older
 
 
 @dataclass(frozen=True)
-class Config(TransformerConfig):
+class Config(Family):
     """BERT-base, uncased.
 
     Attributes:
@@ -129,6 +130,12 @@ class Config(TransformerConfig):
         return "gelu" if self.gated else self.activation
 
     @property
+    def settings_for(self) -> Mapping[str, str]:
+        tokens = {"tokens": "model.causal=false", "next_tokens": "model.causal=true"}
+        heads = {head: f"model.head={head}" for head in _TASKS}
+        return tokens | heads | {"next_sentence": "model.nsp=true"}
+
+    @property
     def normal_bound(self) -> float:
         return 2.0
 
@@ -139,8 +146,6 @@ class Config(TransformerConfig):
         return Transformer(
             self,
             self._build_head(),
-            max_positions=self.max_positions,
-            types=self.type_vocab,
             nsp_head=NextSentenceHead(self) if self.nsp else None,
         )
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from abc import abstractmethod
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
+
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from trainer.config import Kinds
 from trainer.errors import ConfigError
+from trainer.models import Model, ModelConfig, Outputs, Peft
 
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "geglu", "geglu_tanh"]
 Norm: TypeAlias = Literal["post", "pre"]
+NormKind: TypeAlias = Literal["layer", "rms"]
 Head: TypeAlias = Literal["language_model", "classification", "multiple_choice", "tagging", "span"]
 
 FEWEST_LABELS: dict[Head, int] = {"classification": 1, "tagging": 2}
@@ -17,13 +24,14 @@ FEWEST_LABELS: dict[Head, int] = {"classification": 1, "tagging": 2}
 
 
 @dataclass(frozen=True)
-class TransformerConfig:
-    """Shape and regularisation that all families have; each adds its own and sets its defaults.
+class TransformerConfig(ModelConfig):
+    """Shape and regularization that all Transformers have; each family sets its own defaults.
 
-    What is a property here is a fact about a family; some families make a setting of it.
+    What is a property here is a fact about a family; some families make a setting of it. The
+    modules of a model ask for their parts here (`build_norm`, `build_attention`, ...), so a family
+    with another attention overrides one method.
 
     Attributes:
-        position_offset: rows at the start of the position table that stay unused (RoBERTa); not a setting.
         vocab_size: rows of the token table; at least the tokenizer's size. A multiple of 64 is quicker on GPUs.
         layers: number of layers.
         width: D, of the hidden states.
@@ -37,8 +45,6 @@ class TransformerConfig:
             from weights, and trained with a task's head, while the rest is frozen; None trains all.
     """
 
-    position_offset: ClassVar[int] = 0
-
     vocab_size: int
     layers: int = 12
     width: int = 768
@@ -48,7 +54,7 @@ class TransformerConfig:
     attention_dropout: float = 0.1
     norm_eps: float = 1e-5
     activation: Activation = "gelu"
-    peft: Annotated[Any, Kinds("trainer.models.peft")] | None = None
+    peft: Annotated[Peft, Kinds("trainer.models.peft")] | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "layers", "width", "heads", "ffn_width"):
@@ -105,18 +111,18 @@ class TransformerConfig:
 
     @property
     def norm(self) -> Norm:
-        """Whether norms follow each residual sum, or precede each branch (and follow the last layer)."""
+        """Whether norms follow each residual sum, or precede each branch (and the head)."""
         return "pre"
 
     @property
-    def rms_norm(self) -> bool:
-        """Whether norms only scale (Zhang & Sennrich 2019), and projections have no biases."""
-        return False
+    def norm_kind(self) -> NormKind:
+        """Layer normalization, or division by the root mean square (Zhang & Sennrich 2019)."""
+        return "layer"
 
     @property
-    def causal(self) -> bool:
-        """Whether a token attends to those before it only (a left-to-right language model)."""
-        return False
+    def projection_bias(self) -> bool:
+        """Whether projections have biases."""
+        return True
 
     @property
     def tied(self) -> bool:
@@ -129,41 +135,33 @@ class TransformerConfig:
         return "language_model"
 
     @property
-    def labels(self) -> tuple[str, ...]:
-        """The names of the classes or tags that a task's head tells apart."""
-        return ()
-
-    @property
     def classes(self) -> int:
         """C, the outputs of a task's head."""
         return {"multiple_choice": 1, "span": 2}.get(self.head, len(self.labels))
 
     @property
-    def decoder(self) -> bool:
-        """Whether a decoder reads the sequences: of all their cells, only the last has seen the whole of one."""
-        return self.causal
-
-    @property
-    def trains_head(self) -> bool:
-        """Whether the head is trained whatever `peft` freezes: a task's is new."""
-        return self.head != "language_model"
-
-    @property
-    def virtual_tokens(self) -> int:
-        """n, the positions before a text's first that `peft` takes for a prefix or prompt."""
-        return getattr(self.peft, "length", 0)
+    def predicts(self) -> str:
+        """The output of the model's head; see `trainer.models.Outputs`."""
+        if self.head != "language_model":
+            return self.head
+        if self.encoder_decoder:
+            return "target_tokens"
+        if self.prefix_lm:
+            return "prefixed_tokens"
+        return "next_tokens" if self.causal else "tokens"
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward network multiplies two projections (Shazeer 2020, "GLU variants")."""
+        """Whether the feed-forward network multiplies two projections (Shazeer 2020)."""
         return self.activation.startswith("geglu")
 
     @property
-    def dropout_places(self) -> int:
-        """Where a layer applies dropout, so many of: attention probabilities, attention output, feed-forward output,
-        inside the feed-forward network, cross-attention probabilities, cross-attention output.
+    def dropout_sites(self) -> tuple[str, ...]:
+        """Where a layer applies dropout: the sites that its modules ask the context for.
+
+        The order decides which random key each site gets, so it never changes.
         """
-        return 3
+        return ("attention", "attention_output", "ffn_output")
 
     @property
     def final_dropout(self) -> bool:
@@ -172,27 +170,85 @@ class TransformerConfig:
 
     @property
     def normal_bound(self) -> float:
-        """Standard deviations at which the normal distribution of initial weights ends."""
+        """Standard deviations at which the normal distribution of initial weights is cut off."""
         return 8.0  # beyond which there is nothing left in fp64
 
+    @abstractmethod
     def initial_std(self, name: str) -> tuple[float, ...]:
-        """Standard deviations of a parameter's initial values: of its rows, cut into as many equal parts."""
-        raise NotImplementedError
+        """Standard deviations of a parameter's initial values: one for each of the equal parts that
+        its rows are cut into."""
 
-    def build(self) -> Any:
-        """Makes the module; its parameters still need their values. Those that are frozen require no gradient.
+    def static(self, index: int) -> Hashable:
+        """What tells layers apart that compute different functions of their parameters.
 
-        Raises:
-            ConfigError: the model has nothing that `peft` names.
+        A family whose layers differ (as local and global attention alternate) returns what layer
+        `index` has of it.
         """
+        return None
+
+    def build(self) -> Model:
         model = self.build_base()
         if self.peft is not None:
             self.peft.add_to(model)
             for name, parameter in model.named_parameters():
-                of_head = self.trains_head and name.startswith("head.")
-                parameter.requires_grad_(of_head or self.peft.trains(name))
+                parameter.requires_grad_(self._trains(model, name))
         return model
 
-    def build_base(self) -> Any:
+    def _trains(self, model: Model, name: str) -> bool:
+        """Whether a parameter is trained although `peft` freezes the model."""
+        assert self.peft is not None
+        if self.peft.owns(name):
+            return True
+        part, kind = model.role(name)
+        if part == "head":
+            return self.head != "language_model"  # a task's head is new
+        return self.peft.trains_norms and kind == "norm" and part in ("layer", "shared")
+
+    @abstractmethod
+    def build_base(self) -> Model:
         """Makes the module without what `peft` adds."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def build_norm(self) -> nn.Module:
+        """A norm over the hidden width."""
+
+    @abstractmethod
+    def build_embeddings(self) -> nn.Module:
+        """Embeddings: called like `trainer.models.embeddings.Embeddings`."""
+
+    @abstractmethod
+    def build_layer(self, index: int, cross_attention: bool = False) -> nn.Module:
+        """Layer `index` of a stack."""
+
+    @abstractmethod
+    def build_attention(self, index: int) -> nn.Module:
+        """Self-attention of layer `index`: called as attention(hidden, bias, context)."""
+
+    @abstractmethod
+    def build_cross_attention(self, index: int) -> nn.Module:
+        """Attention to an encoder's output: called as attention(hidden, memory, context)."""
+
+    @abstractmethod
+    def build_feed_forward(self, index: int) -> nn.Module:
+        """The feed-forward network of layer `index`: called as ffn(hidden, context)."""
+
+    def for_needs(self, needs: Outputs, labels: tuple[str, ...] = ()) -> Self:
+        head = next((head for head in get_args(Head) if head in needs), "language_model")
+        settings = {field.name for field in fields(self)}
+        changes: dict[str, Any] = {}
+        if "head" in settings:
+            changes |= {"head": head, "labels": labels}
+        elif head != "language_model":
+            raise ConfigError(
+                f"a model of kind {self.model_type} has no {head} head; use bert, roberta, t5, gpt2 or openai_gpt"
+            )
+        if "nsp" in settings:
+            changes["nsp"] = "next_sentence" in needs
+        return replace(self, **changes)
+
+    def without_peft(self) -> Self:
+        return replace(self, peft=None)
+
+    def pad_vocabulary(self, parameters: Mapping[str, Tensor], size: int) -> tuple[Self, dict[str, Tensor]]:
+        name, more = "embeddings.tokens.weight", (0, 0, 0, size - self.vocab_size)
+        return replace(self, vocab_size=size), {**parameters, name: F.pad(parameters[name], more)}

@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout
-from trainer.models.layers import make_norm
 
 
 class _Lookup(torch.autograd.Function):
@@ -34,21 +33,22 @@ class _Lookup(torch.autograd.Function):
 
 
 class Embeddings(nn.Module):
-    """Learned embeddings of tokens and, with `max_positions`, of positions; dropped out.
+    """The sum of the embeddings that a family has: of tokens, positions and token types.
 
-    With `types` also of token types, and the sum is normalised (Devlin et al. 2019, figure 2).
+    With token types the sum is normalized (Devlin et al. 2019, figure 2); then it is dropped out.
     """
 
-    def __init__(self, config: TransformerConfig, max_positions: int | None = None, types: int | None = None) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.position_offset = config.position_offset
         self.dropout = config.dropout
         self.tokens = nn.Embedding(config.vocab_size, config.width)
         self.positions = None
-        if max_positions is not None:
-            self.positions = nn.Embedding(max_positions + config.position_offset, config.width)
-        self.types = None if types is None else nn.Embedding(types, config.width)
-        self.norm = None if types is None else make_norm(config)
+        if config.max_positions is not None:
+            rows = config.max_positions + config.position_offset
+            self.positions = nn.Embedding(rows, config.width)
+        self.types = nn.Embedding(config.type_vocab, config.width) if config.type_vocab else None
+        self.norm = config.build_norm() if config.type_vocab else None
 
     def forward(
         self,
@@ -60,20 +60,24 @@ class Embeddings(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """int [B, S] each -> [B, S, D], and the token embeddings [V, D] for a tied head.
 
-        Without token_types every cell is of type 0. With a prompt, of n cells: [B, n + S, D]; it takes the first n
-        positions, and those that are given are of the tokens behind it.
+        Without `token_types` all positions are of type 0. A prompt of n positions gives
+        [B, n + S, D]; it takes the first n positions, and `positions` are of the tokens behind it.
         """
         hidden, matrix = _Lookup.apply(self.tokens.weight, tokens)  # type: ignore[no-untyped-call]
         if prompt is not None:
             hidden = prompt(hidden)
-            before = torch.arange(hidden.shape[1] - tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
-            positions = None if positions is None else torch.cat([before.to(positions.dtype), positions], 1)
-            token_types = None if token_types is None else F.pad(token_types, (before.shape[1], 0))
+            count = hidden.shape[1] - tokens.shape[1]
+            before = torch.arange(count, device=tokens.device).expand(len(tokens), -1)
+            if positions is not None:
+                positions = torch.cat([before.to(positions.dtype), positions], 1)
+            if token_types is not None:
+                token_types = F.pad(token_types, (count, 0))
         if self.positions is not None:
             assert positions is not None, "the model has a position table"
             hidden = hidden + self.positions(positions + self.position_offset)
         if self.types is not None:
-            hidden = hidden + (self.types.weight[0] if token_types is None else self.types(token_types))
+            one_type = token_types is None
+            hidden = hidden + (self.types.weight[0] if one_type else self.types(token_types))
         if self.norm is not None:
             hidden = self.norm(hidden)
         return dropout(hidden, self.dropout, dropout_key), matrix

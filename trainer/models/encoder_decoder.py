@@ -1,39 +1,53 @@
-"""A Transformer of two stacks of layers: the decoder attends to itself and to the encoder's output."""
+"""A Transformer of two stacks: the decoder attends to itself and to the encoder's output."""
 
 from __future__ import annotations
 
 import sys
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.models import Inputs, Outputs
 from trainer.models.attention import causal_mask, segment_mask, take
+from trainer.models.base import TransformerModel, layer_numbers, matrix_flops
 from trainer.models.cache import Cache, Memory
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout, split_key
-from trainer.models.embeddings import Embeddings
-from trainer.models.layers import Layer, make_norm, run_layers
-from trainer.models.model import Model, matrix_flops
 from trainer.models.relative import RelativeBias
+from trainer.models.stack import Context, Stack
 
 START = 0
 """The token that stands before what the decoder reads for a task's head: T5's padding."""
 
 
-class EncoderDecoder(Model):
-    """An encoder and a decoder with norm `pre`, relative positions and one table of tokens.
+class _Keys(NamedTuple):
+    """Dropout keys: of the embeddings, of what follows each stack, of the layers of both
+    [layers, sites, B], and of the head."""
 
-    For a task's head the decoder reads what the encoder does, so that each of its cells has seen a whole sequence; or
-    there is no decoder, and the head reads the encoder.
+    embeddings: Tensor | None = None
+    after_encoder: Tensor | None = None
+    after_decoder: Tensor | None = None
+    encoder: Tensor | None = None
+    decoder: Tensor | None = None
+    head: Tensor | None = None
+
+
+class EncoderDecoder(TransformerModel):
+    """An encoder and a decoder with norm `pre`, relative positions and one token table.
+
+    For a task's head the decoder reads what the encoder does, so that each of its positions has
+    seen a whole sequence; or there is no decoder, and the head reads the encoder.
 
     Args:
         config: shape and family.
-        head: turns hidden states of the decoder, the token embeddings and a key for dropout into logits.
-        encoder_bias, decoder_bias: of the attention scores, without cross-attention's.
-        decoder_layers: layers of the decoder, 0 to go without; the encoder has `config.layers`.
-        shared: whether the encoder is the decoder's layers without their cross-attention (Raffel et al. 2020, section
-            3.2.2), and its norm the decoder's.
+        head: turns hidden states of the decoder, the token embeddings and a dropout key into
+            logits.
+        encoder_bias, decoder_bias: added to the attention scores, except in cross-attention.
+        decoder_layers: layers of the decoder, 0 for none; the encoder has `config.layers`.
+        shared: whether the encoder is the decoder's layers without their cross-attention (Raffel
+            et al. 2020, section 3.2.2), and its norm the decoder's.
     """
 
     def __init__(
@@ -47,97 +61,98 @@ class EncoderDecoder(Model):
         shared: bool,
     ) -> None:
         super().__init__(config)
-        self.embeddings = Embeddings(config)
-        self.encoder = None if shared else nn.ModuleList(Layer(config) for _ in range(config.layers))
+        # Optimizers and checkpoints go by the order in which modules are registered.
+        self.embeddings = config.build_embeddings()
+        self.encoder = None
+        if not shared:
+            self.encoder = Stack(config.build_layer(index) for index in range(config.layers))
         self.encoder_bias = encoder_bias
-        self.encoder_norm = None if shared else make_norm(config)
-        self.decoder = nn.ModuleList(Layer(config, cross_attention=True) for _ in range(decoder_layers))
+        self.encoder_norm = None if shared else config.build_norm()
+        self.decoder = Stack(config.build_layer(index, cross_attention=True) for index in range(decoder_layers))
         self.decoder_bias = decoder_bias if decoder_layers else None
-        self.decoder_norm = make_norm(config) if decoder_layers else nn.Identity()
+        self.decoder_norm = config.build_norm() if decoder_layers else nn.Identity()
         self.head = head
 
-    def forward(
-        self,
-        tokens: Tensor,
-        segments: Tensor | None,
-        target_tokens: Tensor | None = None,
-        target_segments: Tensor | None = None,
-        positions: Tensor | None = None,
-        target_positions: Tensor | None = None,
-        predicted: Tensor | None = None,
-        dropout_key: Tensor | None = None,
-        hidden_states: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Scores every token of the vocabulary, or what a task's head has classes for, at the predicted positions.
+    def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
+        """Computes the outputs, by name; see `trainer.models`.
 
-        Args:
-            tokens: int [B, S], what the encoder reads.
-            segments: int [B, S]; 0 is padding, 1, 2, ... the sequences packed in a row. A cell attends to its segment.
-                None: each row is one sequence that fills it.
-            target_tokens: int [B, T], what the decoder reads: each target moved right by one, after a start token. With
-                a task's head these are `tokens`, moved in the same way, and are not given.
-            target_segments: int [B, T]; a cell attends to itself and those before it in its segment, and to the
-                encoder's cells of the same number. None as above, with `segments`.
-            positions, target_positions: not read: distances between cells are enough.
-            predicted: int [B, P], the decoder's cells to predict, or that a task's head reads; None predicts all.
-            dropout_key: int32 [B], a random key for each row; None, or a model in eval mode, means no dropout.
-            hidden_states: whether to return those that the head reads, of all cells.
-
-        Returns:
-            Logits [B, P, V], or [B, T, V] when `predicted` is None; with a task's head its classes C in place of V.
-            With `hidden_states`, a pair of these and [B, T, D].
+        Positions are not read: distances between them are enough. With a task's head the decoder
+        reads `tokens` moved right by one, and `target_tokens` are not given.
         """
-        if self.config.head != "language_model":
-            target_tokens, target_segments = F.pad(tokens[:, :-1], (1, 0), value=START), segments
-        assert target_tokens is not None, "a language model needs the tokens that its decoder reads"
-        assert (segments is None) == (target_segments is None), "either both sides have segments, or neither"
-        encoder_layers = len(self._encoder_layers)
-        read = None if hidden_states else predicted  # the cells of the last layer that the head reads
-        embedding_key, after_encoder, after_decoder, head_key = None, None, None, None
-        layer_keys: Tensor | list[None] = [None] * (encoder_layers + len(self.decoder))
-        if self.training and dropout_key is not None:
-            places = self.config.dropout_places
-            keys = split_key(dropout_key, 4 + places * len(layer_keys))
-            embedding_key, after_encoder, after_decoder, head_key = *keys[:3], keys[-1]
-            layer_keys = keys[3:-1].view(len(layer_keys), places, -1)
+        tokens, segments = inputs.tokens, inputs.segments
+        keys = self._keys(inputs.dropout_key)
+        if numbers := layer_numbers(outputs):
+            if any(not name.startswith("layer.") for name in outputs):
+                raise ValueError("hidden states of layers are computed by themselves")
+            return self._layer_states(inputs, keys, numbers)
+        whole = "hidden" in outputs
         if not self.decoder:
-            source, matrix, segments = self.embed(tokens, segments, embedding_key)
-            read = None if hidden_states else self.read(predicted)
-            encoded = self._encode(source, segments, layer_keys, after_encoder, read)
-            encoded = encoded if read is not None else encoded[:, self.inserted :]
-            return self._answer(encoded, matrix, head_key, predicted, hidden_states)
+            source, matrix, segments = self._embed_source(tokens, segments, keys.embeddings)
+            read = None if whole else self.pooled(inputs.predicted)
+            hidden = self._encode(source, segments, keys, read)
+            hidden = hidden if read is not None else hidden[:, self.inserted :]
+            return self._answer(hidden, matrix, keys.head, inputs.predicted, outputs)
+        targets, target_segments = inputs.target_tokens, inputs.target_segments
+        if self.config.head != "language_model":
+            targets, target_segments = F.pad(tokens[:, :-1], (1, 0), value=START), segments
+        assert targets is not None, "a language model needs the tokens that its decoder reads"
+        both_or_neither = (segments is None) == (target_segments is None)
+        assert both_or_neither, "either both sides have segments, or neither"
         # One look-up for both sides: its backward pass fills a table of gradients once.
-        both, matrix = self.embeddings(torch.cat([tokens, target_tokens], 1), None, dropout_key=embedding_key)
-        source, hidden = both.split([tokens.shape[1], target_tokens.shape[1]], 1)
+        both, matrix = self.embeddings(torch.cat([tokens, targets], 1), None, dropout_key=keys.embeddings)
+        source, hidden = both.split([tokens.shape[1], targets.shape[1]], 1)
         source, segments = self._prompted(source), self.with_prompt(segments)
-        encoded = self._encode(source, segments, layer_keys[:encoder_layers], after_encoder)
-        memory = Memory(encoded, _between(target_segments, segments))
-        mask = self._decoder_mask(target_tokens, target_segments)
-        hidden = self.run_layers(
-            self.decoder,
-            hidden,
-            mask,
-            layer_keys[encoder_layers:],
-            cells=read,
-            memory=memory,
-            checkpointing=self._checkpointing,
+        memory = self._encode(source, segments, keys)
+        context = Context(
+            sites=self.config.dropout_sites,
+            keys=keys.decoder,
+            memory_mask=_between(target_segments, segments),
         )
-        hidden = dropout(self.decoder_norm(hidden), self.config.dropout, after_decoder, read)
-        return self._answer(hidden, matrix, head_key, predicted, hidden_states)
+        bias = self._decoder_bias(targets, target_segments)
+        read = None if whole else inputs.predicted
+        hidden = self.decoder.run(hidden, memory, bias, context, read)
+        after = keys.after_decoder
+        hidden = dropout(self.decoder_norm(hidden), self.config.dropout, after, read)
+        return self._answer(hidden, matrix, keys.head, inputs.predicted, outputs)
+
+    def _keys(self, key: Tensor | None) -> _Keys:
+        if not self.training or key is None:
+            return _Keys()
+        encoder, sites = len(self._encoder_layers), len(self.config.dropout_sites)
+        layers = encoder + len(self.decoder)
+        keys = split_key(key, 4 + sites * layers)
+        of_layers = keys[3:-1].view(layers, sites, -1)
+        return _Keys(
+            embeddings=keys[0],
+            after_encoder=keys[1],
+            after_decoder=keys[2],
+            encoder=of_layers[:encoder],
+            decoder=of_layers[encoder:],
+            head=keys[-1],
+        )
 
     def _answer(
-        self, hidden: Tensor, matrix: Tensor, key: Tensor | None, predicted: Tensor | None, hidden_states: bool
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """The logits of the predicted cells; with `hidden_states`, these of all cells, too."""
-        if hidden_states:
-            return self.head(take(hidden, predicted), matrix, key), hidden
-        logits: Tensor = self.head(hidden, matrix, key)
-        return logits
+        self,
+        hidden: Tensor,
+        matrix: Tensor,
+        key: Tensor | None,
+        predicted: Tensor | None,
+        outputs: Outputs,
+    ) -> dict[str, Tensor]:
+        """The head's logits; `hidden` is of all positions if it is an output, too."""
+        found = {}
+        if "hidden" in outputs:
+            found["hidden"] = hidden
+            hidden = take(hidden, predicted)
+        if self.config.predicts in outputs:
+            found[self.config.predicts] = self.head(hidden, matrix, key)
+        return found
 
-    def embed(
+    def _embed_source(
         self, tokens: Tensor, segments: Tensor | None, dropout_key: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What the encoder reads, with a prompt: embeddings [B, n + S, D], the table [V, D], segments of all cells."""
+        """What the encoder reads, with a prompt: embeddings [B, n + S, D], the token table [V, D],
+        and segments."""
         hidden, matrix = self.embeddings(tokens, None, dropout_key=dropout_key)
         return self._prompted(hidden), matrix, self.with_prompt(segments)
 
@@ -146,106 +161,124 @@ class EncoderDecoder(Model):
         return out
 
     @property
-    def _encoder_layers(self) -> nn.ModuleList:
+    def _encoder_layers(self) -> Stack:
         return self.decoder if self.encoder is None else self.encoder
 
     @property
-    def _checkpointing(self) -> bool:
-        return self.activation_checkpointing and self.training
+    def _encoder_norm(self) -> nn.Module:
+        return self.decoder_norm if self.encoder_norm is None else self.encoder_norm
+
+    def _encoder_context(self, hidden: Tensor, segments: Tensor | None, keys: _Keys) -> tuple[Tensor, Context]:
+        """The bias, which contains the mask, and the rest of what the encoder's layers need."""
+        length = hidden.shape[1]
+        mask = None if segments is None else segment_mask(segments)
+        bias = self.encoder_bias(length, length, mask)
+        return bias, Context(sites=self.config.dropout_sites, keys=keys.encoder)
 
     def _encode(
         self,
         hidden: Tensor,
         segments: Tensor | None,
-        layer_keys: Tensor | list[None],
-        final_key: Tensor | None,
-        cells: Tensor | None = None,
+        keys: _Keys,
+        positions: Tensor | None = None,
     ) -> Tensor:
-        """The encoder's output: [B, S, D] -> [B, S, D], or [B, P, D] for cells [B, P] alone."""
-        length = hidden.shape[1]
-        mask = self.encoder_bias(length, length, None if segments is None else segment_mask(segments))
-        hidden = self.run_layers(
-            self._encoder_layers, hidden, mask, layer_keys, cells=cells, checkpointing=self._checkpointing
-        )
-        norm = self.decoder_norm if self.encoder_norm is None else self.encoder_norm
-        return dropout(norm(hidden), self.config.dropout, final_key, cells)
+        """The encoder's output: [B, S, D] -> [B, S, D], or [B, P, D] for `positions` [B, P]."""
+        bias, context = self._encoder_context(hidden, segments, keys)
+        hidden = self._encoder_layers.run(hidden, None, bias, context, positions)
+        hidden = self._encoder_norm(hidden)
+        return dropout(hidden, self.config.dropout, keys.after_encoder, positions)
 
-    def _decoder_mask(self, tokens: Tensor, segments: Tensor | None) -> Tensor:
+    def _layer_states(self, inputs: Inputs, keys: _Keys, numbers: list[int]) -> dict[str, Tensor]:
+        """The encoder's hidden states after some of its layers, of the text's positions."""
+        source, _, segments = self._embed_source(inputs.tokens, inputs.segments, keys.embeddings)
+        bias, context = self._encoder_context(source, segments, keys)
+        layers, last = self._encoder_layers, numbers[-1]
+        _, states = layers.states(source, None, bias, context, numbers, last)
+        if last == len(layers):
+            states[last] = self._encoder_norm(states[last])
+        return {f"layer.{number}": states[number][:, self.inserted :] for number in numbers}
+
+    def _decoder_bias(self, tokens: Tensor, segments: Tensor | None) -> Tensor:
         assert self.decoder_bias is not None, "the model has no decoder"
         mask = causal_mask(tokens) if segments is None else segment_mask(segments, causal=True)
         bias: Tensor = self.decoder_bias(tokens.shape[1], tokens.shape[1], mask)
         return bias
 
     @torch.no_grad()
-    def start(
-        self, tokens: Tensor, segments: Tensor | None, target_tokens: Tensor, capacity: int
-    ) -> tuple[Tensor, Cache]:
-        """Encodes sources, and reads the beginnings of targets which `step` then goes on with.
+    def start(self, inputs: Inputs, capacity: int) -> tuple[Tensor, Cache]:
+        """Encodes sources, and reads the beginnings of targets which `step` continues.
 
         Args:
-            tokens: int [B, S].
-            segments: int [B, S], 0 for padding, else 1; None: there is no padding.
-            target_tokens: int [B, T], at least the start token.
-            capacity: of the cache in the decoder's cells, T included.
+            inputs: tokens; segments, 0 for padding, else 1, or None without padding; and target
+                tokens, at least the start token.
+            capacity: of the cache in the decoder's positions, T included.
 
         Returns:
             The logits [B, V] of the next tokens, and what `step` needs.
         """
-        hidden, _, segments = self.embed(tokens, segments)
-        encoded = self._encode(hidden, segments, [None] * len(self._encoder_layers), None)
+        targets = inputs.target_tokens
+        assert targets is not None, "a decoder reads at least the start token"
+        hidden, _, segments = self._embed_source(inputs.tokens, inputs.segments)
+        encoded = self._encode(hidden, segments, _Keys())
         memory = Memory(encoded, None if segments is None else (segments > 0)[:, None, None, :])
-        cache = Cache(len(self.decoder), capacity, torch.ones_like(target_tokens, dtype=torch.bool), memory)
-        return self._decode(target_tokens, self._decoder_mask(target_tokens, None), cache), cache
+        is_text = torch.ones_like(targets, dtype=torch.bool)
+        cache = Cache(len(self.decoder), capacity, is_text, memory)
+        return self._decode(targets, self._decoder_bias(targets, None), cache), cache
 
     @torch.no_grad()
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Reads one more token of each target: int [B] -> the logits [B, V] of those after them."""
+        """Reads one more token of each target: int [B] -> the logits [B, V] of those after."""
         assert self.decoder_bias is not None, "the model has no decoder"
-        mask = self.decoder_bias(1, cache.length + 1, cache.mask(), before=cache.length)
-        return self._decode(tokens[:, None], mask, cache)
+        bias = self.decoder_bias(1, cache.length + 1, cache.mask(), before=cache.length)
+        return self._decode(tokens[:, None], bias, cache)
 
-    def _decode(self, tokens: Tensor, mask: Tensor, cache: Cache) -> Tensor:
+    def _decode(self, tokens: Tensor, bias: Tensor, cache: Cache) -> Tensor:
+        assert cache.memory is not None, "a decoder attends to its source"
         hidden, matrix = self.embeddings(tokens, None)
         last = torch.full_like(tokens[:, :1], tokens.shape[1] - 1)
-        hidden = run_layers(
-            self.decoder, hidden, mask, [None] * len(self.decoder), cells=last, memory=cache.memory, cache=cache
-        )
+        context = Context(memory_mask=cache.memory.mask)
+        hidden = self.decoder.run(hidden, cache.memory.hidden, bias, context, last, cache)
         logits: Tensor = self.head(self.decoder_norm(hidden), matrix)[:, 0]
         return logits
 
     @property
     def max_sequence_length(self) -> int:
-        """No sequence is too long: there is no table of positions."""
+        """No sequence is too long: there is no position table."""
         return sys.maxsize
 
-    def sharding_units(self) -> list[nn.Module]:
-        """The layers in order; embeddings and head share a matrix and stay in the root unit."""
-        return [*(self.encoder or ()), *self.decoder]
-
     def flops_per_token(self, sequence_length: int, predicted_per_token: float = 1.0) -> float:
-        """FLOPs of the matrix products in one forward and backward pass, per cell of the encoder.
+        """Like `Transformer.flops_per_token`, for each position of the encoder.
 
-        As of `Transformer.flops_per_token`. For a language model all cells of the decoder are predicted: it has
-        T = predicted_per_token S of them; for a task's head T = S. Keys and values of cross-attention are computed for
-        each cell of the encoder, the rest of the decoder for each of its own, but the last layer's feed-forward network
-        for predicted ones; its attention is to T and to S cells.
+        For a language model all positions of the decoder are predicted: it has
+        T = predicted_per_token * S of them; for a task's head T = S. Keys and values of
+        cross-attention are computed for each position of the encoder, the rest of the decoder for
+        each of its own, except the last layer's feed-forward network, for predicted ones only; its
+        attention is to T and to S positions.
         """
-        per_cell = 12 * self.config.heads * self.config.head_width
+        per_position = 12 * self.config.heads * self.config.head_width
         encoder = matrix_flops(self._encoder_layers, without="cross_attention")
         keys_values = matrix_flops(self.decoder, only="cross_attention.kv")
         for_predicted = matrix_flops(self.decoder[-1:], only="ffn")
         decoder = matrix_flops(self.decoder) - keys_values - for_predicted
-        targets_per_token = predicted_per_token if self.config.head == "language_model" else 1.0
+        is_language_model = self.config.head == "language_model"
+        targets_per_token = predicted_per_token if is_language_model else 1.0
         targets = targets_per_token * sequence_length
-        source = encoder + keys_values + per_cell * len(self._encoder_layers) * sequence_length
-        target = decoder + per_cell * len(self.decoder) * (targets + sequence_length)
-        return source + targets_per_token * target + predicted_per_token * (for_predicted + self.head_flops())
+        layers = len(self._encoder_layers)
+        source = encoder + keys_values + per_position * layers * sequence_length
+        target = decoder + per_position * len(self.decoder) * (targets + sequence_length)
+        head = predicted_per_token * (for_predicted + self.head_flops())
+        return source + targets_per_token * target + head
 
 
 def _between(target_segments: Tensor | None, segments: Tensor | None) -> Tensor | None:
-    """Lets each cell of the decoder attend to the encoder's of its segment: bool [B, 1, T, S]; None: all."""
+    """Lets each target position attend to the source positions of its segment.
+
+    Returns:
+        bool [B, 1, T, S]; None: all.
+    """
     if target_segments is None or segments is None:
         return None
     same = target_segments[:, None, :, None] == segments[:, None, None, :]
-    # A source may have no padding for the target's to attend to, and a row without any cell would give NaN.
+    # Padding of the target attends to the whole source: the source may have no padding, and a row
+    # with nothing to attend to would give NaN.
     return same | (target_segments == 0)[:, None, :, None]

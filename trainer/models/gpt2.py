@@ -12,7 +12,8 @@ from torch import Tensor
 from trainer.config import decode
 from trainer.errors import ConfigError
 from trainer.models import huggingface
-from trainer.models.config import Activation, Head, TransformerConfig
+from trainer.models.config import Activation, Head
+from trainer.models.family import Family
 from trainer.models.heads import CellHead, LanguageModelHead
 from trainer.models.transformer import Transformer
 
@@ -40,7 +41,7 @@ _BUFFERS = re.compile(r".*\.attn\.(masked_)?bias")  # older versions stored them
 
 
 @dataclass(frozen=True)
-class Config(TransformerConfig):
+class Config(Family):
     """GPT-2 small.
 
     Attributes:
@@ -83,6 +84,10 @@ class Config(TransformerConfig):
     def causal(self) -> bool:
         return True
 
+    @property
+    def settings_for(self) -> Mapping[str, str]:
+        return {head: f"model.head={head}" for head in ("classification", "multiple_choice")}
+
     def initial_std(self, name: str) -> tuple[float, ...]:
         into_residual = name.endswith((".attention.out.weight", ".ffn.down.weight"))
         return (self.initializer_range / (2 * self.layers) ** 0.5 if into_residual else self.initializer_range,)
@@ -90,9 +95,9 @@ class Config(TransformerConfig):
     def build_base(self) -> Transformer:
         lm_head = LanguageModelHead(self)
         if self.head == "language_model":
-            return Transformer(self, lm_head, max_positions=self.max_positions)
+            return Transformer(self, lm_head)
         head = CellHead(self, self.classes, bias=False)
-        return Transformer(self, head, max_positions=self.max_positions, lm_head=lm_head)
+        return Transformer(self, head, lm_head=lm_head)
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:

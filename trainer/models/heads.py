@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from trainer.models.config import Activation, TransformerConfig
 from trainer.models.dropout import dropout, split_key
-from trainer.models.layers import LayerNorm, activate
+from trainer.models.layers import activate
+from trainer.models.norms import LayerNorm
 
 
 class MaskedLMHead(nn.Module):

@@ -1,21 +1,19 @@
-"""The Transformer layer: attention and a feed-forward network, each with a residual connection and a norm."""
+"""The Transformer layer: attention and a feed-forward network, each with a residual connection."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from trainer.models.attention import CrossAttention, SelfAttention, take
-from trainer.models.cache import Cache, LayerCache, Memory
+from trainer.models.attention import take
 from trainer.models.config import Activation, TransformerConfig
 from trainer.models.dropout import dropout
+from trainer.models.projections import Projection
+from trainer.models.stack import Context
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """Applies an activation function; the gated ones halve the last dimension (Shazeer 2020, "GLU variants")."""
+    """Applies an activation function; the gated ones halve the last dimension (Shazeer 2020)."""
     if activation.startswith("geglu"):
         value, gate = x.chunk(2, dim=-1)
         return value * F.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none")
@@ -24,124 +22,75 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-class LayerNorm(nn.LayerNorm):
-    """Layer normalisation in fp32, whatever precision its input and its gathered parameters come in."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> fp32 [..., D]."""
-        return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
-
-
-class RMSNorm(nn.RMSNorm):
-    """Division by the root mean square in fp32 (Zhang & Sennrich 2019): no mean is taken away, no bias added."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> fp32 [..., D]."""
-        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
-
-
-def make_norm(config: TransformerConfig) -> LayerNorm | RMSNorm:
-    """A norm of the model's kind."""
-    kind = RMSNorm if config.rms_norm else LayerNorm
-    return kind(config.width, eps=config.norm_eps)
-
-
 class FeedForward(nn.Module):
-    """Two projections with an activation between them, and in some families dropout before the second."""
+    """Two projections with an activation between them; dropout before the second, where the family
+    has the site `ffn_hidden`."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.activation = config.activation
         self.dropout = config.dropout
-        bias = not config.rms_norm
-        self.up = nn.Linear(config.width, 2 * config.ffn_width if config.gated else config.ffn_width, bias=bias)
-        self.down = nn.Linear(config.ffn_width, config.width, bias=bias)
+        parts = ("up", "gate") if config.gated else ("up",)
+        bias = config.projection_bias
+        self.up = Projection(config.width, len(parts) * config.ffn_width, parts, bias=bias)
+        self.down = Projection(config.ffn_width, config.width, ("down",), bias=bias, into_residual=True)
 
-    def forward(self, hidden: Tensor, dropout_key: Tensor | None, cells: Tensor | None) -> Tensor:
-        """[B, S, D] -> [B, S, D]; cells: as `dropout` takes them."""
-        out: Tensor = self.down(dropout(activate(self.up(hidden), self.activation), self.dropout, dropout_key, cells))
+    def forward(self, hidden: Tensor, context: Context) -> Tensor:
+        """[B, S, D] -> [B, S, D]; with `context.positions`, S is P and these are the positions."""
+        inner = activate(self.up(hidden), self.activation)
+        key = context.key("ffn_hidden")
+        out: Tensor = self.down(dropout(inner, self.dropout, key, context.positions))
         return out
 
 
 class Layer(nn.Module):
     """One layer of an encoder, or with `cross_attention` of a decoder (which needs norm `pre`).
 
-    `post` normalises after each residual sum (Vaswani et al. 2017), `pre` the input of each branch (Xiong et al. 2020).
+    `post` normalizes after each residual sum (Vaswani et al. 2017), `pre` the input of each branch
+    (Xiong et al. 2020).
+
+    Attributes:
+        static: what distinguishes it from layers that compute something else.
     """
 
-    def __init__(self, config: TransformerConfig, cross_attention: bool = False) -> None:
+    def __init__(self, config: TransformerConfig, index: int, cross_attention: bool = False) -> None:
         super().__init__()
+        self.static = (cross_attention, config.static(index))
         self.norm = config.norm
         self.dropout = config.dropout
-        self.dropout_places = config.dropout_places
-        self.attention = SelfAttention(config)
-        self.attention_norm = make_norm(config)
+        self.attention = config.build_attention(index)
+        self.attention_norm = config.build_norm()
         if cross_attention:
-            self.cross_attention = CrossAttention(config)
-            self.cross_attention_norm = make_norm(config)
-        self.ffn = FeedForward(config)
-        self.ffn_norm = make_norm(config)
+            self.cross_attention = config.build_cross_attention(index)
+            self.cross_attention_norm = config.build_norm()
+        self.ffn = config.build_feed_forward(index)
+        self.ffn_norm = config.build_norm()
 
-    def forward(
-        self,
-        hidden: Tensor,
-        mask: Tensor | None,
-        dropout_keys: Tensor | None,
-        cells: Tensor | None = None,
-        memory: Memory | None = None,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
-        """[B, S, D] -> [B, S, D], or [B, P, D] for cells [B, P] alone, without computing the others.
+    def forward(self, hidden: Tensor, memory: Tensor | None, bias: Tensor | None, context: Context) -> Tensor:
+        """[B, S, D] -> [B, S, D], or [B, P, D] for `context.positions` [B, P] alone.
 
         Args:
             hidden: [B, S, D].
-            mask: of self-attention, as it takes it.
-            dropout_keys: int32 [dropout_places, B].
-            cells: int [B, P].
-            memory: what cross-attention reads; None leaves it out.
-            cache: the cells before these.
+            memory: [B, M, D], what cross-attention reads; None skips it.
+            bias: added to the scores of self-attention.
+            context: masks, dropout keys, positions to compute, cache.
         """
-        keys: list[Tensor | None] = [None] * 6
-        if dropout_keys is not None:
-            keys[: self.dropout_places] = dropout_keys
-        in_attention, after_attention, after_ffn, in_ffn, in_cross, after_cross = keys
         pre = self.norm == "pre"
-        read = cells if memory is None else None
-        branch = self.attention(self.attention_norm(hidden) if pre else hidden, mask, in_attention, read, cache)
-        hidden = take(hidden, read) + dropout(branch, self.dropout, after_attention, read)
+        # Positions are selected where nothing needs the others any more: after self-attention, or
+        # after cross-attention where there is one.
+        read = context.positions if memory is None else None
+        branch = self.attention(self.attention_norm(hidden) if pre else hidden, bias, context, read)
+        key = context.key("attention_output")
+        hidden = take(hidden, read) + dropout(branch, self.dropout, key, read)
         if memory is not None:
-            branch = self.cross_attention(self.cross_attention_norm(hidden), memory, in_cross, cache)
-            hidden = take(hidden + dropout(branch, self.dropout, after_cross), cells)
+            branch = self.cross_attention(self.cross_attention_norm(hidden), memory, context)
+            key = context.key("cross_attention_output")
+            hidden = take(hidden + dropout(branch, self.dropout, key), context.positions)
+        key = context.key("ffn_output")
         if pre:
-            return hidden + dropout(self.ffn(self.ffn_norm(hidden), in_ffn, cells), self.dropout, after_ffn, cells)
+            branch = self.ffn(self.ffn_norm(hidden), context)
+            return hidden + dropout(branch, self.dropout, key, context.positions)
         hidden = self.attention_norm(hidden)
-        out: Tensor = self.ffn_norm(hidden + dropout(self.ffn(hidden, in_ffn, cells), self.dropout, after_ffn, cells))
+        branch = self.ffn(hidden, context)
+        out: Tensor = self.ffn_norm(hidden + dropout(branch, self.dropout, key, context.positions))
         return out
-
-
-def run_layers(
-    layers: nn.ModuleList,
-    hidden: Tensor,
-    mask: Tensor | None,
-    dropout_keys: Tensor | Sequence[None],
-    *,
-    cells: Tensor | None = None,
-    memory: Memory | None = None,
-    cache: Cache | None = None,
-    checkpointing: bool = False,
-    segments: Tensor | None = None,
-) -> Tensor:
-    """Runs layers one after the other; arguments as of `Layer.forward`.
-
-    dropout_keys: int32 [layers, dropout_places, B], or None for each layer; cells: those that the last layer computes;
-    checkpointing: whether to recompute each layer in the backward pass; segments: int [B, S], if they say all that
-    the mask does but for the order of cells, so that a strategy may hand them to a kernel in its place.
-    """
-    for index, (layer, keys) in enumerate(zip(layers, dropout_keys, strict=True)):
-        read = cells if index == len(layers) - 1 else None
-        if checkpointing:
-            # Dropout masks come from keys, so there is no generator state to bring back for the second time.
-            hidden = checkpoint(layer, hidden, mask, keys, read, memory, use_reentrant=False, preserve_rng_state=False)
-        else:
-            hidden = layer(hidden, mask, keys, read, memory, None if cache is None else cache.layers[index])
-    return hidden

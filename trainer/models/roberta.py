@@ -44,5 +44,10 @@ class Config(bert.Config):
             raise ConfigError("nsp is true, and RoBERTa has no next-sentence head; set nsp to false, or use kind: bert")
 
     @property
+    def settings_for(self) -> Mapping[str, str]:
+        own = super().settings_for
+        return {output: setting for output, setting in own.items() if output != "next_sentence"}
+
+    @property
     def head_activation(self) -> Activation:
         return "gelu"

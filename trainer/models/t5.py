@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from trainer.config import decode
 from trainer.errors import ConfigError
 from trainer.models import huggingface
-from trainer.models.config import Activation, Head, TransformerConfig
+from trainer.models.config import Activation, Head, NormKind
 from trainer.models.encoder_decoder import START, EncoderDecoder
+from trainer.models.family import Family
 from trainer.models.heads import CellHead, LanguageModelHead, PooledHead
 from trainer.models.relative import RelativeBias
 from trainer.models.transformer import Transformer
@@ -57,7 +58,7 @@ _COPIES = re.compile(r"(encoder|decoder)\.embed_tokens\.weight")
 
 
 @dataclass(frozen=True)
-class Config(TransformerConfig):
+class Config(Family):
     """T5-base; with `tied: false`, `activation: geglu_tanh` and `ffn_width: 2048`, T5 v1.1-base.
 
     Attributes:
@@ -123,13 +124,31 @@ class Config(TransformerConfig):
         return 1.0  # in the initial values of the queries instead
 
     @property
-    def rms_norm(self) -> bool:
-        return True
+    def norm_kind(self) -> NormKind:
+        return "rms"
+
+    @property
+    def projection_bias(self) -> bool:
+        return False
+
+    @property
+    def settings_for(self) -> Mapping[str, str]:
+        outputs: dict[Architecture, str] = {
+            "encoder_decoder": "target_tokens",
+            "prefix_lm": "prefixed_tokens",
+            "language_model": "next_tokens",
+        }
+        heads = {head: f"model.head={head}" for head in _HEADS}
+        return heads | {out: f"model.architecture={name}" for name, out in outputs.items()}
 
     @property
     def encoder_decoder(self) -> bool:
         """Whether there is an encoder, too."""
         return self.decoder and not self.causal
+
+    @property
+    def reads_sources(self) -> bool:
+        return not self.causal or self.prefix_lm
 
     @property
     def causal(self) -> bool:
@@ -145,8 +164,9 @@ class Config(TransformerConfig):
         return self.architecture == "prefix_lm"
 
     @property
-    def dropout_places(self) -> int:
-        return 6
+    def dropout_sites(self) -> tuple[str, ...]:
+        of_branches = ("attention", "attention_output", "ffn_output")
+        return (*of_branches, "ffn_hidden", "cross_attention", "cross_attention_output")
 
     @property
     def final_dropout(self) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
-from trainer.examples import Batch, Examples, PackSpec, TaskRow
+from trainer.examples import Batch, Examples, PackSpec, TaskRow, Vocabulary
+from trainer.models import Outputs
 
 
 @dataclass(frozen=True)
@@ -52,71 +54,119 @@ class Predictions:
     labels: tuple[str, ...]
 
 
-class Objective(Protocol):
+class Objective(ABC):
     """Turns packed examples into a batch, and a model's outputs on it into a loss.
 
-    Means are taken over the whole step, never over a micro-batch, because micro-batches hold different numbers of
-    predictions: `weights` gives the denominator of each loss term before the forward pass, the caller sums it over
-    micro-batches and replicas, and `loss` divides by those totals.
+    Means are taken over the whole step, never over a micro-batch, because micro-batches hold
+    different numbers of predictions: `weights` gives the denominator of each loss term before the
+    forward pass, the caller sums it over micro-batches and replicas, and `loss` divides by those
+    totals.
+
+    Attributes:
+        predicts: the model output that holds the logits; see `trainer.models.Outputs`.
+        needs: what the model has to offer: outputs, and capabilities such as `last_position`.
+        columns: columns of its batches that a model may list in `reads`.
+    """
+
+    predicts: str
+    needs: Outputs
+    columns: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def pack_spec(self, sequence_length: int) -> PackSpec:
+        """The positions of an example that must be left to the objective's special tokens."""
+
+    @abstractmethod
+    def predictions(self, sequence_length: int) -> int:
+        """P, the number of positions of an example whose logits are computed."""
+
+    @abstractmethod
+    def collate(self, examples: Examples, sequence_length: int) -> Batch:
+        """Makes the arrays of a batch; each row depends on that row's tokens and key alone."""
+
+    @abstractmethod
+    def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
+        """What this micro-batch, in host memory, adds to the denominator of each loss term."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
+        """Runs the model on a micro-batch and scores it; never waits for the device."""
+
+
+class Task(Objective):
+    """An objective whose scores are no means over examples: F1 or a correlation, for example."""
+
+    @property
+    @abstractmethod
+    def score_names(self) -> tuple[str, ...]:
+        """Names of its scores."""
+
+    @abstractmethod
+    def scores(self, predictions: Predictions) -> dict[str, float]:
+        """The scores of a split, by name; shares are in [0, 1]."""
+
+    @abstractmethod
+    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
+        """Label and prediction of each of `predictions.rows`, in order, as values for JSON."""
+
+
+class Taught(Objective):
+    """An objective that also runs a trained model, the teacher."""
+
+    @abstractmethod
+    def attach(self, teacher: nn.Module) -> None:
+        """Takes the teacher, in eval mode and without gradients; only `loss` needs it."""
+
+
+class ObjectiveConfig(ABC):
+    """The settings of an objective: what each module of this package has as `Config`.
+
+    What is a property here has the value that most objectives have; some make a setting of it.
     """
 
     @property
-    def model_settings(self) -> Mapping[str, bool | str]:
-        """Settings that the model must have, as {"nsp": True}, or {"head": "classification"}."""
-        ...
-
-    def pack_spec(self, sequence_length: int) -> PackSpec:
-        """The cells of an example that must be left to the objective's special tokens."""
-        ...
-
-    def predictions(self, sequence_length: int) -> int:
-        """The cells of an example whose logits are computed, P."""
-        ...
-
-    def collate(self, examples: Examples, sequence_length: int) -> Batch:
-        """Makes the arrays of a batch; each row is a function of that row's tokens and key alone."""
-        ...
-
-    def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
-        """The denominator that this micro-batch adds to each loss term; `batch` is in host memory."""
-        ...
-
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
-        """Runs the model on a micro-batch and scores it; never waits for the device."""
-        ...
-
-
-class Task(Objective, Protocol):
-    """An objective whose scores are no means over examples, as F1 or a correlation, but computed from all of them."""
+    def teacher_path(self) -> str | None:
+        """Path of a trained model that the objective learns from."""
+        return None
 
     @property
-    def score_names(self) -> tuple[str, ...]:
-        """The names of its scores."""
-        ...
+    def task(self) -> ObjectiveConfig:
+        """The objective that makes the batches: this one, or the one that a distillation wraps."""
+        return self
 
-    def scores(self, predictions: Predictions) -> dict[str, float]:
-        """The scores of a split, by name; what is a share is in [0, 1]."""
-        ...
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What the held-out split is scored with, besides the loss."""
+        return ()
 
-    def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
-        """What is right and what is predicted of each of `predictions.rows`, in their order, as values for JSON."""
-        ...
+    @property
+    def writes_text(self) -> bool:
+        """Whether it trains a model to write a text for each source."""
+        return False
 
+    @property
+    def target_length(self) -> int | None:
+        """The most tokens of a target, where there are targets and their length is a setting."""
+        return None
 
-class Taught(Objective, Protocol):
-    """An objective that asks a trained model, the teacher, besides: one whose settings name a `teacher`."""
+    @property
+    def reads_probabilities(self) -> bool:
+        """Whether rows may be labeled with a probability for each class."""
+        return False
 
-    def attach(self, teacher: nn.Module) -> None:
-        """Takes the teacher, in eval mode and without gradients; `loss` needs it, and nothing else does."""
-        ...
+    @property
+    def compares_hidden(self) -> bool:
+        """Whether hidden states are compared with the teacher's."""
+        return False
 
+    def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
+        """Settings, as key=value, with which it would do without `missing` and need an offer."""
+        return ()
 
-def teacher_of(config: Any) -> str | None:
-    """What the settings of an objective name as its teacher, if it has one."""
-    name: str | None = getattr(config, "teacher", None)
-    return name
+    @abstractmethod
+    def build(self, vocabulary: Vocabulary) -> Objective:
+        """Makes the objective for a tokenizer.
 
-
-def task_of(config: Any) -> Any:
-    """The settings of an objective, or of the one that it is put around, as a distillation."""
-    return getattr(config, "of", config)
+        Raises:
+            ConfigError: the vocabulary lacks a token that the objective needs.
+        """

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, PackSpec, Vocabulary
-from trainer.objectives import Loss, Objective
+from trainer.objectives import Loss, Objective, ObjectiveConfig
 from trainer.objectives.rows import Rows, check_z_loss, language_model_loss, pack_spec
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ObjectiveConfig):
     """Left-to-right language modelling; needs a model with `causal: true`.
 
     Attributes:
@@ -36,7 +36,7 @@ class Config:
         return CausalLM(self, vocabulary)
 
 
-class CausalLM:
+class CausalLM(Objective):
     """The left-to-right objective; see `trainer.objectives.Objective`.
 
     A sequence is text between [CLS] and [SEP], or where the tokenizer has none between tokens that end a text, as
@@ -52,7 +52,8 @@ class CausalLM:
         ConfigError: the vocabulary has no token that ends a text.
     """
 
-    model_settings: Mapping[str, bool] = {"causal": True}
+    predicts = "next_tokens"
+    needs = frozenset({"next_tokens"})
 
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
         end = vocabulary.end
@@ -97,4 +98,4 @@ class CausalLM:
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
         """As `rows.language_model_loss`."""
-        return language_model_loss(model, batch, totals, self.config.z_loss)
+        return language_model_loss(model, self.predicts, batch, totals, self.config.z_loss)

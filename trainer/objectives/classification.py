@@ -13,8 +13,9 @@ from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, PackSpec, Parts, Vocabulary
 from trainer.metrics import check_names
 from trainer.metrics import labels as metrics
-from trainer.objectives import Loss, Predictions, Task
-from trainer.objectives.rows import inputs, score_tokens
+from trainer.models import Inputs, Outputs
+from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task
+from trainer.objectives.rows import score_tokens
 from trainer.objectives.task_rows import (
     Cell,
     Float32,
@@ -24,12 +25,13 @@ from trainer.objectives.task_rows import (
     count_examples,
     labelled,
     labels_of,
+    reads_for,
     single_labels,
 )
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ObjectiveConfig):
     """Classification of texts, each row by itself.
 
     Attributes:
@@ -63,11 +65,20 @@ class Config:
                 "leave reads out, or set lm_weight to 0"
             )
 
+    @property
+    def reads_probabilities(self) -> bool:
+        return self.soft
+
+    def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
+        if "next_tokens" in missing:
+            return ("objective.lm_weight=0",)
+        return reads_for(offers)
+
     def build(self, vocabulary: Vocabulary) -> Task:
         return Classification(self, vocabulary)
 
 
-class Classification:
+class Classification(Task):
     """The classification objective; see `trainer.objectives.Task`.
 
     To the rows of `TaskRows` it adds, for B examples and C classes:
@@ -84,13 +95,13 @@ class Classification:
         ConfigError: as for `TaskRows`.
     """
 
-    model_settings: Mapping[str, bool | str]
+    predicts = "classification"
 
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
         self.config = config
         self._rows = TaskRows(vocabulary, "last" if config.lm_weight else config.reads)
-        predicts_tokens = {"causal": True} if config.lm_weight else {}
-        self.model_settings = {"head": "classification", "decoder": self._rows.reads == "last", **predicts_tokens}
+        self.outputs = frozenset({"classification", *(["next_tokens"] if config.lm_weight else [])})
+        self.needs = self.outputs | {f"{self._rows.reads}_position"}
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
         """All texts of a row in one sequence."""
@@ -144,12 +155,13 @@ class Classification:
         """
         target = batch["probabilities" if "probabilities" in batch else "labels"]
         weights, smoothing, lm_weight = batch["weights"], self.config.label_smoothing, self.config.lm_weight
+        outputs = model(Inputs.of(batch), self.outputs)
+        logits = outputs["classification"][:, 0]
+        of_class = class_loss(logits, target, weights, totals["examples"], smoothing)
         if not lm_weight:
-            return class_loss(model(**inputs(batch))[:, 0], target, weights, totals["examples"], smoothing)
-        logits, token_logits = model(**inputs(batch), next_tokens=True)
-        of_class = class_loss(logits[:, 0], target, weights, totals["examples"], smoothing)
+            return of_class
         labels = {"labels": batch["tokens"][:, 1:].long(), "weights": batch["lm_weights"]}
-        of_tokens = score_tokens(token_logits, labels)
+        of_tokens = score_tokens(outputs["next_tokens"], labels)
         total = of_class.total + lm_weight * of_tokens.nll / totals["lm"]
         metrics = {
             **of_class.metrics,

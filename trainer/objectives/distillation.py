@@ -6,7 +6,7 @@ It is put around the student's own objective, which makes the batches and the sc
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast
 
 import numpy as np
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from trainer.config import Kinds
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, PackSpec, Vocabulary
-from trainer.objectives import Loss, Objective, Predictions, Task
-from trainer.objectives.rows import inputs
+from trainer.models import Inputs, Outputs
+from trainer.objectives import Loss, Objective, ObjectiveConfig, Predictions, Task, Taught, classification
 
 # Those that score each prediction by itself, so that a student's and its teacher's can be compared.
 _KINDS = ("causal_lm", "classification", "mlm", "prefix_lm", "regression", "seq2seq", "span_corruption", "tagging")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ObjectiveConfig):
     """Distillation of a trained model, the teacher, which stays as it is. The loss is a weighted sum of terms.
 
     Attributes:
@@ -68,21 +68,37 @@ class Config:
             )
         if not self.soft and not self.mse:
             raise ConfigError("soft and mse are 0, so that nothing the teacher predicts is learnt; set soft to 1")
-        if getattr(self.of, "lm_weight", 0.0):
+        if isinstance(self.of, classification.Config) and self.of.lm_weight:
             raise ConfigError(
                 f"of.lm_weight is {self.of.lm_weight}, and tokens are not distilled beside classes; set 0"
             )
         if self.cells == "all" and kind != "mlm":
             raise ConfigError(f"cells is all, which is for mlm, and of is {kind}; set cells to predicted")
 
+    @property
+    def teacher_path(self) -> str | None:
+        return self.teacher
+
+    @property
+    def task(self) -> ObjectiveConfig:
+        own: ObjectiveConfig = self.of
+        return own
+
+    @property
+    def compares_hidden(self) -> bool:
+        return self.cosine > 0
+
+    def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
+        return self.task.adapted(missing, offers)
+
     def build(self, vocabulary: Vocabulary) -> Objective:
         objective: Objective = self.of.build(vocabulary)
-        if hasattr(objective, "scores"):
+        if isinstance(objective, Task):
             return TaskDistillation(self, objective)
         return Distillation(self, objective)
 
 
-class Distillation:
+class Distillation(Taught):
     """The distillation objective; see `trainer.objectives.Taught`.
 
     To the batch of the student's own objective it adds, where they are needed, for B examples of S cells that the
@@ -92,7 +108,9 @@ class Distillation:
 
     def __init__(self, config: Config, of: Objective) -> None:
         self.config, self.of = config, of
-        self.model_settings = of.model_settings
+        self.predicts = of.predicts
+        self.outputs = frozenset({of.predicts, *(["hidden"] if config.cosine else [])})
+        self.needs = of.needs | self.outputs
         self._all = config.cells == "all"
         self._teacher: nn.Module | None = None
 
@@ -156,7 +174,8 @@ class Distillation:
 
         # The last to read the logits, since cross-entropy may overwrite them.
         with torch.set_grad_enabled(torch.is_grad_enabled() and config.hard > 0):
-            hard = self.of.loss(_Known(_at(logits, batch["predicted"]) if self._all else logits), batch, totals)
+            known = _at(logits, batch["predicted"]) if self._all else logits
+            hard = self.of.loss(_Known({self.predicts: known}), batch, totals)
         if config.hard:
             total = total + config.hard * hard.total
         own_metrics = {"hard_loss" if name == "loss" else name: metric for name, metric in hard.metrics.items()}
@@ -166,16 +185,14 @@ class Distillation:
 
     def _run(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The logits of a model, [B, P, C] or [B, S, C]; and hidden states [B, S, D], nothing where none are needed."""
-        given = inputs(batch)
+        given = Inputs.of(batch)
         if self._all:
-            given["predicted"] = None
-        if not self.config.cosine:
-            return model(**given), torch.empty(0)
-        logits, states = model(**given, hidden_states=True)
-        return logits, states
+            given = replace(given, predicted=None)
+        found = model(given, self.outputs)
+        return found[self.predicts], found.get("hidden", torch.empty(0))
 
 
-class TaskDistillation(Distillation):
+class TaskDistillation(Distillation, Task):
     """Distillation for a `trainer.objectives.Task`, with its scores."""
 
     @property
@@ -193,14 +210,14 @@ class TaskDistillation(Distillation):
 
 
 class _Known(nn.Module):
-    """Stands in for a model whose logits are known."""
+    """Stands in for a model whose outputs are known."""
 
-    def __init__(self, logits: Tensor) -> None:
+    def __init__(self, outputs: dict[str, Tensor]) -> None:
         super().__init__()
-        self._logits = logits
+        self._outputs = outputs
 
-    def forward(self, **_: Tensor | None) -> Tensor:
-        return self._logits
+    def forward(self, _inputs: Inputs, _outputs: Outputs) -> dict[str, Tensor]:
+        return self._outputs
 
 
 def soft_loss(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, PackSpec, Vocabulary
 from trainer.hashing import U64, combine, mix, name_key, uniform
-from trainer.objectives import Loss, Objective
-from trainer.objectives.rows import Rows, inputs, pack_spec, score_tokens
+from trainer.objectives import Loss, Objective, ObjectiveConfig
+from trainer.objectives.rows import Rows, logits, pack_spec, score_tokens
 from trainer.objectives.whole_words import choose_words, columns_of
 
 Int32: TypeAlias = npt.NDArray[np.int32]
@@ -30,7 +30,7 @@ _NEVER = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ObjectiveConfig):
     """Masked language modelling.
 
     Attributes:
@@ -58,7 +58,7 @@ class Config:
         return MaskedLM(self, vocabulary)
 
 
-class MaskedLM:
+class MaskedLM(Objective):
     """The masked-language-modelling objective; see `trainer.objectives.Objective`.
 
     To the rows of `rows.Rows`, masks applied, it adds for B examples and P predictions (`predictions(S)`):
@@ -71,7 +71,8 @@ class MaskedLM:
             words begin and whole ones are to be masked.
     """
 
-    model_settings: Mapping[str, bool] = {}
+    predicts = "tokens"
+    needs = frozenset({"tokens"})
 
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
         if vocabulary.mask is None:
@@ -157,7 +158,7 @@ class MaskedLM:
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
         """Cross-entropy of the predicted tokens in float32, over the step's number of predictions, totals["mlm"]."""
-        score = score_tokens(model(**inputs(batch)), batch)
+        score = score_tokens(logits(model, batch, self.predicts), batch)
         metrics = {"loss": (score.nll.detach(), score.weight), "accuracy": (score.correct, score.weight)}
         return Loss(score.nll / totals["mlm"], metrics)
 

@@ -14,19 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.examples import Batch, Examples, PackSpec, Vocabulary
-from trainer.objectives import Loss, mlm
-from trainer.objectives.rows import inputs, score_tokens
+from trainer.models import Inputs
+from trainer.objectives import Loss, Objective, mlm
+from trainer.objectives.rows import score_tokens
 
 
 @dataclass(frozen=True)
 class Config(mlm.Config):
     """Masked language modelling and next-sentence prediction, on examples of `data.packing: pairs`."""
 
-    def build(self, vocabulary: Vocabulary) -> MaskedLMWithNextSentence:
+    def build(self, vocabulary: Vocabulary) -> Objective:
         return MaskedLMWithNextSentence(self, vocabulary)
 
 
-class MaskedLMWithNextSentence:
+class MaskedLMWithNextSentence(Objective):
     """The sum of two losses, each a mean over its own predictions; see `trainer.objectives.Objective`.
 
     To a batch of `mlm.MaskedLM` it adds, for B examples:
@@ -37,7 +38,8 @@ class MaskedLMWithNextSentence:
         ConfigError: as for `mlm.MaskedLM`.
     """
 
-    model_settings: Mapping[str, bool] = {"nsp": True}
+    predicts = "tokens"
+    needs = frozenset({"tokens", "next_sentence"})
 
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
         self._mlm = mlm.MaskedLM(config, vocabulary)
@@ -62,8 +64,9 @@ class MaskedLMWithNextSentence:
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
         """The sum of both cross-entropies in float32, each over the step's number of its predictions."""
-        logits, next_logits = model(**inputs(batch), next_sentence=True)
-        tokens = score_tokens(logits, batch)
+        outputs = model(Inputs.of(batch), self.needs)
+        next_logits = outputs["next_sentence"]
+        tokens = score_tokens(outputs["tokens"], batch)
         labels, weights = batch["next_labels"], batch["next_weights"]
         next_nll = (F.cross_entropy(next_logits.float(), labels, reduction="none") * weights).sum()
         next_correct = ((next_logits.detach().argmax(dim=-1) == labels) * weights).sum()

@@ -7,7 +7,7 @@ one softmax.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, PackSpec, Parts, Vocabulary
 from trainer.metrics import check_names
 from trainer.metrics import labels as metrics
-from trainer.objectives import Loss, Predictions, Task
-from trainer.objectives.rows import inputs
+from trainer.models import Inputs, Outputs
+from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task
 from trainer.objectives.task_rows import (
     Cell,
     TaskRows,
@@ -26,12 +26,13 @@ from trainer.objectives.task_rows import (
     class_predictions,
     count_examples,
     labelled,
+    reads_for,
     single_labels,
 )
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ObjectiveConfig):
     """Multiple choice. `data.sequence_length` is that of each choice.
 
     Attributes:
@@ -50,11 +51,14 @@ class Config:
         if self.choices < 2:
             raise ConfigError(f"choices is {self.choices}; there must be at least 2 to choose from")
 
+    def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
+        return reads_for(offers)
+
     def build(self, vocabulary: Vocabulary) -> Task:
         return MultipleChoice(self, vocabulary)
 
 
-class MultipleChoice:
+class MultipleChoice(Task):
     """The multiple-choice objective; see `trainer.objectives.Task`.
 
     To the rows of `TaskRows`, k sequences of S cells side by side, it adds for B examples:
@@ -69,12 +73,12 @@ class MultipleChoice:
         ConfigError: as for `TaskRows`.
     """
 
-    model_settings: Mapping[str, bool | str]
+    predicts = "multiple_choice"
 
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
         self.config = config
         self._rows = TaskRows(vocabulary, config.reads)
-        self.model_settings = {"head": "multiple_choice", "decoder": self._rows.reads == "last"}
+        self.needs = frozenset({self.predicts, f"{self._rows.reads}_position"})
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
         """A sequence for each choice, behind the first text."""
@@ -102,10 +106,13 @@ class MultipleChoice:
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
         """Cross-entropy in float32, over the step's number of examples, totals["examples"]."""
         count = batch["labels"].shape[0] * self.config.choices
-        sequences = {name: array if array is None else array.view(count, -1) for name, array in inputs(batch).items()}
         key = batch.get("dropout_key")
-        sequences["dropout_key"] = None if key is None else key.view(count)
-        logits = model(**sequences).view(-1, self.config.choices)
+        sequences = replace(
+            Inputs.of(batch).map(lambda column: column.view(count, -1)),
+            dropout_key=None if key is None else key.view(count),
+        )
+        found = model(sequences, frozenset({self.predicts}))[self.predicts]
+        logits = found.view(-1, self.config.choices)
         return class_loss(logits, batch["labels"], batch["weights"], totals["examples"])
 
     @property

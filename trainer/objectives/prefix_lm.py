@@ -13,15 +13,16 @@ import numpy as np
 
 from trainer.examples import Vocabulary
 from trainer.hashing import U64, combine, name_key, uniform
-from trainer.objectives import Objective
+from trainer.models import Outputs
+from trainer.objectives import Objective, ObjectiveConfig
 from trainer.objectives.rows import check_z_loss
-from trainer.objectives.text_to_text import Int64, Pairs, Ragged, SelfSupervised
+from trainer.objectives.text_to_text import Int64, Pairs, Ragged, SelfSupervised, layouts_for
 
 _CUT = name_key("prefix_lm.cut")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ObjectiveConfig):
     """Prefix language modelling.
 
     `data.sequence_length` is that of the encoder, and then of the decoder as well, or that of a decoder alone.
@@ -36,6 +37,9 @@ class Config:
 
     def __post_init__(self) -> None:
         check_z_loss(self.z_loss)
+
+    def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
+        return layouts_for(offers, ("encoder_decoder", "prefix_lm"))
 
     def build(self, vocabulary: Vocabulary) -> Objective:
         return PrefixLM(self, vocabulary)

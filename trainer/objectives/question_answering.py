@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, PackSpec, Parts, TaskRow, Vocabulary
 from trainer.metrics import squad
-from trainer.objectives import Loss, Predictions, Task
-from trainer.objectives.rows import inputs
+from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task
+from trainer.objectives.rows import logits
 from trainer.objectives.task_rows import (
     Int64,
     RowWindows,
@@ -29,7 +29,7 @@ from trainer.objectives.task_rows import (
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ObjectiveConfig):
     """Question answering: the first text is the question, the second one holds the answer.
 
     Attributes:
@@ -104,7 +104,7 @@ class Answers:
         return self.no_answer - self.best[0].score if self.best else math.inf
 
 
-class QuestionAnswering:
+class QuestionAnswering(Task):
     """The question-answering objective; see `trainer.objectives.Task`.
 
     To the rows of `TaskRows` it adds, for B examples of S cells:
@@ -119,7 +119,8 @@ class QuestionAnswering:
         ConfigError: as for `TaskRows`.
     """
 
-    model_settings: Mapping[str, bool | str] = {"head": "span"}
+    predicts = "span"
+    needs = frozenset({"span"})
 
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
         self.config = config
@@ -175,9 +176,12 @@ class QuestionAnswering:
 
         It is over the step's number of examples, totals["examples"].
         """
-        outputs, weights, segments = model(**inputs(batch)).float(), batch["weights"], batch.get("segments")
-        logits = outputs if segments is None else outputs.masked_fill((segments == 0)[..., None], -math.inf)
-        nll = F.cross_entropy(logits.transpose(1, 2).flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        outputs = logits(model, batch, self.predicts).float()
+        weights, segments = batch["weights"], batch.get("segments")
+        scores = outputs
+        if segments is not None:
+            scores = outputs.masked_fill((segments == 0)[..., None], -math.inf)
+        nll = F.cross_entropy(scores.transpose(1, 2).flatten(0, 1), batch["labels"].flatten(), reduction="none")
         nll = (nll.view(-1, 2).mean(dim=1) * weights).sum()
         return Loss(nll / totals["examples"], {"loss": (nll.detach(), weights.sum())}, outputs.detach())
 

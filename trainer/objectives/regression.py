@@ -12,13 +12,22 @@ from torch import Tensor, nn
 from trainer.examples import Batch, Examples, PackSpec, Parts, Vocabulary
 from trainer.metrics import check_names
 from trainer.metrics import labels as metrics
-from trainer.objectives import Loss, Predictions, Task
-from trainer.objectives.rows import inputs
-from trainer.objectives.task_rows import Cell, TaskRows, count_examples, labelled, labels_and_outputs, single_labels
+from trainer.models import Outputs
+from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task
+from trainer.objectives.rows import logits
+from trainer.objectives.task_rows import (
+    Cell,
+    TaskRows,
+    count_examples,
+    labelled,
+    labels_and_outputs,
+    reads_for,
+    single_labels,
+)
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ObjectiveConfig):
     """Regression: a number for each row.
 
     Attributes:
@@ -33,11 +42,14 @@ class Config:
     def __post_init__(self) -> None:
         check_names(self.metrics, metrics.OF_NUMBERS)
 
+    def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
+        return reads_for(offers)
+
     def build(self, vocabulary: Vocabulary) -> Task:
         return Regression(self, vocabulary)
 
 
-class Regression:
+class Regression(Task):
     """The regression objective; see `trainer.objectives.Task`.
 
     To the rows of `TaskRows` it adds, for B examples:
@@ -51,13 +63,13 @@ class Regression:
         ConfigError: as for `TaskRows`.
     """
 
-    model_settings: Mapping[str, bool | str]
+    predicts = "classification"
 
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
         self.config = config
         self._rows = TaskRows(vocabulary, config.reads)
         # A head with a single class gives a number.
-        self.model_settings = {"head": "classification", "decoder": self._rows.reads == "last"}
+        self.needs = frozenset({self.predicts, f"{self._rows.reads}_position"})
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
         """All texts of a row in one sequence."""
@@ -83,7 +95,7 @@ class Regression:
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
         """Squared error in float32, over the step's number of examples, totals["examples"]."""
-        outputs = model(**inputs(batch))[:, 0].float()
+        outputs = logits(model, batch, self.predicts)[:, 0].float()
         weights = batch["weights"]
         # A head with more outputs would be compared with each label once for each of them.
         assert outputs.shape[-1] == 1, "the model's head has several outputs"

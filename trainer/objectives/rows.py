@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.examples import Examples, PackSpec, Vocabulary
+from trainer.models import Inputs
 from trainer.objectives import Loss
 from trainer.objectives.cross_entropy import cross_entropy_
 
@@ -107,13 +108,10 @@ def paint(begin: Int64, end: Int64, value: npt.ArrayLike, cells: int) -> npt.NDA
     return np.repeat(values, edges[1:] - edges[:-1])
 
 
-def inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    """What a model needs of a batch."""
-    names = ["tokens", "segments", "positions", "predicted", "dropout_key"]
-    if "target_tokens" in batch:
-        names += ["target_tokens", "target_segments", "target_positions"]
-    names += [name for name in ("token_types", "prefix") if name in batch]
-    return {name: batch.get(name) for name in names}
+def logits(model: nn.Module, batch: Mapping[str, Tensor], output: str) -> Tensor:
+    """Runs a model for one of its outputs."""
+    found: dict[str, Tensor] = model(Inputs.of(batch), frozenset({output}))
+    return found[output]
 
 
 class TokenScore(NamedTuple):
@@ -132,26 +130,31 @@ class TokenScore(NamedTuple):
     log_z_squared: Tensor
 
 
-def score_tokens(logits: Tensor, batch: Mapping[str, Tensor]) -> TokenScore:
+def score_tokens(scores: Tensor, batch: Mapping[str, Tensor]) -> TokenScore:
     """Compares logits [B, P, V] with the labels."""
-    logits, labels, weights = logits.flatten(0, 1), batch["labels"].flatten(), batch["weights"].flatten()
-    nll, log_z, correct = cross_entropy_(logits, labels)
+    labels, weights = batch["labels"].flatten(), batch["weights"].flatten()
+    nll, log_z, correct = cross_entropy_(scores.flatten(0, 1), labels)
     return TokenScore((nll * weights).sum(), (correct * weights).sum(), weights.sum(), (log_z.square() * weights).sum())
 
 
 def language_model_loss(
-    model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor], z_loss: float
+    model: nn.Module,
+    output: str,
+    batch: Mapping[str, Tensor],
+    totals: Mapping[str, Tensor],
+    z_loss: float,
 ) -> Loss:
     """Cross-entropy in float32, over the step's number of predictions, totals["lm"].
 
     Args:
         model: scores the vocabulary.
+        output: the name of the logits.
         batch: with labels and weights.
         totals: of the step.
         z_loss: coefficient of log(Z)^2, Z the denominator of a prediction's softmax, which keeps logits from drifting
             away from 0 (Mesh TensorFlow; 1e-4 in T5 v1.1). It is a metric of its own and no part of the metric "loss".
     """
-    score = score_tokens(model(**inputs(batch)), batch)
+    score = score_tokens(logits(model, batch, output), batch)
     metrics = {"loss": (score.nll.detach(), score.weight), "accuracy": (score.correct, score.weight)}
     total = score.nll
     if z_loss:

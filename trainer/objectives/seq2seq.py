@@ -7,18 +7,20 @@ and the loss is the cross-entropy of the target.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
 from trainer.errors import ConfigError
 from trainer.examples import Examples, PackSpec, Sides, Vocabulary
-from trainer.objectives import Objective
+from trainer.models import Outputs
+from trainer.objectives import Objective, ObjectiveConfig
 from trainer.objectives.rows import check_z_loss
-from trainer.objectives.text_to_text import Int64, Layout, Ragged, TextToText
+from trainer.objectives.text_to_text import Int64, Layout, Ragged, TextToText, layouts_for
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ObjectiveConfig):
     """Sequence to sequence; needs a dataset of pairs of texts.
 
     `data.sequence_length` is that of the sources, or of a decoder alone, which gets them and the targets in one row.
@@ -42,6 +44,13 @@ class Config:
         if self.target_length < 2:
             raise ConfigError(f"target_length is {self.target_length}; use at least 2 cells, as 128")
         check_z_loss(self.z_loss)
+
+    @property
+    def writes_text(self) -> bool:
+        return True
+
+    def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
+        return layouts_for(offers, get_args(Layout))
 
     def build(self, vocabulary: Vocabulary) -> Objective:
         return SequenceToSequence(self, vocabulary)

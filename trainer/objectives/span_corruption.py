@@ -9,15 +9,17 @@ equally likely. But the cuts are hashes of (the text's key, position), so that t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
 from trainer.errors import ConfigError
 from trainer.examples import PackSpec, Vocabulary
 from trainer.hashing import U64, combine, mix, name_key
-from trainer.objectives import Objective
+from trainer.models import Outputs
+from trainer.objectives import Objective, ObjectiveConfig
 from trainer.objectives.rows import check_z_loss, paint
-from trainer.objectives.text_to_text import Int64, Layout, Pairs, Ragged, SelfSupervised
+from trainer.objectives.text_to_text import Int64, Layout, Pairs, Ragged, SelfSupervised, layouts_for
 
 _KEPT = name_key("span_corruption.kept")
 _NOISE = name_key("span_corruption.noise")
@@ -25,7 +27,7 @@ _POSITION_BITS = np.uint64(0xFFFF)
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ObjectiveConfig):
     """Span corruption.
 
     `data.sequence_length` is that of the sources. 512 with the other values as here takes 568 tokens of text and gives
@@ -54,6 +56,9 @@ class Config:
         if self.target_length is not None and self.target_length < 1:
             raise ConfigError(f"target_length is {self.target_length}; use a number of cells, as 114, or null")
         check_z_loss(self.z_loss)
+
+    def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
+        return layouts_for(offers, get_args(Layout))
 
     def build(self, vocabulary: Vocabulary) -> Objective:
         return SpanCorruption(self, vocabulary)

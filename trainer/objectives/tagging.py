@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from trainer.examples import Batch, Examples, PackSpec, Parts, Vocabulary
 from trainer.metrics import check_names, entities
-from trainer.objectives import Loss, Predictions, Task
-from trainer.objectives.rows import inputs
+from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task
+from trainer.objectives.rows import logits
 from trainer.objectives.task_rows import Int64, RowWindows, TaskRows, labels_of, last_pieces
 
 _OUTSIDE = "O"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ObjectiveConfig):
     """Tagging of words. A text that is too long becomes several examples, which do not overlap.
 
     Attributes:
@@ -37,7 +37,7 @@ class Config:
         return Tagging(self, vocabulary)
 
 
-class Tagging:
+class Tagging(Task):
     """The tagging objective; see `trainer.objectives.Task`.
 
     To the rows of `TaskRows` it adds, for B examples of S cells:
@@ -50,7 +50,8 @@ class Tagging:
         ConfigError: as for `TaskRows`.
     """
 
-    model_settings: Mapping[str, bool | str] = {"head": "tagging"}
+    predicts = "tagging"
+    needs = frozenset({"tagging"})
 
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
         self.config = config
@@ -83,10 +84,11 @@ class Tagging:
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
         """Cross-entropy in float32, over the step's number of tags, totals["tags"]."""
-        logits, labels, weights = model(**inputs(batch)).float(), batch["labels"], batch["weights"]
-        nll = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-1)
+        scores = logits(model, batch, self.predicts).float()
+        labels, weights = batch["labels"], batch["weights"]
+        nll = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-1)
         nll = (nll * weights.flatten()).sum()
-        tags = logits.detach().argmax(-1)
+        tags = scores.detach().argmax(-1)
         weight = weights.sum()
         metrics = {"loss": (nll.detach(), weight), "accuracy": (((tags == labels) * weights).sum(), weight)}
         return Loss(nll / totals["tags"], metrics, tags.float())

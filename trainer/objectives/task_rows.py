@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.examples import Batch, Examples, Labels, PackSpec, Parts, TaskRow, Vocabulary
+from trainer.models import Outputs
 from trainer.objectives import Loss, Predictions, rows
 from trainer.objectives.rows import Rows, paint
 
@@ -133,6 +134,12 @@ def _usual_cell(vocabulary: Vocabulary) -> Cell:
     has_own = vocabulary.cls not in (None, vocabulary.end)
     # SentencePiece may begin texts with a token, too, as for decoders; but RoBERTa's has masks.
     return "first" if has_own and (vocabulary.eos is None or vocabulary.mask is not None) else "last"
+
+
+def reads_for(offers: Outputs) -> tuple[str, ...]:
+    """Settings, as key=value, that choose the position that a model's head reads."""
+    positions: tuple[Cell, ...] = ("first", "last")
+    return tuple(f"objective.reads={each}" for each in positions if f"{each}_position" in offers)
 
 
 def labels_of(examples: Examples) -> Labels:

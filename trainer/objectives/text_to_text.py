@@ -7,8 +7,8 @@ sees all of a source from each of its cells, as a language model only what is be
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, PackSpec, Sides, Vocabulary
 from trainer.hashing import U64, combine
-from trainer.objectives import Loss
+from trainer.models import Outputs
+from trainer.objectives import Loss, Objective
 from trainer.objectives.rows import language_model_loss
 
 Int32: TypeAlias = npt.NDArray[np.int32]
@@ -26,7 +27,19 @@ Int64: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Layout: TypeAlias = Literal["encoder_decoder", "prefix_lm", "language_model"]
 
+OUTPUTS: dict[Layout, str] = {
+    "encoder_decoder": "target_tokens",
+    "prefix_lm": "prefixed_tokens",
+    "language_model": "next_tokens",
+}
+"""The model output that holds the logits of the targets, by layout."""
+
 _MOST_TOKENS = 65_536  # of a text, so that positions fit into 16 bits
+
+
+def layouts_for(offers: Outputs, layouts: Sequence[Layout]) -> tuple[str, ...]:
+    """Settings, as key=value, that choose a layout for what a model offers."""
+    return tuple(f"objective.layout={layout}" for layout in layouts if OUTPUTS[layout] in offers)
 
 
 class Ragged(NamedTuple):
@@ -55,7 +68,7 @@ class Pairs(NamedTuple):
     target: Ragged
 
 
-class TextToText(ABC):
+class TextToText(Objective):
     """An objective whose examples hold pairs of sources and targets; see `trainer.objectives.Objective`.
 
     The batch of B examples has, with S cells of sources and T of targets in an example (`pack_spec(S).sides.size`):
@@ -83,8 +96,6 @@ class TextToText(ABC):
         ConfigError: the vocabulary has no token that ends a text, or none for padding.
     """
 
-    model_settings: Mapping[str, bool]
-
     def __init__(self, vocabulary: Vocabulary, layout: Layout, z_loss: float) -> None:
         if vocabulary.eos is None or vocabulary.pad is None:
             missing = "</s>" if vocabulary.eos is None else "<pad>"
@@ -93,11 +104,8 @@ class TextToText(ABC):
             )
         self._eos, self._pad = np.int32(vocabulary.eos), np.int32(vocabulary.pad)
         self._layout, self._z_loss = layout, z_loss
-        self.model_settings = {
-            "encoder_decoder": layout == "encoder_decoder",
-            "causal": layout != "encoder_decoder",
-            "prefix_lm": layout == "prefix_lm",
-        }
+        self.predicts = OUTPUTS[layout]
+        self.needs = frozenset({self.predicts})
 
     @abstractmethod
     def pack_spec(self, sequence_length: int) -> PackSpec:
@@ -174,7 +182,7 @@ class TextToText(ABC):
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
         """As `rows.language_model_loss`."""
-        return language_model_loss(model, batch, totals, self._z_loss)
+        return language_model_loss(model, self.predicts, batch, totals, self._z_loss)
 
     def _joined(self, text: Int32, length: Int64, cell: npt.ArrayLike = (), token: npt.ArrayLike = ()) -> Ragged:
         """Sequences of the lengths: `token` in each `cell`, counted through all of them, the end token, and text."""

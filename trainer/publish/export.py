@@ -6,16 +6,15 @@ import logging
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.checkpoint import huggingface
 from trainer.errors import ConfigError
 from trainer.examples import Vocabulary
+from trainer.models import ModelConfig
 from trainer.models.peft import huggingface as adapters
 from trainer.publish import model_card
 from trainer.publish import tokenizer as exported_tokenizer
@@ -23,8 +22,6 @@ from trainer.storage.hub import name_and_revision
 from trainer.training.weights import Weights, load_weights
 
 logger = logging.getLogger(__name__)
-
-_TOKENS = "embeddings.tokens.weight"
 
 
 def export(checkpoint: str, folder: str) -> None:
@@ -46,8 +43,7 @@ def export(checkpoint: str, folder: str) -> None:
         padding = exported_tokenizer.adapt(Path(files), weights.config, vocabulary)
         ours, parameters = _merged(weights, checkpoint)
         if padding is not None and padding >= ours.vocab_size:
-            parameters[_TOKENS] = F.pad(parameters[_TOKENS], (0, 0, 0, padding + 1 - ours.vocab_size))
-            ours = replace(ours, vocab_size=padding + 1)
+            ours, parameters = ours.pad_vocabulary(parameters, padding + 1)
         tensors = ours.export_tensors(parameters)
         config = ours.to_huggingface() | _token_ids(ours, replace(vocabulary, pad=padding))
         huggingface.save_folder(Path(folder), config, tensors, Path(files), card)
@@ -84,13 +80,13 @@ def export_adapter(checkpoint: str, folder: str) -> None:
         logger.warning("peft reads it with its base, which has to be exported, too: samestep export %s DIR", name)
 
 
-def _merged(weights: Weights, checkpoint: str) -> tuple[Any, dict[str, Tensor]]:
+def _merged(weights: Weights, checkpoint: str) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The `Config` and parameters of the model without `peft`."""
     config = weights.config
-    peft = getattr(config, "peft", None)
+    peft = config.peft
     if peft is None:
         return config, dict(weights.tensors)
-    if not hasattr(peft, "merge"):
+    if not peft.merges:
         kind = type(peft).__module__.rpartition(".")[2]
         fix = "use the checkpoint with samestep"
         if adapters.can_export(config):
@@ -98,7 +94,7 @@ def _merged(weights: Weights, checkpoint: str) -> tuple[Any, dict[str, Tensor]]:
         raise ConfigError(f"{checkpoint} holds a model with {kind}, which cannot be part of plain weights; {fix}")
     with torch.device("meta"):
         model = config.build()
-    return replace(config, peft=None), peft.merge(model, weights.tensors)
+    return config.without_peft(), peft.merge(model, weights.tensors)
 
 
 def _tokenizer(weights: Weights) -> Tokenizer:
@@ -106,9 +102,9 @@ def _tokenizer(weights: Weights) -> Tokenizer:
         return Tokenizer.load(folder)
 
 
-def _token_ids(config: Any, vocabulary: Vocabulary) -> dict[str, int]:
+def _token_ids(config: ModelConfig, vocabulary: Vocabulary) -> dict[str, int]:
     """The tokens that transformers' `generate` begins and ends texts with, as `trainer.generation` does."""
-    is_pair = getattr(config, "encoder_decoder", False)
+    is_pair = config.encoder_decoder
     if not (is_pair or config.causal):
         return {}
     ids = {"pad_token_id": vocabulary.pad, "eos_token_id": vocabulary.end}

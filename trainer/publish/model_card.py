@@ -20,6 +20,7 @@ from data_pipeline.reading.remote import load_manifest
 from trainer.checkpoint import integrity
 from trainer.config import Tree
 from trainer.errors import SamestepError
+from trainer.models import ModelConfig
 from trainer.monitoring.jsonl import read_rows, scores_of
 from trainer.storage import shown
 from trainer.storage.hub import is_hub_path, name_and_revision
@@ -115,16 +116,12 @@ def write(weights: Weights, source: str, name: str, mask: str | None = None, bas
     return "\n".join(filter(None, sections))
 
 
-def _pipeline_of(config: Any) -> str:
-    """The task of the Hub that a model is for.
-
-    Args:
-        config: the `Config` of a module in trainer/models.
-    """
+def _pipeline_of(config: ModelConfig) -> str:
+    """The task of the Hub that a model is for."""
     generic = "text-generation" if config.causal else "fill-mask"
-    if getattr(config, "encoder_decoder", False):
+    if config.encoder_decoder:
         generic = "text2text-generation"
-    return _PIPELINES.get(getattr(config, "head", ""), generic)
+    return _PIPELINES.get(config.head, generic)
 
 
 def _metadata(pipeline: str, origin: str | None, base: Weights | None) -> str:
@@ -138,17 +135,17 @@ def _metadata(pipeline: str, origin: str | None, base: Weights | None) -> str:
 
 def _shape(weights: Weights) -> Iterator[tuple[str, object]]:
     config = weights.config
-    yield "family", _FAMILIES.get(getattr(config, "model_type", ""), getattr(config, "model_type", None))
-    kind = "encoder and decoder" if getattr(config, "encoder_decoder", False) else None
+    yield "family", _FAMILIES.get(config.model_type, config.model_type)
+    kind = "encoder and decoder" if config.encoder_decoder else None
     yield "kind", kind or ("decoder, left to right" if config.causal else "encoder")
-    yield "head", getattr(config, "head", "language_model").replace("_", " ")
+    yield "head", config.head.replace("_", " ")
     yield "layers", config.layers
     yield "width", config.width
-    yield "attention heads", config.heads
+    yield "attention heads", config.heads or None
     yield "vocabulary", f"{config.vocab_size:,} rows"
-    yield "longest text", f"{config.max_positions:,} tokens" if hasattr(config, "max_positions") else None
+    yield "longest text", f"{config.max_positions:,} tokens" if config.max_positions is not None else None
     yield "parameters", f"{sum(math.prod(weights.tensors.shape(name)) for name in weights.tensors):,}"
-    yield "labels", _listed(getattr(config, "labels", ()))
+    yield "labels", _listed(config.labels)
 
 
 def _training(meta: Mapping[str, Any], origin: str | None) -> Iterator[tuple[str, object]]:
@@ -242,7 +239,7 @@ def _scores(weights: Weights, run: Path | None) -> str:
         if row["step"] == weights.step:
             of = ", ".join(shown(name).rstrip("/").rpartition("/")[2] for name in row["of"].split(","))
             found[f"Of {row['pairs']:,} texts that it wrote for " if "pairs" in row else "On ", of] = row
-    of_tokens = getattr(weights.config, "head", "language_model") == "language_model"
+    of_tokens = weights.config.head == "language_model"
     return "\n".join(
         f"{what}{_escaped(of)}, after step {row['step']:,}:\n\n"
         + _table([(name, f"{value:.6g}") for name, value in scores_of(row, of_tokens).items()], ("score", "value"))

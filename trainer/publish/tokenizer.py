@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from trainer.examples import Vocabulary
+from trainer.models import ModelConfig
 
 PADDING = "<|pad|>"
 _MODEL, _SETTINGS, _NAMES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 
 
-def adapt(folder: Path, config: Any, vocabulary: Vocabulary) -> int | None:
+def adapt(folder: Path, config: ModelConfig, vocabulary: Vocabulary) -> int | None:
     """Changes the files of a tokenizer, as `Tokenizer.save` writes them, to fit a model.
 
     - Of a model with token types, it tells the texts of a pair apart by them.
@@ -34,7 +34,7 @@ def adapt(folder: Path, config: Any, vocabulary: Vocabulary) -> int | None:
     if not (folder / _MODEL).is_file():
         return pad
     settings = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
-    if getattr(config, "type_vocab", 0) > 1:
+    if config.type_vocab > 1:
         settings.setdefault("model_input_names", ["input_ids", "token_type_ids", "attention_mask"])
     if _reads_last(config):
         backend = tokenizers.Tokenizer.from_file(str(folder / _MODEL))
@@ -50,9 +50,9 @@ def adapt(folder: Path, config: Any, vocabulary: Vocabulary) -> int | None:
     return pad
 
 
-def _reads_last(config: Any) -> bool:
+def _reads_last(config: ModelConfig) -> bool:
     """Whether a model has a task's head that reads the last token of a decoder."""
-    return config.head != "language_model" and bool(config.causal)
+    return config.head != "language_model" and config.causal
 
 
 def _template(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> TemplateProcessing:

@@ -11,7 +11,9 @@ from trainer.accelerators import cpu, cuda
 from trainer.checkpoint import manager
 from trainer.config import Kinds
 from trainer.errors import ConfigError
+from trainer.models import Model, ModelConfig
 from trainer.monitoring import profiler, tensorboard, wandb
+from trainer.objectives import ObjectiveConfig
 from trainer.optim import schedules
 from trainer.strategies import fsdp, single, xla_spmd
 from trainer.training.phases import Config as PhaseConfig
@@ -64,8 +66,8 @@ class Experiment:
     """
 
     output: str
-    model: Annotated[Any, Kinds("trainer.models")]
-    objective: Annotated[Any, Kinds("trainer.objectives")]
+    model: Annotated[ModelConfig, Kinds("trainer.models")]
+    objective: Annotated[ObjectiveConfig, Kinds("trainer.objectives")]
     data: DataConfig
     training: TrainingConfig
     optimizer: Annotated[Any, Kinds("trainer.optim")]
@@ -106,9 +108,9 @@ class Experiment:
     @property
     def freezes(self) -> bool:
         """Whether some parameters keep the values of `init_from`."""
-        return bool(self.frozen) or getattr(self.model, "peft", None) is not None
+        return bool(self.frozen) or self.model.peft is not None
 
-    def build_model(self) -> Any:
+    def build_model(self) -> Model:
         """The model, best under `torch.device("meta")`; parameters that are frozen require no gradient.
 
         Raises:
@@ -132,9 +134,9 @@ class Experiment:
         said = f"init_layers is {list(self.init_layers)}"
         if self.init_from is None:
             raise ConfigError(f"{said}, which are layers of init_from, and there is none; leave init_layers out")
-        for name in ("layers", "decoder_layers"):
-            layers = getattr(self.model, name, None)
-            if layers not in (None, len(self.init_layers)):
+        depths = {"layers": self.model.layers, "decoder_layers": self.model.decoder_layers}
+        for name, layers in depths.items():
+            if layers and layers != len(self.init_layers):
                 raise ConfigError(
                     f"{said}, and model.{name} is {layers}; name a layer for each, or set "
                     f"model.{name}={len(self.init_layers)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -91,9 +91,9 @@ def score(
     loader.close()
     with strategy.accelerator.graph(f"metrics of {work}"):
         means = meter.compute(strategy.all_reduce)
-    if hasattr(objective, "scores"):
+    if isinstance(objective, Task):
         predictions = gatherer.predictions(strategy.rows_on_host, strategy.all_reduce, *loader.task_rows())
-        return Evaluation(means | cast(Task, objective).scores(predictions), predictions)
+        return Evaluation(means | objective.scores(predictions), predictions)
     # Where another task is part of the loss, or a teacher.
     of_tokens = next(means[name] for name in ("mlm_loss", "hard_loss", "loss") if name in means)
     return Evaluation({**means, "perplexity": math.exp(min(of_tokens, 700.0))})

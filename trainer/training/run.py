@@ -23,14 +23,15 @@ from trainer.checkpoint.manager import Checkpointer
 from trainer.config import dump, to_tree
 from trainer.errors import EXIT_DONE, ConfigError, SamestepError
 from trainer.metrics import check_installed
+from trainer.models import Model
 from trainer.monitoring import Tracker
-from trainer.objectives import Objective, task_of
+from trainer.objectives import Objective
 from trainer.optim import groups
 from trainer.strategies import InitialValues, Replica, Strategy
 from trainer.strategies.world import World
 from trainer.training import forecast, records
 from trainer.training.best import Best
-from trainer.training.compatibility import check_best, check_fit, choose_layers, redraw_layers, stored_values
+from trainer.training.compatibility import check_best, check_compatibility, choose_layers, redraw_layers, stored_values
 from trainer.training.experiment import Experiment
 from trainer.training.loop import Trainer
 from trainer.training.micro_batch import probe, without_probe
@@ -74,7 +75,7 @@ def train(experiment: Experiment) -> int:
             trainer = build_trainer(experiment, dataset, strategy, checkpointer, weights, snapshots, step is not None)
             if experiment.training.evaluate_every is not None:
                 trainer.heldout(trainer.phase).close()  # refuses a split without examples now rather than after hours
-                check_installed(getattr(task_of(experiment.objective), "metrics", ()))
+                check_installed(experiment.objective.task.metrics)
                 check_best(experiment, trainer.objective)
             if step is not None:
                 changes = trainer.restore(step, source)
@@ -257,15 +258,15 @@ def _sized(
     return replace(phase, micro_batch_size=size, fits=fits)
 
 
-def build_model(experiment: Experiment, dataset: AnyDataset, objective: Objective) -> Any:
+def build_model(experiment: Experiment, dataset: AnyDataset, objective: Objective) -> Model:
     """The model on the meta device: its parameters have no values yet.
 
     Raises:
         ConfigError: it does not fit the dataset or the objective.
     """
     with torch.device("meta"):
-        model: Any = experiment.build_model()
-    check_fit(experiment, dataset, objective, model)
+        model = experiment.build_model()
+    check_compatibility(experiment, dataset, objective, model)
     model.activation_checkpointing = experiment.training.activation_checkpointing
     if experiment.training.compile:
         for unit in model.sharding_units():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +13,7 @@ from trainer.checkpoint import files, integrity
 from trainer.config import Kinds, Tree, decode, read_tree, to_tree
 from trainer.config.tree import merge
 from trainer.errors import ConfigError
+from trainer.models import Model, ModelConfig
 from trainer.models.config import FEWEST_LABELS
 from trainer.storage import is_url
 from trainer.training.experiment import Experiment
@@ -23,10 +24,18 @@ _MODELS = Kinds("trainer.models")
 
 
 @dataclass(frozen=True)
-class Config:
-    """Stands for a model that only other machines can tell: the one of `init_from`, but for these settings."""
+class Config(ModelConfig):
+    """Stands for a model that is known on other machines only: the one of `init_from`, with some
+    settings changed.
+
+    Attributes:
+        changes: these settings.
+    """
 
     changes: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> Model:
+        raise ConfigError("the model is that of init_from, which lies on another machine")
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = (), elsewhere: bool = False) -> Experiment:
@@ -77,18 +86,10 @@ def model_of(tree: Tree) -> Tree:
         CheckpointError, DataError: the weights or the dataset cannot be read.
     """
     config = load_config(tree["init_from"])
-    model = {"kind": _MODELS.kind_of(config), **to_tree(config)}
     dataset = decode(DataConfig, tree.get("data"), "data").open()
     objective = decode(Annotated[Any, _OBJECTIVES], tree.get("objective"), "objective")
-    settings: Mapping[str, bool | str] = objective.build(dataset.tokenizer.vocabulary).model_settings
-    head = settings.get("head", "language_model")
-    if head == model.get("head", "language_model") == "language_model":
-        return model | {name: settings.get(name, False) for name in ("nsp",) if name in model}
-    if "head" not in model:
-        raise ConfigError(
-            f"{tree['init_from']} is a model of kind {model['kind']}, which has no {head} head; use bert, roberta, t5, "
-            "gpt2 or openai_gpt"
-        )
+    needs = objective.build(dataset.tokenizer.vocabulary).needs
     tasks = [source.manifest.task for source in named_sources(dataset).values()]
-    labels = tasks[0]["labels"] if head in FEWEST_LABELS and tasks[0] is not None else []
-    return model | {"head": head, "labels": labels} | ({"nsp": False} if "nsp" in model else {})
+    labels = tasks[0]["labels"] if tasks[0] is not None and not needs.isdisjoint(FEWEST_LABELS) else []
+    own = config.for_needs(needs, tuple(labels))
+    return {"kind": _MODELS.kind_of(own), **to_tree(own)}

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from data_pipeline.reading.mixed_dataset import AnyDataset
 from trainer.errors import ConfigError
-from trainer.objectives import Objective, Taught, teacher_of
+from trainer.models import Model, ModelConfig
+from trainer.objectives import Objective, Taught
 from trainer.strategies import Strategy
 from trainer.training.compatibility import check_one_text, stored_values
 from trainer.training.experiment import Experiment
 from trainer.training.weights import Weights, load_weights
-
-# Of a model: what predictions that can be compared have in common.
-_SAME = ("head", "labels", "causal", "prefix_lm", "encoder_decoder", "vocab_size")
 
 
 def attach_teacher(
@@ -32,7 +30,7 @@ def attach_teacher(
         CheckpointError: there are no such weights.
         ConfigError: they are of a model that cannot teach the student, or were trained with another tokenizer.
     """
-    name = teacher_of(experiment.objective)
+    name = experiment.objective.teacher_path
     if name is None:
         return None
     weights = load_weights(name, strategy.world.rank, strategy.world.size)
@@ -43,7 +41,7 @@ def attach_teacher(
     return weights
 
 
-def build_teacher(experiment: Experiment, config: Any) -> Any:
+def build_teacher(experiment: Experiment, config: ModelConfig) -> Model:
     """The teacher on the meta device: its parameters have no values yet.
 
     Args:
@@ -55,11 +53,13 @@ def build_teacher(experiment: Experiment, config: Any) -> Any:
             sequences of the run are not for the teacher.
     """
     with torch.device("meta"):
-        model: Any = config.build()
-    own, name = experiment.model, teacher_of(experiment.objective)
-    same = _SAME if getattr(own, "head", "language_model") == "language_model" else _SAME[:-1]
-    for setting in (*same, "width") if getattr(experiment.objective, "cosine", 0.0) else same:
-        mine, theirs = _shown(getattr(own, setting, False)), _shown(getattr(config, setting, False))
+        model = config.build()
+    own, name = experiment.model, experiment.objective.teacher_path
+    facts = ["head", "labels", "causal", "prefix_lm", "encoder_decoder"]
+    facts += ["vocab_size"] if own.head == "language_model" else []
+    facts += ["width"] if experiment.objective.compares_hidden else []
+    for setting in facts:
+        mine, theirs = (_shown(getattr(each, setting)) for each in (own, config))
         if mine != theirs:
             raise ConfigError(
                 f"the teacher {name} has {setting} {theirs}, and model.{setting} is {mine}; "
@@ -72,7 +72,7 @@ def build_teacher(experiment: Experiment, config: Any) -> Any:
             f"the teacher {name} reads {model.max_sequence_length} tokens, and the run has sequences of {longest}; set "
             f"data.sequence_length={model.max_sequence_length} or less, or name another teacher"
         )
-    check_one_text(experiment, getattr(config, "virtual_tokens", 0), f"the teacher {name}", "name another teacher")
+    check_one_text(experiment, config.virtual_tokens, f"the teacher {name}", "name another teacher")
     if experiment.training.compile:
         for unit in model.sharding_units():
             unit.compile()

@@ -22,6 +22,7 @@ from trainer.checkpoint.layout import StoredTensors, group_by_name, local_pieces
 from trainer.checkpoint.together import gather, together
 from trainer.config import Kinds, decode, read_tree
 from trainer.errors import CheckpointError
+from trainer.models import ModelConfig
 from trainer.models.peft.huggingface import import_adapter
 from trainer.storage import is_url
 from trainer.storage.hub import is_hub_path, model_folder
@@ -50,7 +51,7 @@ class Weights:
         hub: the hf://NAME of a model of the Hub.
     """
 
-    config: Any
+    config: ModelConfig
     tensors: StoredTensors
     folder: Location
     tokenizer: Location
@@ -176,7 +177,7 @@ def _load_base(folder: Location, beside: Location, noted: Mapping[str, str], ran
     return replace(base, hub=noted["path"] if is_hub_path(noted["path"]) else None)
 
 
-def _together(config: Any, trained: StoredTensors, base: Weights) -> StoredTensors:
+def _together(config: ModelConfig, trained: StoredTensors, base: Weights) -> StoredTensors:
     """All parameters of a model: those that were trained, and the frozen ones."""
     with torch.device("meta"):
         names = [name for name, _ in config.build().named_parameters()]
@@ -187,7 +188,7 @@ def _together(config: Any, trained: StoredTensors, base: Weights) -> StoredTenso
     return StoredTensors({name: (trained if name in trained else base.tensors).pieces[name] for name in names})
 
 
-def load_config(path: str | Location) -> Any:
+def load_config(path: str | Location) -> ModelConfig:
     """The `Config` of the model that `load_weights` would open; the newest checkpoint of a run is taken as it is.
 
     Raises:
@@ -202,7 +203,10 @@ def load_config(path: str | Location) -> Any:
         check_weights(folder)
         root = checkpoints_of(folder)
         folder = integrity.step_folder(root, max(integrity.committed_steps(root)))
-    return decode(Annotated[Any, _MODELS], integrity.read_meta(folder)["config"]["model"], f"{folder}: model")
+    config: ModelConfig = decode(
+        Annotated[Any, _MODELS], integrity.read_meta(folder)["config"]["model"], f"{folder}: model"
+    )
+    return config
 
 
 def check_weights(start: Location) -> None:
@@ -256,10 +260,11 @@ def _part(stored: StoredTensors, prefix: str) -> StoredTensors:
     return StoredTensors(pieces)
 
 
-def _config_and_tensors(folder: Path) -> tuple[Any, Mapping[str, Tensor]]:
+def _config_and_tensors(folder: Path) -> tuple[ModelConfig, Mapping[str, Tensor]]:
     content, tensors = huggingface.load_folder(folder)
     schema = _MODELS.schema(content.get("model_type"), f"{folder / 'config.json'}: model_type")
-    return schema.from_huggingface(content, tensors), tensors
+    config: ModelConfig = schema.from_huggingface(content, tensors)
+    return config, tensors
 
 
 def _from_huggingface(folder: Path) -> Weights:

@@ -16,7 +16,7 @@ from trainer.errors import ConfigError
 from trainer.examples import TaskRow, Vocabulary
 from trainer.models import bert, gpt2, roberta, t5
 from trainer.objectives import classification, multiple_choice, question_answering, regression, tagging
-from trainer.training.compatibility import check_fit
+from trainer.training.compatibility import check_compatibility
 
 PAD, END, BEGIN = 0, 1, 2
 T5 = Vocabulary(100, PAD, None, END, None, (PAD, END), eos=END, sentinels=(98, 99))
@@ -187,10 +187,10 @@ def test_models_that_read_other_cells_are_refused(
     dataset: Any = SimpleNamespace(name="rows", manifest=task, tokenizer=SimpleNamespace(vocabulary=vocabulary))
     objective: Any = classification.Config(**config).build(vocabulary)
     if message is None:
-        check_fit(experiment, dataset, objective, None)
+        check_compatibility(experiment, dataset, objective, None)
     else:
         with pytest.raises(ConfigError, match=message):
-            check_fit(experiment, dataset, objective, None)
+            check_compatibility(experiment, dataset, objective, None)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from trainer.examples import Batch, Examples, Labels, PackSpec, Target, Vocabulary
-from trainer.objectives import Objective, task_of
+from trainer.objectives import Objective
 from trainer.training.experiment import Experiment
 from trainer.training.phases import Phase
 
@@ -62,7 +62,7 @@ def _pieces(spec: PackSpec) -> tuple[list[int], list[int]]:
 
 def _labels(experiment: Experiment, target: Target, tokens: int) -> Labels:
     """Labels of a row: zeros, which every target has, or of soft classes their probabilities."""
-    soft = getattr(task_of(experiment.objective), "soft", False)
+    soft = experiment.objective.task.reads_probabilities
     classes = len(experiment.model.labels) if soft else 1
     count = {"class": classes, "number": 1, "choice": 1, "tags": tokens, "span": 2}[target]
     zeros = np.zeros(1, dtype=np.int64)

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from trainer.accelerators import DTYPES, Precision, cpu
 from trainer.errors import ConfigError
 from trainer.examples import Batch
-from trainer.objectives import Objective, Taught, teacher_of
+from trainer.objectives import Objective, Taught
 from trainer.optim import groups
 from trainer.training.experiment import Experiment
 from trainer.training.weights import load_config
@@ -134,7 +134,7 @@ class Step:
         self._device = device
         self._fake = FakeTensorMode()
         with self._fake:
-            self._model: Any = experiment.build_model()
+            self._model = experiment.build_model()
             self._model.train()
             self._model.activation_checkpointing = experiment.training.activation_checkpointing
             named = dict(self._model.named_parameters())
@@ -144,15 +144,16 @@ class Step:
             for parameter in trained:  # as from the second micro-batch of a step on
                 parameter.grad = torch.empty_like(parameter)
             state = [value for each in optimizer.state.values() for value in each.values()]
-            with LiveBytes([*named.values(), *(p.grad for p in trained), *state]) as live:
+            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+            with LiveBytes([*named.values(), *gradients, *state]) as live:
                 optimizer.step()
-            teacher = teacher_of(experiment.objective)
+            teacher = experiment.objective.teacher_path
             self.teacher: nn.Module | None = None
             if teacher is not None:
                 self.teacher = load_config(teacher).build().requires_grad_(False).eval()
         self.update = live.peaks[0]
         units = {p: i for i, unit in enumerate(self._model.sharding_units()) for p in unit.parameters()}
-        self._copied = {parameter: 2 if parameter in units else 1 for parameter in named.values()}
+        self._copied: dict[Tensor, int] = {parameter: 2 if parameter in units else 1 for parameter in named.values()}
         self.parameters = {
             name: Parameter(
                 tuple(parameter.shape),

@@ -1,29 +1,35 @@
 """Parameter-efficient fine-tuning: `model.peft: {kind: lora}` is the module `lora`.
 
-A module's `Config` adds parameters to a model that is built, and says which are trained; the others are frozen.
+A module's `Config` is a `trainer.models.Peft`: it adds parameters to a model that is built, and
+says which ones are trained; the others are frozen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from trainer.errors import ConfigError
 
 
-class Peft(Protocol):
-    """The `Config` of a module of this package."""
+@dataclass(frozen=True)
+class Added:
+    """What most ways of parameter-efficient fine-tuning have in common."""
 
-    def add_to(self, model: Any) -> None:
-        """Adds the parameters to a model, on its device; they still need their values.
+    @property
+    def length(self) -> int:
+        return 0
 
-        Raises:
-            ConfigError: the model has nothing to add them to.
-        """
-        ...
+    @property
+    def trains_norms(self) -> bool:
+        return False
 
-    def trains(self, name: str) -> bool:
-        """Whether the parameter `name` is trained; a task's head is besides."""
-        ...
+    @property
+    def merges(self) -> bool:
+        return False
 
-    def initial_std(self, name: str, shape: Sequence[int]) -> float | None:
-        """Standard deviation of an added parameter's initial values; None: it is one of the model itself."""
-        ...
+    def merge(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        kind = type(self).__module__.rpartition(".")[2]
+        raise ConfigError(f"what {kind} learned cannot be part of plain weights; use kind: lora")

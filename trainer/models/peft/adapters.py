@@ -10,22 +10,22 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.models.layers import activate
+from trainer.models.peft import Added
+from trainer.models.projections import Projection, WrappedProjection, put_in_place
 
 _STD = 1e-2  # of the paper: nearly the identity
-_BEHIND = re.compile(r".*\.(attention\.out|cross_attention\.out|ffn\.down)")
 _ADDED = re.compile(r".*\.adapter\.(down|up)\.(weight|bias)")
-_NORM = re.compile(r"((layers|encoder|decoder)\.\d+\.\w*|final_|encoder_|decoder_)norm\.(weight|bias)")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Added):
     """Houlsby's adapters behind attention and the feed-forward network of each layer, trained with the norms.
 
     Attributes:
@@ -40,17 +40,20 @@ class Config:
         if self.width < 1:
             raise ConfigError(f"width is {self.width}; use 1 or more, as 64")
 
-    def add_to(self, model: Any) -> None:
-        for name, module in list(model.named_modules()):
-            if isinstance(module, nn.Linear) and _BEHIND.fullmatch(name):
-                owner, _, own = name.rpartition(".")
-                setattr(model.get_submodule(owner), own, AdaptedLinear(module, self))
+    @property
+    def trains_norms(self) -> bool:
+        return True
 
-    def trains(self, name: str) -> bool:
-        return _ADDED.fullmatch(name) is not None or _NORM.fullmatch(name) is not None
+    def add_to(self, model: nn.Module) -> None:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, Projection) and module.into_residual:
+                put_in_place(model, name, AdaptedLinear(module, self))
+
+    def owns(self, name: str) -> bool:
+        return _ADDED.fullmatch(name) is not None
 
     def initial_std(self, name: str, shape: Sequence[int]) -> float | None:
-        return _STD if _ADDED.fullmatch(name) else None
+        return _STD if self.owns(name) else None
 
 
 class Adapter(nn.Module):
@@ -68,14 +71,12 @@ class Adapter(nn.Module):
         return x + change
 
 
-class AdaptedLinear(nn.Linear):
+class AdaptedLinear(WrappedProjection):
     """A projection of a model with the parameters that it had, and an adapter behind it."""
 
-    def __init__(self, linear: nn.Linear, config: Config) -> None:
-        nn.Module.__init__(self)  # nn.Linear's own would make another matrix
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
-        self.adapter = Adapter(linear.out_features, config, linear.weight.device)
+    def __init__(self, projection: Projection, config: Config) -> None:
+        super().__init__(projection)
+        self.adapter = Adapter(projection.out_features, config, projection.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., D]."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import CheckpointError, ConfigError
-from trainer.models.config import Head
+from trainer.models.config import Head, TransformerConfig
 from trainer.models.peft import adapters, lora, prefix, prompt
 
 _LORA = "base_model.model."
@@ -56,7 +56,7 @@ def export_adapter(config: Any, tensors: Mapping[str, Tensor], base: str) -> tup
     added, names = config.peft, config.tensor_names()
     with torch.device("meta"):
         model = config.build()
-    head = [name for name, _ in model.named_parameters() if name.startswith("head.") and config.trains_head]
+    head = _of_head(config) if config.head != "language_model" else []
     saved = {theirs: tensors[name] for name in head for theirs in names[name]}
     modules = list(dict.fromkeys(_saved_module(name) for name in saved))
     content: dict[str, Any] = {
@@ -108,8 +108,8 @@ def can_export(config: Any) -> bool:
     if isinstance(config.peft, adapters.Config) or _task_type(config) is None:
         return False
     if isinstance(config.peft, prefix.Config):
-        return not config.rms_norm and config.model_type != "openai-gpt"
-    is_encoder = not (config.causal or getattr(config, "encoder_decoder", False))
+        return bool(config.projection_bias) and config.model_type != "openai-gpt"
+    is_encoder = not (config.causal or config.encoder_decoder)
     return is_encoder or config.head in ("language_model", "tagging")
 
 
@@ -138,7 +138,8 @@ def import_adapter(
     found = {name.removeprefix(begin): tensors[name].float() for name in tensors}
     base = _with_head(base, content, found)
     config, parameters, used = read(content, found, base)
-    names = {ours: theirs for ours, theirs in base.tensor_names().items() if ours.startswith("head.")}
+    table = base.tensor_names()
+    names = {ours: table[ours] for ours in _of_head(base)}
     if others := sorted(found.keys() - used - {each for theirs in names.values() for each in theirs}):
         raise CheckpointError(
             f"adapter_model.safetensors holds {others[0]}, which is neither LoRA of a layer's projections nor a prompt "
@@ -315,15 +316,13 @@ def _with_head(base: Any, content: Mapping[str, Any], found: Mapping[str, Tensor
     for count in sorted({len(tensor) for name, tensor in found.items() if ".lora_" not in name}):
         labels = tuple(f"LABEL_{number}" for number in range(count)) if head in ("classification", "tagging") else ()
         try:
-            config = dataclasses.replace(
-                base, head=head, labels=labels, **({"nsp": False} if hasattr(base, "nsp") else {})
-            )
+            config = base.for_needs(frozenset({head}), labels)
         except ConfigError:
             continue
         with torch.device("meta"):
             shapes = {name: tuple(p.shape) for name, p in config.build_base().named_parameters()}
         names = config.tensor_names()
-        own = [name for name in shapes if name.startswith("head.")]
+        own = _of_head(config)
         if all(
             theirs in found and tuple(found[theirs].shape) == shapes[name] for name in own for theirs in names[name]
         ):
@@ -336,6 +335,14 @@ def _with_head(base: Any, content: Mapping[str, Any], found: Mapping[str, Tensor
     )
 
 
+def _of_head(config: TransformerConfig) -> list[str]:
+    """The parameters of a model's head."""
+    with torch.device("meta"):
+        model = config.without_peft().build()
+    every = [name for name, _ in model.named_parameters()]
+    return [name for name in every if model.role(name).part == "head"]
+
+
 def _saved_module(name: str) -> str:
     """The module of transformers that the library saves whole: a head, or a part of one, by the name of a tensor."""
     module = name.rpartition(".")[0]
@@ -345,7 +352,7 @@ def _saved_module(name: str) -> str:
 def _task_type(config: Any) -> str | None:
     if config.head != "language_model":
         return _TASKS.get(config.head)
-    return "SEQ_2_SEQ_LM" if getattr(config, "encoder_decoder", False) else "CAUSAL_LM" if config.causal else None
+    return "SEQ_2_SEQ_LM" if config.encoder_decoder else "CAUSAL_LM" if config.causal else None
 
 
 def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

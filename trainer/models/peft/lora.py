@@ -11,24 +11,15 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
+from trainer.models.peft import Added
+from trainer.models.projections import Projection, WrappedProjection, put_in_place
 
-_TARGETS = {  # of each linear of a layer, the targets that it consists of, end to end
-    "attention.qkv": ("query", "key", "value"),
-    "attention.out": ("out",),
-    "cross_attention.query": ("cross_query",),
-    "cross_attention.kv": ("cross_key", "cross_value"),
-    "cross_attention.out": ("cross_out",),
-    "ffn.up": ("up",),
-    "ffn.down": ("down",),
-}
-_GATED = ("up", "gate")
-_LINEAR = re.compile(rf".*\.({'|'.join(map(re.escape, _TARGETS))})")
 _ADDED = re.compile(r"(.*)\.lora\.(\w+)\.([ab])\.weight")
 
 
@@ -53,7 +44,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Added):
     """LoRA: low-rank changes of chosen projections, which an export adds to them.
 
     Attributes:
@@ -80,7 +71,11 @@ class Config:
         """What the product of A and B is multiplied by."""
         return self.alpha / self.rank
 
-    def add_to(self, model: Any) -> None:
+    @property
+    def merges(self) -> bool:
+        return True
+
+    def add_to(self, model: nn.Module) -> None:
         known = known_targets(model)
         for target in self.targets:
             if target not in known:
@@ -89,13 +84,11 @@ class Config:
                 raise ConfigError(
                     f"model.peft.targets has {target!r}, which this model has not; {meant}Known: {', '.join(known)}"
                 )
-        for name, targets in list(_linears(model)):
-            if not set(targets).isdisjoint(self.targets):
-                owner, _, own = name.rpartition(".")
-                linear = LoraLinear(model.get_submodule(name), targets, self)
-                setattr(model.get_submodule(owner), own, linear)
+        for name, projection in list(_projections(model)):
+            if not set(projection.parts).isdisjoint(self.targets):
+                put_in_place(model, name, LoraLinear(projection, self))
 
-    def trains(self, name: str) -> bool:
+    def owns(self, name: str) -> bool:
         return _ADDED.fullmatch(name) is not None
 
     def initial_std(self, name: str, shape: Sequence[int]) -> float | None:
@@ -105,23 +98,23 @@ class Config:
             return None
         return float((3 * shape[1]) ** -0.5) if found[3] == "a" else 0.0
 
-    def changes(self, model: Any) -> list[Change]:
+    def changes(self, model: nn.Module) -> list[Change]:
         """All that is added to a model."""
         return [
-            Change(name, target, part, len(targets))
-            for name, targets in _linears(model)
-            for part, target in enumerate(targets)
+            Change(name, target, part, len(projection.parts))
+            for name, projection in _projections(model)
+            for part, target in enumerate(projection.parts)
             if target in self.targets
         ]
 
-    def merge(self, model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def merge(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The parameters of the model that computes the same without LoRA, fp32 where they are changed.
 
         Args:
             model: whose parameters these are, on any device.
             tensors: parameters by name.
         """
-        merged = {name: tensors[name] for name in tensors if not self.trains(name)}
+        merged = {name: tensors[name] for name in tensors if not self.owns(name)}
         for change in self.changes(model):
             whole = merged[f"{change.linear}.weight"].float().clone()
             a, b = (tensors[change.name(matrix)].float() for matrix in "ab")
@@ -145,40 +138,39 @@ class LowRank(nn.Module):
         return out
 
 
-class LoraLinear(nn.Linear):
+class LoraLinear(WrappedProjection):
     """A projection of a model with the parameters that it had, and changes of some of its parts."""
 
-    def __init__(self, linear: nn.Linear, targets: Sequence[str], config: Config) -> None:
-        nn.Module.__init__(self)  # nn.Linear's own would make another matrix
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
-        self.targets = tuple(targets)
-        part = linear.out_features // len(targets)
+    def __init__(self, projection: Projection, config: Config) -> None:
+        super().__init__(projection)
+        width, out = projection.in_features, projection.out_features // len(projection.parts)
+        device = projection.weight.device
         self.lora = nn.ModuleDict(
             {
-                target: LowRank(linear.in_features, part, config.rank, config.scale, linear.weight.device)
-                for target in targets
+                target: LowRank(width, out, config.rank, config.scale, device)
+                for target in projection.parts
                 if target in config.targets
             }
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., out]."""
-        parts = super().forward(x).chunk(len(self.targets), -1)
+        parts = super().forward(x).chunk(len(self.parts), -1)
         changed = [
             part + self.lora[target](x) if target in self.lora else part
-            for target, part in zip(self.targets, parts, strict=True)
+            for target, part in zip(self.parts, parts, strict=True)
         ]
         return changed[0] if len(changed) == 1 else torch.cat(changed, -1)
 
 
-def known_targets(model: Any) -> tuple[str, ...]:
+def known_targets(model: nn.Module) -> tuple[str, ...]:
     """All that LoRA could change of a model."""
-    return tuple(dict.fromkeys(target for _, targets in _linears(model) for target in targets))
+    every = (part for _, projection in _projections(model) for part in projection.parts)
+    return tuple(dict.fromkeys(every))
 
 
-def _linears(model: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The projections in the layers of a model, and what each consists of."""
+def _projections(model: nn.Module) -> Iterator[tuple[str, Projection]]:
+    """The projections in the layers of a model, by name."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and (found := _LINEAR.fullmatch(name)):
-            yield name, _GATED if found[1] == "ffn.up" and model.config.gated else _TARGETS[found[1]]
+        if isinstance(module, Projection):
+            yield name, module

@@ -9,20 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.models.attention import SelfAttention
+from trainer.models.peft import Added
 
 _ADDED = re.compile(r"(.*)\.prefix\.(keys|values)")
 _STD = 0.02
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Added):
     """Prefix tuning: keys and values that every cell attends to besides the text's, in all layers' self-attention.
 
     Attributes:
@@ -35,16 +35,16 @@ class Config:
         if self.length < 1:
             raise ConfigError(f"length is {self.length}; use 1 or more, as 20")
 
-    def add_to(self, model: Any) -> None:
+    def add_to(self, model: nn.Module) -> None:
         for module in list(model.modules()):
             if isinstance(module, SelfAttention):
                 module.prefix = Prefix(self.length, module.heads, module.inner, module.out.weight.device)
 
-    def trains(self, name: str) -> bool:
+    def owns(self, name: str) -> bool:
         return _ADDED.fullmatch(name) is not None
 
     def initial_std(self, name: str, shape: Sequence[int]) -> float | None:
-        return _STD if self.trains(name) else None
+        return _STD if self.owns(name) else None
 
 
 class Prefix(nn.Module):
@@ -63,6 +63,6 @@ class Prefix(nn.Module):
         return keys, values
 
 
-def names(model: Any) -> list[str]:
+def names(model: nn.Module) -> list[str]:
     """Of the parameters, layer by layer: the keys, then the values."""
     return [name for name, _ in model.named_parameters() if _ADDED.fullmatch(name)]

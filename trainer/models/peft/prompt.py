@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
+from trainer.models.base import TransformerModel
+from trainer.models.peft import Added
 
 NAME = "prompt.weight"
 """Of the parameter."""
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Added):
     """Prompt tuning: learned embeddings before those of the text.
 
     Attributes:
@@ -33,11 +34,13 @@ class Config:
         if self.length < 1:
             raise ConfigError(f"length is {self.length}; use 1 or more, as 20")
 
-    def add_to(self, model: Any) -> None:
-        tokens = model.embeddings.tokens.weight
+    def add_to(self, model: nn.Module) -> None:
+        if not isinstance(model, TransformerModel):
+            raise ConfigError("model.peft is a prompt, which this kind of model has no place for; use lora")
+        tokens = model.get_parameter("embeddings.tokens.weight")
         model.prompt = Prompt(self.length, tokens.shape[1], tokens.device)
 
-    def trains(self, name: str) -> bool:
+    def owns(self, name: str) -> bool:
         return name == NAME
 
     def initial_std(self, name: str, shape: Sequence[int]) -> float | None:

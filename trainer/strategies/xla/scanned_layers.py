@@ -1,9 +1,10 @@
-"""Layers as a loop of the compiled graph (JAX's `lax.scan`): the passes of 24 compile as fast as those of 2."""
+"""Layers as a loop of the compiled graph (JAX's `lax.scan`): 24 compile as fast as 2."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch._functorch.config
@@ -12,20 +13,33 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from trainer.accelerators.xla import XlaAccelerator
+from trainer.models import UsesKernel
+from trainer.models.cache import Cache
+from trainer.models.stack import Context, Hidden, ScanGroup, Stack
 from trainer.strategies.xla.loops import Body, Loops
 
-RunLayers: TypeAlias = Callable[..., Tensor]
-"""As `trainer.models.layers.run_layers`."""
+
+@dataclass(frozen=True)
+class ScannedGroup:
+    """Layers of a stack that run as a loop.
+
+    Attributes:
+        start, stop: their numbers.
+        parameters: by the name in a layer, those of all layers: [stop - start, ...].
+    """
+
+    start: int
+    stop: int
+    parameters: Mapping[str, Tensor]
 
 
 class ScannedLayers:
-    """Runs equal layers as a loop; takes the place of `run_layers`.
+    """Runs the groups of a stack as loops; takes the place of `stack.one_by_one`.
 
-    Where the last layer computes some cells only it is another one, and stays outside of the loop.
+    The last layer of the stack is left out of its loop where it computes some positions only.
 
     Args:
-        one_by_one: runs layers that are no stack.
-        stacks: the parameters of all layers, by their names in a layer, by the first of the layers.
+        groups: in ascending order; layers in none of them run one by one.
         split: says how stacked parameters are split over devices.
         accelerator: what records them.
         segments: whether attention without dropout takes segments in place of a mask.
@@ -33,125 +47,165 @@ class ScannedLayers:
 
     def __init__(
         self,
-        one_by_one: RunLayers,
-        stacks: Mapping[nn.Module, Mapping[str, Tensor]],
+        groups: Sequence[ScannedGroup],
         split: Callable[[Tensor], Tensor],
         accelerator: XlaAccelerator,
         segments: bool,
     ) -> None:
-        self._one_by_one, self._stacks, self._split, self._segments = one_by_one, stacks, split, segments
+        self._groups, self._split, self._segments = groups, split, segments
         self._loops = Loops(accelerator)
-        self._bodies: dict[tuple[object, ...], Body] = {}  # the same objects again, so that they are traced once
+        # The same body objects in every step, so that they are traced once.
+        self._bodies: dict[tuple[object, ...], Body] = {}
 
     def __call__(
         self,
-        layers: nn.ModuleList,
-        hidden: Tensor,
-        mask: Tensor | None,
-        dropout_keys: Tensor | Sequence[None],
-        *,
-        cells: Tensor | None = None,
-        memory: Any = None,
-        checkpointing: bool = False,
-        segments: Tensor | None = None,
-    ) -> Tensor:
-        """As `run_layers`, without a cache."""
-        layer = layers[0]
-        if layer not in self._stacks:
-            return self._one_by_one(
-                layers, hidden, mask, dropout_keys, cells=cells, memory=memory, checkpointing=checkpointing
-            )
-        if self._segments and segments is not None and not _drops_attention(layer, dropout_keys):
-            mask = segments.int()
-        count = len(layers) if cells is None else len(layers) - 1
+        stack: Stack,
+        hidden: Hidden,
+        memory: Tensor | None,
+        bias: Tensor | None,
+        context: Context,
+        positions: Tensor | None,
+        cache: Cache | None,
+    ) -> Hidden:
+        """As `Stack.run`, without a cache."""
+        assert cache is None, "decoding does not run in a compiled loop"
+        done = 0
+        for group in self._groups:
+            for index in range(done, group.start):
+                own = stack.of_layer(context, index)
+                hidden = stack[index](hidden, memory, bias, own)
+            hidden = self._run(group, stack, hidden, memory, bias, context, positions)
+            done = group.stop
+        for index in range(done, len(stack)):
+            hidden = stack[index](hidden, memory, bias, stack.of_layer(context, index, positions))
+        return hidden
+
+    def _run(
+        self,
+        group: ScannedGroup,
+        stack: Stack,
+        hidden: Hidden,
+        memory: Tensor | None,
+        bias: Tensor | None,
+        context: Context,
+        positions: Tensor | None,
+    ) -> Hidden:
+        layer = stack[group.start]
+        if self._segments and context.segments is not None and not _drops_attention(layer, context):
+            context = replace(context, mask=context.segments.int())
+        apart = positions is not None and group.stop == len(stack)
+        count = group.stop - group.start - apart
         if count:
-            keys = dropout_keys[:count] if isinstance(dropout_keys, Tensor) else None
-            hidden = self._loop(layer, count, hidden, mask, keys, memory, checkpointing)
-        if cells is None:
-            return hidden
-        last = {name: stack[count] for name, stack in self._stacks[layer].items()}
-        out: Tensor = functional_call(layer, last, (hidden, mask, dropout_keys[count], cells, memory), strict=True)
-        return out
+            keys = context.keys
+            own = replace(
+                context, keys=None if keys is None else keys[group.start : group.start + count]
+            )
+            recomputed = stack.checkpointing and stack.training
+            hidden = self._loop(layer, group.parameters, count, hidden, memory, bias, own, recomputed)
+        if apart:
+            last = {name: stacked[count] for name, stacked in group.parameters.items()}
+            own = stack.of_layer(context, group.stop - 1, positions)
+            hidden = functional_call(layer, last, (hidden, memory, bias, own), strict=True)
+        return hidden
 
     def _loop(
         self,
         layer: nn.Module,
+        parameters: Mapping[str, Tensor],
         count: int,
-        hidden: Tensor,
-        mask: Tensor | None,
-        keys: Tensor | None,
-        memory: Any,
-        checkpointing: bool,
-    ) -> Tensor:
-        """Runs the first `count` layers of a stack."""
-        carried = {"hidden": hidden}
-        if mask is not None:
-            carried |= {"segments": mask.float()} if mask.dtype == torch.int32 else {"mask": _added(mask, hidden)}
+        hidden: Hidden,
+        memory: Tensor | None,
+        bias: Tensor | None,
+        context: Context,
+        recomputed: bool,
+    ) -> Hidden:
+        """Runs the first `count` layers of a group; `context.keys` are theirs."""
+        like = hidden if isinstance(hidden, Tensor) else hidden[0]
+        # What a loop carries must be floating point: masks become scores to add, and integers are
+        # exact up to 2**24.
+        carried: dict[str, Any] = {"hidden": hidden}
+        if context.mask is not None:
+            is_segments = context.mask.dtype == torch.int32
+            name = "segments" if is_segments else "mask"
+            carried[name] = context.mask.float() if is_segments else _added(context.mask, like)
+        if bias is not None:
+            carried["bias"] = bias
         if memory is not None:
-            carried["memory"] = memory.hidden
-            if memory.mask is not None:
-                carried["memory_mask"] = _added(memory.mask, hidden)
+            carried["memory"] = memory
+        if context.memory_mask is not None:
+            carried["memory_mask"] = _added(context.memory_mask, like)
+        for name, column in context.columns.items():
+            carried[f"column.{name}"] = column if column.is_floating_point() else column.float()
         stacked: dict[str, Any] = {
-            "parameters": {name: self._split(stack[:count]) for name, stack in self._stacks[layer].items()}
+            "parameters": {name: self._split(each[:count]) for name, each in parameters.items()}
         }
-        if keys is not None:
-            stacked["keys"] = keys
-        partition = _keep_nothing if checkpointing else default_partition
-        carried, _ = self._loops.scan(self._body(layer, memory), carried, stacked, partition)
-        out: Tensor = carried["hidden"]
+        if context.keys is not None:
+            stacked["keys"] = context.keys
+        partition = _keep_nothing if recomputed else default_partition
+        carried, _ = self._loops.scan(self._body(layer, context, carried), carried, stacked, partition)
+        out: Hidden = carried["hidden"]
         return out
 
-    def _body(self, layer: nn.Module, memory: Any) -> Body:
-        key = (layer, layer.training, type(memory))
+    def _body(self, layer: nn.Module, context: Context, carried: Mapping[str, Any]) -> Body:
+        dtypes = {name: column.dtype for name, column in context.columns.items()}
+        key = (layer, layer.training, context.causal, context.sites, *carried, *dtypes.items())
         if key not in self._bodies:
-            self._bodies[key] = _body(layer, type(memory))
+            self._bodies[key] = _body(layer, context.causal, context.sites, dtypes)
         return self._bodies[key]
 
 
-def equal_layers(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, tuple[str, ...]]]]:
-    """Layers that can be a loop: the first of them, and by the name of each of its parameters those in all layers.
-
-    A model that has them in a `ModuleList`, all alike, and runs them by its `run_layers`, lets them be one.
-    """
-    if not hasattr(model, "run_layers"):
-        return
-    for path, layers in model.named_modules():
-        if not isinstance(layers, nn.ModuleList) or not len(layers):
-            continue
+def scanned_groups(groups: Sequence[ScanGroup]) -> Iterator[ScanGroup]:
+    """The groups whose layers can share stacked parameters: all are trained, or frozen, alike."""
+    for group in groups:
+        layers = [group.stack[index] for index in range(group.start, group.stop)]
         kinds = [
-            [(name, each.shape, each.requires_grad) for name, each in layer.named_parameters()] for layer in layers
+            [(name, each.shape, each.requires_grad) for name, each in layer.named_parameters()]
+            for layer in layers
         ]
         if all(kind == kinds[0] for kind in kinds):
-            yield layers[0], {name: tuple(f"{path}.{i}.{name}" for i in range(len(layers))) for name, *_ in kinds[0]}
+            yield group
 
 
-def _body(layer: nn.Module, memory_type: type) -> Body:
+def _body(
+    layer: nn.Module, causal: bool, sites: tuple[str, ...], columns: Mapping[str, torch.dtype]
+) -> Body:
     """What a round of the loop computes: a layer with parameters and dropout keys of its own."""
 
-    def body(carried: Mapping[str, Tensor], stacked: Mapping[str, Any]) -> tuple[Mapping[str, Tensor], None]:
-        memory = memory_type(carried["memory"], carried.get("memory_mask")) if "memory" in carried else None
-        mask = carried["segments"].int() if "segments" in carried else carried.get("mask")
-        inputs = carried["hidden"], mask, stacked.get("keys"), None, memory
-        hidden = functional_call(layer, dict(stacked["parameters"]), inputs, strict=True)
+    def body(
+        carried: Mapping[str, Any], stacked: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], None]:
+        segments = carried.get("segments")
+        context = Context(
+            mask=carried.get("mask") if segments is None else segments.int(),
+            causal=causal,
+            sites=sites,
+            keys=stacked.get("keys"),
+            memory_mask=carried.get("memory_mask"),
+            columns={name: carried[f"column.{name}"].to(dtype) for name, dtype in columns.items()},
+        )
+        tensors = (carried["hidden"], carried.get("memory"), carried.get("bias"))
+        hidden = functional_call(
+            layer, dict(stacked["parameters"]), (*tensors, context), strict=True
+        )
         return {**carried, "hidden": hidden}, None
 
     return body
 
 
-def _drops_attention(layer: nn.Module, dropout_keys: Tensor | Sequence[None]) -> bool:
-    """Whether it drops attention probabilities, which have to be written out for that."""
-    rates = [getattr(module, "dropout", 0.0) for module in layer.modules() if hasattr(module, "kernel")]
-    return isinstance(dropout_keys, Tensor) and any(rates)
+def _drops_attention(layer: nn.Module, context: Context) -> bool:
+    """Whether attention probabilities are dropped, which fused kernels cannot do."""
+    rates = [module.dropout for module in layer.modules() if isinstance(module, UsesKernel)]
+    return context.keys is not None and any(rates)
 
 
 def _keep_nothing(*arguments: Any, **settings: Any) -> Any:
-    """Has each round compute its activations again in the backward pass, from what goes into it."""
+    """Recomputes the activations of each round in the backward pass, from what goes into it."""
     with torch._functorch.config.patch(activation_memory_budget=0):
         return min_cut_rematerialization_partition(*arguments, **settings)
 
 
 def _added(mask: Tensor, hidden: Tensor) -> Tensor:
-    """A mask as scores to add: the loop carries floating-point numbers only."""
+    """A mask as scores to add."""
     if mask.is_floating_point():
         return mask
     device = hidden.device.type

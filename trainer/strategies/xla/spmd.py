@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from trainer.accelerators import Accelerator, Precision
 from trainer.accelerators.xla import XlaAccelerator
 from trainer.errors import ConfigError
+from trainer.models import Model, UsesKernel
+from trainer.models.stack import Stack
 from trainer.partition import Segment, SegmentParameter, StackedParameter, layer_shape
 from trainer.strategies import BuildOptimizer, InitialValues, Replica, Strategy, check_replicas, divisors
 from trainer.strategies.world import World
@@ -98,14 +100,20 @@ class XlaSpmd(Strategy):
         self, model: nn.Module, build_optimizer: BuildOptimizer, initial_values: InitialValues
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         # Brings TorchDynamo with it, two thirds of a second of every start.
-        from trainer.strategies.xla.scanned_layers import ScannedLayers, equal_layers
+        from trainer.strategies.xla.scanned_layers import ScannedGroup, ScannedLayers, scanned_groups
 
-        stacks: dict[nn.Module, dict[str, StackedParameter]] = {}
-        for layer, names in equal_layers(model) if self._scan_layers else ():
-            equal = {own: layer.get_parameter(own) for own in names}
-            stacks[layer] = {own: self._stack(names[own], each, initial_values) for own, each in equal.items()}
-        self.parameters = {stack.members[0]: stack for layer in stacks.values() for stack in layer.values()}
-        stacked = {name for layer in stacks.values() for stack in layer.values() for name in stack.members}
+        self.parameters = {}
+        runs: dict[Stack, list[ScannedGroup]] = {}
+        stacked: set[str] = set()
+        groups = model.scan_groups() if self._scan_layers and isinstance(model, Model) else ()
+        for group in scanned_groups(groups):
+            equal: dict[str, StackedParameter] = {}
+            for own, each in group.stack[group.start].named_parameters():
+                names = tuple(f"{group.name}.{number}.{own}" for number in range(group.start, group.stop))
+                equal[own] = self._stack(names, each, initial_values)
+                self.parameters[names[0]] = equal[own]
+                stacked.update(names)
+            runs.setdefault(group.stack, []).append(ScannedGroup(group.start, group.stop, equal))
         placed: dict[nn.Parameter, nn.Parameter] = {}
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             if name in stacked:
@@ -116,14 +124,12 @@ class XlaSpmd(Strategy):
                 placed[parameter] = self.parameters[name] = nn.Parameter(on_devices, parameter.requires_grad)
             _put(model, name, placed[parameter])
         self._split_activations(model)
-        if stacks:
-            scanned = cast(Any, model)
-            for module in scanned.modules():
-                if self._flash_from is not None and hasattr(module, "kernel"):
-                    module.kernel = flash.FlashAttention(self._number, self._flash_from)
-            scanned.run_layers = ScannedLayers(
-                scanned.run_layers, stacks, self._split_stack, self.accelerator, self._flash_from is not None
-            )
+        has_flash = self._flash_from is not None
+        for stack, parts in runs.items():
+            stack.runner = ScannedLayers(parts, self._split_stack, self.accelerator, has_flash)
+        for module in model.modules():
+            if runs and self._flash_from is not None and isinstance(module, UsesKernel):
+                module.kernel = flash.FlashAttention(self._number, self._flash_from)
         self._optimizer = build_optimizer(self.parameters.items())
         self._optimizer.register_step_post_hook(lambda *_: self._keep_split())
         return model, self._optimizer

@@ -1,0 +1,37 @@
+"""The standard parts of a Transformer family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from trainer.models.attention import CrossAttention, SelfAttention
+from trainer.models.config import TransformerConfig
+from trainer.models.embeddings import Embeddings
+from trainer.models.layers import FeedForward, Layer
+from trainer.models.norms import LayerNorm, RMSNorm
+
+
+@dataclass(frozen=True)
+class Family(TransformerConfig):
+    """A family with the usual layers; it overrides the builder of a part that is its own."""
+
+    def build_norm(self) -> nn.Module:
+        kind = RMSNorm if self.norm_kind == "rms" else LayerNorm
+        return kind(self.width, eps=self.norm_eps)
+
+    def build_embeddings(self) -> nn.Module:
+        return Embeddings(self)
+
+    def build_layer(self, index: int, cross_attention: bool = False) -> nn.Module:
+        return Layer(self, index, cross_attention)
+
+    def build_attention(self, index: int) -> nn.Module:
+        return SelfAttention(self)
+
+    def build_cross_attention(self, index: int) -> nn.Module:
+        return CrossAttention(self)
+
+    def build_feed_forward(self, index: int) -> nn.Module:
+        return FeedForward(self)

@@ -1,0 +1,22 @@
+"""Norms, in fp32 whatever precision their input and their gathered parameters come in."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class LayerNorm(nn.LayerNorm):
+    """Layer normalization (Ba et al. 2016)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> fp32 [..., D]."""
+        return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """Division by the root mean square (Zhang & Sennrich 2019): no mean, no bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> fp32 [..., D]."""
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)

@@ -1,0 +1,43 @@
+"""Linear layers that know which matrices of the literature they consist of."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+class Projection(nn.Linear):
+    """A linear layer of a Transformer's layer; several matrices may be fused in its rows.
+
+    Attributes:
+        parts: names of the equally sized matrices in its rows, as ("query", "key", "value").
+        into_residual: whether its output is added to the residual stream.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        out: int,
+        parts: tuple[str, ...],
+        *,
+        bias: bool,
+        into_residual: bool = False,
+    ) -> None:
+        super().__init__(width, out, bias=bias)
+        self.parts = parts
+        self.into_residual = into_residual
+
+
+class WrappedProjection(Projection):
+    """A projection with the parameters of another one, in whose place a subclass is put."""
+
+    def __init__(self, wrapped: Projection) -> None:
+        nn.Module.__init__(self)  # nn.Linear's own would make another matrix
+        self.in_features, self.out_features = wrapped.in_features, wrapped.out_features
+        self.weight, self.bias = wrapped.weight, wrapped.bias
+        self.parts, self.into_residual = wrapped.parts, wrapped.into_residual
+
+
+def put_in_place(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Replaces the module `name` of a model."""
+    owner, _, own = name.rpartition(".")
+    setattr(model.get_submodule(owner), own, module)
