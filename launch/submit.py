@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 
@@ -69,8 +69,7 @@ def prepare(cluster_file: str, file: str, overrides: Sequence[str], tasks: int |
     of_cluster = [each.removeprefix(_CLUSTER) for each in overrides if each.startswith(_CLUSTER)]
     settings_of_run = [each for each in overrides if not each.startswith(_CLUSTER)]
     settings = read_tree(cluster_file, of_cluster)
-    kind = settings.pop("kind", None)
-    cluster: Cluster = decode(records.KINDS.schema(kind, "cluster"), settings, "cluster")
+    cluster = decode(Annotated[Cluster, records.KINDS], settings, "cluster")
     tree = read_tree(file, settings_of_run)
     action: Literal["train", "build"] = "build" if "source" in tree else "train"
     if not isinstance(output := tree.get("output"), str) or not output:
@@ -101,7 +100,13 @@ def prepare(cluster_file: str, file: str, overrides: Sequence[str], tasks: int |
         **{f"stop_{key}": value for key, value in _stop(tree).items()},
     )
     return Launch(
-        kind, cluster, job, cluster.render(job), (file, *settings_of_run), output, tuple(files) if files else None
+        settings["kind"],
+        cluster,
+        job,
+        cluster.render(job),
+        (file, *settings_of_run),
+        output,
+        tuple(files) if files else None,
     )
 
 
