@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, TypedDict
 
 import yaml
 
@@ -97,7 +97,7 @@ def prepare(cluster_file: str, file: str, overrides: Sequence[str], tasks: int |
         Path.cwd(),
         code=bool(files),
         tasks=tasks or 1,
-        **{f"stop_{key}": value for key, value in _stop(tree).items()},
+        **_stop(tree),
     )
     return Launch(
         settings["kind"],
@@ -110,17 +110,22 @@ def prepare(cluster_file: str, file: str, overrides: Sequence[str], tasks: int |
     )
 
 
-def _stop(tree: Tree) -> dict[str, Any]:
+class _Stop(TypedDict, total=False):
+    stop_signals: tuple[str, ...]
+    stop_seconds: float
+
+
+def _stop(tree: Tree) -> _Stop:
     """The settings of `training.preemption`, where there are any; wrong ones are left for the check to refuse."""
-    found: dict[str, Any] = {}
+    found: _Stop = {}
     training = tree.get("training")
     preemption = training.get("preemption") if isinstance(training, dict) else None
     if not isinstance(preemption, dict):
         return found
     if isinstance(names := preemption.get("signals"), list):
-        found["signals"] = tuple(map(str, names))
+        found["stop_signals"] = tuple(map(str, names))
     with suppress(TypeError, ValueError):
-        found["seconds"] = float(preemption["deadline"]) if "deadline" in preemption else 120.0
+        found["stop_seconds"] = float(preemption["deadline"]) if "deadline" in preemption else 120.0
     return found
 
 
