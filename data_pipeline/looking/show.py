@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, TypeAlias
 
 import numpy as np
 from rich.console import Console
@@ -28,6 +28,9 @@ _LEGEND_OF_ROWS = Text.assemble(
     style="dim",
 )  # fmt: skip
 _LEGEND_OF_PAIRS = Text("what a model reads, and → what it is to write", style="dim")
+
+Row: TypeAlias = dict[str, Any]
+"""An example of a batch, by the names of its columns: arrays of cells, or numbers."""
 
 
 class _Objective(Protocol):
@@ -111,10 +114,10 @@ def show(folder: str, experiment: str, overrides: Iterable[str], index: int, cou
 
 
 def _print_row(
-    row: dict[str, Any],
+    row: Row,
     examples: Examples,
     source: tuple[str, int],
-    task: dict[str, Any],
+    task: Tree,
     tokenizer: Tokenizer,
     console: Console,
 ) -> None:
@@ -154,7 +157,7 @@ def _print_row(
         console.print(Text(f"→ {below}", "bold green"), soft_wrap=True)
 
 
-def _print_pairs(row: dict[str, Any], sources: list[tuple[str, int]], tokenizer: Tokenizer, console: Console) -> None:
+def _print_pairs(row: Row, sources: list[tuple[str, int]], tokenizer: Tokenizer, console: Console) -> None:
     """Prints each source with its target, which are the cells of one segment."""
     where = ", ".join(f"{file}:{line}" for file, line in dict.fromkeys(sources))
     console.print(Text(where, "dim blue"), soft_wrap=True)
@@ -170,7 +173,7 @@ def _print_pairs(row: dict[str, Any], sources: list[tuple[str, int]], tokenizer:
             console.print(Text.assemble("→ " if style else "  ", (text, style)), soft_wrap=True)
 
 
-def _render(row: dict[str, Any], first: int, end: int, tokenizer: Tokenizer) -> list[tuple[str, str]]:
+def _render(row: Row, first: int, end: int, tokenizer: Tokenizer) -> list[tuple[str, str]]:
     """The cells [first, end) as (text, style) parts."""
     tokens, columns = row["tokens"], row["predicted"][row["weights"] > 0]
     original = tokens.copy()
