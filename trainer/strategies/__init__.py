@@ -32,22 +32,6 @@ class Shardable(Protocol):
         ...
 
 
-class Config(Protocol):
-    """What each module of this package has under that name: the section `strategy` of an experiment.
-
-    It may have `check` besides, which refuses settings of the experiment that do not fit, and `check_devices`, which
-    refuses numbers of devices.
-    """
-
-    def build(self, accelerator: Accelerator, world: World, precision: Precision) -> Strategy:
-        """Makes the strategy of a run.
-
-        Raises:
-            ConfigError: it is not for this accelerator, or not for so many processes.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class Replica:
     """The data-parallel coordinate of this process: it feeds slice `index` of `count` of each global batch.
