@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch._functorch.config
@@ -16,6 +16,16 @@ from trainer.strategies.xla.loops import Body, Loops
 
 RunLayers: TypeAlias = Callable[..., Tensor]
 """As `trainer.models.layers.run_layers`."""
+
+
+class Memory(Protocol):
+    """The hidden states of an encoder, which layers of a decoder attend to."""
+
+    @property
+    def hidden(self) -> Tensor: ...
+
+    @property
+    def mask(self) -> Tensor | None: ...
 
 
 class ScannedLayers:
@@ -51,7 +61,7 @@ class ScannedLayers:
         dropout_keys: Tensor | Sequence[None],
         *,
         cells: Tensor | None = None,
-        memory: Any = None,
+        memory: Memory | None = None,
         checkpointing: bool = False,
         segments: Tensor | None = None,
     ) -> Tensor:
@@ -80,7 +90,7 @@ class ScannedLayers:
         hidden: Tensor,
         mask: Tensor | None,
         keys: Tensor | None,
-        memory: Any,
+        memory: Memory | None,
         checkpointing: bool,
     ) -> Tensor:
         """Runs the first `count` layers of a stack."""
@@ -91,7 +101,7 @@ class ScannedLayers:
             carried["memory"] = memory.hidden
             if memory.mask is not None:
                 carried["memory_mask"] = _added(memory.mask, hidden)
-        stacked: dict[str, Any] = {
+        stacked: dict[str, Tensor | dict[str, Tensor]] = {
             "parameters": {name: self._split(stack[:count]) for name, stack in self._stacks[layer].items()}
         }
         if keys is not None:
@@ -101,7 +111,7 @@ class ScannedLayers:
         out: Tensor = carried["hidden"]
         return out
 
-    def _body(self, layer: nn.Module, memory: Any) -> Body:
+    def _body(self, layer: nn.Module, memory: Memory | None) -> Body:
         key = (layer, layer.training, type(memory))
         if key not in self._bodies:
             self._bodies[key] = _body(layer, type(memory))
@@ -144,7 +154,7 @@ def _drops_attention(layer: nn.Module, dropout_keys: Tensor | Sequence[None]) ->
     return isinstance(dropout_keys, Tensor) and any(rates)
 
 
-def _keep_nothing(*arguments: Any, **settings: Any) -> Any:
+def _keep_nothing(*arguments: object, **settings: object) -> object:
     """Has each round compute its activations again in the backward pass, from what goes into it."""
     with torch._functorch.config.patch(activation_memory_budget=0):
         return min_cut_rematerialization_partition(*arguments, **settings)

@@ -21,9 +21,9 @@ from trainer.partition import Segment, SegmentParameter, StackedParameter, layer
 from trainer.strategies import BuildOptimizer, InitialValues, Replica, Strategy, check_replicas, divisors
 from trainer.strategies.world import World
 from trainer.strategies.xla import flash
-from trainer.strategies.xla.split import register, split
+from trainer.strategies.xla.split import Axis, register, split
 
-Split: TypeAlias = tuple[Any, ...]
+Split: TypeAlias = tuple[Axis, ...]
 """For each dimension of a tensor the axes of the mesh that it is split over; None: over none."""
 
 
