@@ -206,7 +206,8 @@ class XlaSpmd(Strategy):
             for (shard, _), rows in zip(shards, self._places(tensor), strict=True):
                 count = rows.stop - rows.start
                 host.narrow(dim, rows.start - first, count).copy_(shard.narrow(dim, 0, count))
-        stacked, names = isinstance(tensor, StackedParameter), getattr(tensor, "members", (name,))
+        stacked = isinstance(tensor, StackedParameter)
+        names = tensor.members if isinstance(tensor, StackedParameter) else (name,)
         for own, part in zip(names, host if stacked else (host,), strict=True):
             if stop - first < shape[0]:
                 segment = Segment(shape, first * math.prod(shape[1:]), self._group)
