@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import yaml
 
@@ -17,6 +17,7 @@ from launch.environment import VARIABLE, check_variables
 from launch.job import CONFIG, JobSpec, Record, State, Submission
 from launch.nodes import device_counts, node_range
 from launch.objects import ACTION_LABEL, CONTAINER, GROUP, JOB_LABEL, Object, new
+from trainer.config import Tree
 from trainer.errors import ConfigError, LaunchError
 
 MANIFEST = "manifest.yaml"
@@ -227,7 +228,7 @@ class Config:
         command = (*objects.arguments(self.context, self.namespace), "create", "-f", MANIFEST)
         return Submission({MANIFEST: text}, command)
 
-    def _check_kept(self, tree: Mapping[str, Any]) -> None:
+    def _check_kept(self, tree: Tree) -> None:
         """Refuses a run whose checkpoints would be gone with the pod, and a dataset that would be."""
         checkpoint = tree.get("checkpoint")
         folder = checkpoint.get("folder") if isinstance(checkpoint, dict) else None

@@ -122,7 +122,7 @@ def name_of(job: JobSpec) -> str:
     return head[: _NAME_LENGTH - len(tail)].rstrip("-") + tail
 
 
-def new(version: str, kind: str, name: str, labels: dict[str, str], **parts: Any) -> Object:
+def new(version: str, kind: str, name: str, labels: dict[str, str], **parts: object) -> Object:
     """An object.
 
     Args:

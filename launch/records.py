@@ -8,6 +8,7 @@ import os
 import re
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
 import yaml
 
@@ -91,10 +92,9 @@ def cluster_of(record: Record) -> Cluster:
     file = record.folder / CLUSTER
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-        cluster: Cluster = decode(KINDS.schema(tree.pop("kind"), "cluster"), tree, "cluster")
+        return decode(Annotated[Cluster, KINDS], tree, "cluster")
     except (OSError, ValueError, yaml.YAMLError, AttributeError, KeyError, ConfigError) as error:
         raise LaunchError(
             f"{file}, which says where job {record.id} was submitted to, cannot be read: {error}; the cluster's own "
             f"commands know the job. Remove {record.folder} to forget it"
         ) from error
-    return cluster

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal, TypedDict
 
 import yaml
 
@@ -69,8 +69,7 @@ def prepare(cluster_file: str, file: str, overrides: Sequence[str], tasks: int |
     of_cluster = [each.removeprefix(_CLUSTER) for each in overrides if each.startswith(_CLUSTER)]
     settings_of_run = [each for each in overrides if not each.startswith(_CLUSTER)]
     settings = read_tree(cluster_file, of_cluster)
-    kind = settings.pop("kind", None)
-    cluster: Cluster = decode(records.KINDS.schema(kind, "cluster"), settings, "cluster")
+    cluster = decode(Annotated[Cluster, records.KINDS], settings, "cluster")
     tree = read_tree(file, settings_of_run)
     action: Literal["train", "build"] = "build" if "source" in tree else "train"
     if not isinstance(output := tree.get("output"), str) or not output:
@@ -98,24 +97,35 @@ def prepare(cluster_file: str, file: str, overrides: Sequence[str], tasks: int |
         Path.cwd(),
         code=bool(files),
         tasks=tasks or 1,
-        **{f"stop_{key}": value for key, value in _stop(tree).items()},
+        **_stop(tree),
     )
     return Launch(
-        kind, cluster, job, cluster.render(job), (file, *settings_of_run), output, tuple(files) if files else None
+        settings["kind"],
+        cluster,
+        job,
+        cluster.render(job),
+        (file, *settings_of_run),
+        output,
+        tuple(files) if files else None,
     )
 
 
-def _stop(tree: Tree) -> dict[str, Any]:
+class _Stop(TypedDict, total=False):
+    stop_signals: tuple[str, ...]
+    stop_seconds: float
+
+
+def _stop(tree: Tree) -> _Stop:
     """The settings of `training.preemption`, where there are any; wrong ones are left for the check to refuse."""
-    found: dict[str, Any] = {}
+    found: _Stop = {}
     training = tree.get("training")
     preemption = training.get("preemption") if isinstance(training, dict) else None
     if not isinstance(preemption, dict):
         return found
     if isinstance(names := preemption.get("signals"), list):
-        found["signals"] = tuple(map(str, names))
+        found["stop_signals"] = tuple(map(str, names))
     with suppress(TypeError, ValueError):
-        found["seconds"] = float(preemption["deadline"]) if "deadline" in preemption else 120.0
+        found["stop_seconds"] = float(preemption["deadline"]) if "deadline" in preemption else 120.0
     return found
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, TypeAlias
 
 import numpy as np
 from rich.console import Console
@@ -15,9 +15,9 @@ from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.config import Config as DataConfig
 from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.config import Kinds, decode, read_tree
+from trainer.config import Kinds, Tree, decode, read_tree
 from trainer.errors import ConfigError
-from trainer.examples import Examples
+from trainer.examples import Batch, Examples, PackSpec, Vocabulary
 
 _LEGEND = Text.assemble(
     "predicted tokens: ", ("[masked]", "bold green"), " ", ("[was→is]", "bold yellow"), " ", ("[kept=]", "bold cyan"),
@@ -29,12 +29,30 @@ _LEGEND_OF_ROWS = Text.assemble(
 )  # fmt: skip
 _LEGEND_OF_PAIRS = Text("what a model reads, and → what it is to write", style="dim")
 
+Row: TypeAlias = dict[str, Any]
+"""An example of a batch, by the names of its columns: arrays of cells, or numbers."""
+
+
+class _Objective(Protocol):
+    """The part of an objective that lays out a batch."""
+
+    @property
+    def model_settings(self) -> Mapping[str, bool | str]: ...
+
+    def pack_spec(self, sequence_length: int) -> PackSpec: ...
+
+    def collate(self, examples: Examples, sequence_length: int) -> Batch: ...
+
+
+class _ObjectiveConfig(Protocol):
+    def build(self, vocabulary: Vocabulary) -> _Objective: ...
+
 
 @dataclass(frozen=True)
 class _View:
     """The sections of an experiment that decide what the model sees."""
 
-    objective: Annotated[Any, Kinds("trainer.objectives")]
+    objective: Annotated[_ObjectiveConfig, Kinds("trainer.objectives")]
     data: DataConfig
     seed: int = 0
 
@@ -49,9 +67,10 @@ def show(folder: str, experiment: str, overrides: Iterable[str], index: int, cou
     if index < 0:
         raise ConfigError(f"--index counts examples from 0; {index} is none of them")
     tree = read_tree(experiment, overrides)
-    sections = {name: tree[name] for name in ("objective", "seed") if name in tree}
+    sections: Tree = {name: tree[name] for name in ("objective", "seed") if name in tree}
     alone = {"path": folder, "sources": [], "weights": []}
-    view: _View = decode(_View, {**sections, "data": {**tree.get("data", {}), **alone}})
+    sections["data"] = {**tree.get("data", {}), **alone}
+    view = decode(_View, sections)
     dataset = Dataset.open(folder, ShardCache.open_folder(view.data.cache, view.data.cache_size))
     tokenizer, length = dataset.tokenizer, view.data.sequence_length
     objective = view.objective.build(tokenizer.vocabulary)
@@ -95,10 +114,10 @@ def show(folder: str, experiment: str, overrides: Iterable[str], index: int, cou
 
 
 def _print_row(
-    row: dict[str, Any],
+    row: Row,
     examples: Examples,
     source: tuple[str, int],
-    task: dict[str, Any],
+    task: Tree,
     tokenizer: Tokenizer,
     console: Console,
 ) -> None:
@@ -138,7 +157,7 @@ def _print_row(
         console.print(Text(f"→ {below}", "bold green"), soft_wrap=True)
 
 
-def _print_pairs(row: dict[str, Any], sources: list[tuple[str, int]], tokenizer: Tokenizer, console: Console) -> None:
+def _print_pairs(row: Row, sources: list[tuple[str, int]], tokenizer: Tokenizer, console: Console) -> None:
     """Prints each source with its target, which are the cells of one segment."""
     where = ", ".join(f"{file}:{line}" for file, line in dict.fromkeys(sources))
     console.print(Text(where, "dim blue"), soft_wrap=True)
@@ -154,7 +173,7 @@ def _print_pairs(row: dict[str, Any], sources: list[tuple[str, int]], tokenizer:
             console.print(Text.assemble("→ " if style else "  ", (text, style)), soft_wrap=True)
 
 
-def _render(row: dict[str, Any], first: int, end: int, tokenizer: Tokenizer) -> list[tuple[str, str]]:
+def _render(row: Row, first: int, end: int, tokenizer: Tokenizer) -> list[tuple[str, str]]:
     """The cells [first, end) as (text, style) parts."""
     tokens, columns = row["tokens"], row["predicted"][row["weights"] > 0]
     original = tokens.copy()

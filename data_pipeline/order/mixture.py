@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -327,6 +327,6 @@ class Mixture:
         names = {key: self._names.get(key, f"a dataset of digest {key[:12]}...") for key in shares}
         return ", ".join(f"{names[key]} {share / PERIOD:.3g}" for key, share in shares.items())
 
-    def state(self) -> list[list[Any]]:
+    def state(self) -> list[list[int | Shares]]:
         """The shares and their past, for a checkpoint."""
         return [[first, shares] for first, shares in self._schedule.parts]

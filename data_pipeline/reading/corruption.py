@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +36,7 @@ class CorruptShards:
         found: as the attribute; some may be of datasets that are not there.
     """
 
-    def __init__(self, shards: Sequence[tuple[str, str]], found: Iterable[Sequence[Any]] = ()) -> None:
+    def __init__(self, shards: Sequence[tuple[str, str]], found: Iterable[Sequence[str | int]] = ()) -> None:
         self._shards = shards
         named = ((str(digest), str(name), int(first)) for digest, name, first in found)
         self.found = tuple(sorted(named, key=lambda shard: (shard[2], *shard)))  # whichever replica came first
@@ -48,7 +47,7 @@ class CorruptShards:
         """Passes over a shard, too, from a global example on."""
         return self.replaced((*self.found, (*self._shards[shard], first)))
 
-    def replaced(self, found: Iterable[Sequence[Any]]) -> CorruptShards:
+    def replaced(self, found: Iterable[Sequence[str | int]]) -> CorruptShards:
         """Passes over these shards instead."""
         return CorruptShards(self._shards, found)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,8 @@ import numpy.typing as npt
 from data_pipeline.format.shards import Shard
 from data_pipeline.packing.plans import Int64, PackPlan
 from trainer.examples import Labels
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +39,7 @@ class PackedShard:
     rows: Int64
 
     @classmethod
-    def of(cls, shard: Shard, plan: PackPlan, dtype: np.dtype[Any], first_document: int) -> PackedShard:
+    def of(cls, shard: Shard, plan: PackPlan, dtype: np.dtype[np.generic], first_document: int) -> PackedShard:
         """Lays out a shard.
 
         Args:
@@ -71,7 +73,9 @@ class PackedShard:
         return self.start.nbytes + self.pieces.nbytes + self.labels.nbytes + self.rows.nbytes
 
 
-def gather(buffers: Iterable[memoryview], begin: Int64, end: Int64, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+def gather(
+    buffers: Iterable[memoryview], begin: Int64, end: Int64, dtype: np.dtype[Scalar] | type[Scalar]
+) -> npt.NDArray[Scalar]:
     """Puts the slice [begin:end] of each buffer end to end."""
     places = zip(buffers, begin.tolist(), end.tolist(), strict=True)
     return np.frombuffer(b"".join([buffer[first:last] for buffer, first, last in places]), dtype)

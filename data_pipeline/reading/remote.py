@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from data_pipeline.format.manifest import MANIFEST, Manifest, ShardInfo
 from data_pipeline.reading.cache import ShardCache, locked
 from trainer import storage
 from trainer.errors import ConfigError, DataError, ObjectNotFoundError, StorageError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 INDEX_READERS = 32  # shards whose index is read at a time: most of that is waiting
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -164,11 +167,12 @@ class _Ranges(io.RawIOBase):
         self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         return self._position
 
-    def readinto(self, buffer: Any) -> int:
-        end = min(self._position + len(buffer), self._size)
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer).cast("B")
+        end = min(self._position + len(view), self._size)
         if end <= self._position:
             return 0
         content = storage.read_range(self._url, self._position, end)
-        buffer[: len(content)] = content
+        view[: len(content)] = content
         self._position += len(content)
         return len(content)

@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,7 @@ from data_pipeline.format.manifest import token_dtype
 from data_pipeline.format.shards import Tokens
 from data_pipeline.tokenizers.alignment import trim
 from data_pipeline.tokenizers.words import WordEncoder, ends_tokens_with_words
+from trainer.config import Tree
 from trainer.examples import Vocabulary
 
 _BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -77,7 +77,7 @@ class HuggingFace:
         settings: its tokenizer_config.json.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, settings: Tree) -> None:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
@@ -135,7 +135,7 @@ class HuggingFace:
         return {"tokenizer.json": self._backend.to_str(pretty=True).encode()}
 
 
-def _special_token(backend: tokenizers.Tokenizer, settings: dict[str, Any], role: str) -> str | None:
+def _special_token(backend: tokenizers.Tokenizer, settings: Tree, role: str) -> str | None:
     fallback = {"cls": "bos_token", "sep": "eos_token"}.get(role, "")
     named = [settings.get(f"{role}_token"), *_USUAL_NAMES[role], settings.get(fallback)]
     names = [name["content"] if isinstance(name, dict) else name for name in named]
@@ -154,7 +154,7 @@ def _continuing(backend: tokenizers.Tokenizer, vocab: dict[str, int]) -> tuple[i
     return tuple(sorted(i for token, i in vocab.items() if not token.startswith(mark))) if mark else None
 
 
-def read(folder: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
+def read(folder: Path, settings: Tree) -> tokenizers.Tokenizer:
     """Reads tokenizer.json, or else vocab.txt, or else vocab.json and merges.txt.
 
     Raises:
@@ -225,7 +225,7 @@ def _between(backend: tokenizers.Tokenizer) -> int:
     return 1
 
 
-def _explicit(settings: Any) -> Any:
+def _explicit(settings: object) -> object:
     """Leaves out what is null, false or empty text, at any depth: so new versions write settings that old ones lack."""
     if isinstance(settings, dict):
         return {k: _explicit(v) for k, v in settings.items() if not (v is None or v is False or v == "")}

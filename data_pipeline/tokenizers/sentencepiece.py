@@ -9,24 +9,26 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from types import ModuleType
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import sentencepiece
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from sentencepiece import sentencepiece_model_pb2, sentencepiece_pb2
 
 from data_pipeline.format.manifest import token_dtype
 from data_pipeline.format.shards import Tokens
 from data_pipeline.tokenizers.alignment import trim
+from trainer.config import Tree
 from trainer.errors import ConfigError, DataError
 from trainer.examples import Vocabulary
 
 MODEL = "spiece.model"  # what transformers calls the file
 
-_protocol: Any = sentencepiece_model_pb2  # their classes are made when they are imported
-_encoded: Any = sentencepiece_pb2
+_protocol: ModuleType = sentencepiece_model_pb2  # their classes are made when they are imported
+_encoded: ModuleType = sentencepiece_pb2
 _SPACE = "▁"  # begins the first piece of a word
 _SENTINELS_OF_T5 = 100
 # Classes of transformers. Others than these shift the ids of their model, or change the text before.
@@ -135,7 +137,7 @@ class SentencePiece:
         DataError: the file is damaged, or the model is of a kind that transformers does not use as it is.
     """
 
-    def __init__(self, content: bytes, settings: dict[str, Any]) -> None:
+    def __init__(self, content: bytes, settings: Tree) -> None:
         model = _parse(content)
         kind = settings.get("tokenizer_class")
         if kind not in (None, _OF_ANY, *_OF_T5):
@@ -226,7 +228,7 @@ class SentencePiece:
         return {MODEL: self._content}
 
 
-def _parse(content: bytes) -> Any:
+def _parse(content: bytes) -> Message:
     try:
         model = _protocol.ModelProto.FromString(content)
     except DecodeError:

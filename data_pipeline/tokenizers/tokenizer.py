@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.format.shards import Tokens
 from data_pipeline.tokenizers import huggingface, sentencepiece
+from trainer.config import Tree
 from trainer.config.sizes import parse_size
 from trainer.errors import ConfigError, DataError
 from trainer.examples import Vocabulary
@@ -100,7 +101,7 @@ class Backend(Protocol):
 
     vocabulary: Vocabulary
     names: dict[str, str]
-    settings: dict[str, Any]
+    settings: Tree
 
     @property
     def fingerprint(self) -> str: ...
@@ -203,16 +204,16 @@ class Tokenizer:
         return self._backend.token(int(token_id)) or f"<{token_id}>"
 
 
-def _read_backend(folder: Path, settings: dict[str, Any]) -> Backend:
+def _read_backend(folder: Path, settings: Tree) -> Backend:
     try:
         return huggingface.HuggingFace(huggingface.read(folder, settings), settings)
     except FileNotFoundError:
         return sentencepiece.SentencePiece((folder / sentencepiece.MODEL).read_bytes(), settings)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> Tree:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def _json(content: Any) -> bytes:
+def _json(content: Mapping[str, object]) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

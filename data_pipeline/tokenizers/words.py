@@ -11,12 +11,12 @@ import json
 import re
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import tokenizers
 
 from data_pipeline.format.shards import Tokens
+from trainer.config import Tree
 
 _WORD = re.compile(r"\s*\S+|\s+")
 # White space to Python; BERT deletes them, and so joins what they part.
@@ -26,7 +26,7 @@ _MOST_CHARACTERS = 2**21  # of known words; about 50 MB in all
 
 def ends_tokens_with_words(backend: tokenizers.Tokenizer) -> bool:
     """Whether a tokenizer is of a kind of which this module knows that no token goes on from one word to the next."""
-    settings: dict[str, Any] = json.loads(backend.to_str())
+    settings: Tree = json.loads(backend.to_str())
     model, normalizer, splitter = (settings[part] or {} for part in ("model", "normalizer", "pre_tokenizer"))
     if splitter.get("type") == "BertPreTokenizer":
         fits = model["type"] == "WordPiece" and normalizer.get("type") in (None, "Lowercase", "BertNormalizer")
@@ -45,7 +45,7 @@ class WordEncoder:
         dtype: of the ids.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, dtype: np.dtype[Any]) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, dtype: np.dtype[np.unsignedinteger]) -> None:
         self._backend = backend
         self._dtype = dtype
         self._known: dict[str, bytes] = {}

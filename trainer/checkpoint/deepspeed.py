@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, SupportsFloat, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ _PARAM_GROUPS = 1024  # more than any script has
 
 Range: TypeAlias = tuple[Tensor, int, int]
 """A flat tensor, and where in it how many elements of another one lie."""
+Loaded: TypeAlias = Any
+"""The content of one of DeepSpeed's files, in the layout of its version."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class DeepSpeedState:
 
     step: int
     examples: int | None
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     tensors: Mapping[str, StoredTensors]
 
 
@@ -143,7 +145,7 @@ def _padded_part(shape: Sequence[int], ranks: int) -> int:
     return -(-math.prod(shape) // ranks)
 
 
-def _check_lengths(shapes: Mapping[str, Sequence[int]], ranks: int, flats: Mapping[str, Any], path: Path) -> None:
+def _check_lengths(shapes: Mapping[str, Sequence[int]], ranks: int, flats: Mapping[str, Tensor], path: Path) -> None:
     """Refuses what is shorter or longer than the parts of a group that a rank has in stage 3, padding included."""
     due = sum(_padded_part(shape, ranks) for shape in shapes.values())
     for kind in (WEIGHTS, *MOMENTS):
@@ -176,7 +178,7 @@ def _open_universal(folder: Path) -> DeepSpeedState:
     return DeepSpeedState(_single_step(steps, folder), model.get("global_samples"), settings, tensors)
 
 
-def _model_states(folder: Path) -> dict[str, Any]:
+def _model_states(folder: Path) -> Loaded:
     """What rank 0 has saved of the model and the run.
 
     Raises:
@@ -185,7 +187,7 @@ def _model_states(folder: Path) -> dict[str, Any]:
     path = next((folder / name for name in _MODEL_STATES if (folder / name).exists()), None)
     if path is None:
         raise CheckpointError(f"{folder} has no {' and no '.join(_MODEL_STATES)}; copy all files of the checkpoint")
-    model: dict[str, Any] = _load(path)
+    model = _load(path)
     if frozen := model.get("frozen_param_shapes"):
         raise CheckpointError(
             f"{folder} is of a run that trained only some of its parameters: {next(iter(frozen))} was frozen, and here "
@@ -194,7 +196,7 @@ def _model_states(folder: Path) -> dict[str, Any]:
     return model
 
 
-def _check_moments(state: Mapping[str, Any], where: Path) -> None:
+def _check_moments(state: Mapping[str, object], where: Path) -> None:
     """Refuses what is not Adam's: two running means and a count."""
     keys = sorted(key for key in state if key != "step")
     if keys != sorted(MOMENTS):
@@ -205,7 +207,7 @@ def _check_moments(state: Mapping[str, Any], where: Path) -> None:
         )
 
 
-def _step(value: Any, folder: Path) -> int:
+def _step(value: SupportsFloat, folder: Path) -> int:
     """A count of updates, which is kept as a number or a tensor of one."""
     count = float(value)
     if not (count.is_integer() and count >= 0):
@@ -256,17 +258,17 @@ def _elements(ranges: Sequence[Range], what: str, is_square: bool, start: int, s
 class _StandIn:
     """In place of any object that is not torch's: what it was made from is dropped, what it holds is kept."""
 
-    def __new__(cls, *_args: Any) -> _StandIn:
+    def __new__(cls, *_args: object) -> _StandIn:
         return super().__new__(cls)
 
-    def __init__(self, *_args: Any) -> None: ...
+    def __init__(self, *_args: object) -> None: ...
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         if isinstance(state, dict):
             vars(self).update(state)
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path) -> Loaded:
     """The content of a file; tensors are mapped, objects of classes are stand-ins.
 
     Raises:
@@ -323,7 +325,7 @@ def write_universal(folder: Path, step: int, parameters: Iterable[tuple[str, Map
                 content = {"param": tensor.detach().clone(memory_format=torch.contiguous_format)}  # without its base
                 torch.save(content, temporary / _UNIVERSAL / name / f"{kind}.pt")
         # Stages 1 and 2 take groups one by one, and leave out those that have no counterpart; stage 3 takes the other.
-        groups: list[dict[str, Any]] = [{}] * _PARAM_GROUPS
+        groups: list[dict[str, object]] = [{}] * _PARAM_GROUPS
         optimizer = {"state": {0: {"step": count}}, "param_groups": groups[:1]}
         common = {"ds_version": _LAYOUT, "param_groups": groups, "optimizer_state_dict": optimizer}
         torch.save(common, temporary / _UNIVERSAL / "optimizer_state.pt")

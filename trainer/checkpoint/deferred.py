@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from trainer.checkpoint.layout import StoredPiece, StoredTensors
+
+T = TypeVar("T")
 
 
 class Deferred(Tensor):
@@ -40,9 +42,13 @@ class Deferred(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        def call(convert: Callable[[Any], Any]) -> Any:
+        cls,
+        function: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        def call(convert: Callable[[object], object]) -> object:
             return function(*tree_map(convert, args), **tree_map(convert, dict(kwargs or {})))
 
         if function is torch.ops.aten.equal.default:  # the only question that is asked about elements
@@ -76,17 +82,16 @@ def _stored_piece(name: str, promised: Tensor) -> StoredPiece:
     shape = tuple(promised.shape)
 
     def elements(start: int, stop: int) -> Tensor:
-        made: Tensor = _made(promised)
-        return made.flatten()[start:stop]
+        return _made(promised).flatten()[start:stop]
 
     return StoredPiece(name, shape, (0,) * len(shape), shape, promised.dtype, elements)
 
 
-def _made(value: Any) -> Any:
+def _made(value: T) -> T | Tensor:
     return value.make() if isinstance(value, Deferred) else value
 
 
-def _described(value: Any) -> Any:
+def _described(value: T) -> T | Tensor:
     if not isinstance(value, Deferred):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

@@ -8,13 +8,14 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.checkpoint import files
+from trainer.config import Tree
 from trainer.errors import CheckpointError
 from trainer.storage.hub import TOKENIZER_FILES
 
@@ -26,21 +27,27 @@ _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _CARD = "README.md"
 
 
+class _TensorFile(Protocol):
+    """A file that `safe_open` has opened."""
+
+    def keys(self) -> list[str]: ...
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
 class LazyTensors(Mapping[str, Tensor]):
     """Tensors of safetensors files by name, each read from the disk when it is asked for."""
 
     def __init__(self, paths: list[Path]) -> None:
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, _TensorFile] = {}
         for path in paths:
             try:
-                file: Any = safe_open(path, framework="pt")
+                file: _TensorFile = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"cannot read {path}: {error}; copy or download it again") from error
             self._files.update(dict.fromkeys(file.keys(), file))
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor
+        return self._files[name].get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -58,7 +65,7 @@ def identity(folder: Path) -> str:
     return hashlib.sha256("".join(files.digest(folder / name).sha256 for name in names).encode()).hexdigest()
 
 
-def load_folder(folder: Path) -> tuple[dict[str, Any], LazyTensors]:
+def load_folder(folder: Path) -> tuple[Tree, LazyTensors]:
     """Opens a model's folder.
 
     Returns:
@@ -93,7 +100,7 @@ def is_adapter(folder: Path) -> bool:
     return (folder / _ADAPTER_CONFIG).is_file()
 
 
-def load_adapter(folder: Path) -> tuple[dict[str, Any], LazyTensors]:
+def load_adapter(folder: Path) -> tuple[Tree, LazyTensors]:
     """Opens a folder of the `peft` library, as `load_folder` does one of a model.
 
     Raises:
@@ -109,7 +116,7 @@ def load_adapter(folder: Path) -> tuple[dict[str, Any], LazyTensors]:
 
 def save_folder(
     folder: Path,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     tensors: Mapping[str, Tensor],
     tokenizer_folder: Path | None = None,
     card: str | None = None,
@@ -161,7 +168,7 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
         shutil.copyfile(file, target / file.name)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> Tree:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -11,10 +11,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location
+from trainer.config import Tree
 from trainer.errors import CheckpointError
 from trainer.storage import Digest
 
@@ -126,14 +126,14 @@ def _damaged(path: Location, reason: str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged: {reason}; check the disk and use another step")
 
 
-def read_meta(folder: Location) -> dict[str, Any]:
+def read_meta(folder: Location) -> Tree:
     """What a committed step says about itself: format, step, world_size, versions, and what was given to `save`.
 
     Raises:
         CheckpointError: the step is not committed, its meta.json is damaged or of a format from the future.
     """
     _check_file(folder / META, read_checksums(folder)[META])
-    meta: dict[str, Any] = json.loads(files.read(folder / META))
+    meta: Tree = json.loads(files.read(folder / META))
     if meta["format"] != FORMAT:
         raise CheckpointError(
             f"{folder} has checkpoint format {meta['format']} and this samestep reads format {FORMAT}; "

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from trainer.checkpoint import files, integrity, layout, retention, writer
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredTensors
 from trainer.checkpoint.together import gather, raise_together, together
+from trainer.config import Tree
 from trainer.errors import CheckpointError, ConfigError
 from trainer.storage import is_url, is_writable, shown
 
@@ -110,7 +110,9 @@ class Checkpointer:
         """Takes the memory that saving such tensors needs, in the background; without it the first save is slow."""
         self._staging.reserve(layout.pieces_to_write(tensors, self._rank, self._world_size))
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], kept: int | None = None) -> None:
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, object], kept: int | None = None
+    ) -> None:
         """Writes a checkpoint; returns once the tensors have been copied, if `asynchronous`.
 
         One save is under way at a time: the next waits for it, and a process must `wait` for its last one. Saving
@@ -257,7 +259,7 @@ class Checkpointer:
                 for later in reversed([each for each in self.steps() if each > step]):
                     integrity.remove_step(integrity.step_folder(self.folder, later))
 
-    def restore(self, tensors: Mapping[str, Tensor], step: int | None = None) -> dict[str, Any]:
+    def restore(self, tensors: Mapping[str, Tensor], step: int | None = None) -> Tree:
         """Fills the given tensors in place, of any kind, whatever world size and strategy wrote them.
 
         Args:
@@ -281,7 +283,7 @@ class Checkpointer:
         self._at, self._error = step, None
         return meta
 
-    def open(self, step_folder: Location) -> tuple[dict[str, Any], StoredTensors]:
+    def open(self, step_folder: Location) -> tuple[Tree, StoredTensors]:
         """Opens a checkpoint, of this run or another, of which each rank then reads what it needs.
 
         Each rank verifies a share of the files, unless that was done before.

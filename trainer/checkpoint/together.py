@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -17,7 +17,7 @@ def gather(item: T, world_size: int) -> list[T]:
     """Every rank's item, on every rank."""
     if world_size == 1:
         return [item]
-    items: list[Any] = [None] * world_size
+    items = [item] * world_size  # to be replaced
     dist.all_gather_object(items, item)
     return items
 

@@ -13,7 +13,6 @@ import platform
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
 
 import torch
 
@@ -26,7 +25,7 @@ from trainer.storage import Digest
 logger = logging.getLogger(__name__)
 
 
-def describe(step: int, world_size: int, meta: Mapping[str, Any]) -> bytes:
+def describe(step: int, world_size: int, meta: Mapping[str, object]) -> bytes:
     """The content of meta.json.
 
     Args:

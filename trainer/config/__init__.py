@@ -7,7 +7,7 @@ is decoded by the module its `kind` names (`kind: mlm` under "trainer.objectives
 dotted kind is a user's own module); each such module has a frozen dataclass `Config`. No torch in here.
 """
 
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from trainer.config.decode import Kinds, decode
 from trainer.config.render import dump, to_tree
@@ -24,4 +24,4 @@ def load(schema: type[T], path: str, overrides: list[str] | tuple[str, ...] = ()
     Raises:
         ConfigError: naming the file or the key, the value and the nearest valid key.
     """
-    return cast(T, decode(schema, read_tree(path, overrides)))
+    return decode(schema, read_tree(path, overrides))

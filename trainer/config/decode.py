@@ -10,14 +10,22 @@ import types
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union
 
 from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeForm
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Kinds:
     """Marks a field whose schema is the `Config` of the module that its `kind` names, inside `package`.
+
+    The field is `Annotated[protocol, Kinds(package)]`: the protocol tells what all those configurations have in
+    common, for the type checker. Decoding goes by the kind alone.
 
     A dash in a kind is an underscore in the module's name, as in Hugging Face's "openai-gpt".
     """
@@ -58,10 +66,10 @@ class Kinds:
             if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
                 raise
             raise ConfigError(f"{path}.kind: no module for {kind!r}; {_suggest(kind, self.available())}") from error
-        schema = getattr(module, "Config", None)
-        if not dataclasses.is_dataclass(schema):
+        schema: object = vars(module).get("Config")
+        if not isinstance(schema, type) or not dataclasses.is_dataclass(schema):
             raise ConfigError(f"{path}.kind: the module {name} has no dataclass named Config")
-        return typing.cast(type[Any], schema)
+        return schema
 
 
 def _suggest(word: str, known: Iterable[str]) -> str:
@@ -82,18 +90,22 @@ class _Mismatch(ConfigError):
         self.path, self.expected = path, expected
 
 
-def decode(schema: Any, value: Any, path: str = "") -> Any:
+def decode(schema: TypeForm[T], value: object, path: str = "") -> T:
     """Decodes `value` as the declared type `schema`: a dataclass, a scalar, Literal, tuple, dict, union or Kinds.
 
     Raises:
         ConfigError: naming the key, the value and what was expected.
     """
+    return typing.cast(T, _decode(schema, value, path))
+
+
+def _decode(schema: object, value: object, path: str) -> object:
     origin, arguments = typing.get_origin(schema), typing.get_args(schema)
     if origin is Annotated:
         kinds = next((a for a in arguments[1:] if isinstance(a, Kinds)), None)
-        return _decode_kind(kinds, value, path) if kinds else decode(arguments[0], value, path)
-    if dataclasses.is_dataclass(schema):
-        return _decode_dataclass(typing.cast(type[Any], schema), value, path)
+        return _decode_kind(kinds, value, path) if kinds else _decode(arguments[0], value, path)
+    if isinstance(schema, type) and dataclasses.is_dataclass(schema):
+        return _decode_dataclass(schema, value, path)
     if origin in (Union, types.UnionType):
         return _decode_union(arguments, value, path)
     if origin is Literal:
@@ -103,15 +115,15 @@ def decode(schema: Any, value: Any, path: str = "") -> Any:
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
             raise _Mismatch(path, value, "a list")
-        return tuple(decode(arguments[0], item, _join(path, i)) for i, item in enumerate(value))
+        return tuple(_decode(arguments[0], item, _join(path, i)) for i, item in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict):
             raise _Mismatch(path, value, "a section of key: value lines")
-        return {decode(arguments[0], k, path): decode(arguments[1], v, _join(path, k)) for k, v in value.items()}
+        return {_decode(arguments[0], k, path): _decode(arguments[1], v, _join(path, k)) for k, v in value.items()}
     return _decode_scalar(schema, value, path)
 
 
-def _decode_scalar(schema: Any, value: Any, path: str) -> Any:
+def _decode_scalar(schema: object, value: object, path: str) -> object:
     if schema is type(None) and value is None:
         return None
     if schema is bool and isinstance(value, bool):
@@ -120,7 +132,7 @@ def _decode_scalar(schema: Any, value: Any, path: str) -> Any:
         return value
     if schema in (int, float) and not isinstance(value, bool):
         try:  # PyYAML reads 1e-4 as a string, and 1e6 is a natural way to write an integer
-            number = float(value)
+            number = float(value) if isinstance(value, (str, typing.SupportsFloat)) else None
         except (TypeError, ValueError):
             number = None
         if schema is float and number is not None:
@@ -129,34 +141,35 @@ def _decode_scalar(schema: Any, value: Any, path: str) -> Any:
             return value
         if number is not None and number.is_integer():
             return int(number)
-    expected = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
+    expected: dict[object, str] = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
     raise _Mismatch(path, value, expected.get(schema, str(schema)))
 
 
-def _decode_union(choices: tuple[Any, ...], value: Any, path: str) -> Any:
+def _decode_union(choices: tuple[object, ...], value: object, path: str) -> object:
     if value is None and type(None) in choices:
         return None
     errors: list[ConfigError] = []
     for choice in choices:
         if choice is not type(None):
             try:
-                return decode(choice, value, path)
+                return _decode(choice, value, path)
             except ConfigError as error:
                 errors.append(error)
     expected = [error.expected for error in errors if isinstance(error, _Mismatch) and error.path == path]
     raise _Mismatch(path, value, " or ".join(expected)) if len(expected) == len(errors) else errors[0]
 
 
-def _decode_kind(kinds: Kinds, value: Any, path: str) -> Any:
+def _decode_kind(kinds: Kinds, value: object, path: str) -> object:
     if isinstance(value, str):  # `strategy: ddp` is short for `strategy: {kind: ddp}`
         value = {"kind": value}
     if not isinstance(value, dict):
         raise _Mismatch(path, value, "a section with a `kind`")
     rest = {key: item for key, item in value.items() if key != "kind"}
-    return decode(kinds.schema(value.get("kind"), path), rest, path)
+    return _decode_dataclass(kinds.schema(value.get("kind"), path), rest, path)
 
 
-def _decode_dataclass(schema: type[Any], value: Any, path: str) -> Any:
+def _decode_dataclass(schema: type[object], value: object, path: str) -> object:
+    assert dataclasses.is_dataclass(schema)
     if value is None:
         value = {}
     if not isinstance(value, dict):
@@ -166,7 +179,7 @@ def _decode_dataclass(schema: type[Any], value: Any, path: str) -> Any:
     for key in value:
         if key not in fields:
             raise ConfigError(f"{_join(path, key)} is not a known key; {_suggest(str(key), fields)}")
-    arguments = {key: decode(hints[key], item, _join(path, key)) for key, item in value.items()}
+    arguments = {key: _decode(hints[key], item, _join(path, key)) for key, item in value.items()}
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in arguments:
@@ -179,7 +192,7 @@ def _decode_dataclass(schema: type[Any], value: Any, path: str) -> Any:
         raise ConfigError(f"{path}: {error}" if path else str(error)) from error
 
 
-def kinds_of(hint: Any) -> Kinds | None:
+def kinds_of(hint: object) -> Kinds | None:
     """The Kinds mark of a field's type, also where it is one of `X | None`."""
     for part in (hint, *typing.get_args(hint)):
         if typing.get_origin(part) is Annotated:

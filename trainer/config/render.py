@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any
 
 import yaml
 
@@ -12,8 +11,9 @@ from trainer.config.decode import kinds_of
 from trainer.config.tree import Tree
 
 
-def to_tree(config: Any) -> Tree:
+def to_tree(config: object) -> Tree:
     """The full tree of a dataclass: every key with its value, defaults included, and each section's `kind`."""
+    assert dataclasses.is_dataclass(config)
     hints = typing.get_type_hints(type(config), include_extras=True)
     tree: Tree = {}
     for field in dataclasses.fields(config):
@@ -25,7 +25,7 @@ def to_tree(config: Any) -> Tree:
     return tree
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if dataclasses.is_dataclass(value):
         return to_tree(value)
     if isinstance(value, (list, tuple)):
@@ -35,6 +35,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def dump(config: Any) -> str:
+def dump(config: object) -> str:
     """The resolved configuration as YAML, in the order of the schema."""
     return yaml.safe_dump(to_tree(config), sort_keys=False, width=120, allow_unicode=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,12 +11,13 @@ import yaml
 from trainer.errors import ConfigError
 
 Tree: TypeAlias = dict[str, Any]
+"""A section of YAML or JSON: plain values by key. Whoever looks one up checks what it finds, or knows who wrote it."""
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
     """SafeLoader that refuses a key given twice, which YAML parsers otherwise let the last one win."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
@@ -26,7 +27,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _parse(text: str, where: str) -> Any:
+def _parse(text: str, where: str) -> object:
     try:
         return yaml.load(text, _UniqueKeyLoader)
     except yaml.YAMLError as error:
@@ -50,7 +51,7 @@ def merge(base: Tree, changes: Tree) -> Tree:
     return merged
 
 
-def _merge_items(name: str, items: list[Any], changes: Tree) -> list[Any]:
+def _merge_items(name: str, items: list[object], changes: Tree) -> list[object]:
     """Lays changes over the items of a list that they name by number, from 0."""
     numbered = {str(number): item for number, item in enumerate(items)}
     unknown = [key for key in changes if str(key) not in numbered]
@@ -83,9 +84,9 @@ def _read_file(path: Path, chain: tuple[Path, ...]) -> Tree:
     return merge(merged, tree)
 
 
-def differences(before: Tree, after: Tree, path: str = "") -> dict[str, tuple[Any, Any]]:
+def differences(before: Tree, after: Tree, path: str = "") -> dict[str, tuple[object, object]]:
     """The values that differ between two trees, (before, after) by dotted key; None where there is none."""
-    found: dict[str, tuple[Any, Any]] = {}
+    found: dict[str, tuple[object, object]] = {}
     for key in {**before, **after}:
         old, new = before.get(key), after.get(key)
         if isinstance(old, dict) and isinstance(new, dict):

@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import TracebackType
-from typing import Any, TypeAlias
+from types import FrameType, TracebackType
+from typing import TypeAlias
 
 import torch
 
 Main: TypeAlias = Callable[[list[str]], int]
+Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 _CONTEXT = multiprocessing.get_context("fork")
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -113,7 +114,7 @@ def _work(
     main: Main,
     arguments: list[str],
     environment: Mapping[str, str],
-    handlers: Mapping[signal.Signals, Any],
+    handlers: Mapping[signal.Signals, Handler],
 ) -> None:
     orders.close()
     for number, handler in handlers.items():

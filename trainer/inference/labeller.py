@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -109,5 +109,5 @@ def _objective(weights: Weights) -> Any:
     settings = {name: value for name, value in weights.objective.items() if name != "kind"}
     if len(weights.config.labels) == 1:
         return decode(regression.Config, settings, "objective")
-    config = cast(classification.Config, decode(classification.Config, settings, "objective"))
+    config = decode(classification.Config, settings, "objective")
     return replace(config, soft=False, lm_weight=0.0, reads="last" if config.lm_weight else config.reads)

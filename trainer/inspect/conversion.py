@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from trainer.checkpoint.deferred import promises, stored
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import Piece, StoredPiece, StoredTensors
 from trainer.checkpoint.lock import only_writer
-from trainer.config import to_tree
+from trainer.config import Tree, to_tree
 from trainer.errors import CheckpointError, ConfigError
 from trainer.optim import adamw
 from trainer.storage import is_url, shown
@@ -181,7 +180,7 @@ def _own_tensors(experiment: Experiment, state: DeepSpeedState, folder: Path) ->
     return own
 
 
-def _begin_run(experiment: Experiment, state: DeepSpeedState) -> dict[str, Any]:
+def _begin_run(experiment: Experiment, state: DeepSpeedState) -> Tree:
     """Makes the run's folder, with a ledger that says where it begins; returns what its first checkpoint says."""
     dataset = experiment.data.open()
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
@@ -209,7 +208,7 @@ def _begin_run(experiment: Experiment, state: DeepSpeedState) -> dict[str, Any]:
     return meta
 
 
-def _write(folder: Location, tensors: StoredTensors, step: int, meta: Mapping[str, Any]) -> None:
+def _write(folder: Location, tensors: StoredTensors, step: int, meta: Mapping[str, object]) -> None:
     """Writes a checkpoint as ranks do that each hold some of its tensors, one rank after the other."""
     shares = _shares(tensors)
     text = writer.describe(step, len(shares), meta)

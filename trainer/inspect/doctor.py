@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,9 @@ def _tried(subject: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Fin
         yield Finding(subject, "failed", f"{type(error).__name__}: {error}")
 
 
-def _checks_of_devices(wanted: Any, experiment: Experiment | None, processes: int | None) -> list[Check]:
+def _checks_of_devices(
+    wanted: accelerators.Config | None, experiment: Experiment | None, processes: int | None
+) -> list[Check]:
     gpus = 0 if isinstance(wanted, cpu.Config) else torch.cuda.device_count()
     precision: Precision = "bf16" if gpus else "fp32"
     if experiment is not None:
@@ -136,7 +138,7 @@ def _software() -> Iterator[Finding]:
     yield Finding("extras", "ok", f"{there or 'none'}{'; not there: ' * bool(missing)}{', '.join(missing)}", fix)
 
 
-def _devices(wanted: Any) -> Iterator[Finding]:
+def _devices(wanted: accelerators.Config | None) -> Iterator[Finding]:
     """What training would run on, given the experiment's accelerator; None leaves it to the machine."""
     if isinstance(wanted, cpu.Config):
         yield Finding("devices", "ok", "the CPU, as the experiment asks for it")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -19,6 +19,7 @@ from trainer.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, ConfigError
 if TYPE_CHECKING:
     from trainer.checkpoint import Config
     from trainer.checkpoint.files import Location
+    from trainer.config import Tree
 
 
 def register(commands: Commands) -> None:
@@ -119,11 +120,11 @@ def _report(root: Location, check: Callable[[Location], None], sound: str) -> in
     return len(problems)
 
 
-def _look_at(folder: Location, check: Callable[[Location], None]) -> tuple[dict[str, Any], str | None]:
+def _look_at(folder: Location, check: Callable[[Location], None]) -> tuple[Tree, str | None]:
     """What a step says about itself, and what is wrong with it, if anything."""
     from trainer.checkpoint import integrity, retention
 
-    meta: dict[str, Any] = {}
+    meta: Tree = {}
 
     def read(folder: Location) -> None:
         check(folder)
@@ -185,7 +186,7 @@ def _retention(root: Location, keep_last: int | None) -> Config:
     """What the run keeps that made the newest readable checkpoint, unless something else is asked for."""
     from trainer.checkpoint import Config, integrity, read_meta
 
-    kept: dict[str, Any] = {}
+    kept: Tree = {}
     for step in integrity.committed_steps(root):
         with suppress(CheckpointError):
             section = read_meta(integrity.step_folder(root, step))["config"]["checkpoint"]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from types import ModuleType
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from trainer.errors import ConfigError, MissingExtra
 
-Array: TypeAlias = npt.NDArray[Any]
+Array: TypeAlias = npt.NDArray[np.number]
 Metric: TypeAlias = Callable[[Array, Array], float]
 
 
@@ -113,9 +114,10 @@ def _correlation(name: str, x: Array, y: Array) -> float:
     return float((stats.pearsonr if name == "pearson" else stats.spearmanr)(x, y).statistic)
 
 
-def _sklearn(name: str) -> Any:
+def _sklearn(name: str) -> ModuleType:
     try:
-        from sklearn import metrics
+        import sklearn.metrics
     except ImportError:
         raise MissingExtra("scikit-learn", "tasks", f"the metric {name}") from None
-    return metrics
+    found: ModuleType = sklearn.metrics
+    return found

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from trainer.errors import ConfigError
 from trainer.optim.blockwise import MIN_RMS, Blockwise, number
-from trainer.optim.groups import parameter_groups
+from trainer.optim.groups import Group, parameter_groups
 from trainer.partition import (
     StackedParameter,
     add_up,
@@ -101,7 +101,7 @@ class Adafactor(Blockwise):
     computed in the memory of the gradients, which are lost.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], blocks: Mapping[Tensor, int], config: Config) -> None:
+    def __init__(self, groups: list[Group], blocks: Mapping[Tensor, int], config: Config) -> None:
         super().__init__(groups, blocks, lr=config.lr)
         self._config = config
 
@@ -235,7 +235,7 @@ class Adafactor(Blockwise):
 
     def _apply(
         self,
-        group: dict[str, Any],
+        group: Group,
         weights: list[Tensor],
         blocks: list[Tensor],
         changes: list[Tensor],

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 from trainer.errors import ConfigError
 from trainer.optim.blockwise import FUSED, DecayedAdam
-from trainer.optim.groups import parameter_groups
+from trainer.optim.groups import Group, parameter_groups
 
 
 @dataclass(frozen=True)
@@ -61,10 +60,12 @@ class Config:
                 Each element has an update of its own here, so that makes no difference.
         """
         groups = parameter_groups(parameters, self.weight_decay, self.layer_decay)
-        settings: dict[str, Any] = {"lr": self.lr, "betas": self.betas, "eps": self.eps}
         if groups[0]["params"][0].device.type not in FUSED:
-            return TracedAdamW(groups, {}, bias_correction=self.bias_correction, **settings)
-        return (AdamW if self.bias_correction else UncorrectedAdamW)(groups, fused=True, **settings)
+            return TracedAdamW(
+                groups, {}, lr=self.lr, betas=self.betas, eps=self.eps, bias_correction=self.bias_correction
+            )
+        fused = AdamW if self.bias_correction else UncorrectedAdamW
+        return fused(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
 
 
 class UncorrectedAdamW(AdamW):
@@ -81,8 +82,9 @@ class UncorrectedAdamW(AdamW):
     The number of updates is kept on the host, in each group's "updates", so that no step waits for the device.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
-        super().__init__([{**group, "updates": 0} for group in groups], **settings)
+    def __init__(self, groups: list[Group], lr: float, betas: tuple[float, float], eps: float, fused: bool) -> None:
+        counted = [{**group, "updates": 0} for group in groups]
+        super().__init__(counted, lr=lr, betas=betas, eps=eps, fused=fused)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Makes one update; before and after it the groups hold the settings of BERT's formula."""

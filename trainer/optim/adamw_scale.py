@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 
 from trainer.optim import adamw
 from trainer.optim.blockwise import MIN_RMS, BlockwiseAdam
-from trainer.optim.groups import parameter_groups
+from trainer.optim.groups import Group, parameter_groups
 from trainer.partition import local_parts, whole_norms
 
 
@@ -67,7 +66,7 @@ class AdamWScale(BlockwiseAdam):
             if group["weight_decay"]:
                 self._shrink(local_parts(weights), group["lr"] * group["weight_decay"])
 
-    def _adam(self, group: dict[str, Any], weights: list[Tensor]) -> list[Tensor]:
+    def _adam(self, group: Group, weights: list[Tensor]) -> list[Tensor]:
         if group["bias_correction"]:  # the kernel's u is (m / c1) / (sqrt(v) / c2 + eps)
             group = {**group, "eps": group["eps"] / math.sqrt(1 - group["betas"][1] ** group["updates"])}
         return super()._adam(group, weights)

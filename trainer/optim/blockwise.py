@@ -6,13 +6,13 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 
+from trainer.optim.groups import Group
 from trainer.partition import StackedParameter, block_bounds, local_parts, whole_shape
 
 FUSED = ("cpu", "cuda")  # devices that torch has fused kernels for
@@ -40,7 +40,7 @@ class Blockwise(Optimizer):
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
-    def __init__(self, groups: list[dict[str, Any]], blocks: Mapping[Tensor, int], **settings: Any) -> None:
+    def __init__(self, groups: list[Group], blocks: Mapping[Tensor, int], **settings: object) -> None:
         super().__init__([{**group, "updates": 0} for group in groups], settings)
         weights = [weight for group in groups for weight in group["params"]]
         self._counts = {weight: _counts(weight, blocks.get(weight, 1)) for weight in weights}
@@ -53,7 +53,7 @@ class Blockwise(Optimizer):
         size = math.prod(whole_shape(weight)) / count
         return torch.full((count,), size, dtype=torch.float64, device=weight.device)
 
-    def _members(self) -> Iterator[tuple[dict[str, Any], list[Tensor], slice]]:
+    def _members(self) -> Iterator[tuple[Group, list[Tensor], slice]]:
         """Each group with its weights that have a gradient, and which of the tensors of `_blocks` are theirs."""
         start = 0
         for group in self.param_groups:
@@ -128,7 +128,7 @@ class BlockwiseAdam(Blockwise):
             changes: the u of each block, likewise.
         """
 
-    def _adam(self, group: dict[str, Any], weights: list[Tensor]) -> list[Tensor]:
+    def _adam(self, group: Group, weights: list[Tensor]) -> list[Tensor]:
         """Brings the running means up to date; returns the u of each weight, as much of it as this process holds."""
         for weight in weights:
             if not self.state[weight]:
@@ -141,7 +141,7 @@ class BlockwiseAdam(Blockwise):
         return compute(group, gradients, means, squares)
 
     def _fused_adam(
-        self, group: dict[str, Any], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]
+        self, group: Group, gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]
     ) -> list[Tensor]:
         """By torch's fused kernel: from zeros, with a learning rate of -1, it leaves m / (sqrt(v) + eps) behind."""
         updates = [torch.zeros_like(gradient) for gradient in gradients]
@@ -168,7 +168,7 @@ class BlockwiseAdam(Blockwise):
         return updates
 
     def _traced_adam(
-        self, group: dict[str, Any], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]
+        self, group: Group, gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]
     ) -> list[Tensor]:
         """By plain operations, for devices without such a kernel: numbers that change from step to step are tensors."""
         (beta1, beta2), t = group["betas"], group["updates"] if group["bias_correction"] else math.inf
@@ -199,7 +199,7 @@ def _counts(weight: Tensor, blocks: int) -> list[int]:
 class DecayedAdam(BlockwiseAdam):
     """Adam whose u has the decay of the weights in it: m / (sqrt(v) + eps) + decay * x."""
 
-    def _adam(self, group: dict[str, Any], weights: list[Tensor]) -> list[Tensor]:
+    def _adam(self, group: Group, weights: list[Tensor]) -> list[Tensor]:
         updates = super()._adam(group, weights)
         torch._foreach_add_(updates, local_parts(weights), alpha=group["weight_decay"])
         return updates

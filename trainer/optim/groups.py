@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,14 @@ from trainer.partition import layer_shape, state_like
 
 LAYER = re.compile(r"(layers|encoder|decoder)\.(\d+)\.")
 """What the name of a layer's parameter begins with: the stack, and the layer's number in it."""
+Group: TypeAlias = dict[str, Any]
+"""Of `torch.optim`: the parameters under "params", and their settings by name."""
 _WHOLE = ("exp_avg_sq_row", "exp_avg_sq_col")  # Adafactor's means, which every process has the whole of
 
 
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float, layer_decay: float = 1.0
-) -> list[dict[str, Any]]:
+) -> list[Group]:
     """Splits the trainable parameters: matrices decay; biases and norm weights, all of one dimension, do not.
 
     Args:

@@ -148,7 +148,7 @@ def _shape(weights: Weights) -> Iterator[tuple[str, object]]:
     yield "labels", _listed(config.labels)
 
 
-def _training(meta: Mapping[str, Any], origin: str | None) -> Iterator[tuple[str, object]]:
+def _training(meta: Tree, origin: str | None) -> Iterator[tuple[str, object]]:
     """What a checkpoint says about how it was trained."""
     if not meta:
         return
@@ -184,7 +184,7 @@ def _phase(phase: Tree, data: Tree, training: Tree) -> str:
     return f"{phase['steps']:,} steps of {batch} x {length}" + (f", lr {given['lr']}" if "lr" in given else "")
 
 
-def _data(meta: Mapping[str, Any]) -> tuple[str, list[Manifest]]:
+def _data(meta: Tree) -> tuple[str, list[Manifest]]:
     """A table of the datasets, by the digests in a checkpoint, and what of them is still where it was."""
     mixture = meta.get("data", {}).get("mixture", [])
     digests = dict.fromkeys(digest for _, shares in mixture for digest in shares)
@@ -201,7 +201,7 @@ def _data(meta: Mapping[str, Any]) -> tuple[str, list[Manifest]]:
     return _table(rows, ("source files", "documents", "tokens", "digest")), used
 
 
-def manifests_of(meta: Mapping[str, Any]) -> Iterator[Manifest]:
+def manifests_of(meta: Tree) -> Iterator[Manifest]:
     """Those that lie where a run found its datasets, by what its checkpoint says."""
     data = meta["config"].get("data", {})
     for path in [data.get("path"), *(source.get("path") for source in data.get("sources", ()))]:
@@ -231,7 +231,7 @@ def _scores(weights: Weights, run: Path | None) -> str:
     """The newest scores of training that are not newer than the checkpoint, and the newest of each evaluation of it."""
     if weights.step is None or run is None:
         return ""
-    found: dict[tuple[str, str], Mapping[str, Any]] = {}  # by whether texts were written and what it was scored on
+    found: dict[tuple[str, str], Mapping[str, object]] = {}  # by whether texts were written and what it was scored on
     for row in read_rows(run / "metrics.jsonl"):
         if row["step"] <= weights.step and any(name.startswith("heldout/") for name in row):
             found["On ", "the held-out split"] = row
@@ -285,7 +285,7 @@ def configuration(tree: Tree) -> str:
     return f"<details>\n<summary>All settings</summary>\n\n{_fenced(text, 'yaml')}\n</details>\n"
 
 
-def _cleaned(value: Any) -> Any:
+def _cleaned(value: object) -> object:
     if isinstance(value, dict):
         return {
             name: "(left out)" if isinstance(each, str) and _SECRET.search(str(name)) else _cleaned(each)

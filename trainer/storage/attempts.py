@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import BinaryIO, Literal, Protocol, TypedDict, TypeVar, overload
 
 import fsspec
 
@@ -27,6 +27,48 @@ _PREAMBLE = re.compile(r"An error occurred \(\w+\) when calling the \w+ operatio
 _FORBIDDEN = re.compile(r"^\w*Credential|^OSError Forbidden")  # the latter is gcsfs's own
 _PERMANENT_NAMES = re.compile(r"Validation|InvalidURL|Profile|Region|Certificate")
 _under_way: dict[object, str] = {}
+
+
+class Info(TypedDict):
+    """What a file system says of a name."""
+
+    name: str
+    size: int
+    type: Literal["file", "directory"]
+
+
+class File(Protocol):
+    """An object that fsspec has opened; written ones appear when they are closed.
+
+    Attributes:
+        size: in bytes; None where it is not known before it has been read.
+    """
+
+    size: int | None
+    closed: bool
+
+    def read(self, length: int, /) -> bytes: ...
+    def write(self, content: bytes | memoryview, /) -> object: ...
+    def seek(self, offset: int, whence: int = 0, /) -> int: ...
+    def discard(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class FileSystem(Protocol):
+    """The part of fsspec's `AbstractFileSystem` that is used here."""
+
+    def info(self, path: str) -> Info: ...
+    def ls(self, path: str, *, detail: Literal[False]) -> list[str]: ...
+    def glob(self, path: str, *, detail: Literal[True]) -> dict[str, Info]: ...
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes: ...
+    def get_file(self, path: str, file: BinaryIO, /) -> None: ...
+    def rm_file(self, path: str) -> None: ...
+    def rm(self, path: str, *, recursive: bool) -> None: ...
+    @overload
+    def open(self, path: str, mode: Literal["rb"], *, cache_type: Literal["none"]) -> File: ...
+    @overload
+    def open(self, path: str, mode: Literal["wb"], *, block_size: int) -> File: ...
+    def unstrip_protocol(self, path: str) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -70,7 +112,7 @@ def shown(text: str) -> str:
     return re.sub(r"\?[^\s'\")=]*=[^\s'\")]*", "", text)  # but a pattern keeps its "?"
 
 
-def attempt(action: str, url: str, operation: Callable[[Any, str], T]) -> T:
+def attempt(action: str, url: str, operation: Callable[[FileSystem, str], T]) -> T:
     """Calls `operation(file system, path in it)`, and again after failures that pass.
 
     Raises:
@@ -166,7 +208,7 @@ def _http_status(error: BaseException) -> int | None:
     return status if isinstance(status, int) and status >= 400 else None
 
 
-def _open(url: str) -> tuple[Any, str]:
+def _open(url: str) -> tuple[FileSystem, str]:
     """The file system of an address, and the path in it. fsspec keeps one per process, and knows about forks."""
     scheme = url.partition("://")[0]
     try:
@@ -178,9 +220,9 @@ def _open(url: str) -> tuple[Any, str]:
     return system, system._strip_protocol(url)
 
 
-def _options(scheme: str) -> dict[str, Any]:
+def _options(scheme: str) -> dict[str, object]:
     """Time-outs, and what the user's own fsspec configuration says."""
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     if scheme == "s3":
         limits = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
         options = {"config_kwargs": {**limits, "max_pool_connections": _CONNECTIONS}, "use_listings_cache": False}

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from trainer.errors import ConfigError
 
@@ -33,7 +32,7 @@ def check_new(path: Path, option: str) -> None:
         raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it, or name another file")
 
 
-def line(row: Mapping[str, Any]) -> str:
+def line(row: Mapping[str, object]) -> str:
     """A row as a line, with its end."""
     return json.dumps(row, ensure_ascii=False) + "\n"
 
@@ -49,7 +48,7 @@ def compressed(lines: bytes, name: str) -> bytes:
     return lines
 
 
-def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def write(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Writes a whole file.
 
     Raises:

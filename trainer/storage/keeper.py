@@ -18,11 +18,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 from types import TracebackType
-from typing import Any, BinaryIO, TypeAlias
+from typing import BinaryIO, TypeAlias, TypeVar
 
 logger = logging.getLogger(__name__)
 
 Blob: TypeAlias = list[mmap.mmap]
+Answer: TypeAlias = dict[str, int] | list[bool] | int | None
+Buffer = TypeVar("Buffer", bytearray, mmap.mmap)
 
 ENVIRONMENT = "SAMESTEP_KEEPER"
 """The variable that tells a process the address of its machine's keeper."""
@@ -69,7 +71,7 @@ class Keeper:
 
 
 @contextmanager
-def asking(address: str, do: str, name: str, **details: Any) -> Iterator[tuple[Any, BinaryIO]]:
+def asking(address: str, do: str, name: str, **details: int) -> Iterator[tuple[Answer, BinaryIO]]:
     """Asks the keeper at an address.
 
     Args:
@@ -80,7 +82,8 @@ def asking(address: str, do: str, name: str, **details: Any) -> Iterator[tuple[A
         details: of the request.
 
     Yields:
-        The answer, None where `get` finds nothing of this name, and where to read the bytes from.
+        The answer, and where to read the bytes from: sizes by name; whether each was there; the size of the whole, None
+        where `get` finds nothing of this name.
 
     Raises:
         OSError: there is no answer.
@@ -122,7 +125,7 @@ class Put:
             connection.close()
 
 
-def connect(address: str, do: str, name: str, **details: Any) -> socket.socket:
+def connect(address: str, do: str, name: str, **details: int) -> socket.socket:
     """Sends the line of a request."""
     host, port, token = address.split()
     connection = socket.create_connection((host, int(port)), _WAIT_SECONDS)
@@ -130,11 +133,12 @@ def connect(address: str, do: str, name: str, **details: Any) -> socket.socket:
     return connection
 
 
-def _answer(answer: BinaryIO) -> Any:
+def _answer(answer: BinaryIO) -> Answer:
     line = answer.readline()
     if not line:
         raise ConnectionError("the keeper hung up")
-    return json.loads(line)
+    found: Answer = json.loads(line)
+    return found
 
 
 class _Server(ThreadingTCPServer):
@@ -142,12 +146,12 @@ class _Server(ThreadingTCPServer):
     block_on_close = False
     request_queue_size = 128
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, address: tuple[str, int], handler: type[StreamRequestHandler]) -> None:
+        super().__init__(address, handler)
         self.token = secrets.token_hex(16)
         self.blobs: dict[str, Blob] = {}
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: object, client_address: object) -> None:
         """Others may be killed while they write or read, which is nothing to report."""
         logger.debug("a request from %s has failed", client_address, exc_info=True)
 
@@ -178,7 +182,7 @@ class _Handler(StreamRequestHandler):
     def _in(self, name: str) -> list[str]:
         return [each for each in list(self.server.blobs) if each == name or each.startswith(f"{name}/")]
 
-    def _say(self, answer: Any) -> None:
+    def _say(self, answer: Answer) -> None:
         self.request.sendall(json.dumps(answer).encode() + b"\n")
 
     def _receive(self) -> Blob:
@@ -190,7 +194,7 @@ class _Handler(StreamRequestHandler):
             blob.append(frame)
         return blob
 
-    def _exactly(self, buffer: Any) -> Any:
+    def _exactly(self, buffer: Buffer) -> Buffer:
         if self.rfile.readinto(buffer) != len(buffer):
             raise ConnectionError("hung up in the middle")
         return buffer

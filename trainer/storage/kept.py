@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import fsspec
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from trainer.storage.keeper import Put, asking
+from trainer.storage.attempts import Info
+from trainer.storage.keeper import Answer, Put, asking
 
 logger = logging.getLogger(__name__)
 
@@ -45,33 +45,34 @@ class KeeperFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     protocol = "keeper"
 
-    def __init__(self, keepers: Sequence[str], **options: Any) -> None:
+    def __init__(self, keepers: Sequence[str], **options: object) -> None:
         super().__init__(**options)
         self.keepers = tuple(keepers)
 
-    def info(self, path: str, **_: Any) -> dict[str, Any]:
-        for sizes in self._ask_each("find", path):
+    def info(self, path: str, **_: object) -> Info:
+        for sizes in self._find(path):
             if path in sizes:
                 return {"name": path, "size": sizes[path], "type": "file"}
             if sizes:
                 return {"name": path, "size": 0, "type": "directory"}
         raise FileNotFoundError(path)
 
-    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        found = {name for sizes in self._ask_each("find", path) for name in sizes}
+    def ls(self, path: str, detail: bool = True, **_: object) -> list[Info] | list[str]:
+        found = {name for sizes in self._find(path) for name in sizes}
         if not found:
             raise FileNotFoundError(path)
         below = len(path) + 1
         names = sorted({name[:below] + name[below:].partition("/")[0] for name in found})
         return [self.info(name) for name in names] if detail else names
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: object) -> bytes:
         begin, stop = start or 0, 2**63 if end is None else end
         for keeper in self.keepers:
             try:
                 with asking(keeper, "get", path, start=begin, stop=stop) as (size, answer):
                     if size is None:
                         continue
+                    assert isinstance(size, int)
                     wanted = max(0, min(stop, size) - begin)
                     content = answer.read(wanted)
                     if len(content) == wanted:
@@ -87,10 +88,16 @@ class KeeperFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
         self.rm_file(path)
 
-    def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
+    def _open(self, path: str, mode: str = "rb", **_: object) -> Put | _File:
         return Put(self.keepers[:COPIES], path) if mode == "wb" else _File(self, path, cache_type="none")
 
-    def _ask_each(self, do: str, path: str) -> Iterator[Any]:
+    def _find(self, path: str) -> Iterator[dict[str, int]]:
+        """The sizes of what each keeper holds under this name, by name."""
+        for sizes in self._ask_each("find", path):
+            assert isinstance(sizes, dict)
+            yield sizes
+
+    def _ask_each(self, do: str, path: str) -> Iterator[Answer]:
         for keeper in self.keepers:
             try:
                 with asking(keeper, do, path) as (answer, _):

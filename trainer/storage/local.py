@@ -9,11 +9,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from trainer.errors import StorageError
 
 CHUNK_BYTES = 16 * 2**20
+
+
+class Writable(Protocol):
+    """A file that takes bytes."""
+
+    def write(self, content: bytes | memoryview, /) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ def chunks(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
             yield view[start : start + CHUNK_BYTES]
 
 
-def copy(content: Iterable[bytes | memoryview], file: BinaryIO) -> Digest:
+def copy(content: Iterable[bytes | memoryview], file: Writable) -> Digest:
     """Writes the content into a file, hashing on the way."""
     sha256, size = hashlib.sha256(), 0
     for chunk in content:

@@ -8,11 +8,14 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from trainer.errors import CorruptError, ObjectNotFoundError, StorageError
-from trainer.storage.attempts import attempt, shown
+from trainer.storage.attempts import File, FileSystem, Info, attempt, shown
 from trainer.storage.local import CHUNK_BYTES, Digest, chunks, copy
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ def size(url: str) -> int:
 def names(url: str) -> list[str]:
     """What a folder of objects holds, sorted: the last part of each address. Nothing if there is no such folder."""
 
-    def list_once(fs: Any, path: str) -> list[str]:
+    def list_once(fs: FileSystem, path: str) -> list[str]:
         found = (name.rstrip("/") for name in fs.ls(path, detail=False))
         return sorted({name.rpartition("/")[2] for name in found if name != path})
 
@@ -65,15 +68,14 @@ def open(url: str) -> io.BufferedReader:
 
 def read(url: str) -> bytes:
     """The whole content of a small object."""
-    content: bytes = attempt("read", url, lambda fs, path: fs.cat_file(path))
-    return content
+    return attempt("read", url, lambda fs, path: fs.cat_file(path))
 
 
 def read_range(url: str, start: int, stop: int) -> bytes:
     """Bytes [start, stop) of an object, in one request."""
 
-    def read_once(fs: Any, path: str) -> bytes:
-        content: bytes = fs.cat_file(path, start=start, end=stop)
+    def read_once(fs: FileSystem, path: str) -> bytes:
+        content = fs.cat_file(path, start=start, end=stop)
         if len(content) > stop - start:  # an HTTP server that knows no ranges sends everything
             content = content[start:stop]
         return _complete(content, stop - start)
@@ -155,8 +157,9 @@ class _Object(io.RawIOBase):
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._file = attempt("read", url, lambda fs, path: fs.open(path, "rb", cache_type="none"))
-        if self._file.size is None:  # the server streams, and does not know how much
+        file = attempt("read", url, lambda fs, path: fs.open(path, "rb", cache_type="none"))
+        self._file: File | BinaryIO = file
+        if file.size is None:  # the server streams, and does not know how much
             self._fetch_whole()
         self._size: int = self._file.seek(0, io.SEEK_END)
         self._position = 0
@@ -171,9 +174,10 @@ class _Object(io.RawIOBase):
         self._position = offset + (0, self._position, self._size)[whence]
         return self._position
 
-    def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._size - self._position))
-        buffer[:count] = self._read(count)
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._size - self._position))
+        view[:count] = self._read(count)
         self._position += count
         return count
 
@@ -186,7 +190,7 @@ class _Object(io.RawIOBase):
         super().close()
 
     def _read(self, count: int) -> bytes:
-        def read_once(_fs: Any, _path: str) -> bytes:
+        def read_once(_fs: FileSystem, _path: str) -> bytes:
             self._file.seek(self._position)
             return _complete(self._file.read(count), count)
 
@@ -201,23 +205,22 @@ class _Object(io.RawIOBase):
     def _fetch_whole(self) -> None:
         """Takes a temporary copy, where an HTTP server does not know ranges."""
         self._file.close()
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        self._file = whole = tempfile.TemporaryFile()  # noqa: SIM115
 
-        def fetch(fs: Any, path: str) -> None:
-            self._file.seek(0)
-            fs.get_file(path, self._file)
-            self._file.truncate()
+        def fetch(fs: FileSystem, path: str) -> None:
+            whole.seek(0)
+            fs.get_file(path, whole)
+            whole.truncate()
 
         attempt("read", self._url, fetch)
 
 
-def _info(url: str) -> dict[str, Any]:
-    info: dict[str, Any] = attempt("find", url, lambda fs, path: fs.info(path))
-    return info
+def _info(url: str) -> Info:
+    return attempt("find", url, lambda fs, path: fs.info(path))
 
 
 def _write(url: str, content: Callable[[], Iterable[bytes | memoryview]]) -> Digest:
-    def write_once(fs: Any, path: str) -> Digest:
+    def write_once(fs: FileSystem, path: str) -> Digest:
         file = fs.open(path, "wb", block_size=_PART_BYTES)
         try:
             digest = copy(content(), file)

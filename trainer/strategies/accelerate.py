@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import nn
 
 from trainer.accelerators import Accelerator, Precision
+from trainer.config import Tree
 from trainer.errors import ConfigError, MissingExtra
 from trainer.strategies import Strategy, ddp, deepspeed, fsdp
 from trainer.strategies.world import World
+
+if TYPE_CHECKING:
+    import accelerate
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +64,7 @@ class Config:
 
     config: str | None = None
 
-    def check(self, experiment: Mapping[str, Any]) -> None:
+    def check(self, experiment: Tree) -> None:
         """Refuses what does not go with the rest of the experiment, given as plain values.
 
         Raises:
@@ -100,7 +104,9 @@ class Accelerated(ddp.DataParallel):
 
     kind: ClassVar[str] = "accelerate"
 
-    def __init__(self, accelerator: Accelerator, world: World, precision: Precision, made: Any) -> None:
+    def __init__(
+        self, accelerator: Accelerator, world: World, precision: Precision, made: accelerate.Accelerator
+    ) -> None:
         super().__init__(accelerator, world, precision, ddp.Config())
         self._made = made
 
@@ -163,7 +169,7 @@ def _refused() -> Iterator[str]:
             yield f"{name}={value}: {fix}"
 
 
-def _contradictions(training: Mapping[str, Any]) -> Iterator[str]:
+def _contradictions(training: Tree) -> Iterator[str]:
     """What Accelerate is asked for and the experiment says otherwise; a DeepSpeed JSON is checked on its own."""
     from accelerate.utils import parse_flag_from_env
 
@@ -179,7 +185,7 @@ def _contradictions(training: Mapping[str, Any]) -> Iterator[str]:
         yield "fsdp_activation_checkpointing is on: set training.activation_checkpointing=true, too"
 
 
-def _make(kind: str, accelerator: Accelerator, world: World) -> Any:
+def _make(kind: str, accelerator: Accelerator, world: World) -> accelerate.Accelerator:
     """Accelerate's own object, of the processes that have met already.
 
     Raises:
@@ -220,7 +226,7 @@ def _make(kind: str, accelerator: Accelerator, world: World) -> Any:
     return made
 
 
-def _fsdp(made: Any, world: World) -> fsdp.Config:
+def _fsdp(made: accelerate.Accelerator, world: World) -> fsdp.Config:
     """FSDP's settings. Version 1 is run as version 2, which cuts parameters otherwise and computes the same."""
     plugin, parallelism = made.state.fsdp_plugin, made.parallelism_config
     if plugin.fsdp_version == 2:

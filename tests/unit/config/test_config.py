@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import pytest
 
@@ -22,6 +22,10 @@ class Inner:
     def __post_init__(self) -> None:
         if self.rate < 0:
             raise ConfigError(f"rate must not be negative, it is {self.rate}")
+
+
+class Schedule(Protocol):
+    def fraction(self, step: int) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,27 @@ def test_a_dotted_kind_is_a_users_module(tmp_path: Path, monkeypatch: pytest.Mon
     root = decode(Root, {"steps": 1, "optimizer": {"kind": "theirs.sgd", "lr": 2}})
     assert root.optimizer.lr == 2.0
     assert to_tree(root)["optimizer"] == {"kind": "theirs.sgd", "lr": 2.0}
+
+
+def test_a_kind_may_be_declared_as_a_protocol() -> None:
+    """The protocol is for the type checker only: the class that is decoded is the one that `kind` names."""
+
+    @dataclass(frozen=True)
+    class Declared:
+        one: Annotated[Schedule, Kinds("trainer.optim")]
+        perhaps: Annotated[Schedule, Kinds("trainer.optim")] | None = None
+
+    adamw = Kinds("trainer.optim").schema("adamw", "one")
+    decoded = decode(Declared, {"one": {"kind": "adamw", "lr": 2}, "perhaps": "adamw"})
+    assert decoded == Declared(adamw(lr=2.0), adamw())
+    assert decode(Declared, {"one": "adamw", "perhaps": None}) == Declared(adamw())
+    assert to_tree(decoded)["perhaps"]["kind"] == "adamw"
+    assert decode(Declared, to_tree(decoded)) == decoded
+    assert decode(Annotated[Schedule, Kinds("trainer.optim")], "adamw") == adamw()
+    with pytest.raises(ConfigError, match=r"one\.kind must name one of: adafactor, adamw"):
+        decode(Declared, {"one": {"lr": 1}})
+    with pytest.raises(ConfigError, match=r"one is required with a kind out of: adafactor, adamw"):
+        decode(Declared, {})
 
 
 def test_differences_name_the_keys_that_changed() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 from rich.console import Console
@@ -11,8 +11,21 @@ from trainer.errors import ConfigError
 from trainer.inspect.audit.batches import Run, columns
 from trainer.training.ledger import Row
 
+Example = TypedDict(
+    "Example", {"number": int, "source": str, "pass": int, "example": int, "documents": list[dict[str, str | int]]}
+)
+"""An example by its global number: the pass over its source, the number that it has in it, and its documents."""
 
-def documents(run: Run, step: int) -> dict[str, Any]:
+
+class Seen(TypedDict):
+    """The examples of a step, in the order of their numbers, and the data order that they are of."""
+
+    step: int
+    order: int
+    examples: list[Example]
+
+
+def documents(run: Run, step: int) -> Seen:
     """What a step saw: its examples in the order of their numbers, each with its source files and lines.
 
     Raises:
@@ -28,7 +41,7 @@ def documents(run: Run, step: int) -> dict[str, Any]:
         parts = list(columns(loader, ("source", "epoch", "example"), end))
         every = (np.concatenate([part[name] for part in parts]) for name in parts[0])
         rows = zip(*(column[numbers - first].tolist() for column in every), loader.documents(numbers), strict=True)
-        examples = [
+        examples: list[Example] = [
             {
                 "number": number,
                 "source": loader.sources[source][0],
@@ -55,7 +68,7 @@ def _find(run: Run, step: int) -> tuple[Row, Row]:
     raise ConfigError(f"the ledger of {run.folder} has {known}{broken}, not step {step}")
 
 
-def report(found: dict[str, Any], console: Console) -> None:
+def report(found: Seen, console: Console) -> None:
     """Prints a line for each example."""
     console.print(f"step {found['step']}: {len(found['examples'])} examples of data order {found['order']}")
     several = len({example["source"] for example in found["examples"]}) > 1

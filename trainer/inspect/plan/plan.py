@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from trainer.accelerators import DTYPES
-from trainer.config import load
+from trainer.config import Tree, load
 from trainer.errors import ConfigError, SamestepError
 from trainer.inspect.plan.batch import example, stand_in
 from trainer.inspect.plan.strategies import Collective, Division, Held, Ranges, Rows, Whole, interpolate
@@ -132,7 +131,7 @@ def divide(strategy: str, experiment: Experiment, step: Step, devices: int) -> D
         "persistent": "stage3_param_persistence_threshold",
         "reuse": "stage3_max_reuse_distance",
     }
-    given: dict[str, Any] = {ours: int(zero[theirs]) for ours, theirs in known.items() if theirs in zero}
+    given: Tree = {ours: int(zero[theirs]) for ours, theirs in known.items() if theirs in zero}
     given["overlap"] = zero.get("overlap_comm") is True
     offloads = (config.offload_optimizer, config.offload_parameters)
     return Ranges(*sizes, stage=stage, offloads=offloads, **given)
@@ -170,7 +169,7 @@ def _largest(total: Callable[[int], int], budget: int, most: int) -> int:
     return fits
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: Plan) -> dict[str, object]:
     """A plan as the command prints it."""
     return {
         "strategy": plan.strategy,

@@ -98,11 +98,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         made = func(*args, **(kwargs or {}))
         kind = 0
-        if func is torch.ops.aten._to_copy.default:
+        if func is torch.ops.aten._to_copy.default and isinstance(args[0], Tensor):
             kind = self._kinds.get(args[0].untyped_storage(), 0)
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._known:
@@ -218,8 +222,12 @@ class _CudaAttention(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func == Tensor.is_cpu.__get__:  # type: ignore[attr-defined]
             return False

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 from rich.console import Console
@@ -35,7 +35,36 @@ logger = logging.getLogger(__name__)
 _TEXT_TOKENS = 24
 
 
-def replay(folder: str, step: int, overrides: Sequence[str], *, exact: bool, skipped: bool) -> dict[str, Any]:
+class Example(TypedDict):
+    """An example of a step: its global number, its loss (None if not finite), and the number of predicted tokens."""
+
+    number: int
+    loss: float | None
+    predicted: int
+    documents: list[dict[str, str | int]]
+    text: str
+
+
+class Score(TypedDict):
+    """The loss of a step, None if not finite, and its examples, the highest loss first."""
+
+    loss: float | None
+    examples: list[Example]
+
+
+class Replayed(Score):
+    """What `samestep replay --json` prints.
+
+    Besides the score there are the step; the step whose weights scored it; and the first and last of the steps that
+    were found to be those of the ledger, None where it has none.
+    """
+
+    step: int
+    weights_of: int
+    compared: tuple[int, int] | None
+
+
+def replay(folder: str, step: int, overrides: Sequence[str], *, exact: bool, skipped: bool) -> Replayed:
     """Makes the batch of a step again, and scores each of its examples as in training, dropout included.
 
     Args:
@@ -44,11 +73,6 @@ def replay(folder: str, step: int, overrides: Sequence[str], *, exact: bool, ski
         overrides: settings that replace those of the run.
         exact: whether to train up to the step; otherwise the weights are those of the checkpoint.
         skipped: whether the batch is the one that the step had before examples were last passed over.
-
-    Returns:
-        What `samestep replay --json` prints: `step`; `weights_of`, the step whose weights scored it; `compared`, first
-        and last of the steps that were found to be those of the ledger, or None; `loss`; and `examples`, the highest
-        loss first, each with its global `number`, `loss` (None if not finite), `predicted` tokens, `documents`, `text`.
 
     Raises:
         ConfigError: there is no such run or step.
@@ -168,7 +192,7 @@ class _Past:
             trainer.train_step(next(iter(trainer.loader)))
             logger.info("step %d  loss %.4f", trainer.state.step, trainer.recorder.means()["loss"])
 
-    def score(self, step: int, passed_over: Sequence[Row]) -> dict[str, Any]:
+    def score(self, step: int, passed_over: Sequence[Row]) -> Score:
         """The loss of a step and of each of its examples, with the weights that the trainer has."""
         trainer = self._trainer
         trainer.model.train()
@@ -176,7 +200,7 @@ class _Past:
             rows = [row for row in next(iter(loader)) if int(row["filled"])]  # or it is of a corrupt shard
             documents = loader.documents(np.array([int(row["number"]) for row in rows]))
         losses = score_each(trainer.model, trainer.objective, trainer.strategy, rows)
-        examples: list[dict[str, Any]] = [
+        examples: list[Example] = [
             {
                 "number": int(row["number"]),
                 "loss": _finite(total / weight if weight else 0.0),
@@ -200,7 +224,7 @@ class _Past:
         loader.load_state_dict(self._state(step, passed_over, loader.state_dict()))
         return loader
 
-    def _state(self, step: int, passed_over: Sequence[Row], begin: dict[str, Any]) -> dict[str, Any]:
+    def _state(self, step: int, passed_over: Sequence[Row], begin: Tree) -> Tree:
         """The state of a loader before a step; `begin` is that at the beginning of the step's data order."""
         phases = self._trainer.phases
         order = phase_of(phases, step - 1).order
@@ -219,7 +243,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def report(found: dict[str, Any], top: int, console: Console) -> None:
+def report(found: Replayed, top: int, console: Console) -> None:
     """Prints the examples of the highest loss, and what they were scored and compared with."""
     compared, examples = found["compared"], found["examples"]
     checked = "the ledger has no row of it to compare with"

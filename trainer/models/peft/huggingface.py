@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from trainer.config import Tree
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models.config import Head, TransformerConfig
 from trainer.models.peft import adapters, lora, prefix, prompt
+
+T = TypeVar("T")
+ModelConfig: TypeAlias = Any
+"""The `Config` of a module in trainer/models."""
 
 _LORA = "base_model.model."
 _PROMPT = "base_model."
@@ -23,7 +28,7 @@ _TASKS: dict[Head, str] = {
     "span": "QUESTION_ANS",
 }
 _HEADS: dict[str | None, Head] = {task: head for head, task in _TASKS.items()} | {None: "multiple_choice"}
-_Read: TypeAlias = tuple[Any, dict[str, Tensor], set[str]]
+_Read: TypeAlias = tuple[ModelConfig, dict[str, Tensor], set[str]]
 """The `Config` of a model with what was read, its parameters, and the tensors that they are made from."""
 _PLAIN = (True, False, "gaussian", "eva")  # ways to draw LoRA that leave the model as it is
 _OTHER = {  # of LoRA's settings in peft, what would compute something else
@@ -38,7 +43,7 @@ _OTHER = {  # of LoRA's settings in peft, what would compute something else
 }
 
 
-def export_adapter(config: Any, tensors: Mapping[str, Tensor], base: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def export_adapter(config: ModelConfig, tensors: Mapping[str, Tensor], base: str) -> tuple[Tree, dict[str, Tensor]]:
     """What was added to a model and trained, as `peft.PeftModel.from_pretrained` reads it.
 
     Args:
@@ -59,7 +64,7 @@ def export_adapter(config: Any, tensors: Mapping[str, Tensor], base: str) -> tup
     head = _of_head(config) if config.head != "language_model" else []
     saved = {theirs: tensors[name] for name in head for theirs in names[name]}
     modules = list(dict.fromkeys(_saved_module(name) for name in saved))
-    content: dict[str, Any] = {
+    content: Tree = {
         "base_model_name_or_path": base,
         "task_type": _task_type(config),
         "inference_mode": True,
@@ -96,7 +101,7 @@ def export_adapter(config: Any, tensors: Mapping[str, Tensor], base: str) -> tup
     return content | virtual | own, {**found, **_named(saved, _PROMPT)}
 
 
-def can_export(config: Any) -> bool:
+def can_export(config: ModelConfig) -> bool:
     """Whether the library computes what a model does with what was added to it.
 
     A prompt's embeddings go where tokens would: T5's heads need these, and a GPT's then reads the last cell, be it
@@ -114,8 +119,8 @@ def can_export(config: Any) -> bool:
 
 
 def import_adapter(
-    content: Mapping[str, Any], tensors: Mapping[str, Tensor], base: Any
-) -> tuple[Any, dict[str, Tensor]]:
+    content: Tree, tensors: Mapping[str, Tensor], base: ModelConfig
+) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Reads LoRA, a prompt or a prefix as the library has saved it.
 
     Args:
@@ -152,7 +157,7 @@ def import_adapter(
     return config, parameters
 
 
-def _import_lora(content: Mapping[str, Any], found: Mapping[str, Tensor], base: Any) -> _Read:
+def _import_lora(content: Tree, found: Mapping[str, Tensor], base: ModelConfig) -> _Read:
     for key, expected in _OTHER.items():
         if content.get(key, expected) not in (expected, None):
             raise CheckpointError(
@@ -189,15 +194,15 @@ def _import_lora(content: Mapping[str, Any], found: Mapping[str, Tensor], base: 
     return config, parameters, {f"{module}.lora_{matrix}.weight" for module in wide for matrix in "AB"}
 
 
-def _import_virtual(content: Mapping[str, Any], found: Mapping[str, Tensor], base: Any) -> _Read:
+def _import_virtual(content: Tree, found: Mapping[str, Tensor], base: ModelConfig) -> _Read:
     """A prompt or a prefix; one that is made by a network is saved as what that has made."""
     if _EMBEDDINGS not in found:
         raise CheckpointError(f"adapter_model.safetensors holds no {_EMBEDDINGS}; export or download it again")
-    kind: Any = prompt if content["peft_type"] == "PROMPT_TUNING" else prefix
-    config = dataclasses.replace(base, peft=kind.Config(int(content["num_virtual_tokens"])))
+    added = prompt.Config if content["peft_type"] == "PROMPT_TUNING" else prefix.Config
+    config = dataclasses.replace(base, peft=added(int(content["num_virtual_tokens"])))
     with torch.device("meta"):
         model = config.build()
-    names = [prompt.NAME] if kind is prompt else prefix.names(model)
+    names = [prompt.NAME] if added is prompt.Config else prefix.names(model)
     rows, columns = found[_EMBEDDINGS].shape
     shape = model.get_parameter(names[0]).shape
     if not can_export(config):
@@ -219,7 +224,7 @@ def _import_virtual(content: Mapping[str, Any], found: Mapping[str, Tensor], bas
     return config, dict(zip(names, found[_EMBEDDINGS].chunk(len(names), 1), strict=True)), {_EMBEDDINGS}
 
 
-_READERS: dict[str, tuple[str, Callable[[Mapping[str, Any], Mapping[str, Tensor], Any], _Read]]] = {
+_READERS: dict[str, tuple[str, Callable[[Tree, Mapping[str, Tensor], ModelConfig], _Read]]] = {
     "LORA": (_LORA, _import_lora),
     "PROMPT_TUNING": (_PROMPT, _import_virtual),
     "PREFIX_TUNING": (_PROMPT, _import_virtual),
@@ -228,8 +233,8 @@ _READERS: dict[str, tuple[str, Callable[[Mapping[str, Any], Mapping[str, Tensor]
 
 
 def _export_lora(
-    added: lora.Config, model: Any, names: Mapping[str, tuple[str, ...]], tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    added: lora.Config, model: nn.Module, names: Mapping[str, tuple[str, ...]], tensors: Mapping[str, Tensor]
+) -> tuple[Tree, dict[str, Tensor]]:
     """The library has one A and B for each matrix of transformers, which may be several parts, as GPT-2's is."""
     found: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
@@ -272,12 +277,13 @@ def _matrices(
     module: str,
     change: lora.Change,
     place: Mapping[str, list[lora.Change]],
-    content: Mapping[str, Any],
+    content: Tree,
     added: lora.Config,
-    model: Any,
+    model: nn.Module,
 ) -> tuple[Tensor, Tensor]:
     """A and B of a part, with rows and columns of zeros up to the common rank; scaled as ours are."""
     linear = model.get_submodule(change.linear)
+    assert isinstance(linear, nn.Linear)
     a = torch.zeros(added.rank, linear.in_features)
     b = torch.zeros(linear.out_features // change.parts, added.rank)
     if f"{module}.lora_A.weight" in found:
@@ -302,12 +308,12 @@ def _is_zero(
     return len(place[module]) > 1 and not _own_rows(found, module, change, place).any()
 
 
-def _matching(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
+def _matching(pattern: Mapping[str, T], module: str, default: T) -> T:
     """The setting of a module in one of the library's patterns: by ends of names, or expressions for them."""
     return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
-def _with_head(base: Any, content: Mapping[str, Any], found: Mapping[str, Tensor]) -> Any:
+def _with_head(base: Any, content: Tree, found: Mapping[str, Tensor]) -> ModelConfig:
     """The base's `Config`, with the head that was saved beside what was added."""
     task = content.get("task_type")
     head = _HEADS.get(task)
@@ -349,7 +355,7 @@ def _saved_module(name: str) -> str:
     return "classifier" if module.startswith("classifier.") else module
 
 
-def _task_type(config: Any) -> str | None:
+def _task_type(config: ModelConfig) -> str | None:
     if config.head != "language_model":
         return _TASKS.get(config.head)
     return "SEQ_2_SEQ_LM" if config.encoder_decoder else "CAUSAL_LM" if config.causal else None

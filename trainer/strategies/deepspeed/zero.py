@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, cast
 
 import deepspeed
 import torch
@@ -18,10 +18,11 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
+from trainer.config import Tree
 from trainer.partition import Segment, SegmentParameter
 
 
@@ -35,7 +36,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         settings: as DeepSpeed's JSON.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device, settings: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device, settings: Tree) -> None:
         os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
         deepspeed.ops.__compatible_ops__ = {}  # else it would compile collectives for gloo
         deepspeed.init_distributed()
@@ -85,7 +86,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         return PartitionedParameters(zero, group) if is_third else PartitionedState(zero, group)
 
 
-def _partition(model: nn.Module, dtype: torch.dtype, device: torch.device, settings: dict[str, Any]) -> None:
+def _partition(model: nn.Module, dtype: torch.dtype, device: torch.device, settings: Tree) -> None:
     """Gives a meta model its partitions, module by module, so that no process ever holds it whole.
 
     From then on `torch.nn.functional.linear` is DeepSpeed's in this process: torch's own would keep a view of each
@@ -122,7 +123,7 @@ class Partitions(ABC):
         group: can speak of tensors that lie where the partitions do.
     """
 
-    def __init__(self, zero: Any, group: dist.ProcessGroup) -> None:
+    def __init__(self, zero: DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3, group: dist.ProcessGroup) -> None:
         self._zero, self._group = zero, group
 
     def segments(self) -> Iterator[tuple[nn.Parameter, SegmentParameter]]:
@@ -181,7 +182,7 @@ class PartitionedParameters(Partitions):
     """Stage 3: each parameter is cut into equal parts, the last one padded; those of a process lie end to end."""
 
     def frozen(self, parameter: nn.Parameter) -> nn.Parameter:
-        start, length = _part(parameter)
+        start, length = _part(cast(_Partitioned, parameter))
         own: Tensor = parameter.ds_tensor.data  # type: ignore[attr-defined]
         segment = Segment(tuple(parameter.ds_shape), start, self._group)  # type: ignore[attr-defined]
         return SegmentParameter(own.view(-1)[:length], segment, requires_grad=False)
@@ -213,7 +214,15 @@ class PartitionedParameters(Partitions):
                 begin += parameter.partition_numel()
 
 
-def _part(parameter: Any) -> tuple[int, int]:
+class _Partitioned(Protocol):
+    """What DeepSpeed adds to a parameter under stage 3."""
+
+    ds_numel: int
+
+    def partition_numel(self) -> int: ...
+
+
+def _part(parameter: _Partitioned) -> tuple[int, int]:
     """Where this process's part of a parameter begins under stage 3, and its length without padding."""
     size, whole = parameter.partition_numel(), parameter.ds_numel
     start = min(dist.get_rank() * size, whole)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,10 @@ from torch import Tensor
 from trainer.accelerators import version_of
 from trainer.accelerators.xla import XlaAccelerator
 from trainer.errors import SamestepError
-from trainer.strategies.xla.split import mesh_of
+from trainer.strategies.xla.split import Axis, mesh_of
+
+if TYPE_CHECKING:
+    import jax
 
 _PLATFORM = "tpu"
 _BLOCKS = (512, 384, 256, 128)  # cells; the kernel knows multiples of 128 only
@@ -61,8 +64,7 @@ class FlashAttention:
         if alike and fits and attn_mask is segments:
             factor = width**-0.5 if scale is None else scale
             call = _Call(tuple(query.shape), segments is not None, is_causal, factor, self._mesh)
-            out: Tensor = _operation()(query, key, value, segments, _register(call))[0]
-            return out
+            return _operation()(query, key, value, segments, _register(call))[0]
         if segments is not None:
             attn_mask = segments[:, None, :, None] == segments[:, None, None, :]
             attn_mask, is_causal = attn_mask.tril() if is_causal else attn_mask, False
@@ -105,8 +107,8 @@ class _Kernel(NamedTuple):
         results: shapes and types of out and residuals, of all devices.
     """
 
-    forward: Any
-    backward: Any
+    forward: object
+    backward: object
     results: list[tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -138,16 +140,19 @@ def _written(call: _Call) -> _Kernel:
     inputs = [jax.ShapeDtypeStruct((examples, heads, cells, width), "bfloat16")] * 3
     if call.packed:
         inputs.append(jax.ShapeDtypeStruct((examples, cells), "int32"))
-    structure: list[Any] = []
+    structure: list[jax.tree_util.PyTreeDef] = []
 
-    def forward(query: Any, key: Any, value: Any, segments: Any = None) -> Any:
+    def forward(
+        query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None
+    ) -> tuple[jax.Array, ...]:
         out, pullback = jax.vjp(partial(_attention, call, segments), query, key, value)
         residuals, tree = jax.tree.flatten(pullback)
         structure[:] = [tree]
         return out, *residuals
 
-    def backward(*tensors: Any) -> Any:
-        return jax.tree.unflatten(structure[0], tensors[:-1])(tensors[-1])
+    def backward(*tensors: jax.Array) -> tuple[jax.Array, ...]:
+        gradients: tuple[jax.Array, ...] = jax.tree.unflatten(structure[0], tensors[:-1])(tensors[-1])
+        return gradients
 
     results = jax.eval_shape(forward, *inputs)
     assert all(each.shape[0] == examples for each in results), f"not all of {results} are of {examples} examples"
@@ -158,7 +163,9 @@ def _written(call: _Call) -> _Kernel:
     )
 
 
-def _attention(call: _Call, segments: Any, query: Any, key: Any, value: Any) -> Any:
+def _attention(
+    call: _Call, segments: jax.Array | None, query: jax.Array, key: jax.Array, value: jax.Array
+) -> jax.Array:
     from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
     block = next(size for size in _BLOCKS if call.shape[2] % size == 0)
@@ -174,7 +181,7 @@ def _attention(call: _Call, segments: Any, query: Any, key: Any, value: Any) -> 
     )
 
 
-def _computation(function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+def _computation(function: Callable[..., object], inputs: Sequence[jax.ShapeDtypeStruct]) -> object:
     import jax
     from torch_xla.core.xla_builder import computation_from_module_proto
 
@@ -182,7 +189,7 @@ def _computation(function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
     return computation_from_module_proto("attention", lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
 
 
-def _run(computation: Any, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], mesh: int) -> list[Tensor]:
+def _run(computation: object, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], mesh: int) -> list[Tensor]:
     """Has each device compute with its examples; XLA itself could not split the kernel.
 
     Args:
@@ -196,7 +203,7 @@ def _run(computation: Any, tensors: Sequence[Tensor], shapes: Sequence[tuple[int
 
     devices = mesh_of(mesh)
 
-    def axes(tensor: Tensor) -> tuple[Any, ...]:
+    def axes(tensor: Tensor) -> tuple[Axis, ...]:
         return (("replicate", "shard"), *[None] * (tensor.ndim - 1))
 
     local = [enable_manual_sharding(each.clone(), axes(each), mesh=devices).global_tensor for each in tensors]
@@ -207,8 +214,17 @@ def _run(computation: Any, tensors: Sequence[Tensor], shapes: Sequence[tuple[int
     ]
 
 
+class _Context(Protocol):
+    """What is kept for the backward pass."""
+
+    call: int
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
 @cache
-def _operation() -> Any:
+def _operation() -> Callable[[Tensor, Tensor, Tensor, Tensor | None, int], list[Tensor]]:
     """The operation as torch knows it, so that AOTAutograd may record it."""
 
     @torch.library.custom_op("samestep::flash_attention", mutates_args=())
@@ -228,11 +244,11 @@ def _operation() -> Any:
     def _(residuals: list[Tensor], gradient: Tensor, call: int) -> list[Tensor]:
         return [torch.empty_like(gradient) for _ in range(3)]
 
-    def keep(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
+    def keep(ctx: _Context, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, int], output: list[Tensor]) -> None:
         ctx.call = inputs[-1]
         ctx.save_for_backward(*output[1:])
 
-    def backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    def backward(ctx: _Context, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
         return (*gradients(list(ctx.saved_tensors), grads[0].contiguous(), ctx.call), None, None)
 
     attention.register_autograd(backward, setup_context=keep)

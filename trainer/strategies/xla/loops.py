@@ -6,10 +6,10 @@ JAX how gradients are to be split. Here each loop is built once, and whoever cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,12 +21,14 @@ Tree: TypeAlias = Any
 """Tensors in dictionaries and tuples."""
 Body: TypeAlias = Callable[[Tree, Tree], tuple[Tree, Tree]]
 """(carried, one of each stack) -> (carried, what is to be stacked)."""
+Step: TypeAlias = Callable[..., tuple[Tree, Tree]]
+"""A body, or its gradient, with the operations recorded that it consists of."""
 
 
 class _Loop(NamedTuple):
     """A loop as XLA's computation, and what it takes besides the tensors that it is called with."""
 
-    computation: Any
+    computation: object
     results: list[Tensor]  # of stacks that it fills, shapes and types
     constants: list[Tensor]
     unflatten_carried: Callable[[list[Tensor]], Tree]
@@ -42,10 +44,10 @@ class Loops:
 
     def __init__(self, accelerator: XlaAccelerator) -> None:
         self._accelerator = accelerator
-        self._traced: dict[tuple[object, ...], tuple[Any, Any, Any]] = {}
-        self._built: dict[Callable[..., Any], _Loop] = {}
+        self._traced: dict[tuple[object, ...], tuple[Step, Callable[..., Sequence[Tensor]], Step]] = {}
+        self._built: dict[Step, _Loop] = {}
 
-    def scan(self, body: Body, carried: Tree, stacked: Tree, partition: Callable[..., Any]) -> tuple[Tree, Tree]:
+    def scan(self, body: Body, carried: Tree, stacked: Tree, partition: Callable[..., object]) -> tuple[Tree, Tree]:
         """Calls `body` for each element along the first dimension of the stacks.
 
         Args:
@@ -66,10 +68,9 @@ class Loops:
             if key not in self._traced:
                 self._traced[key] = value_and_grad_partitioned(body, carried, stacked, partition)
         with torch.autocast(leaves[0].device.type, enabled=False):  # what it casts has been recorded
-            found: tuple[Tree, Tree] = _scan()(self, *self._traced[key], carried, stacked)
-            return found
+            return _scan()(self, *self._traced[key], carried, stacked)
 
-    def run(self, step: Callable[..., Any], carried: Tree, stacked: Tree, reverse: bool = False) -> tuple[Tree, Tree]:
+    def run(self, step: Step, carried: Tree, stacked: Tree, reverse: bool = False) -> tuple[Tree, Tree]:
         """Calls a step that is not differentiated, as `scan` does."""
         from torch_xla import _XLAC
         from torch_xla.experimental.scan import tree_flatten_none
@@ -89,7 +90,7 @@ class Loops:
         )
 
 
-def _build(step: Callable[..., Any], carried: Tree, stacked: Tree, reverse: bool) -> _Loop:
+def _build(step: Step, carried: Tree, stacked: Tree, reverse: bool) -> _Loop:
     """Has torch-xla build a loop, and keeps what it would compute."""
     from torch_xla.experimental import scan
 
@@ -104,13 +105,14 @@ def _build(step: Callable[..., Any], carried: Tree, stacked: Tree, reverse: bool
 
 
 @contextmanager
-def _kept_computations() -> Iterator[list[tuple[Any, Any]]]:
+def _kept_computations() -> Iterator[list[tuple[Sequence[Tensor], object]]]:
     """The inputs and computations of the loops that torch-xla is handed meanwhile."""
     from torch_xla import _XLAC
 
-    kept, hand_over = [], _XLAC._xla_user_computation
+    kept: list[tuple[Sequence[Tensor], object]] = []
+    hand_over: Callable[[str, Sequence[Tensor], object], object] = _XLAC._xla_user_computation
 
-    def keep(name: str, inputs: Any, computation: Any) -> Any:
+    def keep(name: str, inputs: Sequence[Tensor], computation: object) -> object:
         if name == "xla::scan":  # the body may call others
             kept.append((inputs, computation))
         return hand_over(name, inputs, computation)
@@ -123,18 +125,34 @@ def _kept_computations() -> Iterator[list[tuple[Any, Any]]]:
 
 
 @cache
-def _scan() -> Callable[..., Any]:
+def _scan() -> Step:
     """The function that autograd sees; made when it is first needed, as torch-xla may not be installed."""
     from torch_xla.experimental.pytreeify import pytreeify
 
-    scan: Callable[..., Any] = pytreeify(_Scan).apply
+    scan: Step = pytreeify(_Scan).apply
     return scan
+
+
+class _Context(Protocol):
+    """What is kept for the backward pass."""
+
+    loops: Loops
+    backward_step: Step
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, loops: Loops, forward: Any, with_inputs: Any, backward: Any, carried: Tree, stacked: Tree
+        ctx: _Context,
+        loops: Loops,
+        forward: Step,
+        with_inputs: Callable[..., Sequence[Tensor]],
+        backward: Step,
+        carried: Tree,
+        stacked: Tree,
     ) -> tuple[Tree, Tree]:
         with torch.no_grad():
             after, (results, activations) = loops.run(forward, carried, stacked)
@@ -144,7 +162,7 @@ class _Scan(torch.autograd.Function):
         return after, results
 
     @staticmethod
-    def backward(ctx: Any, grad_after: Tree, grad_results: Tree) -> tuple[Any, ...]:
+    def backward(ctx: _Context, grad_after: Tree, grad_results: Tree) -> tuple[Tree, ...]:
         with torch.no_grad():
             stacked = (grad_results, tuple(ctx.saved_tensors))
             grads = ctx.loops.run(ctx.backward_step, grad_after, stacked, reverse=True)

@@ -5,29 +5,39 @@ torch-xla's own such function hands the mesh over as text, and makes and keeps a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-_AXES = (None, "shard", ("replicate", "shard"))
-_MESHES: list[Any] = []  # operations take numbers
+Axis: TypeAlias = str | tuple[str, ...] | None
+"""The axes of a mesh that a dimension is split over."""
+_AXES: tuple[Axis, ...] = (None, "shard", ("replicate", "shard"))
 
 
-def register(mesh: Any) -> int:
+class Mesh(Protocol):
+    """The part of torch-xla's `Mesh` that is used here."""
+
+    def size(self) -> int: ...
+
+
+_MESHES: list[Mesh] = []  # operations take numbers
+
+
+def register(mesh: Mesh) -> int:
     """Makes a mesh with the axes "replicate" and "shard" known; returns its number."""
     _MESHES.append(mesh)
     return len(_MESHES) - 1
 
 
-def mesh_of(number: int) -> Any:
+def mesh_of(number: int) -> Mesh:
     """The mesh that was registered as `number`."""
     return _MESHES[number]
 
 
-def split(tensor: Tensor, mesh: int, axes: Sequence[Any]) -> Tensor:
+def split(tensor: Tensor, mesh: int, axes: Sequence[Axis]) -> Tensor:
     """The same tensor, split over devices; so is its gradient.
 
     Args:
@@ -35,12 +45,18 @@ def split(tensor: Tensor, mesh: int, axes: Sequence[Any]) -> Tensor:
         mesh: the number of a mesh.
         axes: for each dimension None, "shard" or both axes of the mesh.
     """
-    out: Tensor = _operation()(tensor, mesh, [_AXES.index(axis) for axis in axes])
-    return out
+    return _operation()(tensor, mesh, [_AXES.index(axis) for axis in axes])
+
+
+class _Context(Protocol):
+    """What is kept for the backward pass."""
+
+    mesh: int
+    axes: list[int]
 
 
 @cache
-def _operation() -> Any:
+def _operation() -> Callable[[Tensor, int, list[int]], Tensor]:
     """The operation as torch knows it, so that AOTAutograd may record it."""
 
     @torch.library.custom_op("samestep::split", mutates_args=())
@@ -55,10 +71,10 @@ def _operation() -> Any:
     def _(tensor: Tensor, mesh: int, axes: list[int]) -> Tensor:
         return torch.empty_like(tensor)
 
-    def keep(ctx: Any, inputs: Any, output: Any) -> None:
+    def keep(ctx: _Context, inputs: tuple[Tensor, int, list[int]], output: Tensor) -> None:
         _, ctx.mesh, ctx.axes = inputs
 
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None, None]:
         return marked(gradient, ctx.mesh, ctx.axes), None, None
 
     marked.register_autograd(backward, setup_context=keep)

@@ -23,9 +23,9 @@ from trainer.partition import Segment, SegmentParameter, StackedParameter, layer
 from trainer.strategies import BuildOptimizer, InitialValues, Replica, Strategy, check_replicas, divisors
 from trainer.strategies.world import World
 from trainer.strategies.xla import flash
-from trainer.strategies.xla.split import register, split
+from trainer.strategies.xla.split import Axis, register, split
 
-Split: TypeAlias = tuple[Any, ...]
+Split: TypeAlias = tuple[Axis, ...]
 """For each dimension of a tensor the axes of the mesh that it is split over; None: over none."""
 
 
@@ -212,7 +212,8 @@ class XlaSpmd(Strategy):
             for (shard, _), rows in zip(shards, self._places(tensor), strict=True):
                 count = rows.stop - rows.start
                 host.narrow(dim, rows.start - first, count).copy_(shard.narrow(dim, 0, count))
-        stacked, names = isinstance(tensor, StackedParameter), getattr(tensor, "members", (name,))
+        stacked = isinstance(tensor, StackedParameter)
+        names = tensor.members if isinstance(tensor, StackedParameter) else (name,)
         for own, part in zip(names, host if stacked else (host,), strict=True):
             if stop - first < shape[0]:
                 segment = Segment(shape, first * math.prod(shape[1:]), self._group)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -120,7 +119,7 @@ class XlaTrial:
         segments = (torch.arange(cells) * 3 // cells)[None].int() if packed else torch.zeros(1, cells).int()
         mask = segments[:, None, :, None] == segments[:, None, None, :]
 
-        def results(attention: Callable[..., Tensor], tensors: list[Tensor], **settings: Any) -> list[Tensor]:
+        def results(attention: Callable[..., Tensor], tensors: list[Tensor], **settings: object) -> list[Tensor]:
             *inputs, gradient = (each.requires_grad_() for each in tensors)
             out = attention(*inputs, **settings)
             return [out, *torch.autograd.grad(out, inputs, gradient)]
@@ -164,5 +163,5 @@ class XlaTrial:
         """What each device of this machine holds of a tensor, on the CPU, and the device."""
         import torch_xla
 
-        parts: list[Any] = torch_xla._XLAC._get_local_shards([tensor])[0]
+        parts: list[tuple[Tensor, str]] = torch_xla._XLAC._get_local_shards([tensor])[0]
         return [(part, device) for part, device in parts]
