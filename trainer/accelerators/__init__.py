@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -49,16 +49,23 @@ def local_device(count: int, kind: str) -> int:
     return local_rank()
 
 
-class Config(Protocol):
-    """What each module of this package has under that name: the section `accelerator` of an experiment."""
+class Config(ABC):
+    """The section `accelerator` of an experiment; each accelerator's module has a subclass of this name."""
 
+    @abstractmethod
     def build(self) -> Accelerator:
         """Takes the device.
 
         Raises:
             ConfigError: it cannot be had.
         """
-        ...
+
+    def processes(self) -> list[dict[str, str]]:
+        """The processes that use all devices of this machine: variables that give each process a device of its own.
+
+        One process that needs no variables, unless a process drives a single device of several.
+        """
+        return [{}]
 
 
 class Accelerator(ABC):

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from trainer.accelerators import kernels
 from trainer.errors import ConfigError
-from trainer.optim.blockwise import FUSED, DecayedAdam
+from trainer.optim.blockwise import DecayedAdam
 from trainer.optim.groups import parameter_groups
 
 
@@ -62,7 +63,7 @@ class Config:
         """
         groups = parameter_groups(parameters, self.weight_decay, self.layer_decay)
         settings: dict[str, Any] = {"lr": self.lr, "betas": self.betas, "eps": self.eps}
-        if groups[0]["params"][0].device.type not in FUSED:
+        if not kernels.has_fused_optimizers(groups[0]["params"][0].device):
             return TracedAdamW(groups, {}, bias_correction=self.bias_correction, **settings)
         return (AdamW if self.bias_correction else UncorrectedAdamW)(groups, fused=True, **settings)
 

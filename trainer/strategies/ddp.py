@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer import strategies
 from trainer.accelerators import Accelerator, Precision
 from trainer.strategies import BuildOptimizer, InitialValues, Strategy
 from trainer.strategies.world import World
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(strategies.Config):
     """Replicates everything.
 
     Attributes:
@@ -24,6 +25,10 @@ class Config:
     """
 
     bucket_mb: int = 25
+
+    @property
+    def plan(self) -> str:
+        return "ddp"
 
     def build(self, accelerator: Accelerator, world: World, precision: Precision) -> DataParallel:
         return DataParallel(accelerator, world, precision, self)

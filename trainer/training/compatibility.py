@@ -60,8 +60,7 @@ def check_fit(experiment: Experiment, dataset: AnyDataset, objective: Objective,
                 f"{f', without the {virtual} positions of model.peft' if virtual else ''}; use a shorter sequence, or "
                 f"set model.max_positions to {phase.sequence_length + virtual} or more"
             )
-    if hasattr(experiment.strategy, "check"):
-        experiment.strategy.check(to_tree(experiment))
+    experiment.strategy.check(to_tree(experiment))
     _check_head(experiment, dataset, objective)
     if objective.model_settings.get("head", "language_model") == "language_model":
         _check_architecture(experiment, objective)
