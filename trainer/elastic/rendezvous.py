@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 News: TypeAlias = Literal["arrived", "lost"]
 
+Message: TypeAlias = dict[str, Any]
+"""A JSON object that agents send each other."""
+
 _POLL_SECONDS = 0.1
 _LAST_CALL_SECONDS = 3.0  # before the first round, for agents that are started together
 _PATIENCE_SECONDS = 600.0
@@ -175,7 +178,7 @@ class Rendezvous:
         if self._connection is not None and not self._connection.send(message):
             self._connection = None
 
-    def _receive(self, seconds: float) -> dict[str, Any]:
+    def _receive(self, seconds: float) -> Message:
         """The next message, or {} when none comes within this time."""
         if self._connection is None:
             return {}
@@ -226,7 +229,7 @@ class _Host(threading.Thread):
         self._ready[agent] = None
         agent.send({"run": self._run})
 
-    def _heed(self, agent: _Connection, message: dict[str, Any]) -> None:
+    def _heed(self, agent: _Connection, message: Message) -> None:
         if "code" in message:
             self._round.clear()
             self._tell(self._ready, message)
@@ -273,7 +276,7 @@ class _Host(threading.Thread):
             group = Group(sum(sizes[:index]), sum(sizes), self._store.port)
             agent.send({"group": asdict(group)})
 
-    def _tell(self, agents: Iterable[_Connection], message: dict[str, Any]) -> None:
+    def _tell(self, agents: Iterable[_Connection], message: Message) -> None:
         for agent in agents:
             agent.send(message)
 
@@ -286,7 +289,7 @@ class _Connection:
         self.socket = connected
         self._received = b""
 
-    def send(self, message: dict[str, Any]) -> bool:
+    def send(self, message: Message) -> bool:
         """Sends a message; False when the other side is gone, which reading tells as well."""
         try:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
@@ -294,7 +297,7 @@ class _Connection:
             return False
         return True
 
-    def receive(self, seconds: float) -> dict[str, Any]:
+    def receive(self, seconds: float) -> Message:
         """The next message, or {} when none comes within this time.
 
         Raises:
@@ -313,7 +316,7 @@ class _Connection:
                 raise ConnectionAbortedError("that is no agent")
         line, _, self._received = self._received.partition(b"\n")
         try:
-            message: dict[str, Any] = dict(json.loads(line))
+            message: Message = dict(json.loads(line))
         except (TypeError, ValueError) as error:
             raise ConnectionAbortedError("that is no agent") from error
         return message

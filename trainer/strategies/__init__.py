@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from trainer import accelerators
 from trainer.accelerators import Accelerator, Precision
+from trainer.config import Tree
 from trainer.errors import ConfigError
 from trainer.partition import flat_start, local_parts, whole_norms
 from trainer.strategies.loss_scale import LossScale
@@ -93,7 +94,7 @@ class Config(ABC):
             ConfigError: it does not fit the accelerator, the number of processes or the precision.
         """
 
-    def check(self, experiment: Mapping[str, Any]) -> None:  # noqa: B027
+    def check(self, experiment: Tree) -> None:  # noqa: B027
         """Rejects an experiment, given as plain values, with settings that this strategy does not support.
 
         Raises:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, cast
@@ -22,6 +22,7 @@ from torch import nn
 
 from trainer import strategies
 from trainer.accelerators import Accelerator, Precision
+from trainer.config import Tree
 from trainer.errors import ConfigError, MissingExtra
 from trainer.strategies import Strategy, ddp, deepspeed, fsdp
 from trainer.strategies.world import World
@@ -61,7 +62,7 @@ class Config(strategies.Config):
 
     config: str | None = None
 
-    def check(self, experiment: Mapping[str, Any]) -> None:
+    def check(self, experiment: Tree) -> None:
         with self._environment():
             if clashes := [*_refused(), *_contradictions(experiment["training"])]:
                 raise ConfigError(f"Accelerate is asked for what this run is not: {'; '.join(clashes)}")
@@ -159,7 +160,7 @@ def _refused() -> Iterator[str]:
             yield f"{name}={value}: {fix}"
 
 
-def _contradictions(training: Mapping[str, Any]) -> Iterator[str]:
+def _contradictions(training: Tree) -> Iterator[str]:
     """What Accelerate is asked for and the experiment says otherwise; a DeepSpeed JSON is checked on its own."""
     from accelerate.utils import parse_flag_from_env
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import nn
@@ -52,4 +52,4 @@ class DataParallel(Strategy):
         return DistributedDataParallel(model, bucket_cap_mb=self._config.bucket_mb, gradient_as_bucket_view=True)
 
     def accumulate(self, last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if last else cast(AbstractContextManager[object], cast(Any, self._wrapped).no_sync())
+        return nullcontext() if last else cast(DistributedDataParallel, self._wrapped).no_sync()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -58,11 +58,11 @@ class LossScale:
             )
         return {"loss_scale": factor, "skipped_steps": skipped}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float]:
         """What a checkpoint keeps. Waits for the device."""
         return {"factor": float(self.factor), "since": int(self._since), "skipped": int(self._skipped)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Goes on as the run did that wrote the checkpoint, of any world size."""
         self.factor.fill_(state["factor"])
         self._since.fill_(state["since"])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from trainer import accelerators, strategies
 from trainer.accelerators import Accelerator, Precision, cpu, cuda
+from trainer.config import Tree
 from trainer.errors import ConfigError
 from trainer.strategies.world import World
 from trainer.strategies.xla.spmd import XlaSpmd
@@ -37,7 +36,7 @@ class Config(strategies.ShardedConfig):
                 f"flash_attention_from must be at least 1, or null for never, not {self.flash_attention_from}"
             )
 
-    def check(self, experiment: Mapping[str, Any]) -> None:
+    def check(self, experiment: Tree) -> None:
         training = experiment["training"]
         if training["compile"]:
             raise ConfigError("training.compile is for torch.compile, and XLA compiles every step; set it to false")

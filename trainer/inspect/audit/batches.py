@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -122,7 +121,7 @@ class Run:
 def columns(loader: StreamingLoader, names: tuple[str, ...], end: int) -> Iterator[Columns]:
     """Yields columns of the examples before `end`, sorted by "number"; those of a loader of a single replica."""
     for (batch,) in loader:
-        arrays: dict[str, Any] = {name: batch[name].numpy() for name in ("number", *names)}
+        arrays: Columns = {name: batch[name].numpy() for name in ("number", *names)}
         by_number = np.argsort(arrays["number"])
         kept = by_number[: np.searchsorted(arrays["number"][by_number], end)]
         if len(kept):

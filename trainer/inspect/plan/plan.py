@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from trainer.accelerators import DTYPES
 from trainer.config import load
 from trainer.errors import ConfigError, SamestepError
 from trainer.inspect.plan.batch import example, stand_in
-from trainer.inspect.plan.strategies import Collective, Division, Held, Ranges, Rows, Whole, interpolate
+from trainer.inspect.plan.strategies import Buffers, Collective, Division, Held, Ranges, Rows, Whole, interpolate
 from trainer.inspect.plan.trace import Activations, Step
 from trainer.monitoring.jsonl import read_rows
 from trainer.strategies import ShardedConfig, deepspeed, fsdp
@@ -132,10 +131,10 @@ def divide(strategy: str, experiment: Experiment, step: Step, devices: int) -> D
         "persistent": "stage3_param_persistence_threshold",
         "reuse": "stage3_max_reuse_distance",
     }
-    given: dict[str, Any] = {ours: int(zero[theirs]) for ours, theirs in known.items() if theirs in zero}
-    given["overlap"] = zero.get("overlap_comm") is True
+    given = {ours: int(zero[theirs]) for ours, theirs in known.items() if theirs in zero}
     offloads = (config.offload_optimizer, config.offload_parameters)
-    return Ranges(*sizes, stage=stage, offloads=offloads, **given)
+    buffers = Buffers(overlap=zero.get("overlap_comm") is True, **given)
+    return Ranges(*sizes, stage=stage, offloads=offloads, buffers=buffers)
 
 
 def copies_of(experiment: Experiment, devices: int) -> int:
@@ -160,7 +159,7 @@ def _largest(total: Callable[[int], int], budget: int, most: int) -> int:
     return fits
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: Plan) -> dict[str, object]:
     """A plan as the command prints it."""
     return {
         "strategy": plan.strategy,

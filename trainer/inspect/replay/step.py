@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from rich.console import Console
@@ -35,7 +35,50 @@ logger = logging.getLogger(__name__)
 _TEXT_TOKENS = 24
 
 
-def replay(folder: str, step: int, overrides: Sequence[str], *, exact: bool, skipped: bool) -> dict[str, Any]:
+class Place(TypedDict):
+    """Where a document was read from."""
+
+    file: str
+    line: int
+
+
+class ScoredExample(TypedDict):
+    """An example of a step.
+
+    Attributes:
+        number: among all examples of its data order.
+        loss: None if it is not finite.
+        predicted: number of predicted tokens.
+        documents: it is made of.
+        text: its first tokens.
+    """
+
+    number: int
+    loss: float | None
+    predicted: int
+    documents: list[Place]
+    text: str
+
+
+class Replayed(TypedDict):
+    """What `samestep replay --json` prints.
+
+    Attributes:
+        step: its number.
+        weights_of: the step whose weights scored it.
+        compared: first and last of the steps that were found to be those of the ledger; None if there were none.
+        loss: of the step; None if it is not finite.
+        examples: those of the highest loss first.
+    """
+
+    step: int
+    weights_of: int
+    compared: tuple[int, int] | None
+    loss: float | None
+    examples: list[ScoredExample]
+
+
+def replay(folder: str, step: int, overrides: Sequence[str], *, exact: bool, skipped: bool) -> Replayed:
     """Makes the batch of a step again, and scores each of its examples as in training, dropout included.
 
     Args:
@@ -44,11 +87,6 @@ def replay(folder: str, step: int, overrides: Sequence[str], *, exact: bool, ski
         overrides: settings that replace those of the run.
         exact: whether to train up to the step; otherwise the weights are those of the checkpoint.
         skipped: whether the batch is the one that the step had before examples were last passed over.
-
-    Returns:
-        What `samestep replay --json` prints: `step`; `weights_of`, the step whose weights scored it; `compared`, first
-        and last of the steps that were found to be those of the ledger, or None; `loss`; and `examples`, the highest
-        loss first, each with its global `number`, `loss` (None if not finite), `predicted` tokens, `documents`, `text`.
 
     Raises:
         ConfigError: there is no such run or step.
@@ -72,9 +110,9 @@ def replay(folder: str, step: int, overrides: Sequence[str], *, exact: bool, ski
         compared = None if skipped else past.compare(step)
         if exact:
             past.train_until(step - 1)
-        found = past.score(step, passed_over[:-1] if skipped else passed_over)
+        loss, examples = past.score(step, passed_over[:-1] if skipped else passed_over)
         trainer.close()
-    return {"step": step, "weights_of": trainer.state.step, "compared": compared, **found}
+    return Replayed(step=step, weights_of=trainer.state.step, compared=compared, loss=loss, examples=examples)
 
 
 def _settings(folder: str, step: int, overrides: Sequence[str]) -> Tree:
@@ -168,15 +206,15 @@ class _Past:
             trainer.train_step(next(iter(trainer.loader)))
             logger.info("step %d  loss %.4f", trainer.state.step, trainer.recorder.means()["loss"])
 
-    def score(self, step: int, passed_over: Sequence[Row]) -> dict[str, Any]:
-        """The loss of a step and of each of its examples, with the weights that the trainer has."""
+    def score(self, step: int, passed_over: Sequence[Row]) -> tuple[float | None, list[ScoredExample]]:
+        """The loss of a step and its examples, the highest loss first, with the weights that the trainer has."""
         trainer = self._trainer
         trainer.model.train()
         with self._loader(step, passed_over, micro_batch_size=1) as loader:
             rows = [row for row in next(iter(loader)) if int(row["filled"])]  # or it is of a corrupt shard
             documents = loader.documents(np.array([int(row["number"]) for row in rows]))
         losses = score_each(trainer.model, trainer.objective, trainer.strategy, rows)
-        examples: list[dict[str, Any]] = [
+        examples: list[ScoredExample] = [
             {
                 "number": int(row["number"]),
                 "loss": _finite(total / weight if weight else 0.0),
@@ -188,7 +226,7 @@ class _Past:
         ]
         examples.sort(key=lambda each: (each["loss"] is not None, -(each["loss"] or 0.0)))
         total, weight = (sum(column) for column in zip(*losses, strict=True))
-        return {"loss": _finite(total / weight if weight else 0.0), "examples": examples}
+        return _finite(total / weight if weight else 0.0), examples
 
     def _loader(
         self, step: int, passed_over: Sequence[Row], micro_batch_size: MicroBatchSize = "auto"
@@ -219,7 +257,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def report(found: dict[str, Any], top: int, console: Console) -> None:
+def report(found: Replayed, top: int, console: Console) -> None:
     """Prints the examples of the highest loss, and what they were scored and compared with."""
     compared, examples = found["compared"], found["examples"]
     checked = "the ledger has no row of it to compare with"

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from trainer import strategies
 from trainer.accelerators import DTYPES, Accelerator, Precision, version_of
+from trainer.config import Tree
 from trainer.errors import ConfigError, MissingExtra
 from trainer.strategies import BuildOptimizer, InitialValues, Strategy, check_accelerator
 from trainer.strategies.deepspeed import settings
@@ -27,7 +27,7 @@ from trainer.strategies.world import World
 
 _VERSION = "0.19"
 BUCKET = 50_000_000  # elements at most; DeepSpeed's own default takes 2 GB
-_PRECISION: dict[Precision, dict[str, Any]] = {
+_PRECISION: dict[Precision, Tree] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "loss_scale": 1.0}},  # the loss comes scaled
@@ -55,7 +55,7 @@ class Config(strategies.Config):
         if self.offload_parameters and self.stage != 3:
             raise ConfigError(f"offload_parameters goes with stage 3, not with stage {self.stage}; set stage=3")
 
-    def check(self, experiment: Mapping[str, Any]) -> None:
+    def check(self, experiment: Tree) -> None:
         if self.stage == 3 and experiment["training"]["compile"]:
             raise ConfigError(
                 "training.compile does not go with strategy.stage 3, whose parameters are gathered by hooks inside of "
@@ -121,11 +121,11 @@ class DeepSpeed(Strategy):
     def _note(self, name: str, _: Tensor) -> None:
         self._reached.add(name)
 
-    def _settings(self, model: nn.Module) -> dict[str, Any]:
+    def _settings(self, model: nn.Module) -> Tree:
         """What DeepSpeed is told. It takes no step, so it needs to know nothing of batches and clipping."""
         config = self._config
         bucket = min(BUCKET, sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad))
-        zero: dict[str, Any] = {"reduce_bucket_size": bucket, "allgather_bucket_size": BUCKET}
+        zero: Tree = {"reduce_bucket_size": bucket, "allgather_bucket_size": BUCKET}
         zero |= settings.zero_section(settings.read(config.config)) if config.config else {}
         for key, offload in (
             ("offload_optimizer", config.offload_optimizer),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer.config import Tree
 from trainer.errors import ConfigError
 
 _ZERO = "zero_optimization"
@@ -56,7 +57,7 @@ _WITHOUT_EFFECT = {  # they are about DeepSpeed's own step, log, optimizer and c
         )
     ),
 }
-_HARMLESS: dict[str, Any] = {  # the values at which these are what they are here
+_HARMLESS: Tree = {  # the values at which these are what they are here
     "communication_data_type": "fp32",
     "gradient_accumulation_steps": 1,
     "gradient_predivide_factor": 1.0,
@@ -77,7 +78,7 @@ _FIXES = {
 }
 
 
-def read(path: str) -> dict[str, Any]:
+def read(path: str) -> Tree:
     """A DeepSpeed JSON; what is "auto", as in those for Hugging Face's Trainer, or switched off is left out.
 
     Raises:
@@ -92,9 +93,9 @@ def read(path: str) -> dict[str, Any]:
     return {key: rest for key, value in tree.items() if (rest := _on(key, value)) is not None}
 
 
-def zero_section(tree: Mapping[str, Any]) -> dict[str, Any]:
+def zero_section(tree: Tree) -> Tree:
     """What is taken over from a JSON that `check` has passed: DeepSpeed's settings of communication."""
-    section: dict[str, Any] = {}
+    section: Tree = {}
     for key, value in _flat(tree):
         if key in _TAKEN:
             *parents, name = key.removeprefix(f"{_ZERO}.").split(".")
@@ -105,7 +106,7 @@ def zero_section(tree: Mapping[str, Any]) -> dict[str, Any]:
     return section
 
 
-def check(path: str, tree: Mapping[str, Any], experiment: Mapping[str, Any]) -> None:
+def check(path: str, tree: Tree, experiment: Tree) -> None:
     """Refuses what contradicts the experiment, and what would make another step of it, all at once.
 
     Args:
@@ -134,7 +135,7 @@ def check(path: str, tree: Mapping[str, Any], experiment: Mapping[str, Any]) -> 
         )
 
 
-def _said(experiment: Mapping[str, Any]) -> dict[str, tuple[str, list[Any]]]:
+def _said(experiment: Tree) -> dict[str, tuple[str, list[Any]]]:
     """What an experiment says of DeepSpeed's keys: the name of the setting, and the values that are meant by it."""
     training, strategy, optimizer = (experiment[section] for section in ("training", "strategy", "optimizer"))
     precision = training["precision"]
@@ -173,7 +174,7 @@ def _harmless(key: str, value: Any) -> bool:
     return value is None or (value is False and key.endswith(".enabled")) or value == _HARMLESS.get(key, ...)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The values of a tree by dotted keys, without those that are left to the experiment."""
     for key, value in tree.items():
         name = prefix + key

@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
+from trainer.config import Tree
 from trainer.partition import Segment, SegmentParameter
 
 
@@ -35,7 +36,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         settings: as DeepSpeed's JSON.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device, settings: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device, settings: Tree) -> None:
         os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
         deepspeed.ops.__compatible_ops__ = {}  # else it would compile collectives for gloo
         deepspeed.init_distributed()
@@ -85,7 +86,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         return PartitionedParameters(zero, group) if is_third else PartitionedState(zero, group)
 
 
-def _partition(model: nn.Module, dtype: torch.dtype, device: torch.device, settings: dict[str, Any]) -> None:
+def _partition(model: nn.Module, dtype: torch.dtype, device: torch.device, settings: Tree) -> None:
     """Gives a meta model its partitions, module by module, so that no process ever holds it whole.
 
     From then on `torch.nn.functional.linear` is DeepSpeed's in this process: torch's own would keep a view of each

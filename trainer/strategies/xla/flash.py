@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer.accelerators import version_of
 from trainer.accelerators.xla import XlaAccelerator
 from trainer.errors import SamestepError
-from trainer.strategies.xla.split import mesh_of
+from trainer.strategies.xla.split import Split, mesh_of
 
 _PLATFORM = "tpu"
 _BLOCKS = (512, 384, 256, 128)  # cells; the kernel knows multiples of 128 only
@@ -196,7 +196,7 @@ def _run(computation: Any, tensors: Sequence[Tensor], shapes: Sequence[tuple[int
 
     devices = mesh_of(mesh)
 
-    def axes(tensor: Tensor) -> tuple[Any, ...]:
+    def axes(tensor: Tensor) -> Split:
         return (("replicate", "shard"), *[None] * (tensor.ndim - 1))
 
     local = [enable_manual_sharding(each.clone(), axes(each), mesh=devices).global_tensor for each in tensors]

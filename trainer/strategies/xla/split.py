@@ -5,12 +5,14 @@ torch-xla's own such function hands the mesh over as text, and makes and keeps a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+Split: TypeAlias = tuple[str | tuple[str, ...] | None, ...]
+"""For each dimension of a tensor the axes of the mesh that it is split over; None: over none."""
 
 _AXES = (None, "shard", ("replicate", "shard"))
 _MESHES: list[Any] = []  # operations take numbers
@@ -27,13 +29,13 @@ def mesh_of(number: int) -> Any:
     return _MESHES[number]
 
 
-def split(tensor: Tensor, mesh: int, axes: Sequence[Any]) -> Tensor:
+def split(tensor: Tensor, mesh: int, axes: Split) -> Tensor:
     """The same tensor, split over devices; so is its gradient.
 
     Args:
         tensor: in a graph.
         mesh: the number of a mesh.
-        axes: for each dimension None, "shard" or both axes of the mesh.
+        axes: "shard", or both axes of the mesh, for each dimension that is split.
     """
     out: Tensor = _operation()(tensor, mesh, [_AXES.index(axis) for axis in axes])
     return out

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeAlias, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,7 @@ from trainer.partition import Segment, SegmentParameter, StackedParameter, layer
 from trainer.strategies import BuildOptimizer, InitialValues, Replica, Strategy, check_replicas, divisors
 from trainer.strategies.world import World
 from trainer.strategies.xla import flash
-from trainer.strategies.xla.split import register, split
-
-Split: TypeAlias = tuple[Any, ...]
-"""For each dimension of a tensor the axes of the mesh that it is split over; None: over none."""
+from trainer.strategies.xla.split import Split, register, split
 
 
 def check_slice(replicas: int, devices: int, here: int) -> None:
@@ -206,8 +203,8 @@ class XlaSpmd(Strategy):
             for (shard, _), rows in zip(shards, self._places(tensor), strict=True):
                 count = rows.stop - rows.start
                 host.narrow(dim, rows.start - first, count).copy_(shard.narrow(dim, 0, count))
-        stacked, names = isinstance(tensor, StackedParameter), getattr(tensor, "members", (name,))
-        for own, part in zip(names, host if stacked else (host,), strict=True):
+        names, parts = (tensor.members, host) if isinstance(tensor, StackedParameter) else ((name,), (host,))
+        for own, part in zip(names, parts, strict=True):
             if stop - first < shape[0]:
                 segment = Segment(shape, first * math.prod(shape[1:]), self._group)
                 part = SegmentParameter(part.view(-1), segment, requires_grad=False)
