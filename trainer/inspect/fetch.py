@@ -13,6 +13,7 @@ from data_pipeline.building import build
 from data_pipeline.format.manifest import MANIFEST, Manifest
 from data_pipeline.reading.remote import fetch_tokenizer
 from data_pipeline.sources import Source, huggingface
+from data_pipeline.sources.table import TableConfig
 from trainer import storage
 from trainer.checkpoint import files, integrity
 from trainer.config import decode, read_tree, to_tree
@@ -94,7 +95,7 @@ def _dataset_inputs(config: build.Config, to: str | None) -> Iterator[str]:
                 config.source.open(streaming=False).save_to_disk(saved)
             yield f"source.path={saved}"
         return
-    dataset = getattr(config.source, "dataset", None)
+    dataset = config.source.dataset if isinstance(config.source, TableConfig) else None
     if dataset is not None and not Path(dataset.path).exists():
         saved = folder / dataset.path / "-".join(filter(None, (dataset.name, dataset.revision, "splits")))
         if not (saved / "dataset_dict.json").exists():

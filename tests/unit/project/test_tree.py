@@ -11,6 +11,11 @@ from typing import Any
 import grimp
 import pytest
 
+from launch.job import Cluster
+from trainer import accelerators, strategies
+from trainer.config import Kinds
+from trainer.inspect.plan.plan import STRATEGIES
+
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("trainer", "data_pipeline", "launch")
 UNIT = ROOT / "tests" / "unit"
@@ -90,3 +95,23 @@ def test_unit_tests_mirror_the_packages():
         if not any(f"{name}.".startswith(f"{package}.") for name in imported(path.read_text(encoding="utf-8"))):
             astray.append(f"{path.relative_to(ROOT)} imports nothing from {package}")
     assert astray == []
+
+
+@pytest.mark.parametrize(
+    ("package", "base"),
+    [("trainer.strategies", strategies.Config), ("trainer.accelerators", accelerators.Config), ("launch", Cluster)],
+)
+def test_every_kind_extends_its_base(package: str, base: type):
+    kinds = Kinds(package)
+    assert len(kinds.available()) >= 4
+    assert [kind for kind in kinds.available() if not issubclass(kinds.schema(kind, package), base)] == []
+
+
+def test_strategies_say_how_they_are_planned():
+    kinds = Kinds("trainer.strategies")
+    plans = {kind: kinds.schema(kind, "strategy")().plan for kind in kinds.available()}
+    assert plans.pop("accelerate") is None  # what it is asked for may be any of the others
+    assert set(plans.values()) == {"single", "ddp", "fsdp", "zero2"}
+    sharded = [kinds.schema(kind, "strategy")(replicas=2).plan for kind in ("fsdp", "xla_spmd")]
+    stages = [kinds.schema("deepspeed", "strategy")(stage=stage).plan for stage in (1, 2, 3)]
+    assert {*plans.values(), *sharded, *stages} == set(STRATEGIES)
