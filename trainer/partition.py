@@ -212,9 +212,9 @@ def squared_norms(parts: list[Tensor], counts: Sequence[int] | None = None) -> T
         parts: the tensors.
         counts: how many tensors of equal numbers of rows each part is a stack of; None: all are single ones.
 
-    They must not depend on how a tensor is split, so squares are summed in fp64. Where that is slow, those of a row are
-    summed in fp32; of a whole matrix that would be wrong by 1e-3, as torch's kernel adds up millions of squares one
-    after another.
+    They must not depend on how a tensor is split, so squares are summed in fp64. Where that is slow,
+    those of a row are summed in fp32; of a whole matrix that would be wrong by 1e-3, as torch's
+    kernel adds up millions of squares one after another.
     """
     if kernels.has_fast_fp64(parts[0].device):
         assert counts is None or max(counts) == 1, "stacks are for devices that compile graphs"

@@ -50,7 +50,7 @@ def local_device(count: int, kind: str) -> int:
 
 
 class Config(ABC):
-    """The section `accelerator` of an experiment; each accelerator's module has a subclass of this name."""
+    """The section `accelerator` of an experiment: the base of the `Config` of each module here."""
 
     @abstractmethod
     def build(self) -> Accelerator:
@@ -61,9 +61,10 @@ class Config(ABC):
         """
 
     def processes(self) -> list[dict[str, str]]:
-        """The processes that use all devices of this machine: variables that give each process a device of its own.
+        """The processes that use all devices of this machine, one dictionary for each.
 
-        One process that needs no variables, unless a process drives a single device of several.
+        It holds the environment variables that give the process a device of its own. Here it is one
+        process that drives all devices, and needs none.
         """
         return [{}]
 

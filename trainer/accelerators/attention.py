@@ -1,4 +1,4 @@
-"""The memory that attention takes on a GPU, reproduced on PyTorch's fake tensors, which are on the CPU."""
+"""The memory of attention on a GPU, reproduced on PyTorch's fake tensors, which are on the CPU."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def best() -> accelerators.Config:
 
 
 def processes(config: accelerators.Config | None) -> list[dict[str, str]]:
-    """The processes that use all devices of this machine, as `Config.processes`; None asks the GPUs.
+    """The processes that use all devices of this machine (`Config.processes`); None asks the GPUs.
 
     `best` is not asked instead, because it may start the driver.
     """

@@ -18,7 +18,12 @@ def is_collective(event: Mapping[str, Any]) -> bool:
 
 
 def is_compute(event: Mapping[str, Any], devices: bool) -> bool:
-    """Whether a device computes or copies; of a trace without kernels of `devices`, whether the host does."""
+    """Whether a device computes or copies.
+
+    Args:
+        event: of the trace.
+        devices: whether the trace has kernels of devices; if not, the host's operations count.
+    """
     if devices:
         return event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and not is_collective(event)
     return event.get("cat") == "cpu_op" and event["name"].startswith("aten::")

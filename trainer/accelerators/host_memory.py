@@ -1,4 +1,4 @@
-"""Host memory that tensors on a device are copied to, page-locked where the host need not wait for each copy."""
+"""Host memory for copies of tensors on a device, page-locked where that makes them asynchronous."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def locked_by(tensors: Iterable[Tensor]) -> torch.device | None:
-    """The device that page-locks memory for copies of these tensors; None if their copies gain nothing from that."""
+    """The device that page-locks memory for copies of these tensors; None if none of them has to."""
     return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
 
 
@@ -25,7 +25,7 @@ def reserve(size: int, device: torch.device | None) -> Tensor:
 
 
 def copy(tensors: Iterable[Tensor], memory: Tensor) -> None:
-    """Copies tensors into the bytes of `reserve`, one after the other, and waits until they are there."""
+    """Copies tensors into the bytes of `reserve`, one after the other; waits for the last."""
     locked, start = memory.is_pinned(), 0
     for tensor in tensors:
         stop = start + tensor.nbytes

@@ -1,4 +1,7 @@
-"""What PyTorch's kernels offer on the device of a tensor, for code that is given tensors and no `Accelerator`."""
+"""What PyTorch's kernels offer on a device.
+
+For code that is given tensors and no `Accelerator`: optimizers, norms, checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ FUSED = ("cpu", "cuda")
 def has_fused_optimizers(device: torch.device) -> bool:
     """Whether torch has fused optimizers for the device.
 
-    On other devices, operations are recorded into graphs, so a number that changes from step to step must be a tensor.
+    On other devices operations are recorded into graphs, so a number that changes from step to
+    step must be a tensor.
     """
     return device.type in FUSED
 

@@ -1,4 +1,4 @@
-"""What `samestep doctor` tries out on one device: that it can be had, and its products of matrices."""
+"""What `samestep doctor` tries on one device: that it can be had, and products of matrices."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def _suite(args: argparse.Namespace) -> int:
 
 
 def _slots(parallel: int | None, on_cpu: bool) -> list[dict[str, str]]:
-    """The environment variables of the runs that take place at the same time: a device each, if there are several."""
+    """The environment variables of runs at the same time: a device each, if there are several."""
     from trainer.accelerators import cpu, detect
 
     devices = detect.processes(cpu.Config() if on_cpu else None)

@@ -84,7 +84,7 @@ def check_replicas(replicas: int, fitting: Sequence[int], devices: int) -> None:
 
 
 class Config(ABC):
-    """The section `strategy` of an experiment; each strategy's module has a subclass of this name."""
+    """The section `strategy` of an experiment: the base of the `Config` of each module here."""
 
     @abstractmethod
     def build(self, accelerator: Accelerator, world: World, precision: Precision) -> Strategy:
@@ -95,7 +95,7 @@ class Config(ABC):
         """
 
     def check(self, experiment: Tree) -> None:  # noqa: B027
-        """Rejects an experiment, given as plain values, with settings that this strategy does not support.
+        """Rejects an experiment, given as plain values, with settings that do not fit the strategy.
 
         Raises:
             ConfigError: naming the settings.
@@ -109,7 +109,11 @@ class Config(ABC):
         """
 
     def fits_one_process(self, accelerator: accelerators.Config | None) -> bool:
-        """Whether it works in a single process on such an accelerator (None: the best), however many devices it has."""
+        """Whether it works in a single process, however many devices that process drives.
+
+        Args:
+            accelerator: the experiment's; None takes the best.
+        """
         return False
 
     @property
@@ -125,7 +129,7 @@ class Config(ABC):
 
 @dataclass(frozen=True)
 class ShardedConfig(Config):
-    """The settings of a strategy that shards `replicas` copies of the model, each over an equal number of devices."""
+    """The settings of a strategy that shards `replicas` copies of the model over the devices."""
 
     replicas: int = 1
 

@@ -1,4 +1,4 @@
-"""What `samestep doctor` tries out on the devices of this machine: each by itself, then all of them together."""
+"""What `samestep doctor` tries on the devices of this machine: each alone, then all together."""
 
 from __future__ import annotations
 

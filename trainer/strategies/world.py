@@ -30,7 +30,7 @@ _LEFT: list[object] = []  # groups that have been left, until the process ends
 
 
 def host_group() -> dist.ProcessGroup:
-    """A new group of all processes for tensors on the host, whatever moves those on devices; all have to make it."""
+    """A new group of all processes for tensors on the host; all processes have to make it."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo")
     return group
 

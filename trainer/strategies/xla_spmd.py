@@ -57,8 +57,9 @@ class Config(strategies.ShardedConfig):
     @property
     def plan_note(self) -> str:
         return (
-            "TPUs under XLA: the row of fsdp (or hsdp, with replicas) is what devices hold between steps; within one, "
-            "XLA reuses memory and recomputes by its own rules, so take activations, buffers and update as an estimate."
+            "TPUs under XLA: the row of fsdp (or hsdp, with replicas) is what devices hold between "
+            "steps; within one, XLA reuses memory and recomputes by its own rules, so take "
+            "activations, buffers and update as an estimate."
         )
 
     def build(self, accelerator: Accelerator, world: World, precision: Precision) -> XlaSpmd:

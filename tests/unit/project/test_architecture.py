@@ -1,4 +1,4 @@
-"""docs/architecture.md is true: it names every folder and top-level module, and nothing that is not there."""
+"""docs/architecture.md names every folder and top-level module, and nothing that is not there."""
 
 from __future__ import annotations
 

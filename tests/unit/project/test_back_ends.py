@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-WORDS = {"cuda", "cudnn", "cublas", "gloo", "libtpu", "nccl", "pallas", "pjrt", "tpu", "tpus", "triton", "xla"}
-INSIDE = ("trainer/accelerators/", "trainer/strategies/")  # and the package launch, whose clusters lend the devices
+WORDS = {"cuda", "cudnn", "cublas", "gloo", "libtpu", "nccl", "pallas", "pjrt", "tpu", "tpus"}
+WORDS |= {"triton", "xla"}
+# Beside the package launch, which asks clusters for devices.
+INSIDE = ("trainer/accelerators/", "trainer/strategies/")
 EXCEPTIONS = {
-    # Which kernel of torch writes out scores depends on where the bias lies; to be asked of accelerators/kernels.
+    # Torch's kernel for a bias with a gradient depends on its device: a question for kernels.py.
     ("trainer/models/attention.py", "is_cpu"),
     # torch.autocast is asked by the type of the device that a bias lies on.
     ("trainer/models/relative.py", "device.type"),
@@ -21,7 +23,7 @@ EXCEPTIONS = {
 
 
 def words(text: str) -> set[str]:
-    """The words that an identifier or a text is made of: LocalTPUs, is_cuda -> local, tpus, is, cuda."""
+    """The words of an identifier or a text: LocalTPUs, is_cuda -> local, tpus, is, cuda."""
     return {word.lower() for word in re.findall(r"[A-Z]+s?(?![a-z])|[A-Z]?[a-z]+", text)}
 
 

@@ -56,7 +56,7 @@ PROJECT = ("trainer", "data_pipeline", "launch", "tests", "docs", "benchmarks", 
 
 
 def is_path(name: str) -> bool:
-    """Whether a name may be the path of a file or folder of the project, without placeholders such as NAME."""
+    """Whether a name looks like a path of the project, without placeholders such as NAME."""
     return bool(re.fullmatch(rf"({'|'.join(PROJECT)})/[\w./-]*|[\w./-]+\.py", name) and not re.search("[A-Z]{2}", name))
 
 

@@ -1,4 +1,4 @@
-"""The shape of the project: no import cycle, contracts over folders, and unit tests that mirror the packages."""
+"""The shape of the project: no import cycle, contracts over folders, tests that mirror packages."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def imported(code: str) -> Iterator[str]:
 
 
 def test_unit_tests_mirror_the_packages():
-    """A unit test lies where the module lies that it is about, and so imports something from there."""
+    """A unit test lies beside the module that it is about, and so imports something from there."""
     astray = []
     for path in sorted(UNIT.rglob("test_*.py")):
         place = path.parent.relative_to(UNIT).parts

@@ -197,7 +197,7 @@ class Step:
 
 
 def on_cpu(experiment: Experiment) -> bool:
-    """Whether an experiment names the CPU; if not, it is planned for devices with a GPU's kernels."""
+    """Whether an experiment names the CPU; if not, it is planned for the kernels of a GPU."""
     return isinstance(experiment.accelerator, cpu.Config)
 
 

@@ -66,7 +66,7 @@ class Replayed(TypedDict):
     Attributes:
         step: its number.
         weights_of: the step whose weights scored it.
-        compared: first and last of the steps that were found to be those of the ledger; None if there were none.
+        compared: first and last step whose digest is the ledger's; None if it has no such row.
         loss: of the step; None if it is not finite.
         examples: those of the highest loss first.
     """
@@ -207,7 +207,7 @@ class _Past:
             logger.info("step %d  loss %.4f", trainer.state.step, trainer.recorder.means()["loss"])
 
     def score(self, step: int, passed_over: Sequence[Row]) -> tuple[float | None, list[ScoredExample]]:
-        """The loss of a step and its examples, the highest loss first, with the weights that the trainer has."""
+        """The loss of a step and of its examples, highest first, with the trainer's weights."""
         trainer = self._trainer
         trainer.model.train()
         with self._loader(step, passed_over, micro_batch_size=1) as loader:
