@@ -174,7 +174,7 @@ def measure(folder: Path, file: Path, strategy: str, processes: int) -> list[dic
 
 def table(found: dict[str, list[dict[str, float]]], file: str) -> str:
     """What was measured, beside the plan, as Markdown; of the process that has most of each."""
-    step, nothing = Step(load(Experiment, file), "cpu"), Activations(0, 0, 0, 0)
+    step, nothing = Step(load(Experiment, file), on_cpu=True), Activations(0, 0, 0, 0)
     lines = [
         "| strategy | parameters | gradients | optimizer | planned | off by | steady RSS | peak RSS | stall | save "
         "| save, RSS | restore | restore, RSS |",

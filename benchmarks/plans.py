@@ -40,7 +40,7 @@ def plans() -> str:
     lines = [f"| model | strategy | activations | {' | '.join(columns)} |", f"|---|---|{'---:|' * 7}"]
     for name in RECIPES:
         experiment, phase = recipe(name)
-        step = Step(experiment, "cuda")
+        step = Step(experiment, on_cpu=False)
         planners = [
             Planner(
                 experiment, replace(phase, micro_batch_size=_ROWS, global_batch_size=_ROWS * devices), devices, step
@@ -60,7 +60,7 @@ def counts() -> str:
     lines = ["| model | strategy | collective | counted | planned |", "|---|---|---|---:|---:|"]
     for name in RECIPES:
         experiment, phase = recipe(name)
-        step = Step(experiment, "cuda")
+        step = Step(experiment, on_cpu=False)
         for strategy, copies in (("fsdp", 1), ("hsdp", _NODES)):
             config = fsdp.Config(replicas=copies)
             counted = count_fake(experiment, phase, config, DEVICES[-1], micro_batches=1)

@@ -18,7 +18,7 @@ import yaml
 
 from launch import command_line, logs
 from launch.environment import VARIABLE, check_setup, check_variables
-from launch.job import CANCEL, CODE, CONFIG, EXIT, LOG, JobSpec, Record, State, Submission
+from launch.job import CANCEL, CODE, CONFIG, EXIT, LOG, Cluster, JobSpec, Record, State, Submission
 from launch.tpu import slice as tpu_slice
 from launch.tpu import supervisor as tpu_supervisor
 from launch.tpu import types as tpu_types
@@ -49,7 +49,7 @@ _SECRET = re.compile(r"[\w-]{1,255}")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Cluster):
     """A slice of Cloud TPU, asked for as a queued resource.
 
     Attributes:
@@ -151,6 +151,10 @@ class Config:
     def devices(self) -> tuple[int | Literal["here"], ...]:
         """Those that XLA sees on the slice."""
         return (tpu_types.devices(self.accelerator_type, self.topology),)
+
+    @property
+    def takes_snapshot(self) -> bool:
+        return self.code == "snapshot"
 
     def render(self, job: JobSpec) -> Submission:
         """The machines' script, and what this machine has to know to find them again."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 CONFIG = "config.yaml"
 CODE = "code"
@@ -118,61 +119,76 @@ class Record:
     about: Mapping[str, str] = field(default_factory=dict)
 
 
-class Cluster(Protocol):
-    """The `Config` of a module of `launch`."""
+class Cluster(ABC):
+    """A kind of cluster: the base of the `Config` of its module."""
 
     shares_files: ClassVar[bool]
     """Whether the machines see the folders of the one that submits."""
 
     @property
+    @abstractmethod
     def devices(self) -> tuple[int | Literal["here"], ...]:
         """All numbers of devices that a run may get."""
-        ...
 
+    @property
+    def takes_snapshot(self) -> bool:
+        """Whether jobs run a copy of the code that they are submitted from."""
+        return False
+
+    @property
+    def waits_for_jobs(self) -> bool:
+        """Whether jobs wait for others, which may write what they read."""
+        return False
+
+    @property
+    def exported(self) -> Mapping[str, str]:
+        """Environment variables of a job that also hold while it is checked on this machine."""
+        return {}
+
+    @abstractmethod
     def render(self, job: JobSpec) -> Submission:
         """Makes the script or manifest; pure.
 
         Raises:
             ConfigError: the cluster's settings cannot do this.
         """
-        ...
 
+    @abstractmethod
     def check(self) -> None:
         """Looks whether jobs can be submitted from here at all.
 
         Raises:
             LaunchError: they cannot.
         """
-        ...
 
+    @abstractmethod
     def submit(self, submission: Submission, folder: Path) -> tuple[str, Mapping[str, str]]:
         """Submits what lies in `folder`; returns the id, and what else finds the job again.
 
         Raises:
             LaunchError: it is refused; then nothing is left on the cluster.
         """
-        ...
 
+    @abstractmethod
     def states(self, records: Iterable[Record]) -> Mapping[str, State]:
         """How jobs stand, by id; those that the cluster has forgotten are left out.
 
         Raises:
             LaunchError: the cluster does not answer.
         """
-        ...
 
+    @abstractmethod
     def logs(self, record: Record, follow: bool) -> Iterable[str]:
         """What the job has written, in pieces; `follow` goes on until it ends.
 
         Raises:
             LaunchError: there is none.
         """
-        ...
 
+    @abstractmethod
     def cancel(self, record: Record) -> None:
         """Ends the job: a run saves a checkpoint first.
 
         Raises:
             LaunchError: that is not possible.
         """
-        ...

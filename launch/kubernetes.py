@@ -14,7 +14,7 @@ import yaml
 
 from launch import command_line, objects
 from launch.environment import VARIABLE, check_variables
-from launch.job import CONFIG, JobSpec, Record, State, Submission
+from launch.job import CONFIG, Cluster, JobSpec, Record, State, Submission
 from launch.nodes import device_counts, node_range
 from launch.objects import ACTION_LABEL, CONTAINER, GROUP, JOB_LABEL, Object, new
 from trainer.config import Tree
@@ -103,7 +103,7 @@ class Volume:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Cluster):
     """A namespace of a Kubernetes cluster.
 
     Attributes:

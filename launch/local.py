@@ -16,14 +16,14 @@ from typing import ClassVar, Literal
 
 from launch import logs
 from launch.environment import Environment
-from launch.job import CANCEL, EXIT, LOG, SCRIPT, JobSpec, Record, State, Submission
+from launch.job import CANCEL, EXIT, LOG, SCRIPT, Cluster, JobSpec, Record, State, Submission
 from trainer.errors import ConfigError, LaunchError
 
 _PROC = Path("/proc")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Cluster):
     """This machine.
 
     Attributes:
@@ -47,6 +47,14 @@ class Config:
     def devices(self) -> tuple[int | Literal["here"], ...]:
         """Those that this machine turns out to have, unless they are named."""
         return (self.processes or "here",)
+
+    @property
+    def takes_snapshot(self) -> bool:
+        return self.code == "snapshot"
+
+    @property
+    def exported(self) -> Mapping[str, str]:
+        return self.environment.variables
 
     def render(self, job: JobSpec) -> Submission:
         """One script: a shell that becomes the command, within one that writes down how it has ended."""

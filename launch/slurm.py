@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 
 from launch import command_line, logs
 from launch.environment import Environment
-from launch.job import CANCEL, EXIT, LOG, SCRIPT, JobSpec, Record, State, Submission
+from launch.job import CANCEL, EXIT, LOG, SCRIPT, Cluster, JobSpec, Record, State, Submission
 from launch.nodes import device_counts, node_range
 from trainer.errors import EXIT_PREEMPTED, EXIT_UNAVAILABLE, ConfigError, LaunchError
 
@@ -77,7 +77,7 @@ class Container:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Cluster):
     """A partition of a Slurm cluster whose nodes share files with the machine that submits.
 
     Attributes:
@@ -164,6 +164,18 @@ class Config:
     def devices(self) -> tuple[int, ...]:
         """One number for each number of nodes."""
         return device_counts(self.node_range, self.gpus_per_node or self.processes_per_node)
+
+    @property
+    def takes_snapshot(self) -> bool:
+        return self.code == "snapshot"
+
+    @property
+    def waits_for_jobs(self) -> bool:
+        return any(option.startswith("--dependency") for option in self.options)
+
+    @property
+    def exported(self) -> Mapping[str, str]:
+        return self.environment.variables
 
     def render(self, job: JobSpec) -> Submission:
         """One batch script."""

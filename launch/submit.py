@@ -20,7 +20,7 @@ from typing import Annotated, Literal, TypedDict
 import yaml
 
 from launch import records, snapshot
-from launch.environment import SECRET_ADDRESS, Environment
+from launch.environment import SECRET_ADDRESS
 from launch.job import CODE, CONFIG, Cluster, JobSpec, Record, Submission
 from trainer.config import Tree, decode, read_tree, to_tree
 from trainer.errors import ConfigError, LaunchError
@@ -87,7 +87,7 @@ def prepare(cluster_file: str, file: str, overrides: Sequence[str], tasks: int |
     name = re.sub(r"[^a-z0-9]+", "-", Path(output).name.lower()).strip("-")[:40].strip("-") or "run"
     folder = _folder(output, action) if cluster.shares_files else records.state_folder() / "launches" / name
     written = (Path(output).absolute(), folder)
-    files = snapshot.files_of(Path.cwd(), written) if getattr(cluster, "code", "") == "snapshot" else None
+    files = snapshot.files_of(Path.cwd(), written) if cluster.takes_snapshot else None
     _check_names(files or [])
     job = JobSpec(
         name,
@@ -167,20 +167,18 @@ def check(launch: Launch) -> None:
                 "it, or choose another output"
             )
     logger.info("looking whether this could start there")
-    environment: Environment = getattr(launch.cluster, "environment", Environment())
     if launch.job.action == "build":
-        _ask(["data", "build", *launch.arguments, "--check"], environment.variables)
+        _ask(["data", "build", *launch.arguments, "--check"], launch.cluster.exported)
         return
     elsewhere = not launch.cluster.shares_files
     devices = ",".join(map(str, launch.cluster.devices))
-    options: tuple[str, ...] = getattr(launch.cluster, "options", ())
-    later = any(option.startswith("--dependency") for option in options)  # a job before may be to make the weights
+    later = launch.cluster.waits_for_jobs  # one of them may be to make the weights
     model = yaml.safe_load(launch.job.config).get("model") or {}
     without = ["init_from=null"] if later else []
     if later and isinstance(model, dict) and "kind" not in model:  # which those weights are to tell
         elsewhere, without = True, ["init_from=of_the_job_before"]
     flags = ["--elsewhere"] if elsewhere else []
-    _ask(["config", *launch.arguments, *without, "--devices", devices, *flags], environment.variables)
+    _ask(["config", *launch.arguments, *without, "--devices", devices, *flags], launch.cluster.exported)
 
 
 def _place(launch: Launch) -> str:

@@ -205,10 +205,10 @@ def _config(args: argparse.Namespace) -> int:
 
     experiment = load_experiment(args.file, args.overrides, args.elsewhere)
     if args.devices is not None:
-        from trainer.elastic import agent
+        from trainer.accelerators import detect
         from trainer.inspect import preflight
 
-        here = str(agent.default_processes(_on_cpu(experiment)))
+        here = str(len(detect.processes(experiment.accelerator)))
         numbers = args.devices.replace("here", here).split(",")
         if not all(number.isdecimal() and int(number) for number in numbers):
             raise ConfigError(f"--devices must be at least 1, or here, not {args.devices}")
@@ -217,17 +217,14 @@ def _config(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _on_cpu(experiment: Experiment) -> bool:
-    return experiment.accelerator is not None and type(experiment.accelerator).__module__.endswith(".cpu")
-
-
 def _processes_to_start(args: argparse.Namespace, experiment: Experiment) -> int:
     """How many processes are to do the work; 0 when a launcher has started them already, this one among them."""
+    from trainer.accelerators import detect
     from trainer.elastic import agent
 
     if agent.under_launcher():
         return 0
-    processes: int = agent.default_processes(_on_cpu(experiment)) if args.processes is None else args.processes
+    processes: int = len(detect.processes(experiment.accelerator)) if args.processes is None else args.processes
     if processes < 1:
         raise ConfigError(f"--processes must be at least 1, not {processes}")
     return processes

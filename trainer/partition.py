@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from trainer.accelerators import kernels
+
 _LONG = 2**16  # elements, more than a bias has
 
 
@@ -210,12 +212,12 @@ def squared_norms(parts: list[Tensor], counts: Sequence[int] | None = None) -> T
         parts: the tensors.
         counts: how many tensors of equal numbers of rows each part is a stack of; None: all are single ones.
 
-    They must not depend on how a tensor is split, so squares are summed in fp64. Except on GPUs those of a row are
-    summed in fp32, which on a CPU is 10 times as fast (TPUs have no fp64 at all, it is put together from fp32); of a
-    whole matrix that would be wrong by 1e-3, as torch's kernel adds up millions of squares one after another.
+    They must not depend on how a tensor is split, so squares are summed in fp64. Where that is slow,
+    those of a row are summed in fp32; of a whole matrix that would be wrong by 1e-3, as torch's
+    kernel adds up millions of squares one after another.
     """
-    if parts[0].is_cuda:
-        assert counts is None or max(counts) == 1, "stacks are for XLA"
+    if kernels.has_fast_fp64(parts[0].device):
+        assert counts is None or max(counts) == 1, "stacks are for devices that compile graphs"
         norms = [norm[None] for norm in torch._foreach_norm(parts, 2, dtype=torch.float64)]
     else:
         each = [

@@ -107,7 +107,7 @@ def test_what_processes_hold_is_what_was_planned(
     recipe: str, measured: str, strategies: dict[str, str], request: pytest.FixtureRequest
 ) -> None:
     file, processes = request.getfixturevalue(recipe), request.getfixturevalue(measured)
-    step = Step(load(Experiment, file), "cpu")
+    step = Step(load(Experiment, file), on_cpu=True)
     for name in processes[0].held:
         experiment = load(Experiment, file, [f"strategy={strategies[name]}"])
         planned = divide(name[:5], experiment, step, 2).held(_NONE, accumulates=False)
@@ -121,7 +121,7 @@ def test_what_processes_hold_is_what_was_planned(
 def test_what_processes_exchange_is_what_was_planned(
     experiment_file: str, bert: list[Measured], strategies: dict[str, str]
 ) -> None:
-    step = Step(load(Experiment, experiment_file), "cpu")
+    step = Step(load(Experiment, experiment_file), on_cpu=True)
     for micro_batches, exchanged in enumerate(bert[0].exchanged, start=1):
         for name, counted in exchanged.items():
             experiment = load(Experiment, experiment_file, [f"strategy={strategies[name]}"])
@@ -140,5 +140,5 @@ def test_512_ranks_that_are_not_there_exchange_what_was_planned(
     strategy = f"strategy={{kind: fsdp, replicas: {replicas}, reshard_after_forward: {reshard}}}"
     experiment = load(Experiment, experiment_file, [strategy])
     counted = count_fake(experiment, experiment.resolved_phases()[0], experiment.strategy, 512, micro_batches=2)
-    planned = divide(name, experiment, Step(experiment, "cpu"), 512).exchanged(2)
+    planned = divide(name, experiment, Step(experiment, on_cpu=True), 512).exchanged(2)
     assert dict(counted) == _by_kind(planned)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -49,16 +49,24 @@ def local_device(count: int, kind: str) -> int:
     return local_rank()
 
 
-class Config(Protocol):
-    """What each module of this package has under that name: the section `accelerator` of an experiment."""
+class Config(ABC):
+    """The section `accelerator` of an experiment: the base of the `Config` of each module here."""
 
+    @abstractmethod
     def build(self) -> Accelerator:
         """Takes the device.
 
         Raises:
             ConfigError: it cannot be had.
         """
-        ...
+
+    def processes(self) -> list[dict[str, str]]:
+        """The processes that use all devices of this machine, one dictionary for each.
+
+        It holds the environment variables that give the process a device of its own. Here it is one
+        process that drives all devices, and needs none.
+        """
+        return [{}]
 
 
 class Accelerator(ABC):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer import accelerators
 from trainer.accelerators import Precision
 
 DEVICES, PCI = Path("/dev"), Path("/sys/bus/pci/devices")
@@ -22,7 +23,7 @@ _CHIPS = {
 
 
 @dataclass(frozen=True)
-class Products:
+class Products(accelerators.Config):
     """What is set about matrix products, by whatever way to TPUs.
 
     Attributes:

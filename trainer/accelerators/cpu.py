@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer import accelerators
 from trainer.accelerators import DTYPES, Accelerator, Precision
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(accelerators.Config):
     """Runs on the CPU, also where GPUs are.
 
     Attributes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from trainer import accelerators
 from trainer.accelerators import Accelerator, Precision, local_device
 from trainer.errors import ConfigError
 
@@ -33,7 +36,7 @@ _FP16_TFLOPS = {"V100-PCIE": 112, "V100": 125, "T4": 65}  # of GPUs without bf16
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(accelerators.Config):
     """Runs on the GPU with this process's local rank.
 
     Attributes:
@@ -51,6 +54,30 @@ class Config:
         torch.backends.cuda.matmul.allow_tf32 = self.tf32
         torch.backends.cudnn.allow_tf32 = self.tf32
         return CudaAccelerator(index)
+
+    def processes(self) -> list[dict[str, str]]:
+        """One for each GPU; a single one where there is none."""
+        count = _count()
+        if count < 2:
+            return [{}]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        names = visible if len(visible) == count else [str(number) for number in range(count)]
+        return [{"CUDA_VISIBLE_DEVICES": name} for name in names]
+
+
+def _count() -> int:
+    """Number of GPUs, counted in a process of its own.
+
+    Without NVML, counting starts the driver, which no fork of this process could use then.
+    """
+    counter = multiprocessing.get_context("fork").Process(target=_exit_with_count)
+    counter.start()
+    counter.join()
+    return counter.exitcode or 0
+
+
+def _exit_with_count() -> None:
+    sys.exit(torch.cuda.device_count())
 
 
 def unusable() -> str | None:

@@ -24,6 +24,14 @@ def best() -> accelerators.Config:
     return cpu.Config()
 
 
+def processes(config: accelerators.Config | None) -> list[dict[str, str]]:
+    """The processes that use all devices of this machine (`Config.processes`); None asks the GPUs.
+
+    `best` is not asked instead, because it may start the driver.
+    """
+    return (config or cuda.Config()).processes()
+
+
 def for_any_shapes(config: accelerators.Config | None = None) -> Accelerator:
     """An accelerator for work whose shapes change, as they do while text grows: the CPU in place of one that compiles.
 

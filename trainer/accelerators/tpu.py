@@ -26,7 +26,8 @@ class Config(chips.Products):
         check_installed()
         import torch_tpu  # noqa: F401 makes torch.device("tpu"), as `import torch` has done already, unless told not to
 
-        if getattr(torch.accelerator.current_accelerator(), "type", None) != "tpu":
+        found = torch.accelerator.current_accelerator()
+        if found is None or found.type != "tpu":
             raise ConfigError(
                 "accelerator: tpu was asked for and TorchTPU finds no chip on this machine; on a TPU VM look at "
                 "/dev/vfio, and do not set TORCH_DEVICE_BACKEND_AUTOLOAD=0"

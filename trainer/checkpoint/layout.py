@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from trainer.accelerators import host_memory
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location
 from trainer.errors import CheckpointError
@@ -150,35 +151,21 @@ class Staging:
         header, size = _header(ordered)
         if self._body is None or header != self._header:
             self._header, self._body = header, None  # frees the memory before taking other
-            device = next((piece.tensor.device for piece in ordered if piece.tensor.is_cuda), None)
-            self._body = self._thread.submit(_take_memory, size, device)
+            device = host_memory.locked_by(piece.tensor for piece in ordered)
+            self._body = self._thread.submit(host_memory.reserve, size, device)
         return self._body
 
     def copy(self, pieces: Iterable[Piece]) -> tuple[bytes, memoryview]:
         """Copies the pieces; returns the file's header and body, good until the next call."""
         ordered = _ordered(pieces)
         body = self._reserve(ordered).result()
-        on_gpu = body.is_pinned()
-        start = 0
-        for piece in ordered:
-            stop = start + piece.tensor.nbytes
-            view = body[start:stop].view(piece.tensor.dtype).view(piece.tensor.shape)
-            view.copy_(piece.tensor, non_blocking=on_gpu)
-            start = stop
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
+        host_memory.copy((piece.tensor for piece in ordered), body)
         return self._header, body.numpy().data
 
 
 def _ordered(pieces: Iterable[Piece]) -> list[Piece]:
     """As they lie in a file: wide elements first, which keeps them aligned."""
     return sorted(pieces, key=lambda piece: -piece.tensor.element_size())
-
-
-def _take_memory(size: int, device: torch.device | None) -> Tensor:
-    """Memory whose pages are there, not just promised; page-locked by `device`, if that is one."""
-    with torch.cuda.device(-1 if device is None else device):  # -1 changes nothing; threads start on the first GPU
-        return torch.empty(size, dtype=torch.uint8, pin_memory=device is not None).zero_()
 
 
 def _header(pieces: Sequence[Piece]) -> tuple[bytes, int]:

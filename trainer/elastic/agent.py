@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-import multiprocessing
 import os
 import re
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainer.elastic.rendezvous import Group, Over, Rendezvous
@@ -88,21 +85,6 @@ class Elastic:
 def under_launcher() -> bool:
     """Whether a launcher (torchrun, or ourselves) has already started this process as one of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def default_processes(on_cpu: bool) -> int:
-    """One process a GPU, or a single one on the CPU."""
-    if on_cpu:
-        return 1
-    # In a process of its own: without NVML, counting starts the driver, which no fork of this process could use then.
-    counter = multiprocessing.get_context("fork").Process(target=_count_gpus)
-    counter.start()
-    counter.join()
-    return max(1, counter.exitcode or 0)
-
-
-def _count_gpus() -> None:
-    sys.exit(torch.cuda.device_count())
 
 
 def run_workers(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 from pathlib import Path
@@ -95,14 +94,11 @@ def _suite(args: argparse.Namespace) -> int:
 
 
 def _slots(parallel: int | None, on_cpu: bool) -> list[dict[str, str]]:
-    """What the environments of the runs that are made at a time have: a GPU each, where there are several."""
-    from trainer.elastic import agent
+    """The environment variables of runs at the same time: a device each, if there are several."""
+    from trainer.accelerators import cpu, detect
 
-    devices = agent.default_processes(on_cpu)
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = names if len(names) == devices else [str(number) for number in range(devices)]
-    most = parallel or devices
-    return [{"CUDA_VISIBLE_DEVICES": names[number % devices]} if devices > 1 else {} for number in range(most)]
+    devices = detect.processes(cpu.Config() if on_cpu else None)
+    return [devices[number % len(devices)] for number in range(parallel or len(devices))]
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -79,7 +79,8 @@ def _report(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from trainer.inspect import doctor, findings
+    from trainer import findings
+    from trainer.inspect import doctor
     from trainer.training.starting import load_experiment
 
     if args.processes is not None and args.processes < 1:

@@ -40,8 +40,7 @@ def check(experiment: Experiment, devices: Sequence[int], elsewhere: bool = Fals
     for number in devices:
         for phase in experiment.resolved_phases():
             check_batch(phase.global_batch_size, number)
-        if hasattr(experiment.strategy, "check_devices"):
-            experiment.strategy.check_devices(number)
+        experiment.strategy.check_devices(number)
     if not elsewhere:
         _check_output(Path(experiment.output), "output")
         _check_checkpoints(experiment)

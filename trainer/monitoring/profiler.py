@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer.accelerators.events import is_collective, is_compute, on_device
 from trainer.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -104,11 +105,11 @@ def communication(trace: Path) -> dict[str, float]:
     """What share of a trace collectives took; see `Profiler.end_step`. Nothing where there was none."""
     with gzip.open(trace, "rt", encoding="utf-8") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
-    collectives = [event for event in events if _is_collective(event)]
+    collectives = [event for event in events if is_collective(event)]
     if not collectives:
         return {}
-    on_device = any(event.get("cat") == "kernel" for event in events)
-    computing = [event for event in events if _is_compute(event, on_device)]
+    devices = any(map(on_device, events))
+    computing = [event for event in events if is_compute(event, devices)]
     spans = [_spans(collectives, 1, 0), _spans(computing, 0, 1)]
     at, opened_collectives, opened_computing = np.concatenate(spans, axis=1)
     order = np.argsort(at, kind="stable")
@@ -128,15 +129,3 @@ def _spans(events: list[dict[str, Any]], collective: int, compute: int) -> np.nd
     end = begin + np.array([event["dur"] for event in events], dtype=np.float64)
     change = np.concatenate((np.ones(len(begin)), -np.ones(len(end))))
     return np.stack((np.concatenate((begin, end)), collective * change, compute * change))
-
-
-def _is_collective(event: dict[str, Any]) -> bool:
-    """NCCL's kernels, and the annotations of gloo's threads."""
-    name, kind = event["name"], event.get("cat")
-    return (kind == "kernel" and name.startswith("nccl")) or (kind == "user_annotation" and name.startswith("gloo:"))
-
-
-def _is_compute(event: dict[str, Any], on_device: bool) -> bool:
-    if on_device:
-        return event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and not _is_collective(event)
-    return event.get("cat") == "cpu_op" and event["name"].startswith("aten::")

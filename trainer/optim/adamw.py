@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from trainer.accelerators import kernels
 from trainer.errors import ConfigError
-from trainer.optim.blockwise import FUSED, DecayedAdam
+from trainer.optim.blockwise import DecayedAdam
 from trainer.optim.groups import Group, parameter_groups
 
 
@@ -60,7 +61,7 @@ class Config:
                 Each element has an update of its own here, so that makes no difference.
         """
         groups = parameter_groups(parameters, self.weight_decay, self.layer_decay)
-        if groups[0]["params"][0].device.type not in FUSED:
+        if not kernels.has_fused_optimizers(groups[0]["params"][0].device):
             return TracedAdamW(
                 groups, {}, lr=self.lr, betas=self.betas, eps=self.eps, bias_correction=self.bias_correction
             )

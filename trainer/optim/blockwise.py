@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 
+from trainer.accelerators import kernels
 from trainer.optim.groups import Group
 from trainer.partition import StackedParameter, block_bounds, local_parts, whole_shape
 
-FUSED = ("cpu", "cuda")  # devices that torch has fused kernels for
 MIN_RMS = 1e-3  # tensors of zeros must be able to grow: the epsilon_2 of Adafactor's paper, in nanoT5's code, too
 
 
@@ -137,7 +137,8 @@ class BlockwiseAdam(Blockwise):
         means, squares = (
             local_parts(self.state[weight][name] for weight in weights) for name in ("exp_avg", "exp_avg_sq")
         )
-        compute = self._fused_adam if weights[0].device.type in FUSED else self._traced_adam
+        fused = kernels.has_fused_optimizers(weights[0].device)
+        compute = self._fused_adam if fused else self._traced_adam
         return compute(group, gradients, means, squares)
 
     def _fused_adam(
@@ -207,7 +208,7 @@ class DecayedAdam(BlockwiseAdam):
 
 def number(value: float, like: Tensor) -> Tensor:
     """A number that changes from step to step, as a scalar where `like` is: data, where graphs are compiled."""
-    if like.device.type in FUSED:
+    if kernels.has_fused_optimizers(like.device):
         return torch.full((), value, dtype=like.dtype, device=like.device)
     # Of a tensor without dimensions, torch-xla would look at the value: 0 and 1 are constants to it.
     return torch.tensor([value], dtype=like.dtype).to(like.device, non_blocking=True).view(())

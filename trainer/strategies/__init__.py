@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer import accelerators
 from trainer.accelerators import Accelerator, Precision
+from trainer.config import Tree
 from trainer.errors import ConfigError
 from trainer.partition import flat_start, local_parts, whole_norms
 from trainer.strategies.loss_scale import LossScale
-from trainer.strategies.world import World
+from trainer.strategies.world import World, host_group
 
 NamedParameters: TypeAlias = Iterable[tuple[str, nn.Parameter]]
 BuildOptimizer: TypeAlias = Callable[[NamedParameters], torch.optim.Optimizer]
@@ -79,6 +81,68 @@ def check_replicas(replicas: int, fitting: Sequence[int], devices: int) -> None:
         raise ConfigError(
             f"strategy.replicas {replicas} does not divide the {devices} devices; use one of {list(fitting)}"
         )
+
+
+class Config(ABC):
+    """The section `strategy` of an experiment: the base of the `Config` of each module here."""
+
+    @abstractmethod
+    def build(self, accelerator: Accelerator, world: World, precision: Precision) -> Strategy:
+        """Makes the strategy of this process.
+
+        Raises:
+            ConfigError: it does not fit the accelerator, the number of processes or the precision.
+        """
+
+    def check(self, experiment: Tree) -> None:  # noqa: B027
+        """Rejects an experiment, given as plain values, with settings that do not fit the strategy.
+
+        Raises:
+            ConfigError: naming the settings.
+        """
+
+    def check_devices(self, devices: int) -> None:  # noqa: B027
+        """Rejects a number of devices that a run cannot be split over.
+
+        Raises:
+            ConfigError: naming what fits.
+        """
+
+    def fits_one_process(self, accelerator: accelerators.Config | None) -> bool:
+        """Whether it works in a single process, however many devices that process drives.
+
+        Args:
+            accelerator: the experiment's; None takes the best.
+        """
+        return False
+
+    @property
+    def plan(self) -> str | None:
+        """The name of the strategy in `samestep plan`; None if it cannot be planned."""
+        return None
+
+    @property
+    def plan_note(self) -> str:
+        """What a reader of the plan has to know about this strategy; empty if there is nothing."""
+        return ""
+
+
+@dataclass(frozen=True)
+class ShardedConfig(Config):
+    """The settings of a strategy that shards `replicas` copies of the model over the devices."""
+
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ConfigError(f"replicas must be at least 1, not {self.replicas}")
+
+    def check_devices(self, devices: int) -> None:
+        check_replicas(self.replicas, divisors(devices), devices)
+
+    @property
+    def plan(self) -> str:
+        return "hsdp" if self.replicas > 1 else "fsdp"
 
 
 class Strategy(ABC):
@@ -218,7 +282,7 @@ class Strategy(ABC):
         if self.replica.count == 1:
             return value
         if self._host_group is None:
-            self._host_group = dist.new_group(backend="gloo")
+            self._host_group = host_group()
         number = torch.tensor(value)
         dist.all_reduce(number, dist.ReduceOp.MAX, self._host_group)
         return int(number)

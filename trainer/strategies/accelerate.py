@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import torch
 from torch import nn
 
+from trainer import strategies
 from trainer.accelerators import Accelerator, Precision
 from trainer.config import Tree
 from trainer.errors import ConfigError, MissingExtra
@@ -54,7 +55,7 @@ _REFUSED = {
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(strategies.Config):
     """Splits the run as Hugging Face Accelerate is asked to: DDP, FSDP or DeepSpeed.
 
     Attributes:
@@ -65,11 +66,6 @@ class Config:
     config: str | None = None
 
     def check(self, experiment: Tree) -> None:
-        """Refuses what does not go with the rest of the experiment, given as plain values.
-
-        Raises:
-            ConfigError: naming it.
-        """
         with self._environment():
             if clashes := [*_refused(), *_contradictions(experiment["training"])]:
                 raise ConfigError(f"Accelerate is asked for what this run is not: {'; '.join(clashes)}")

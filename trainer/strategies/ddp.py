@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer import strategies
 from trainer.accelerators import Accelerator, Precision
 from trainer.strategies import BuildOptimizer, InitialValues, Strategy
 from trainer.strategies.world import World
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(strategies.Config):
     """Replicates everything.
 
     Attributes:
@@ -24,6 +25,10 @@ class Config:
     """
 
     bucket_mb: int = 25
+
+    @property
+    def plan(self) -> str:
+        return "ddp"
 
     def build(self, accelerator: Accelerator, world: World, precision: Precision) -> DataParallel:
         return DataParallel(accelerator, world, precision, self)
@@ -47,4 +52,4 @@ class DataParallel(Strategy):
         return DistributedDataParallel(model, bucket_cap_mb=self._config.bucket_mb, gradient_as_bucket_view=True)
 
     def accumulate(self, last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if last else cast(AbstractContextManager[object], cast(Any, self._wrapped).no_sync())
+        return nullcontext() if last else cast(DistributedDataParallel, self._wrapped).no_sync()

@@ -15,14 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from trainer import strategies
 from trainer.accelerators import DTYPES, Accelerator, Precision
-from trainer.errors import ConfigError
-from trainer.strategies import BuildOptimizer, InitialValues, Shardable, Strategy, check_replicas, divisors
+from trainer.strategies import BuildOptimizer, InitialValues, Shardable, Strategy
 from trainer.strategies.world import World
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(strategies.ShardedConfig):
     """Splits the model over all devices, or over groups of them.
 
     Attributes:
@@ -33,20 +33,7 @@ class Config:
             until its backward pass (ZeRO-2: more memory, half the gathering).
     """
 
-    replicas: int = 1
     reshard_after_forward: bool = True
-
-    def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise ConfigError(f"replicas must be at least 1, not {self.replicas}")
-
-    def check_devices(self, devices: int) -> None:
-        """Refuses devices that do not split into `replicas` equal groups.
-
-        Raises:
-            ConfigError: naming the numbers that fit.
-        """
-        check_replicas(self.replicas, divisors(devices), devices)
 
     def build(self, accelerator: Accelerator, world: World, precision: Precision) -> FullyShardedDataParallel:
         self.check_devices(world.size)

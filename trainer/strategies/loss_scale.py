@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -60,7 +62,7 @@ class LossScale:
         """What a checkpoint keeps. Waits for the device."""
         return {"factor": float(self.factor), "since": int(self._since), "skipped": int(self._skipped)}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Goes on as the run did that wrote the checkpoint, of any world size."""
         self.factor.fill_(state["factor"])
         self._since.fill_(state["since"])

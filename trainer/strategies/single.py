@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from trainer import strategies
 from trainer.accelerators import Accelerator, Precision
 from trainer.errors import ConfigError
 from trainer.strategies import BuildOptimizer, InitialValues, Strategy
@@ -15,20 +16,19 @@ from trainer.strategies.world import World
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(strategies.Config):
     """No splitting at all: the reference that the other strategies are compared with."""
 
     def check_devices(self, devices: int) -> None:
-        """Refuses more devices than one.
-
-        Raises:
-            ConfigError: naming strategies for several.
-        """
         if devices != 1:
             raise ConfigError(
                 f"strategy single runs in one process, and there are {devices}; "
                 "use strategy=fsdp or strategy=ddp, or start one process"
             )
+
+    @property
+    def plan(self) -> str:
+        return "single"
 
     def build(self, accelerator: Accelerator, world: World, precision: Precision) -> Single:
         self.check_devices(world.size)

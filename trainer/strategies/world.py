@@ -29,6 +29,12 @@ _POLL_SECONDS = 0.5
 _LEFT: list[object] = []  # groups that have been left, until the process ends
 
 
+def host_group() -> dist.ProcessGroup:
+    """A new group of all processes for tensors on the host; all processes have to make it."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
+
+
 @dataclass(frozen=True)
 class World:
     """This process among all processes of the run.

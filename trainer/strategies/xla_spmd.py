@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from trainer.accelerators import Accelerator, Precision
+from trainer import accelerators, strategies
+from trainer.accelerators import Accelerator, Precision, cpu, cuda
+from trainer.config import Tree
 from trainer.errors import ConfigError
-from trainer.strategies import check_replicas, divisors
 from trainer.strategies.world import World
 from trainer.strategies.xla.spmd import XlaSpmd
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(strategies.ShardedConfig):
     """Splits the model over all devices of a TPU slice, or over groups of them.
 
     Attributes:
@@ -27,24 +26,17 @@ class Config:
             attention probabilities and no relative positions. null never uses it.
     """
 
-    replicas: int = 1
     scan_layers: bool = True
     flash_attention_from: int | None = 1024
 
     def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise ConfigError(f"replicas must be at least 1, not {self.replicas}")
+        super().__post_init__()
         if self.flash_attention_from is not None and self.flash_attention_from < 1:
             raise ConfigError(
                 f"flash_attention_from must be at least 1, or null for never, not {self.flash_attention_from}"
             )
 
-    def check(self, experiment: Mapping[str, Any]) -> None:
-        """Refuses settings of the experiment that do not fit.
-
-        Raises:
-            ConfigError: naming them.
-        """
+    def check(self, experiment: Tree) -> None:
         training = experiment["training"]
         if training["compile"]:
             raise ConfigError("training.compile is for torch.compile, and XLA compiles every step; set it to false")
@@ -59,13 +51,16 @@ class Config:
                 "that what is to be computed again has been computed already, and keep it"
             )
 
-    def check_devices(self, devices: int) -> None:
-        """Refuses devices that do not split into `replicas` equal groups.
+    def fits_one_process(self, accelerator: accelerators.Config | None) -> bool:
+        return not isinstance(accelerator, cpu.Config | cuda.Config)
 
-        Raises:
-            ConfigError: naming the numbers that fit.
-        """
-        check_replicas(self.replicas, divisors(devices), devices)
+    @property
+    def plan_note(self) -> str:
+        return (
+            "TPUs under XLA: the row of fsdp (or hsdp, with replicas) is what devices hold between "
+            "steps; within one, XLA reuses memory and recomputes by its own rules, so take "
+            "activations, buffers and update as an estimate."
+        )
 
     def build(self, accelerator: Accelerator, world: World, precision: Precision) -> XlaSpmd:
         return XlaSpmd(

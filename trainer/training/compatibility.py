@@ -49,8 +49,7 @@ def check_compatibility(experiment: Experiment, dataset: AnyDataset, objective: 
                 f"{f', without the {virtual} positions of model.peft' if virtual else ''}; use a shorter sequence, or "
                 f"set model.max_positions to {phase.sequence_length + virtual} or more"
             )
-    if hasattr(experiment.strategy, "check"):
-        experiment.strategy.check(to_tree(experiment))
+    experiment.strategy.check(to_tree(experiment))
     _check_needs(experiment, objective, model)
     _check_labels(experiment, dataset)
     _check_start_token(experiment, dataset)

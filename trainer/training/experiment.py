@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from data_pipeline.reading.config import Config as DataConfig
-from trainer.accelerators import cpu, cuda
+from trainer import accelerators, strategies
 from trainer.checkpoint import manager
 from trainer.config import Kinds
 from trainer.errors import ConfigError
@@ -15,7 +15,7 @@ from trainer.models import Model, ModelConfig
 from trainer.monitoring import profiler, tensorboard, wandb
 from trainer.objectives import ObjectiveConfig
 from trainer.optim import schedules
-from trainer.strategies import fsdp, single, xla_spmd
+from trainer.strategies import fsdp, single
 from trainer.training.phases import Config as PhaseConfig
 from trainer.training.phases import Phase, resolve
 from trainer.training.settings import Config as TrainingConfig
@@ -73,8 +73,8 @@ class Experiment:
     optimizer: Annotated[Any, Kinds("trainer.optim")]
     schedule: schedules.Schedule = field(default_factory=schedules.Schedule)
     phases: tuple[PhaseConfig, ...] = ()
-    strategy: Annotated[Any, Kinds("trainer.strategies")] = field(default_factory=fsdp.Config)
-    accelerator: Annotated[Any, Kinds("trainer.accelerators")] | None = None
+    strategy: Annotated[strategies.Config, Kinds("trainer.strategies")] = field(default_factory=fsdp.Config)
+    accelerator: Annotated[accelerators.Config, Kinds("trainer.accelerators")] | None = None
     checkpoint: manager.Config = field(default_factory=manager.Config)
     tracking: Tracking = field(default_factory=Tracking)
     seed: int = 0
@@ -144,8 +144,9 @@ class Experiment:
 
     def in_one_process(self) -> Experiment:
         """With a strategy for one process, where the run's own may need more."""
-        fits = isinstance(self.strategy, xla_spmd.Config) and not isinstance(self.accelerator, cpu.Config | cuda.Config)
-        return self if fits else replace(self, strategy=single.Config())
+        if self.strategy.fits_one_process(self.accelerator):
+            return self
+        return replace(self, strategy=single.Config())
 
     def resolved_phases(self) -> tuple[Phase, ...]:
         """The phases with all their settings; at least one.

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.errors import EXIT_PREEMPTED, EXIT_REGROUP, ConfigError
+from trainer.strategies.world import host_group
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class StopRequest:
     def join(self, world_size: int) -> None:
         """Readies the agreement; called by all ranks once they can communicate."""
         if world_size > 1:
-            self._group = dist.new_group(backend="gloo")
+            self._group = host_group()
 
     def decide(self) -> bool:
         """Whether to stop now; called by all ranks after each step, and answered alike.

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.accelerators import chips, cpu, detect, tpu, xla
+from trainer.accelerators import chips, cpu, detect, tpu, trial, xla
 from trainer.errors import ConfigError
+from trainer.findings import Finding
 from trainer.inspect import doctor
-from trainer.inspect.findings import Finding
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines where torch finds no GPU")
 
@@ -149,7 +149,7 @@ def test_chips_without_software_are_named(machine: Path, caplog: pytest.LogCaptu
     assert isinstance(detect.detect(), cpu.CpuAccelerator)
     (warning,) = caplog.messages
     assert "this machine has TPUs: pip install 'samestep[tpu]'" in warning
-    (finding,) = doctor._devices(None)
+    (finding,) = trial.devices(None)
     assert (finding.state, finding.fix) == ("failed", "pip install 'samestep[tpu]', in an environment of its own")
 
 
@@ -169,10 +169,10 @@ def test_what_is_missing_is_said_with_the_fix(machine: Path, monkeypatch: pytest
 
 
 def test_the_doctor_multiplies_on_the_chip(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "best", tpu.Config)
+    monkeypatch.setattr(detect, "best", tpu.Config)
     monkeypatch.setattr(tpu.Config, "build", lambda _: SimpleNamespace(description="a chip"))
     tried = lambda on, subject, precision: iter([Finding(subject, "ok", f"{precision} on {on.description}")])  # noqa: E731
-    monkeypatch.setattr(doctor, "_matmul", tried)
+    monkeypatch.setattr(trial, "product", tried)
     found = {finding.subject: finding.found for finding in doctor.examine(None, None)}
     assert found["devices"] == "a chip"
     assert found["device"] == "bf16 on a chip"

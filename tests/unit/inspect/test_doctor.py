@@ -18,10 +18,12 @@ from rich.console import Console
 from torch.overrides import TorchFunctionMode
 
 from trainer.accelerators import cuda
+from trainer.accelerators import trial as device_trial
 from trainer.accelerators.cpu import CpuAccelerator
 from trainer.config import load
+from trainer.findings import Finding, report, tried
 from trainer.inspect import doctor
-from trainer.inspect.findings import Finding, report
+from trainer.strategies import trial
 from trainer.training.experiment import Experiment
 
 
@@ -61,9 +63,9 @@ def test_metrics_that_cannot_be_computed_are_found(experiment_file: str, monkeyp
     task = ["objective={kind: tagging, metrics: [entity_f1]}", "model.head=tagging", "model.labels=[O,B-X]"]
     experiment = load(Experiment, experiment_file, task)
     ((_, check),) = (check for check in doctor._checks_of(experiment) if check[0] == "metrics")
-    assert states(doctor._tried("metrics", check)) == {"metrics": "ok"}
+    assert states(tried("metrics", check)) == {"metrics": "ok"}
     monkeypatch.setitem(sys.modules, "seqeval.metrics.sequence_labeling", None)
-    (found,) = doctor._tried("metrics", check)
+    (found,) = tried("metrics", check)
     assert found.state == "failed"
     assert "samestep[tasks]" in found.found
 
@@ -76,14 +78,14 @@ def test_a_device_that_computes_wrongly_is_found():
                 result[3, 5] += 1
             return result
 
-    assert states(doctor._matmul(CpuAccelerator(), "device 7", "bf16")) == {"device 7": "ok"}
+    assert states(device_trial.product(CpuAccelerator(), "device 7", "bf16")) == {"device 7": "ok"}
     with Wrong():
-        assert states(doctor._matmul(CpuAccelerator(), "device 7", "bf16")) == {"device 7": "failed"}
+        assert states(device_trial.product(CpuAccelerator(), "device 7", "bf16")) == {"device 7": "failed"}
 
 
 def test_processes_that_do_not_meet_in_time_are_explained_and_ended(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "_SPAWN_SECONDS", 0.0)
-    (finding,) = doctor._all_reduce(0, 2)
+    monkeypatch.setattr(trial, "_SPAWN_SECONDS", 0.0)
+    (finding,) = trial.all_reduce(0, 2)
     assert finding.state == "failed"
     assert "did not reduce a tensor over gloo" in finding.found
     assert not [child for child in multiprocessing.active_children() if "forkserver" not in child.name]
@@ -92,7 +94,7 @@ def test_processes_that_do_not_meet_in_time_are_explained_and_ended(monkeypatch:
 def test_gpus_that_cannot_be_used_are_a_failure(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(cuda, "unusable", lambda: "the driver is too old")
-    (finding,) = doctor._devices(None)
+    (finding,) = device_trial.devices(None)
     assert (finding.state, finding.found) == ("failed", "training would run on the CPU: the driver is too old")
 
 

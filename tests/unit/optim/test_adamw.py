@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trainer.accelerators import kernels
 from trainer.config import decode
 from trainer.errors import ConfigError
-from trainer.optim import adamw, adamw_scale, blockwise, groups, lamb
+from trainer.optim import adamw, adamw_scale, groups, lamb
 from trainer.optim.adamw import Config
 
 BERT_SHAPES = {
@@ -229,8 +230,7 @@ def test_plain_operations_compute_what_fused_kernels_do(monkeypatch: pytest.Monk
     config = Config(lr=1e-2, weight_decay=0.1, bias_correction=bias_correction)
     fused, traced = make_parameters(), make_parameters()
     train(config.build(fused.items()), fused, 20)
-    monkeypatch.setattr(adamw, "FUSED", ())
-    monkeypatch.setattr(blockwise, "FUSED", ())
+    monkeypatch.setattr(kernels, "FUSED", ())
     optimizer = config.build(traced.items())
     assert isinstance(optimizer, adamw.TracedAdamW)
     train(optimizer, traced, 20)

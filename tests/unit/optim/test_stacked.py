@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.optim import adafactor, adamw, adamw_scale, blockwise, groups, lamb
+from trainer.accelerators import kernels
+from trainer.optim import adafactor, adamw, adamw_scale, groups, lamb
 from trainer.partition import StackedParameter, squared_norms
 
 LAYERS, STEPS = 3, 12
@@ -53,8 +54,7 @@ def train(config: Any, named: dict[str, nn.Parameter], gradients: Any) -> dict[s
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_each_layer_is_updated_as_it_would_alone(monkeypatch: pytest.MonkeyPatch, kind: str, fused: bool) -> None:
     if not fused:  # as on devices that torch has no fused kernels for
-        monkeypatch.setattr(blockwise, "FUSED", ())
-        monkeypatch.setattr(adamw, "FUSED", ())
+        monkeypatch.setattr(kernels, "FUSED", ())
     start = values(0, 0.1)
     apart = {f"{i}.{name}": nn.Parameter(start[name][i].clone()) for i in range(LAYERS) for name in SHAPES}
     expected = train(OPTIMIZERS[kind], apart, lambda name, drawn: drawn[name[2:]][int(name[0])])

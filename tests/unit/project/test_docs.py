@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import shlex
 from pathlib import Path
@@ -48,6 +49,30 @@ def test_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch):
         schema, file = (build.Config, args.config) if hasattr(args, "config") else (Experiment, vars(args).get("file"))
         if str(file).startswith("configs/") and WRONG_ON_PURPOSE not in overrides:
             load(schema, file, overrides)
+
+
+FOREIGN = {"run_squad.py", "utils.py"}  # the script of BERT's repository; a name that no module has
+PROJECT = ("trainer", "data_pipeline", "launch", "tests", "docs", "benchmarks", "examples", "configs", "docker")
+
+
+def is_path(name: str) -> bool:
+    """Whether a name looks like a path of the project, without placeholders such as NAME."""
+    return bool(re.fullmatch(rf"({'|'.join(PROJECT)})/[\w./-]*|[\w./-]+\.py", name) and not re.search("[A-Z]{2}", name))
+
+
+def exists(name: str) -> bool:
+    """Whether a path, or the end of one, leads to a file or folder."""
+    return (ROOT / name).exists() or any(next((ROOT / top).rglob(name), None) for top in PROJECT)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+def test_files_and_modules_that_are_named_exist(page: Path):
+    names = re.findall(r"`([\w./-]+)`", FENCED.sub("", page.read_text(encoding="utf-8")))
+    paths = {name for name in names if is_path(name)} - FOREIGN
+    assert sorted(path for path in paths if not exists(path)) == []
+    for name in names:
+        if re.fullmatch(r"(trainer|data_pipeline|launch)(\.\w+)+", name):
+            pkgutil.resolve_name(name)
 
 
 def test_commands_are_found():

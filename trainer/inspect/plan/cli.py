@@ -31,10 +31,6 @@ _FITS = (
     "Fits: the largest micro-batch for 90 % of the memory; the rest is for fragmentation and libraries. Between one "
     "example and a device's share of the batch, activations are interpolated linearly, which is never too little."
 )
-_XLA = (
-    "TPUs under XLA: the row of fsdp (or hsdp, with replicas) is what devices hold between steps; within one, XLA "
-    "reuses memory and recomputes by its own rules, so take activations, buffers and update as an estimate."
-)
 
 
 def register(commands: Commands) -> None:
@@ -64,8 +60,7 @@ def register(commands: Commands) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     from trainer.inspect.plan.plan import STRATEGIES, Planner, as_json, copies_of
-    from trainer.inspect.plan.trace import Step, device_of
-    from trainer.strategies import xla_spmd
+    from trainer.inspect.plan.trace import Step, on_cpu
     from trainer.training.starting import load_experiment
 
     names = [name for name in args.strategy if "=" not in name]
@@ -83,7 +78,7 @@ def _plan(args: argparse.Namespace) -> int:
     console = Console(highlight=False, markup=False)
     found: list[tuple[Phase, list[Plan]]] = []
     with Console(stderr=True).status("running a step without memory"):
-        step = Step(experiment, device_of(experiment))
+        step = Step(experiment, on_cpu(experiment))
         for phase in _distinct(experiment.resolved_phases()):
             planner = Planner(experiment, phase, args.devices, step)
             found.append((phase, [planner.plan(name, memory) for name in names]))
@@ -96,8 +91,8 @@ def _plan(args: argparse.Namespace) -> int:
     parameters = _count(step)
     for phase, plans in found:
         console.print(_table(_title(experiment, phase, parameters, args.devices), plans, memory is not None))
-    notes = [_NOTES] + [_FITS] * (memory is not None) + [_XLA] * isinstance(experiment.strategy, xla_spmd.Config)
-    console.print("\n".join(notes), style="dim")
+    notes = [_NOTES, _FITS * (memory is not None), experiment.strategy.plan_note]
+    console.print("\n".join(filter(None, notes)), style="dim")
     return EXIT_DONE
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.accelerators import DTYPES
-from trainer.config import Tree, load
+from trainer.config import load
 from trainer.errors import ConfigError, SamestepError
 from trainer.inspect.plan.batch import example, stand_in
-from trainer.inspect.plan.strategies import Collective, Division, Held, Ranges, Rows, Whole, interpolate
-from trainer.inspect.plan.trace import Activations, Device, Step
+from trainer.inspect.plan.strategies import Buffers, Collective, Division, Held, Ranges, Rows, Whole, interpolate
+from trainer.inspect.plan.trace import Activations, Step
 from trainer.monitoring.jsonl import read_rows
-from trainer.strategies import deepspeed, fsdp, xla_spmd
+from trainer.strategies import ShardedConfig, deepspeed, fsdp
 from trainer.training.experiment import Experiment
 from trainer.training.micro_batch import SHARE
 from trainer.training.phases import Phase
@@ -131,28 +131,18 @@ def divide(strategy: str, experiment: Experiment, step: Step, devices: int) -> D
         "persistent": "stage3_param_persistence_threshold",
         "reuse": "stage3_max_reuse_distance",
     }
-    given: Tree = {ours: int(zero[theirs]) for ours, theirs in known.items() if theirs in zero}
-    given["overlap"] = zero.get("overlap_comm") is True
+    given = {ours: int(zero[theirs]) for ours, theirs in known.items() if theirs in zero}
     offloads = (config.offload_optimizer, config.offload_parameters)
-    return Ranges(*sizes, stage=stage, offloads=offloads, **given)
+    buffers = Buffers(overlap=zero.get("overlap_comm") is True, **given)
+    return Ranges(*sizes, stage=stage, offloads=offloads, buffers=buffers)
 
 
 def copies_of(experiment: Experiment, devices: int) -> int:
     """Copies of the model under HSDP: the experiment's, or one for each node of 8 devices, or two."""
     own = experiment.strategy
-    if isinstance(own, fsdp.Config | xla_spmd.Config) and own.replicas > 1:
+    if isinstance(own, ShardedConfig) and own.replicas > 1:
         return own.replicas
     return devices // _NODE if devices > _NODE and devices % _NODE == 0 else 2
-
-
-def own_strategy(experiment: Experiment) -> str | None:
-    """What the experiment's strategy is called here; None if it is none of `STRATEGIES`."""
-    kind, config = type(experiment.strategy).__module__.rpartition(".")[2], experiment.strategy
-    if isinstance(config, fsdp.Config | xla_spmd.Config):
-        return "hsdp" if config.replicas > 1 else "fsdp"
-    if isinstance(config, deepspeed.Config):
-        return f"zero{config.stage}"
-    return kind if kind in STRATEGIES else None
 
 
 def _largest(total: Callable[[int], int], budget: int, most: int) -> int:
@@ -191,12 +181,11 @@ def memory_of_run(folder: Path) -> float | None:
     starts = list(read_rows(folder / "starts.jsonl"))
     try:
         experiment = load(Experiment, str(folder / "config.yaml"))
-        strategy = own_strategy(experiment)
+        strategy = experiment.strategy.plan
         if not starts or strategy is None:
             return None
         devices, _, description = starts[-1]["devices"].partition(" x ")
-        kind: Device = "cpu" if description.startswith("CPU") else "cuda"
-        step, peaks = Step(experiment, kind), []
+        step, peaks = Step(experiment, on_cpu=description.startswith("CPU")), []
         sizes = str(starts[-1]["micro_batch"]).split(", ")
         for phase, size in zip(experiment.resolved_phases(), sizes, strict=True):
             started = replace(phase, micro_batch_size=int(size))

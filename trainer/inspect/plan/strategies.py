@@ -183,6 +183,25 @@ class Rows(Division):
         return made
 
 
+@dataclass(frozen=True)
+class Buffers:
+    """DeepSpeed's settings of what ZeRO reduces and gathers at a time.
+
+    Attributes:
+        bucket: elements of the buffer in which gradients are reduced; None takes that of the strategy.
+        overlap: whether stages 1 and 2 have two of them.
+        prefetch: elements that stage 3 gathers ahead.
+        persistent: stage 3 keeps parameters of up to so many elements gathered.
+        reuse: stage 3 keeps what it has gathered if it is needed again within so many elements.
+    """
+
+    bucket: int | None = None
+    overlap: bool = False
+    prefetch: int = 50_000_000
+    persistent: int = 100_000
+    reuse: int = 1_000_000_000
+
+
 class Ranges(Division):
     """ZeRO: the flattened parameters are split, of the optimizer (stage 1), gradients (2) and passes (3).
 
@@ -192,11 +211,7 @@ class Ranges(Division):
         stage: 1, 2 or 3.
         offloads: whether the optimizer's state with its parameters and gradients, and whether the parameters of
             stage 3 that passes work with, are in the host's memory.
-        bucket: elements of the buffer in which gradients are reduced; None takes that of the strategy.
-        overlap: whether stages 1 and 2 have two of them.
-        prefetch: elements that stage 3 gathers ahead.
-        persistent: stage 3 keeps parameters of up to so many elements gathered.
-        reuse: stage 3 keeps what it has gathered if it is needed again within so many elements.
+        buffers: settings of DeepSpeed.
     """
 
     def __init__(
@@ -207,18 +222,16 @@ class Ranges(Division):
         devices: int,
         stage: int,
         offloads: tuple[bool, bool] = (False, False),
-        bucket: int | None = None,
-        overlap: bool = False,
-        prefetch: int = 50_000_000,
-        persistent: int = 100_000,
-        reuse: int = 1_000_000_000,
+        buffers: Buffers = Buffers(),
     ) -> None:
         super().__init__(parameters, update, width, devices)
-        self.stage, self._offloads, self._overlap, self._prefetch = stage, offloads, overlap, prefetch
-        self._bucket = min(BUCKET, self.trained) if bucket is None else bucket
-        self._persistent = sum(each.elements for each in self.parameters if each.elements <= persistent)
+        self.stage, self._offloads, self._overlap, self._prefetch = stage, offloads, buffers.overlap, buffers.prefetch
+        self._bucket = min(BUCKET, self.trained) if buffers.bucket is None else buffers.bucket
+        self._persistent = sum(each.elements for each in self.parameters if each.elements <= buffers.persistent)
         self._gathered = self.elements - self._persistent
-        self._kept = min(self._gathered, reuse // 2)  # from the forward pass, the last layers, to the backward pass
+        self._kept = min(
+            self._gathered, buffers.reuse // 2
+        )  # from the forward pass, the last layers, to the backward pass
 
     def held(self, activations: Activations, accumulates: bool) -> Held:
         split, updated = (-(-size // self.devices) for size in (self.elements, self.trained))

@@ -14,25 +14,22 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, cast
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.accelerators import DTYPES, Precision, cpu
+from trainer.accelerators.attention import GpuAttention
 from trainer.errors import ConfigError
 from trainer.examples import Batch
 from trainer.objectives import Objective, Taught
 from trainer.optim import groups
 from trainer.training.experiment import Experiment
 from trainer.training.weights import load_config
-
-Device: TypeAlias = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,7 @@ class Step:
 
     Args:
         experiment: what is trained.
-        device: whose attention kernels it would run.
+        on_cpu: whether it runs there, or attention runs a GPU's kernels.
 
     Attributes:
         parameters: by name.
@@ -133,9 +130,9 @@ class Step:
         teacher: of a distillation; None where there is none.
     """
 
-    def __init__(self, experiment: Experiment, device: Device) -> None:
+    def __init__(self, experiment: Experiment, on_cpu: bool) -> None:
         self._precision: Precision = experiment.training.precision
-        self._device = device
+        self._on_cpu = on_cpu
         self._fake = FakeTensorMode()
         with self._fake:
             self._model = experiment.build_model()
@@ -189,7 +186,7 @@ class Step:
                 for name, column in example.items()
             }
             totals = {name: torch.empty(()) for name in objective.weights(example)}
-            kernels: AbstractContextManager[object] = _CudaAttention() if self._device == "cuda" else nullcontext()
+            kernels: AbstractContextManager[object] = nullcontext() if self._on_cpu else GpuAttention()
             try:
                 with kernels, _autocast(self._precision):
                     total = objective.loss(self._model, batch, totals).total
@@ -204,42 +201,13 @@ class Step:
         return Activations(bare, root, full, saved)
 
 
-def device_of(experiment: Experiment) -> Device:
-    """What kind of device an experiment is for: GPUs, unless it names the CPU."""
-    return "cpu" if isinstance(experiment.accelerator, cpu.Config) else "cuda"
+def on_cpu(experiment: Experiment) -> bool:
+    """Whether an experiment names the CPU; if not, it is planned for the kernels of a GPU."""
+    return isinstance(experiment.accelerator, cpu.Config)
 
 
 def _autocast(precision: Precision) -> AbstractContextManager[object]:
     return torch.autocast("cpu", DTYPES[precision], enabled=precision != "fp32")
-
-
-class _CudaAttention(TorchFunctionMode):
-    """Makes attention keep what the kernels of GPUs keep, although fake tensors are on the CPU, which they deny.
-
-    Without a mask the CPU's kernel keeps what FlashAttention does. With one, GPUs take the memory-efficient kernel,
-    whose bias has a cell for each score of a row, and the CPU falls back to writing scores out if the bias has a
-    gradient.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> object:
-        kwargs = kwargs or {}
-        if func == Tensor.is_cpu.__get__:  # type: ignore[attr-defined]
-            return False
-        if func is not F.scaled_dot_product_attention or kwargs.get("attn_mask") is None:
-            return func(*args, **kwargs)
-        query, key, value = args
-        mask: Tensor = kwargs["attn_mask"]
-        if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
-        bias = mask.to(query.dtype).expand(*query.shape[:-1], key.shape[2])
-        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-        return kernel(query, key, value, bias, True, scale=kwargs["scale"])[0]
 
 
 def _shapes(state: Mapping[str, Tensor]) -> tuple[tuple[int, ...], ...]:

@@ -35,33 +35,47 @@ logger = logging.getLogger(__name__)
 _TEXT_TOKENS = 24
 
 
-class Example(TypedDict):
-    """An example of a step: its global number, its loss (None if not finite), and the number of predicted tokens."""
+class Place(TypedDict):
+    """Where a document was read from."""
+
+    file: str
+    line: int
+
+
+class ScoredExample(TypedDict):
+    """An example of a step.
+
+    Attributes:
+        number: among all examples of its data order.
+        loss: None if it is not finite.
+        predicted: number of predicted tokens.
+        documents: it is made of.
+        text: its first tokens.
+    """
 
     number: int
     loss: float | None
     predicted: int
-    documents: list[dict[str, str | int]]
+    documents: list[Place]
     text: str
 
 
-class Score(TypedDict):
-    """The loss of a step, None if not finite, and its examples, the highest loss first."""
-
-    loss: float | None
-    examples: list[Example]
-
-
-class Replayed(Score):
+class Replayed(TypedDict):
     """What `samestep replay --json` prints.
 
-    Besides the score there are the step; the step whose weights scored it; and the first and last of the steps that
-    were found to be those of the ledger, None where it has none.
+    Attributes:
+        step: its number.
+        weights_of: the step whose weights scored it.
+        compared: first and last step whose digest is the ledger's; None if it has no such row.
+        loss: of the step; None if it is not finite.
+        examples: those of the highest loss first.
     """
 
     step: int
     weights_of: int
     compared: tuple[int, int] | None
+    loss: float | None
+    examples: list[ScoredExample]
 
 
 def replay(folder: str, step: int, overrides: Sequence[str], *, exact: bool, skipped: bool) -> Replayed:
@@ -96,9 +110,9 @@ def replay(folder: str, step: int, overrides: Sequence[str], *, exact: bool, ski
         compared = None if skipped else past.compare(step)
         if exact:
             past.train_until(step - 1)
-        found = past.score(step, passed_over[:-1] if skipped else passed_over)
+        loss, examples = past.score(step, passed_over[:-1] if skipped else passed_over)
         trainer.close()
-    return {"step": step, "weights_of": trainer.state.step, "compared": compared, **found}
+    return Replayed(step=step, weights_of=trainer.state.step, compared=compared, loss=loss, examples=examples)
 
 
 def _settings(folder: str, step: int, overrides: Sequence[str]) -> Tree:
@@ -192,15 +206,15 @@ class _Past:
             trainer.train_step(next(iter(trainer.loader)))
             logger.info("step %d  loss %.4f", trainer.state.step, trainer.recorder.means()["loss"])
 
-    def score(self, step: int, passed_over: Sequence[Row]) -> Score:
-        """The loss of a step and of each of its examples, with the weights that the trainer has."""
+    def score(self, step: int, passed_over: Sequence[Row]) -> tuple[float | None, list[ScoredExample]]:
+        """The loss of a step and of its examples, highest first, with the trainer's weights."""
         trainer = self._trainer
         trainer.model.train()
         with self._loader(step, passed_over, micro_batch_size=1) as loader:
             rows = [row for row in next(iter(loader)) if int(row["filled"])]  # or it is of a corrupt shard
             documents = loader.documents(np.array([int(row["number"]) for row in rows]))
         losses = score_each(trainer.model, trainer.objective, trainer.strategy, rows)
-        examples: list[Example] = [
+        examples: list[ScoredExample] = [
             {
                 "number": int(row["number"]),
                 "loss": _finite(total / weight if weight else 0.0),
@@ -212,7 +226,7 @@ class _Past:
         ]
         examples.sort(key=lambda each: (each["loss"] is not None, -(each["loss"] or 0.0)))
         total, weight = (sum(column) for column in zip(*losses, strict=True))
-        return {"loss": _finite(total / weight if weight else 0.0), "examples": examples}
+        return _finite(total / weight if weight else 0.0), examples
 
     def _loader(
         self, step: int, passed_over: Sequence[Row], micro_batch_size: MicroBatchSize = "auto"

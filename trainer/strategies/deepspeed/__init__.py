@@ -17,6 +17,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from trainer import strategies
 from trainer.accelerators import DTYPES, Accelerator, Precision, version_of
 from trainer.config import Tree
 from trainer.errors import ConfigError, MissingExtra
@@ -34,7 +35,7 @@ _PRECISION: dict[Precision, Tree] = {
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(strategies.Config):
     """DeepSpeed's ZeRO: splits state, gradients and parameters over all devices, as flat ranges.
 
     Attributes:
@@ -55,11 +56,6 @@ class Config:
             raise ConfigError(f"offload_parameters goes with stage 3, not with stage {self.stage}; set stage=3")
 
     def check(self, experiment: Tree) -> None:
-        """Refuses what does not go with the rest of the experiment, given as plain values.
-
-        Raises:
-            ConfigError: naming it.
-        """
         if self.stage == 3 and experiment["training"]["compile"]:
             raise ConfigError(
                 "training.compile does not go with strategy.stage 3, whose parameters are gathered by hooks inside of "
@@ -67,6 +63,10 @@ class Config:
             )
         if self.config is not None:
             settings.check(self.config, settings.read(self.config), experiment)
+
+    @property
+    def plan(self) -> str:
+        return f"zero{self.stage}"
 
     def build(self, accelerator: Accelerator, world: World, precision: Precision) -> DeepSpeed:
         check_accelerator("deepspeed", accelerator, devices=("cpu", "cuda"))

@@ -43,7 +43,7 @@ def split(tensor: Tensor, mesh: int, axes: Sequence[Axis]) -> Tensor:
     Args:
         tensor: in a graph.
         mesh: the number of a mesh.
-        axes: for each dimension None, "shard" or both axes of the mesh.
+        axes: "shard", or both axes of the mesh, for each dimension that is split.
     """
     return _operation()(tensor, mesh, [_AXES.index(axis) for axis in axes])
 

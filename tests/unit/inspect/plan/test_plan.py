@@ -22,7 +22,7 @@ from trainer.training.micro_batch import SHARE
 def planner(experiment_file: str) -> Planner:
     overrides = ["training.micro_batch_size=auto", "training.global_batch_size=256"]
     experiment = load(Experiment, experiment_file, overrides)
-    return Planner(experiment, experiment.resolved_phases()[0], 4, Step(experiment, "cpu"))
+    return Planner(experiment, experiment.resolved_phases()[0], 4, Step(experiment, on_cpu=True))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])

@@ -59,7 +59,7 @@ def test_what_autograd_saves_is_what_a_real_forward_pass_saves(
     overrides = [f"training.activation_checkpointing={str(checkpointing).lower()}"]
     experiment = load(Experiment, request.getfixturevalue(recipe), overrides)
     measured, _ = _saved_by_autograd(experiment, _ROWS)
-    step = Step(experiment, "cpu")
+    step = Step(experiment, on_cpu=True)
     objective = experiment.objective.build(stand_in(experiment.model.vocab_size))
     columns = example(experiment, objective, experiment.resolved_phases()[0])
     assert step.activations(objective, columns, _ROWS).saved == pytest.approx(measured, rel=0.1)
@@ -76,7 +76,9 @@ def test_tasks_are_traced_as_they_run(task: str, experiment_file: str) -> None:
     assert columns["tokens"].shape == columns["segments"].shape == (1, choices * 32)
     assert columns["segments"].all()
     assert columns["dropout_key"].size == choices
-    assert Step(experiment, "cpu").activations(objective, columns, _ROWS).saved == pytest.approx(measured, rel=0.1)
+    assert Step(experiment, on_cpu=True).activations(objective, columns, _ROWS).saved == pytest.approx(
+        measured, rel=0.1
+    )
 
 
 def test_checkpointing_trades_activations_for_work(experiment_file: str) -> None:
@@ -85,7 +87,7 @@ def test_checkpointing_trades_activations_for_work(experiment_file: str) -> None
     for checkpointing in ("false", "true"):
         experiment = load(Experiment, experiment_file, [f"training.activation_checkpointing={checkpointing}"])
         columns = example(experiment, objective, experiment.resolved_phases()[0])
-        peaks.append(Step(experiment, "cpu").activations(objective, columns, 64))
+        peaks.append(Step(experiment, on_cpu=True).activations(objective, columns, 64))
     assert peaks[1].saved < 0.5 * peaks[0].saved
     assert peaks[1].bare < peaks[0].bare
 
@@ -94,7 +96,7 @@ def test_interpolation_is_never_too_little(experiment_file: str) -> None:
     experiment = load(Experiment, experiment_file)
     objective = experiment.objective.build(stand_in(experiment.model.vocab_size))
     columns = example(experiment, objective, experiment.resolved_phases()[0])
-    step = Step(experiment, "cpu")
+    step = Step(experiment, on_cpu=True)
     bounds = [(rows, step.activations(objective, columns, rows)) for rows in (1, 32)]
     for rows in (2, 8, 31):
         exact, estimate = step.activations(objective, columns, rows), interpolate(rows, bounds)
@@ -108,7 +110,7 @@ def test_the_optimizer_keeps_what_a_real_one_keeps(kind: str, experiment_file: s
     optimizer = experiment.optimizer.build(model.named_parameters(), stacked=model.stacked())
     groups.prime(optimizer)
     real = {name: list(optimizer.state[each].items()) for name, each in model.named_parameters()}
-    planned = Step(experiment, "cpu").parameters
+    planned = Step(experiment, on_cpu=True).parameters
     assert {name: each.shape for name, each in planned.items()} == {n: p.shape for n, p in model.named_parameters()}
     assert {name: list(each.state) for name, each in planned.items()} == {
         name: [tuple(value.shape) for key, value in state if key != "step"] for name, state in real.items()

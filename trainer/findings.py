@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from trainer.errors import SamestepError
 
 State = Literal["ok", "warning", "failed"]
 
@@ -30,6 +32,20 @@ class Finding:
     state: State
     found: str
     fix: str = ""
+
+
+Check: TypeAlias = tuple[str, Callable[[], Iterator[Finding]]]
+"""The subject of a check, and the function that does it."""
+
+
+def tried(subject: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """What a check finds; one that breaks is a finding, too."""
+    try:
+        yield from check()
+    except SamestepError as error:
+        yield Finding(subject, "failed", str(error))
+    except Exception as error:
+        yield Finding(subject, "failed", f"{type(error).__name__}: {error}")
 
 
 def report(findings: Iterable[Finding], console: Console) -> bool:

@@ -1,0 +1,85 @@
+"""What `samestep doctor` tries on one device: that it can be had, and products of matrices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer import accelerators
+from trainer.accelerators import DTYPES, Accelerator, Precision, chips, cpu, cuda, detect, version_of
+from trainer.findings import Finding
+
+OWN_ENVIRONMENT = ("tpu",)
+"""Extras of samestep that need another torch, and so an environment of their own."""
+
+REDUCE_BYTES = 64 * 2**20
+"""The size of the tensor that devices sum."""
+
+
+def software() -> str:
+    """PyTorch's version, and those of the packages that drive devices."""
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        build += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
+    versions = f"torch {torch.__version__} ({build})"
+    for package in ("torch-xla", "torch_tpu", "libtpu", "jax"):
+        if version := version_of(package):
+            versions += f", {package} {version}"
+    return versions
+
+
+def devices(wanted: accelerators.Config | None) -> Iterator[Finding]:
+    """What training would run on, given the experiment's accelerator; None leaves it to the machine."""
+    if isinstance(wanted, cpu.Config):
+        yield Finding("devices", "ok", "the CPU, as the experiment asks for it")
+    elif torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            accelerator = cuda.CudaAccelerator(index)
+            major, minor = torch.cuda.get_device_capability(index)
+            free = accelerator.memory() / 2**30
+            yield Finding(f"device {index}", "ok", f"{accelerator.description}, {free:.0f} free, sm_{major}{minor}")
+    elif not isinstance(config := wanted or detect.best(), cpu.Config):
+        yield Finding("devices", "ok", config.build().description)  # or why it cannot be had
+    elif reason := cuda.unusable():
+        yield Finding("devices", "failed", f"training would run on the CPU: {reason}")
+    elif chips.count():
+        fix = "pip install 'samestep[tpu]', in an environment of its own"
+        yield Finding("devices", "failed", "training would run on the CPU, although this machine has TPUs", fix)
+    else:
+        yield Finding("devices", "ok", "no GPU: training would run on the CPU")
+
+
+def exact() -> Tensor:
+    """A matrix of -1, 0 and 1: its products, sums of 128 terms, are exact in every precision and order of summation."""
+    return ((7 * torch.arange(512).unsqueeze(1) + torch.arange(128) ** 2) % 3 - 1).double()
+
+
+def product(accelerator: Accelerator, subject: str, precision: Precision) -> Iterator[Finding]:
+    """The right result of a product, and the speed of large ones."""
+    dtype, factor = DTYPES[precision], exact()
+    left = factor.to(accelerator.device, dtype)
+    if not torch.equal((left @ left.T).double().cpu(), factor @ factor.T):
+        yield Finding(subject, "failed", "a matrix product has a wrong result", "take this device out of use")
+        return
+    peak = accelerator.peak_flops(precision)
+    size, seconds = (8192, 1.0) if peak else (1024, 0.2)
+    matrix = torch.full((size, size), 1 / size, device=accelerator.device, dtype=dtype)
+    matrix @ matrix  # the first one takes longer
+    repeats, begin, started = 0, accelerator.mark(), time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        matrix @ matrix
+        repeats += 1
+    speed = repeats * 2 * size**3 / accelerator.seconds(begin, accelerator.mark())
+    found = f"right result, {speed / 1e12:.3g} TFLOP/s in {precision}"
+    yield compared(subject, found, speed, peak, "see nvidia-smi -q for other processes, heat and power limits")
+
+
+def compared(subject: str, found: str, speed: float, peak: float | None, fix: str) -> Finding:
+    """A finding about FLOP/s beside those of the data sheet, if that has any."""
+    if peak and speed < 0.4 * peak:
+        return Finding(subject, "warning", f"{found}: {speed / peak:.0%} of the data sheet's", fix)
+    return Finding(subject, "ok", found + (f", {speed / peak:.0%} of the data sheet's" if peak else ""))

@@ -1,0 +1,114 @@
+"""What `samestep doctor` tries on the devices of this machine: each alone, then all together."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing.queues import SimpleQueue
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from trainer import accelerators, strategies
+from trainer.accelerators import Accelerator, Precision, cpu, cuda, detect, tpu, trial, xla
+from trainer.accelerators.trial import REDUCE_BYTES
+from trainer.findings import Check, Finding
+from trainer.strategies.world import World
+from trainer.strategies.xla import checks as of_xla
+
+_SPAWN_SECONDS = 120.0
+
+
+def checks(
+    wanted: accelerators.Config | None,
+    strategy: strategies.Config | None,
+    precision: Precision | None,
+    processes: int | None,
+) -> list[Check]:
+    """The checks of this machine's devices, in their order.
+
+    Args:
+        wanted: the experiment's accelerator; None takes the best that there is.
+        strategy: the experiment's; None without one.
+        precision: of products; None takes the fastest.
+        processes: how many are to meet for the all-reduce; None takes one a GPU, or two on the CPU.
+    """
+    config = wanted or detect.best()
+    if isinstance(config, xla.Config):
+        return [("devices", lambda: of_xla.examine(config, strategy, precision))]
+    found: list[Check] = [("devices", lambda: trial.devices(wanted))]
+    if isinstance(config, tpu.Config):
+        return [*found, ("device", lambda: trial.product(config.build(), "device", "bf16"))]
+    gpus = 0 if isinstance(wanted, cpu.Config) else torch.cuda.device_count()
+    chosen: Precision = precision or ("bf16" if gpus else "fp32")
+    for index in range(gpus):
+        found.append((f"device {index}", partial(_product_on_gpu, index, chosen)))
+    if not gpus:
+        found.append(("processor", lambda: trial.product(cpu.CpuAccelerator(), "processor", chosen)))
+    return [*found, ("all-reduce", lambda: all_reduce(gpus, processes or gpus or 2))]
+
+
+def _product_on_gpu(index: int, precision: Precision) -> Iterator[Finding]:
+    return trial.product(cuda.CudaAccelerator(index), f"device {index}", precision)
+
+
+def all_reduce(gpus: int, processes: int) -> Iterator[Finding]:
+    """Sums a tensor over new processes, on a GPU each, or on the CPU where there are none."""
+    if processes == 1:
+        yield Finding("all-reduce", "ok", "one process has nobody to reduce with")
+        return
+    if gpus and processes > gpus:
+        fix = f"ask for at most {gpus} processes"
+        yield Finding("all-reduce", "failed", f"{processes} processes want a GPU each, and there are {gpus}", fix)
+        return
+    backend = "nccl" if gpus else "gloo"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results: SimpleQueue[tuple[bool, float]] = mp.get_context("spawn").SimpleQueue()
+    workers = mp.spawn(  # type: ignore[attr-defined,no-untyped-call]
+        _reduce, (processes, port, bool(gpus), results), processes, join=False
+    )
+    deadline = time.monotonic() + _SPAWN_SECONDS
+    try:
+        while not workers.join(timeout=1):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{processes} processes did not reduce a tensor over {backend} in two minutes")
+    except Exception as error:
+        fix = (
+            "NCCL_DEBUG=INFO tells more; look at /dev/shm and firewalls"
+            if gpus
+            else "look at firewalls of the loopback"
+        )
+        yield Finding("all-reduce", "failed", str(error).strip().splitlines()[-1], fix)
+        return
+    finally:
+        for worker in workers.processes:
+            worker.kill()
+            worker.join()
+    right, speed = results.get()
+    found = f"{processes} processes over {backend}: {speed / 1e9:.3g} GB/s"
+    yield Finding("all-reduce", "ok" if right else "failed", found if right else f"{found}, and a wrong result")
+
+
+def _reduce(rank: int, processes: int, port: int, on_gpu: bool, results: SimpleQueue[tuple[bool, float]]) -> None:
+    """One process's part; rank 0 reports whether sums are right, and the bus bandwidth as nccl-tests define it."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    accelerator: Accelerator = cuda.CudaAccelerator(rank) if on_gpu else cpu.CpuAccelerator()
+    world = World.start(_SPAWN_SECONDS)
+    world.connect(accelerator.collective_backend)
+    tensor = torch.full((REDUCE_BYTES // 4,), float(rank + 1), device=accelerator.device)
+    dist.all_reduce(tensor)
+    right = bool((tensor == processes * (processes + 1) / 2).all())
+    begin, repeats = accelerator.mark(), 5
+    for _ in range(repeats):
+        dist.all_reduce(tensor)
+    seconds = accelerator.seconds(begin, accelerator.mark()) / repeats
+    if rank == 0:
+        results.put((right, 2 * (processes - 1) / processes * REDUCE_BYTES / seconds))
+    world.close()
