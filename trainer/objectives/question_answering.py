@@ -119,7 +119,7 @@ class QuestionAnswering:
         ConfigError: as for `TaskRows`.
     """
 
-    model_settings: Mapping[str, bool | str] = {"head": "span"}
+    model_settings: Mapping[str, bool | str] = {"head": "question_answering"}
 
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
         self.config = config

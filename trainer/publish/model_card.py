@@ -30,7 +30,7 @@ _PIPELINES = {
     "classification": "text-classification",
     "multiple_choice": "multiple-choice",
     "tagging": "token-classification",
-    "span": "question-answering",
+    "question_answering": "question-answering",
 }
 _MOST = 30  # labels or files that are named
 _SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
