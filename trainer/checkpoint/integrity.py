@@ -15,6 +15,7 @@ from typing import Any
 
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location
+from trainer.config import renamed
 from trainer.errors import CheckpointError
 from trainer.storage import Digest
 
@@ -139,4 +140,6 @@ def read_meta(folder: Location) -> dict[str, Any]:
             f"{folder} has checkpoint format {meta['format']} and this samestep reads format {FORMAT}; "
             f"use samestep {meta['versions']['samestep']}, which wrote it"
         )
+    if "config" in meta:
+        meta["config"] = renamed.current(meta["config"])
     return meta

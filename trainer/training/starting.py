@@ -11,6 +11,7 @@ from data_pipeline.reading.config import Config as DataConfig
 from data_pipeline.reading.mixed_dataset import named_sources
 from trainer.checkpoint import files, integrity
 from trainer.config import Kinds, Tree, decode, read_tree, to_tree
+from trainer.config.renamed import read_stored
 from trainer.config.tree import merge
 from trainer.errors import ConfigError
 from trainer.models.config import FEWEST_LABELS
@@ -63,7 +64,7 @@ def _begun(tree: Tree) -> Tree | None:
     folder = (tree.get("checkpoint") or {}).get("folder") or output / "checkpoints"
     if not (output / "config.yaml").is_file() or not integrity.committed_steps(files.location(folder)):
         return None
-    return read_tree(output / "config.yaml").get("model")
+    return read_stored(output / "config.yaml").get("model")
 
 
 def model_of(tree: Tree) -> Tree:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.accelerators import DTYPES
-from trainer.config import load
+from trainer.config import decode
+from trainer.config.renamed import read_stored
 from trainer.errors import ConfigError, SamestepError
 from trainer.inspect.plan.batch import example, stand_in
 from trainer.inspect.plan.strategies import Collective, Division, Held, Ranges, Rows, Whole, interpolate
@@ -191,7 +192,7 @@ def memory_of_run(folder: Path) -> float | None:
     """
     starts = list(read_rows(folder / "starts.jsonl"))
     try:
-        experiment = load(Experiment, str(folder / "config.yaml"))
+        experiment = decode(Experiment, read_stored(folder / "config.yaml"))
         strategy = own_strategy(experiment)
         if not starts or strategy is None:
             return None
