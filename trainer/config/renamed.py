@@ -1,7 +1,7 @@
 """Words of settings that have been renamed.
 
 Checkpoints, run folders and datasets that were written with an old word are read with the new one. A recipe is not:
-it is refused, and the message names the new word.
+it is refused, and the message names the new word. Digests that are stored and compared go by the old words.
 """
 
 from __future__ import annotations
@@ -13,6 +13,13 @@ from trainer.config.tree import Tree, merge, parse_override, read_tree
 
 _NEW_WORDS: Mapping[str, Mapping[str, str]] = {
     "model.head": {"span": "question_answering"},
+    "settings.task.target": {  # of a dataset's manifest
+        "class": "classification",
+        "number": "regression",
+        "choice": "multiple_choice",
+        "tags": "tagging",
+        "span": "question_answering",
+    },
 }
 """The new word for each old one, by setting."""
 
@@ -30,6 +37,13 @@ def current(stored: Tree) -> Tree:
     for setting, words in _NEW_WORDS.items():
         stored = _replaced(stored, setting.split("."), words)
     return stored
+
+
+def first_words(tree: Tree) -> Tree:
+    """A tree in the words that it was first stored in: digests of it stay the same when a word is renamed."""
+    for setting, words in _NEW_WORDS.items():
+        tree = _replaced(tree, setting.split("."), {new: old for old, new in words.items()})
+    return tree
 
 
 def word_now(setting: str, word: object) -> str | None:

@@ -15,6 +15,7 @@ from trainer.metrics import labels as metrics
 from trainer.objectives import Loss, Predictions, Task
 from trainer.objectives.rows import inputs
 from trainer.objectives.task_rows import Cell, TaskRows, count_examples, labelled, labels_and_outputs, single_labels
+from trainer.tasks import TASKS
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Config:
     reads: Cell | None = None
 
     def __post_init__(self) -> None:
-        check_names(self.metrics, metrics.OF_NUMBERS)
+        check_names(self.metrics, TASKS["regression"].metrics)
 
     def build(self, vocabulary: Vocabulary) -> Task:
         return Regression(self, vocabulary)
@@ -61,7 +62,7 @@ class Regression:
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
         """All texts of a row in one sequence."""
-        return self._rows.pack_spec(sequence_length, Parts("number", "joined", between=self._rows.between))
+        return self._rows.pack_spec(sequence_length, Parts("regression", between=self._rows.between))
 
     def predictions(self, sequence_length: int) -> int:
         """One."""

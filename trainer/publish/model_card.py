@@ -23,15 +23,10 @@ from trainer.errors import SamestepError
 from trainer.monitoring.jsonl import read_rows, scores_of
 from trainer.storage import shown
 from trainer.storage.hub import is_hub_path, name_and_revision
+from trainer.tasks import TaskFacts, facts_of_head
 from trainer.training.weights import Weights
 
 _FAMILIES = {"bert": "BERT", "roberta": "RoBERTa", "gpt2": "GPT-2", "openai-gpt": "GPT", "t5": "T5"}
-_PIPELINES = {
-    "classification": "text-classification",
-    "multiple_choice": "multiple-choice",
-    "tagging": "token-classification",
-    "question_answering": "question-answering",
-}
 _MOST = 30  # labels or files that are named
 _SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
 _MARKUP = re.compile(r"([\\`*\[\]<>|#~&$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
@@ -67,14 +62,10 @@ print(tokenizer.batch_decode(output, skip_special_tokens=True))
 """,
 }
 
-_CLASSES = {
+_GENERIC_CLASSES = {
     "fill-mask": "AutoModelForMaskedLM",
     "text-generation": "AutoModelForCausalLM",
     "text2text-generation": "AutoModelForSeq2SeqLM",
-    "text-classification": "AutoModelForSequenceClassification",
-    "token-classification": "AutoModelForTokenClassification",
-    "question-answering": "AutoModelForQuestionAnswering",
-    "multiple-choice": "AutoModelForMultipleChoice",
 }
 _ADAPTER_EXAMPLE = """\
 from peft import PeftModel
@@ -121,10 +112,23 @@ def _pipeline_of(config: Any) -> str:
     Args:
         config: the `Config` of a module in trainer/models.
     """
-    generic = "text-generation" if config.causal else "fill-mask"
+    if facts := _facts_of(config):
+        return facts.pipeline
     if getattr(config, "encoder_decoder", False):
-        generic = "text2text-generation"
-    return _PIPELINES.get(getattr(config, "head", ""), generic)
+        return "text2text-generation"
+    return "text-generation" if config.causal else "fill-mask"
+
+
+def _facts_of(config: Any) -> TaskFacts | None:
+    """The facts of the task that a model's head is for; None for a language model."""
+    return facts_of_head(getattr(config, "head", ""))
+
+
+def _class_of(config: Any) -> str:
+    """The class of `transformers` that loads a model; the argument is as of `_pipeline_of`."""
+    if facts := _facts_of(config):
+        return f"AutoModelFor{facts.architecture}"
+    return _GENERIC_CLASSES[_pipeline_of(config)]
 
 
 def _metadata(pipeline: str, origin: str | None, base: Weights | None) -> str:
@@ -275,7 +279,7 @@ def _adapter_example(weights: Weights, name: str, base: Weights) -> str:
     if count and count != len(base.config.labels) > 0:  # its head is of another task
         settings["ignore_mismatched_sizes"] = True
     arguments = [repr(path), *(f"{name}={value!r}" for name, value in settings.items() if value is not None)]
-    kind = _CLASSES[_pipeline_of(weights.config)]
+    kind = _class_of(weights.config)
     return before + _fenced(_ADAPTER_EXAMPLE.format(kind=kind, name=name, base=", ".join(arguments)), "python")
 
 

@@ -142,7 +142,7 @@ def _check_head(experiment: Experiment, dataset: AnyDataset, objective: Objectiv
             "with init_from leave model.kind out, which gives the model of the weights that head"
         )
     for source in named_sources(dataset).values():
-        labels = tuple((source.manifest.task or {}).get("labels", ()))
+        labels = () if source.manifest.task is None else source.manifest.task.labels
         if needed in FEWEST_LABELS and labels != model.labels:
             raise ConfigError(
                 f"the labels of {source.name} are {', '.join(labels)}, and model.labels is {', '.join(model.labels)}; "

@@ -91,5 +91,5 @@ def model_of(tree: Tree) -> Tree:
             "gpt2 or openai_gpt"
         )
     tasks = [source.manifest.task for source in named_sources(dataset).values()]
-    labels = tasks[0]["labels"] if head in FEWEST_LABELS and tasks[0] is not None else []
+    labels = list(tasks[0].labels) if head in FEWEST_LABELS and tasks[0] is not None else []
     return model | {"head": head, "labels": labels} | ({"nsp": False} if "nsp" in model else {})

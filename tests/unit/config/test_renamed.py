@@ -18,6 +18,11 @@ from trainer.models import bert
     [
         ({"model": {"kind": "bert", "head": "span"}}, {"model": {"kind": "bert", "head": "question_answering"}}),
         ({"model": {"head": "tagging", "labels": ["span"]}}, {"model": {"head": "tagging", "labels": ["span"]}}),
+        (
+            {"settings": {"limit": 1, "task": {"target": "tags", "labels": ["class"]}}},
+            {"settings": {"limit": 1, "task": {"target": "tagging", "labels": ["class"]}}},
+        ),
+        ({"settings": {"task": None}}, {"settings": {"task": None}}),
         ({"model": "bert", "head": "span"}, {"model": "bert", "head": "span"}),
         ({"model": {"head": None}}, {"model": {"head": None}}),
         ({}, {}),
@@ -28,6 +33,7 @@ def test_only_the_settings_that_had_an_old_word_are_read_anew(stored: dict[str, 
     assert renamed.current(stored) == expected
     assert list(renamed.current(stored)) == list(stored)
     assert repr(stored) == before
+    assert renamed.first_words(expected) == stored
 
 
 def test_the_settings_of_a_run_are_read_and_overrides_laid_over_them(tmp_path: Path) -> None:
