@@ -113,7 +113,7 @@ def main() -> None:
                 folder=folder,
                 dataset=str(Path(options.dataset).resolve()),
                 vocab_size=manifest.vocab_size,
-                labels=tuple((manifest.task or {})["labels"]),
+                labels=() if manifest.task is None else manifest.task.labels,
             )
             comparisons.append(measure(job, options.repeats))
     publish(comparisons, options.json)

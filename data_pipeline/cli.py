@@ -10,6 +10,7 @@ from rich.console import Console
 
 from data_pipeline.building import build
 from data_pipeline.building.push import push
+from data_pipeline.building.recipe import load_recipe
 from data_pipeline.building.slices import Slice
 from data_pipeline.building.tokenizer_training import train_tokenizer
 from data_pipeline.building.verify import verify
@@ -17,7 +18,6 @@ from data_pipeline.looking.inspection import inspect, plot, report
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.remote import load_manifest
 from trainer.command import Commands, add_command, add_group
-from trainer.config import load
 from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 
 _OVERRIDES = "settings that replace those of the file, e.g. output=datasets/mine on_error=skip"
@@ -37,7 +37,7 @@ def register(commands: Commands) -> None:
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of a command that reads a dataset's configuration."""
-    parser.add_argument("config", metavar="CONFIG", help="the dataset, a YAML file as in configs/data/")
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file: the dataset, or a task as in configs/tasks/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
 
 
@@ -68,7 +68,8 @@ def add_build(commands: Commands) -> None:
         "With --slice I/N, for I from 1 to N, commands on any machines that share the folder share the work, in any\n"
         "order, at once or not. The last one to be done merges and verifies; the result is that of one build.\n\n"
         "examples:\n  samestep data build configs/data/python_docs.yaml output=datasets/docs workers=4\n"
-        "  samestep data build configs/data/python_docs.yaml output=/shared/docs --slice 3/8",
+        "  samestep data build configs/data/python_docs.yaml output=/shared/docs --slice 3/8\n"
+        "  samestep data build configs/tasks/glue/cola.yaml tokenizer.path=runs/bert/tokenizer output=datasets/cola",
     )
     add_config(parser)
     parser.add_argument("--slice", metavar="I/N", help="make one of N equal shares only, I from 1 to N")
@@ -141,7 +142,7 @@ def add_push(commands: Commands) -> None:
 
 def _tokenizer(args: argparse.Namespace) -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    train_tokenizer(load(build.Config, args.config, args.overrides), force=args.force)
+    train_tokenizer(load_recipe(args.config, args.overrides), force=args.force)
     return EXIT_DONE
 
 
@@ -152,7 +153,7 @@ def _build(args: argparse.Namespace) -> int:
             f"--force does not go with --slice {part}: each slice would remove what the others have made; replace the "
             f"finished dataset with one samestep data build --force, or choose another output=DIR"
         )
-    config = load(build.Config, args.config, args.overrides)
+    config = load_recipe(args.config, args.overrides)
     if args.check:
         build.check(config)
     elif part is None:

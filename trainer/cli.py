@@ -254,14 +254,15 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from trainer.config import load
+    from trainer.config import decode
+    from trainer.config.renamed import read_stored
     from trainer.elastic import agent
     from trainer.training.experiment import Experiment
 
     file = os.path.join(args.run_folder, "config.yaml")
     if not os.path.isfile(file):
         raise ConfigError(f"{args.run_folder} is no run (no config.yaml in it); name the output folder of a run")
-    experiment = load(Experiment, file, args.overrides)
+    experiment = decode(Experiment, read_stored(file, args.overrides))
     experiment = dataclasses.replace(experiment, output=args.run_folder)  # wherever the run was when it was trained
     step = _step(args.step, experiment)
     if args.generate is not None:

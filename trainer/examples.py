@@ -8,11 +8,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-Policy: TypeAlias = Literal["concat", "best_fit", "padded", "pairs"]
+from trainer.tasks import TASKS, Layout, TaskKind
 
-Target: TypeAlias = Literal["class", "number", "choice", "tags", "span"]
-"""What is to be predicted of a task's row: one of several classes, a number, which of several texts, a tag for each
-word, or a span of the last text."""
+Policy: TypeAlias = Literal["concat", "best_fit", "padded", "pairs"]
 
 Batch: TypeAlias = dict[str, npt.NDArray[np.generic]]
 """Arrays of one micro-batch by name, every one with the examples (B) as its first dimension."""
@@ -54,22 +52,23 @@ class Parts:
     """How the texts of a task's row become an example, of one row each, or of several.
 
     Attributes:
-        target: what the rows must be labelled with.
-        layout: "joined": one sequence of all texts, cut where they are too long, the longest first. "windows": one of
-            the last text, behind the first where there are two; what is too long becomes several examples. "choices":
-            a sequence for each text but the first, behind the first, side by side in one example.
+        kind: of the task that the rows must be labeled for; it has a layout.
         between: special tokens between two texts of a sequence (1 for BERT's [SEP], 2 in RoBERTa).
         choices: sequences of an example; 1 but for "choices".
         stride: of windows: tokens from the begin of one to that of the next; None: they do not overlap.
         most: of windows: tokens of the first text, the rest of which is cut off.
     """
 
-    target: Target
-    layout: Literal["joined", "windows", "choices"]
+    kind: TaskKind
     between: int = 1
     choices: int = 1
     stride: int | None = None
     most: int | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """How the texts of a row become sequences."""
+        return TASKS[self.kind].layout
 
 
 @dataclass(frozen=True)
@@ -113,11 +112,12 @@ class Labels:
 
     Attributes:
         values: float32 [K], the numbers of all examples, end to end, each example with those of its whole row:
-            class     its index among the labels; or a probability for each of them
-            number    itself
-            choice    the index of the right text, from 0
-            tags      for each token of the row, the index of its tag among the labels; -1 where none is predicted
-            span      first and last token of the answer, counted through the row's texts; nothing where there is none
+            classification: the index of the class among the labels; or a probability for each of them
+            regression: the number
+            multiple_choice: the index of the right text, from 0
+            tagging: for each token of the row, the index of its tag among the labels; -1 where none is predicted
+            question_answering: first and last token of the answer, counted through the row's texts; nothing where
+                there is none
         count: int64 [B], how many of them are an example's.
         document: int64 [B], the row's number in its split.
         begin: int64 [B], the first token of the example's last piece, counted through the row's texts.
@@ -137,13 +137,13 @@ class TaskRow:
 
     Attributes:
         texts: that are tokenised, each by itself.
-        label: of targets class and choice the index, of number the number; None for the others.
-        spans: of target tags (begin, end, index of the tag) for each word, of target span (begin, end, 0) for each
+        label: of classification and multiple_choice the index, of regression the number; None for the others.
+        spans: of tagging (begin, end, index of the tag) for each word, of question_answering (begin, end, 0) for each
             answer; characters of the last text.
-        answers: of target span, the texts of the answers, that predictions are compared with.
+        answers: of question_answering, the texts of the answers, that predictions are compared with.
         group: what rows share that are scored together, as the answers of a question; else what names the row, or "".
         offsets: (begin, end) for each token of the last text, its characters; filled in when the text is tokenised.
-        probabilities: of target class, in place of `label`, one for each class, as of a teacher; empty otherwise.
+        probabilities: of classification, in place of `label`, one for each class, as of a teacher; empty otherwise.
     """
 
     texts: tuple[str, ...]

@@ -35,7 +35,7 @@ from data_pipeline.sources import PairSource, Source, TaskSource
 from data_pipeline.tokenizers.sentences import Splitter, splitter_version
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.config import Kinds, Tree, to_tree
+from trainer.config import Kinds, Tree, renamed, to_tree
 from trainer.config.sizes import parse_size
 from trainer.errors import ConfigError, DataError
 from trainer.storage import atomic_write, shown
@@ -154,13 +154,13 @@ class _Build:
         if isinstance(self.source, TaskSource):
             if config.sentences is not None:
                 raise ConfigError(f"sentences is {config.sentences}, and rows of a task have none; leave it out")
-            self.settings["task"] = {"target": self.source.target, "labels": list(self.source.labels)}
+            self.settings["task"] = {"target": self.source.kind, "labels": list(self.source.labels)}
         # Not the signatures of addresses: datasets are passed on, and the next signature names the same text.
         self.files = tuple(map(shown, self.source.files))
         self.source_tree: Tree = to_tree(config)["source"]
         for name in [name for name in self.source_tree if name.endswith("paths") or name == "heldout"]:
             self.source_tree[name] = [shown(path) for path in self.source_tree[name]]
-        recipe = [FORMAT, self.tokenizer.fingerprint, self.source_tree, self.settings]
+        recipe = [FORMAT, self.tokenizer.fingerprint, self.source_tree, _first_settings(self.settings)]
         self.digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
         self.units: list[str] = []  # digest of each, of other slices too
         self.unknown = 0
@@ -361,6 +361,12 @@ class _Build:
             meter.seconds,
             meter.megabytes / cpu_seconds,
         )
+
+
+def _first_settings(settings: Tree) -> Tree:
+    """The settings in the words that units were first stored under, so that a build begun with these goes on."""
+    first: Tree = renamed.first_words({"settings": settings})["settings"]
+    return first
 
 
 def rejection(source: Source, file: int, line: int, reason: str) -> DataError:

@@ -13,7 +13,8 @@ from data_pipeline.format.shards import ShardIndex, Tokens
 from data_pipeline.packing import parts
 from data_pipeline.packing.plans import Int64, ranges
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.examples import Examples, Labels, PackSpec, Target, TaskRow
+from trainer.examples import Examples, Labels, PackSpec, TaskRow
+from trainer.tasks import TASKS, TaskKind
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +25,7 @@ class Encoded:
         tokens: [T], of all its texts end to end.
         parts: int64 [texts], where each text begins.
         labels: float32 [K], as `trainer.examples.Labels.values`; empty where it is no row of a task.
-        row: the row, for targets tags and span with the `offsets` of its last text.
+        row: the row, with the `offsets` of its last text where labels belong to tokens.
     """
 
     tokens: Tokens
@@ -33,16 +34,16 @@ class Encoded:
     row: TaskRow | None = None
 
 
-def encode(rows: Sequence[TaskRow], tokenizer: Tokenizer, target: Target) -> list[Encoded | str]:
+def encode(rows: Sequence[TaskRow], tokenizer: Tokenizer, kind: TaskKind) -> list[Encoded | str]:
     """Tokenises rows; where one has nothing to predict, or to predict it from, the reason stands in its place."""
     texts = list(itertools.chain.from_iterable(row.texts for row in rows))
     encoded: list[tuple[Tokens, Int64 | None]]
-    if target in ("tags", "span"):
+    if TASKS[kind].labelled != "row":
         encoded = list(tokenizer.encode_aligned(texts))
     else:
         encoded = [(tokens, None) for tokens in tokenizer.encode_batch(texts)]
     remaining = iter(encoded)
-    return [_encode(row, list(itertools.islice(remaining, len(row.texts))), target) for row in rows]
+    return [_encode(row, list(itertools.islice(remaining, len(row.texts))), kind) for row in rows]
 
 
 def pack(documents: Sequence[Encoded], spec: PackSpec) -> Examples:
@@ -77,7 +78,7 @@ def pack(documents: Sequence[Encoded], spec: PackSpec) -> Examples:
     )
 
 
-def _encode(row: TaskRow, texts: Sequence[tuple[Tokens, Int64 | None]], target: Target) -> Encoded | str:
+def _encode(row: TaskRow, texts: Sequence[tuple[Tokens, Int64 | None]], kind: TaskKind) -> Encoded | str:
     length = np.array([len(tokens) for tokens, _ in texts], dtype=np.int64)
     if not length.all():
         return "no tokens in a text"
@@ -85,11 +86,11 @@ def _encode(row: TaskRow, texts: Sequence[tuple[Tokens, Int64 | None]], target: 
     if offsets is None:
         labels = np.array(row.probabilities or [np.nan if row.label is None else row.label], dtype=np.float64)
     else:
-        begin, end, kind = np.array(row.spans, dtype=np.int64).reshape(-1, 3).T
+        begin, end, tag = np.array(row.spans, dtype=np.int64).reshape(-1, 3).T
         first, last = _tokens_of(offsets, begin, end)
-        if target == "tags":
+        if kind == "tagging":
             labels = np.full(length.sum(), -1.0)
-            labels[first_of_text[-1] + first[first <= last]] = kind[first <= last]
+            labels[first_of_text[-1] + first[first <= last]] = tag[first <= last]
         else:
             if (first[:1] > last[:1]).any():
                 return "answer without tokens"

@@ -212,7 +212,7 @@ class UnitWriter:
         """The document of each record, or why it holds none."""
         if isinstance(self._source, TaskSource):
             rows = [parsed.row for parsed in batch if parsed.row is not None]
-            return encode(rows, self._tokenizer, self._source.target)
+            return encode(rows, self._tokenizer, self._source.kind)
         remaining = iter(self._tokenizer.encode_batch([text for parsed in batch for text in parsed.texts]))
         documents = [_join(list(itertools.islice(remaining, len(parsed.texts)))) for parsed in batch]
         # Text of nothing but control characters, say, normalises to nothing.

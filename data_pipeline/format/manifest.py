@@ -12,14 +12,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
-from trainer.config import Tree
+from trainer.config import Tree, renamed
 from trainer.errors import DataError
-from trainer.examples import Target
 from trainer.storage import write_text
+from trainer.tasks import TASKS, TaskKind
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -38,6 +38,19 @@ class ShardInfo:
     tokens: int
     bytes: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class TaskLabels:
+    """What the rows of a task are labeled with.
+
+    Attributes:
+        kind: of the task.
+        labels: names of the classes or tags, or of the number; none for choices and answers.
+    """
+
+    kind: TaskKind
+    labels: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -91,9 +104,10 @@ class Manifest:
         return self.settings.get("target_file")
 
     @property
-    def task(self) -> dict[str, Any] | None:
-        """For rows of a task, the `target` that they are labelled with, and the names of its `labels`; else None."""
-        return self.settings.get("task")
+    def task(self) -> TaskLabels | None:
+        """The labels of a dataset whose documents are rows of a task; else None."""
+        stored = self.settings.get("task")
+        return None if stored is None else TaskLabels(stored["target"], tuple(stored["labels"]))
 
     @property
     def shards(self) -> tuple[ShardInfo, ...]:
@@ -139,6 +153,7 @@ class Manifest:
             raise DataError(f"{path} is of format {version!r}, this program reads {FORMAT}; build the dataset again")
         try:
             splits = {name: tuple(ShardInfo(**shard) for shard in shards) for name, shards in tree["splits"].items()}
+            tree = renamed.current(tree)
             manifest = cls(**{**tree, "splits": splits, "files": tuple(tree["files"])})
             _check(manifest)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -157,7 +172,7 @@ def _check(manifest: Manifest) -> None:
     if unknown := manifest.splits.keys() - _SPLITS:
         raise ValueError(f"the split {min(unknown)!r} is unknown")
     if (task := manifest.settings.get("task")) is not None:
-        labels = task["labels"] if task["target"] in get_args(Target) else None
+        labels = task["labels"] if task["target"] in TASKS else None
         if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
             raise ValueError(f"settings.task is {task!r}")
     rejected = {f"documents_rejected.{reason}": number for reason, number in manifest.documents_rejected.items()}

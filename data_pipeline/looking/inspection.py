@@ -17,7 +17,7 @@ from rich.table import Table
 from data_pipeline.format.manifest import ShardInfo
 from data_pipeline.packing import parts, text_pairs
 from data_pipeline.packing.plans import Int64
-from data_pipeline.packing.policies import KINDS, plan_shard
+from data_pipeline.packing.policies import plan_shard
 from data_pipeline.reading.dataset import Dataset
 from trainer.errors import DataError, MissingExtra
 from trainer.examples import PackSpec, Policy
@@ -130,8 +130,8 @@ def report(inspection: Inspection, console: Console) -> None:
     console.print(f"{manifest.documents_in:,} documents read, {rejected:,} rejected" + f" ({reasons})" * bool(reasons))
     console.print(f"vocabulary {manifest.vocab_size:,}, tokenizer {manifest.tokenizer_fingerprint[:12]}\n")
     if manifest.task is not None:
-        labels = ", ".join(manifest.task["labels"])
-        console.print(f"rows for {KINDS[manifest.task['target']]}" + f": {escape(labels)}" * bool(labels) + "\n")
+        labels = ", ".join(manifest.task.labels)
+        console.print(f"rows for {manifest.task.kind}" + f": {escape(labels)}" * bool(labels) + "\n")
 
     lengths = Table("tokens", "documents", "", title=f"Length of {inspection.split_name} documents")
     for name, count in zip(_range_names(inspection.histogram), inspection.histogram.tolist(), strict=True):

@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from data_pipeline.format.manifest import TaskLabels
 from data_pipeline.order.example_order import Order
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.config import Config as DataConfig
@@ -117,33 +118,32 @@ def _print_row(
     row: Row,
     examples: Examples,
     source: tuple[str, int],
-    task: Tree,
+    task: TaskLabels,
     tokenizer: Tokenizer,
     console: Console,
 ) -> None:
     """Prints the texts of a row of a task, a line each, and what is to be predicted, in them or below them."""
-    target, names = task["target"], task["labels"]
     labels: Any = row.get("labels")
     texts = [[(tokens, "")] for tokens in np.split(examples.tokens, np.cumsum(examples.length)[:-1])]
     last, column, below = texts[-1][0][0], int(examples.column[-1]), ""
-    if target == "choice":
+    if task.kind == "multiple_choice":
         texts = [texts[0], *texts[1::2]]  # the first one is in front of each of the others
         texts[1 + int(labels)] = [(tokens, "→") for tokens, _ in texts[1 + int(labels)]]
-    elif target == "tags":
+    elif task.kind == "tagging":
         tags = labels[column : column + len(last)]
         at = np.flatnonzero(tags >= 0)
-        marks = ["" if names[tag] == "O" else names[tag] for tag in tags[at].tolist()]
+        marks = ["" if task.labels[tag] == "O" else task.labels[tag] for tag in tags[at].tolist()]
         texts[-1] = list(zip(np.split(last, at), ["", *marks], strict=True))
-    elif target == "span" and labels.any():
+    elif task.kind == "question_answering" and labels.any():
         texts[-1] = list(zip(np.split(last, labels - column + np.array([0, 1])), ("", "→", ""), strict=True))
-    elif target == "span":
+    elif task.kind == "question_answering":
         below = "no answer here"
-    elif target == "number":
+    elif task.kind == "regression":
         below = f"{labels:g}"
     elif "probabilities" in row:
-        below = ", ".join(f"{name} {share:g}" for name, share in zip(names, row["probabilities"], strict=True))
+        below = ", ".join(f"{name} {share:g}" for name, share in zip(task.labels, row["probabilities"], strict=True))
     else:
-        below = names[labels]
+        below = task.labels[labels]
     console.print(Text(f"{source[0]}:{source[1]}", "dim blue"), soft_wrap=True)
     for text in texts:
         line = Text("  ")

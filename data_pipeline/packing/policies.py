@@ -9,17 +9,9 @@ from data_pipeline.format.manifest import Manifest
 from data_pipeline.format.shards import ShardIndex
 from data_pipeline.packing import pairs, parts, plans, text_pairs
 from data_pipeline.packing.plans import PACKING_VERSION, PackPlan
+from trainer.config import renamed
 from trainer.errors import ConfigError, DataError
-from trainer.examples import PackSpec, Policy, Target
-
-KINDS: dict[Target, str] = {
-    "class": "classification",
-    "number": "regression",
-    "choice": "multiple_choice",
-    "tags": "tagging",
-    "span": "question_answering",
-}
-"""The kind of the source whose datasets have each target, and of the objective that takes them."""
+from trainer.examples import PackSpec, Parts, Policy
 
 
 def packing_digest(spec: PackSpec, policy: Policy) -> str:
@@ -32,8 +24,16 @@ def packing_digest(spec: PackSpec, policy: Policy) -> str:
     if spec.truncate_targets:
         text += " truncate_targets"
     if spec.parts is not None:
-        text += f" {spec.parts}"
+        text += f" {_description(spec.parts)}"
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _description(parts: Parts) -> str:
+    """What is hashed of them; checkpoints and ledgers hold digests of this very text."""
+    stored = renamed.first_words({"settings": {"task": {"target": parts.kind}}})
+    target = stored["settings"]["task"]["target"]
+    settings = f"between={parts.between}, choices={parts.choices}, stride={parts.stride}, most={parts.most}"
+    return f"Parts(target={target!r}, layout={parts.layout!r}, {settings})"
 
 
 def check_policy(manifest: Manifest, name: str, spec: PackSpec, policy: Policy) -> None:
@@ -60,12 +60,12 @@ def check_policy(manifest: Manifest, name: str, spec: PackSpec, policy: Policy) 
                 f"the objective takes rows of a task, an example each, and data.packing is {policy}; use "
                 "data.packing=padded"
             )
-        found = None if manifest.task is None else manifest.task["target"]
-        if found != spec.parts.target:
-            kind = KINDS[spec.parts.target]
+        found = None if manifest.task is None else manifest.task.kind
+        kind = spec.parts.kind
+        if found != kind:
             holds, fix = "documents without labels", "use another objective"
             if found is not None:
-                holds, fix = f"rows for {KINDS[found]}", f"use the objective {KINDS[found]}"
+                holds, fix = f"rows for {found}", f"use the objective {found}"
             raise DataError(
                 f"the objective takes rows for {kind}, and {name} holds {holds}; {fix}, or build a dataset from a "
                 f"source of kind {kind}"

@@ -271,13 +271,13 @@ class StreamingLoader:
         Raises:
             DataError: a shard is damaged.
         """
-        tasks = [source.manifest.task or {} for source in self._named.values()]
+        (first, *_) = (source.manifest.task for source in self._named.values())
         gone = {(digest, name) for digest, name, _ in self.corrupt}
         rows = [
             source.rows(self._split, {name for digest, name in gone if digest == source.manifest.digest})
             for source in self._named.values()
         ]
-        return rows, tuple(tasks[0].get("labels", ()))
+        return rows, () if first is None else first.labels
 
     @property
     def corrupt(self) -> tuple[tuple[str, str, int], ...]:

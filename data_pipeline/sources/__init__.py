@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from trainer.examples import Target, TaskRow
+from trainer.examples import TaskRow
+from trainer.tasks import TaskKind
 
 
 class Record(NamedTuple):
@@ -120,13 +121,13 @@ class TaskSource(Source):
     """An ordered set of files of rows of a fine-tuning task; the bytes of a record are one row, a JSON object.
 
     Attributes:
-        target: what is to be predicted.
+        kind: of the task.
         labels: the names of the classes or tags, or of the number; none where choices or spans are predicted.
         first_heldout: index into `files` of the first one whose rows are the held-out split; None: there is none, and
             the split is chosen by hash.
     """
 
-    target: Target
+    kind: ClassVar[TaskKind]
     labels: tuple[str, ...]
     first_heldout: int | None
 

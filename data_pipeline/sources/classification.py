@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from data_pipeline.sources import BadRecord, Record, TaskSource
 from data_pipeline.sources.columns import (
@@ -22,6 +22,7 @@ from data_pipeline.sources.table import TableSource, encoded
 from data_pipeline.sources.templates import TemplateConfig, columns_of, value_of, write
 from trainer.errors import ConfigError
 from trainer.examples import TaskRow
+from trainer.tasks import TaskKind
 
 _SLACK = 1e-3  # by which the sum of probabilities may miss 1
 
@@ -72,13 +73,14 @@ class Config(TemplateConfig):
             MissingExtra: what reads them is not installed.
         """
         found = self.find()
-        return Classification(found.files, "class", self.labels, found.first_heldout, found.parts, self)
+        return Classification(found.files, self.labels, found.first_heldout, found.parts, self)
 
 
 @dataclass(frozen=True)
 class Classification(TableSource, TaskSource):
     """Reads the columns of texts and that of the class."""
 
+    kind: ClassVar[TaskKind] = "classification"
     config: Config
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from data_pipeline.sources import BadRecord, TaskSource
 from data_pipeline.sources.columns import brief, column, items, row_of, whole
@@ -11,6 +11,7 @@ from data_pipeline.sources.table import TableSource
 from data_pipeline.sources.templates import TemplateConfig, columns_of, write
 from trainer.errors import ConfigError
 from trainer.examples import TaskRow
+from trainer.tasks import TaskKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +60,14 @@ class Config(TemplateConfig):
             MissingExtra: what reads them is not installed.
         """
         found = self.find()
-        return MultipleChoice(found.files, "choice", (), found.first_heldout, found.parts, self)
+        return MultipleChoice(found.files, (), found.first_heldout, found.parts, self)
 
 
 @dataclass(frozen=True)
 class MultipleChoice(TableSource, TaskSource):
     """Reads a row's context, its choices, each with the question before it, and the index of the right one."""
 
+    kind: ClassVar[TaskKind] = "multiple_choice"
     config: Config
 
     @property

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from data_pipeline.sources import BadRecord, TaskSource
 from data_pipeline.sources.columns import brief, column, nested, row_of, text, whole
 from data_pipeline.sources.table import TableConfig, TableSource
 from trainer.examples import TaskRow
+from trainer.tasks import TaskKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +41,14 @@ class Config(TableConfig):
             MissingExtra: what reads them is not installed.
         """
         found = self.find()
-        return QuestionAnswering(found.files, "span", (), found.first_heldout, found.parts, self)
+        return QuestionAnswering(found.files, (), found.first_heldout, found.parts, self)
 
 
 @dataclass(frozen=True)
 class QuestionAnswering(TableSource, TaskSource):
     """Reads a question, its context, and where in it the answers stand."""
 
+    kind: ClassVar[TaskKind] = "question_answering"
     config: Config
 
     @property

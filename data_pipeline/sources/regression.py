@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from data_pipeline.sources import BadRecord, TaskSource
 from data_pipeline.sources.columns import brief, column, row_of
@@ -11,6 +12,7 @@ from data_pipeline.sources.table import TableSource
 from data_pipeline.sources.templates import TemplateConfig, columns_of, write
 from trainer.errors import ConfigError
 from trainer.examples import TaskRow
+from trainer.tasks import TaskKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +42,14 @@ class Config(TemplateConfig):
             MissingExtra: what reads them is not installed.
         """
         found = self.find()
-        return Regression(found.files, "number", (self.label,), found.first_heldout, found.parts, self)
+        return Regression(found.files, (self.label,), found.first_heldout, found.parts, self)
 
 
 @dataclass(frozen=True)
 class Regression(TableSource, TaskSource):
     """Reads the columns of texts and that of the number."""
 
+    kind: ClassVar[TaskKind] = "regression"
     config: Config
 
     @property

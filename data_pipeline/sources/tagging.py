@@ -17,6 +17,7 @@ from data_pipeline.sources.columns import brief, check_labels, index_of, items, 
 from data_pipeline.sources.table import Problem, Split, TableConfig, TableSource, encoded
 from trainer.errors import ConfigError
 from trainer.examples import TaskRow
+from trainer.tasks import TaskKind
 
 _BIO = re.compile(r"O|[BI]-.+")
 
@@ -55,13 +56,14 @@ class Config(TableConfig):
             MissingExtra: what reads them is not installed.
         """
         found = self.find()
-        return Tagging(found.files, "tags", self.labels, found.first_heldout, found.parts, self)
+        return Tagging(found.files, self.labels, found.first_heldout, found.parts, self)
 
 
 @dataclass(frozen=True)
 class Tagging(TableSource, TaskSource):
     """Reads the words of a sentence, which a blank is put between, and their tags."""
 
+    kind: ClassVar[TaskKind] = "tagging"
     config: Config
 
     @property

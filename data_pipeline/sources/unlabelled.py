@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from data_pipeline.sources import TaskSource
 from data_pipeline.sources.columns import row_of
 from data_pipeline.sources.table import TableConfig, TableSource
 from data_pipeline.sources.templates import Words, columns_of, write
 from trainer.examples import TaskRow
+from trainer.tasks import TaskKind
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Unlabelled(TableSource, TaskSource):
         words: what is written for the values of a column.
     """
 
+    kind: ClassVar[TaskKind] = "classification"
     texts: tuple[str, ...]
     words: Words
 
@@ -34,7 +37,7 @@ class Unlabelled(TableSource, TaskSource):
         """
         found = TableConfig((path,)).find()
         columns_of(texts)
-        return cls(found.files, "class", (), found.first_heldout, found.parts, texts, words)
+        return cls(found.files, (), found.first_heldout, found.parts, texts, words)
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -152,7 +152,7 @@ MODELS: dict[str, Any] = {
     "text-classification": bert.Config(**BERT, head="classification", labels=LABELS),
     "token-classification": bert.Config(**BERT, head="tagging", labels=("O", "B-PER", "I-PER")),
     "token-classification by RoBERTa": roberta.Config(**BERT, head="tagging", labels=("O", "B-PER", "I-PER")),
-    "question-answering": bert.Config(**BERT, head="span"),
+    "question-answering": bert.Config(**BERT, head="question_answering"),
     "multiple-choice": bert.Config(**BERT, head="multiple_choice"),
     "text-generation": gpt2.Config(**{**SMALL, "ffn_width": 64}, max_positions=64),
     "text2text-generation": t5.Config(**SMALL, head_width=8),

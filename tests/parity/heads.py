@@ -21,7 +21,7 @@ TASKS: dict[str, tuple[Head, str, tuple[str, ...]]] = {
     "regression": ("classification", "SequenceClassification", ("similarity",)),
     "multiple_choice": ("multiple_choice", "MultipleChoice", ()),
     "tagging": ("tagging", "TokenClassification", ("O", "B-PER", "I-PER", "B-LOC")),
-    "span": ("span", "QuestionAnswering", ()),
+    "question_answering": ("question_answering", "QuestionAnswering", ()),
 }
 """The head of each task, the end of its class's name in `transformers`, and its labels."""
 
@@ -49,7 +49,7 @@ class Pair:
 
     def their_logits(self, batch: dict[str, Tensor], model: PreTrainedModel | None = None) -> Tensor:
         out = self.theirs(batch, model)
-        return torch.stack([out.start_logits, out.end_logits], -1) if self.head == "span" else out.logits
+        return torch.stack([out.start_logits, out.end_logits], -1) if self.head == "question_answering" else out.logits
 
 
 def names_of(labels: tuple[str, ...]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def assert_losses_and_gradients_are_equal(
 ) -> None:
     """Args: spans are the answers' first and last cells; untagged are cells without a tag."""
     logits = pair.ours(batch)
-    if pair.head == "span":
+    if pair.head == "question_answering":
         starts, ends = map(torch.tensor, spans)
         theirs = pair.theirs(batch, start_positions=starts, end_positions=ends).loss
         ours = (F.cross_entropy(logits[..., 0], starts) + F.cross_entropy(logits[..., 1], ends)) / 2

@@ -28,7 +28,7 @@ CONFIGS: dict[str, Any] = {
     "bert-words": bert.Config(**SHAPE, **PLACES),
     "bert": bert.Config(**SHAPE, **PLACES, **CLASSES),
     "bert-tagging": bert.Config(**SHAPE, **PLACES, **TAGS),
-    "bert-span": bert.Config(**SHAPE, **PLACES, head="span"),
+    "bert-question_answering": bert.Config(**SHAPE, **PLACES, head="question_answering"),
     "bert-choice": bert.Config(**SHAPE, **PLACES, head="multiple_choice"),
     "roberta": roberta.Config(**SHAPE, **PLACES, **CLASSES),
     "gpt2": gpt2.Config(**SHAPE, **PLACES),
@@ -39,7 +39,7 @@ CONFIGS: dict[str, Any] = {
     "t5-gated": t5.Config(**SHAPE, head_width=16, activation="geglu_tanh", tied=False),
     "t5-classes": t5.Config(**SHAPE, head_width=16, **CLASSES),
     "t5-tagging": t5.Config(**SHAPE, head_width=16, **TAGS),
-    "t5-span": t5.Config(**SHAPE, head_width=16, head="span"),
+    "t5-question_answering": t5.Config(**SHAPE, head_width=16, head="question_answering"),
 }
 TARGETS = {
     "bert": ("query", "value", "out", "down"),
@@ -48,8 +48,8 @@ TARGETS = {
     "t5": ("query", "cross_value", "cross_query", "up"),
     "t5-gated": ("value", "gate", "cross_out"),
 }
-NAMES = {"classification": "SequenceClassification", "tagging": "TokenClassification", "span": "QuestionAnswering",
-         "multiple_choice": "MultipleChoice"}  # fmt: skip
+NAMES = {"classification": "SequenceClassification", "tagging": "TokenClassification",
+         "question_answering": "QuestionAnswering", "multiple_choice": "MultipleChoice"}  # fmt: skip
 
 
 def auto(config: Any, folder: Path) -> Any:
@@ -194,8 +194,9 @@ def test_a_folder_of_peft_starts_a_run(family: str, tmp_path: Path) -> None:
 
 NOT_IN_PEFT = {
     "prefix": {"bert-words", "bert-choice", "openai-gpt", "openai-gpt-classes", "t5", "t5-gated", "t5-classes",
-               "t5-tagging", "t5-span"},
-    "prompt": {"bert-words", "bert-choice", "gpt2-classes", "openai-gpt-classes", "t5-classes", "t5-span"},
+               "t5-tagging", "t5-question_answering"},
+    "prompt": {"bert-words", "bert-choice", "gpt2-classes", "openai-gpt-classes", "t5-classes",
+               "t5-question_answering"},
 }  # fmt: skip
 
 

@@ -122,14 +122,19 @@ def built(config: t5.Config) -> EncoderDecoder:
     return model
 
 
-HEADS = [("classification", ("a", "b", "c")), ("multiple_choice", ()), ("tagging", ("O", "B")), ("span", ())]
+HEADS = [
+    ("classification", ("a", "b", "c")),
+    ("multiple_choice", ()),
+    ("tagging", ("O", "B")),
+    ("question_answering", ()),
+]
 each_head = pytest.mark.parametrize(("head", "labels"), HEADS, ids=[head for head, _ in HEADS])
 
 
 def read(batch: dict[str, Tensor], head: Head) -> dict[str, Tensor | None]:
     """The batch with the cells that the objectives of these heads read: the last one, or all."""
     last = batch["segments"].sum(1, keepdim=True) - 1
-    return {**batch, "predicted": None if head in ("tagging", "span") else last}
+    return {**batch, "predicted": None if head in ("tagging", "question_answering") else last}
 
 
 @each_head
@@ -143,7 +148,7 @@ def test_a_row_is_scored_in_the_same_way_beside_any_others(head: Head, labels: t
         linear.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0] == 0))
     together = model(**batch)
     twice = 1 - 0.7**2  # after the last norm, and before the head
-    dropped = {"tagging": [twice], "span": [0.3]}.get(head, [twice, 0.3])
+    dropped = {"tagging": [twice], "question_answering": [0.3]}.get(head, [twice, 0.3])
     assert [zeros.float().mean().item() for zeros in seen] == pytest.approx(dropped, abs=0.08)
     for row in range(4):
         alone = {name: None if values is None else values[row : row + 1] for name, values in batch.items()}
@@ -169,9 +174,12 @@ def test_the_work_is_that_of_the_products(head: Head, labels: tuple[str, ...]):
     ("make_config", "message"),
     [
         (lambda: small("classification"), "labels must name at least 1 for a classification head, not 0"),
-        (lambda: small("span", ("a",)), "a span head has no labels"),
+        (lambda: small("question_answering", ("a",)), "a question_answering head has no labels"),
         (lambda: small("tagging", ("O", "O")), "labels must differ"),
-        (lambda: small("span", architecture="prefix_lm"), "architecture prefix_lm is for language models, and head is"),
+        (
+            lambda: small("question_answering", architecture="prefix_lm"),
+            "architecture prefix_lm is for language models, and head is",
+        ),
         (lambda: small("multiple_choice").to_huggingface(), "a multiple_choice head cannot be exported"),
     ],
 )
@@ -208,6 +216,6 @@ def test_a_pretrained_model_gets_a_head(start: tuple[Weights, Any], head: Head, 
 
 def test_a_decoder_of_another_depth_is_not_taken(start: tuple[Weights, Any]):
     weights, dataset = start
-    model = t5.Config(**{**asdict(weights.config), "decoder_layers": 1, "head": "span"}).build()
+    model = t5.Config(**{**asdict(weights.config), "decoder_layers": 1, "head": "question_answering"}).build()
     with pytest.raises(CheckpointError, match=r"10 are unknown, first decoder\.1\."):
         stored_values(weights, model, dataset, seed=0)

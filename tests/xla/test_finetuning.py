@@ -16,7 +16,7 @@ MODEL = "model={kind: bert, vocab_size: 600, layers: 3, width: 32, heads: 2, ffn
 TASKS = {
     "classification": ("model.head=classification", "model.labels=[about_class,about_file]",
                        "objective.metrics=[accuracy]", "optimizer.layer_decay=0.8", "strategy.scan_layers=false"),
-    "question_answering": ("model.head=span",),
+    "question_answering": ("model.head=question_answering",),
 }  # fmt: skip
 
 

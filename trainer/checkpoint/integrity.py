@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location
-from trainer.config import Tree
+from trainer.config import Tree, renamed
 from trainer.errors import CheckpointError
 from trainer.storage import Digest
 
@@ -139,4 +139,6 @@ def read_meta(folder: Location) -> Tree:
             f"{folder} has checkpoint format {meta['format']} and this samestep reads format {FORMAT}; "
             f"use samestep {meta['versions']['samestep']}, which wrote it"
         )
+    if "config" in meta:
+        meta["config"] = renamed.current(meta["config"])
     return meta

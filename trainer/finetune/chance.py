@@ -11,6 +11,7 @@ from trainer.errors import ConfigError
 from trainer.inference.scores import heldout_pairs
 from trainer.metrics import texts
 from trainer.objectives import Predictions
+from trainer.tasks import TASKS
 
 
 def chance(objective: Any, dataset: Dataset, score: str) -> float:
@@ -33,11 +34,12 @@ def chance(objective: Any, dataset: Dataset, score: str) -> float:
         known = ", ".join(objective.score_names) or "none"
         raise ConfigError(f"score is {score!r}, and the objective gives {known}; name one of these")
     task, rows = dataset.manifest.task, dataset.rows("heldout")
-    if task.get("target") == "class":
-        answers = len(task["labels"])
-    elif task.get("target") == "choice":
+    constant_answer = TASKS[task.kind].constant_answer
+    if constant_answer == "label":
+        answers = len(task.labels)
+    elif constant_answer == "choice":
         answers = len(rows[0].texts) - 1
-    elif task.get("target") == "span" and objective.config.impossible:
+    elif constant_answer == "none" and objective.config.impossible:
         of_kind = {"has_answer_exact_match": 0.0, "has_answer_f1": 0.0, "no_answer_accuracy": 1.0}
         return of_kind.get(score, sum(not row.answers for row in rows) / len(rows))
     else:
@@ -53,7 +55,7 @@ def chance(objective: Any, dataset: Dataset, score: str) -> float:
                 length=none,
                 rows=rows,
                 number=np.arange(len(rows)),
-                labels=tuple(task["labels"]),
+                labels=task.labels,
             )
         )[score]
         for answer in np.eye(answers, dtype=np.float32)

@@ -18,7 +18,7 @@ from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.reading.length_groups import can_group
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from trainer.config import Kinds, Tree, decode, to_tree
+from trainer.config import Kinds, Tree, decode, renamed, to_tree
 from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError
 from trainer.finetune.chance import chance
@@ -122,6 +122,7 @@ def list_runs(
         raise ConfigError("training.best is for evaluations and patience in a task's file to set; leave it out")
     ordered = _in_order(tasks)
     weights = load_weights(checkpoint)
+    model = renamed.first_words({"model": to_tree(weights.config)})["model"]
     runs: list[Run] = []
     with weights.tokenizer_files() as tokenizer:
         for task in ordered:
@@ -133,15 +134,15 @@ def list_runs(
             rows = [dataset.manifest.digest, *(f"{name} {found.manifest.digest}" for name, found in also.items())]
             points = list(_points(task, dataset, also, whole_grid, changes))
             before = tuple(run.digest for run in runs if run.task == task.config.start and not run.scratch)
-            of = [weights.identity(), to_tree(weights.config), *rows, *before]
+            of = [weights.identity(), model, *rows, *before]
             for point in points:
                 # What is done to the checkpoint's layers has been done to those of the run before.
                 start = {"init_layers": [], "redraw_layers": 0} if before else {"init_from": checkpoint}
                 runs += _seeded(task, folder, point.having(start), of, seeds, start=before)
             for point in points if scratch and not before else ():
-                model = model_of({**point.experiment, "init_from": checkpoint})
-                model = merge(model, point.experiment.get("model") or {})
-                drawn = {"model": {**model, "peft": None}, "frozen": [], "init_layers": [], "redraw_layers": 0}
+                new_model = model_of({**point.experiment, "init_from": checkpoint})
+                new_model = merge(new_model, point.experiment.get("model") or {})
+                drawn = {"model": {**new_model, "peft": None}, "frozen": [], "init_layers": [], "redraw_layers": 0}
                 runs += _seeded(task, folder, point.having(drawn), rows, seeds, scratch=True)
     return runs
 
@@ -197,7 +198,8 @@ def _seeded(task: Task, folder: Path, point: _Point, of: Sequence[Any], seeds: i
     """
     for seed in range(seeds):
         experiment = {**point.experiment, "seed": seed}
-        content = json.dumps([_without_paths(experiment), *point.of, *of], sort_keys=True)
+        settings = renamed.first_words(_without_paths(experiment))
+        content = json.dumps([settings, *point.of, *of], sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:16]
         run = Run(
             task=task.name,

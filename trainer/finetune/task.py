@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import trainer
+from data_pipeline.building.recipe import TaskData
 from trainer.config import Kinds, Tree, decode, read_tree
 from trainer.config.tree import merge
 from trainer.errors import ConfigError
@@ -19,16 +20,13 @@ _RECIPE = ("epochs", "warmup", "grid", "experiment")
 _SOURCE = Annotated[Any, Kinds("data_pipeline.sources")]
 
 
-@dataclass(frozen=True)
-class Config:
-    """A task.
+@dataclass(frozen=True, kw_only=True)
+class Config(TaskData):
+    """A task: its rows, and how models are fine-tuned and scored on them.
 
     Attributes:
-        source: its rows, held-out ones among them.
         objective: what is predicted.
         score: the metric of the objective that runs are compared by.
-        heldout_fraction: share of the rows that is held out, where the source names none that are.
-        on_error: whether a bad row stops the build or is left out ("skip"), counted and listed.
         epochs: passes over the rows to train on.
         warmup: share of the steps in which the learning rate rises.
         sequence_length: cells of an example.
@@ -43,11 +41,8 @@ class Config:
         published_by: who they are of.
     """
 
-    source: Annotated[Any, Kinds("data_pipeline.sources")]
     objective: Annotated[Any, Kinds("trainer.objectives")]
     score: str
-    heldout_fraction: float = 0.1
-    on_error: Literal["stop", "skip"] = "stop"
     epochs: float = 3.0
     warmup: float = 0.1
     sequence_length: int = 128
@@ -123,7 +118,7 @@ class Task:
         tree = read_tree(path)
         if recipe is not None:
             tree = {**merge(tree, recipe), "grid": recipe.get("grid") or tree.get("grid") or {}}
-        for name in ("tokenizer", "output"):  # of a file for `samestep data build` that it is based on
+        for name in ("tokenizer", "output"):  # for `samestep data build` alone
             tree.pop(name, None)
         sections = {name: tree.pop(name, None) or {} for name in ("experiment", "also", "generation")}
         for name, section in sections.items():

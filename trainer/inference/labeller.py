@@ -78,7 +78,7 @@ class Labeller:
 
     def encode(self, rows: Sequence[TaskRow]) -> list[Encoded | str]:
         """Tokenises rows; where a text has no tokens, this is said in place of the row."""
-        return task_rows.encode(rows, self._tokenizer, "class")
+        return task_rows.encode(rows, self._tokenizer, "classification")
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[Encoded], cells: int) -> npt.NDArray[np.float32]:

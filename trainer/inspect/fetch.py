@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data_pipeline.building import build
+from data_pipeline.building.recipe import load_recipe
 from data_pipeline.format.manifest import MANIFEST, Manifest
 from data_pipeline.reading.remote import fetch_tokenizer
 from data_pipeline.sources import Source, huggingface
@@ -50,7 +51,7 @@ def fetch(target: str, overrides: list[str], to: str | None) -> list[str]:
         )
     tree = read_tree(target, overrides)
     if "source" in tree:
-        settings = list(_dataset_inputs(decode(build.Config, tree), to))
+        settings = list(_dataset_inputs(load_recipe(target, overrides), to))
     else:
         settings = list(_experiment_inputs(decode(Experiment, tree), to))
     if not settings:

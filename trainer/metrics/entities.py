@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainer.errors import MissingExtra
+from trainer.tasks import TASKS
 
-METRICS = ("entity_precision", "entity_recall", "entity_f1")
+METRICS = TASKS["tagging"].metrics
 
 
 def scores(names: Sequence[str], predicted: Sequence[list[str]], true: Sequence[list[str]]) -> dict[str, float]:

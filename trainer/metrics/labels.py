@@ -75,9 +75,6 @@ _METRICS: Mapping[str, Metric] = {
     "pearson": pearson,
     "spearman": spearman,
 }
-OF_CLASSES = ("accuracy", "f1", "macro_f1", "matthews", "group_exact_match", "group_first_right")
-OF_CHOICES = ("accuracy",)
-OF_NUMBERS = ("pearson", "spearman")
 
 
 def scores(

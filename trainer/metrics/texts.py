@@ -13,6 +13,7 @@ from trainer.errors import ConfigError, MissingExtra
 from trainer.metrics import labels as of_labels
 from trainer.metrics import squad
 from trainer.metrics.labels import Array
+from trainer.tasks import TASKS
 
 logger = logging.getLogger(__name__)
 
@@ -20,10 +21,11 @@ Metric: TypeAlias = Callable[[Sequence[str], Sequence[str]], float]
 """Of texts and what they should be."""
 
 _OF_CLASSES = ("f1", "macro_f1", "matthews")
+_OF_NUMBERS = TASKS["regression"].metrics
 _NO_NUMBER = -1.0  # what a text counts as that is none, as in T5's code
 METRICS = (
     *("bleu", "bleu_intl", "chrf", "rouge_1", "rouge_2", "rouge_l", "rouge_lsum"),
-    *("accuracy", *_OF_CLASSES, *of_labels.OF_NUMBERS, "answer_exact_match", "answer_f1"),
+    *("accuracy", *_OF_CLASSES, *_OF_NUMBERS, "answer_exact_match", "answer_f1"),
 )
 PERCENT = ("bleu", "chrf", "rouge")
 """What the names of metrics begin with that are percentages."""
@@ -48,7 +50,7 @@ def build(name: str, labels: Sequence[str] = ()) -> Metric:
         return _mean_of(squad.f1 if name == "answer_f1" else squad.exact_match)
     if name == "accuracy":
         return _mean_of(lambda text, reference: float(text.strip() == reference.strip()))
-    if name in of_labels.OF_NUMBERS:
+    if name in _OF_NUMBERS:
         return lambda texts, references: of_labels.scores(
             (name,), np.array([*map(_number, texts)]), np.array([*map(_number, references)])
         )[name]

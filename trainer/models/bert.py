@@ -57,7 +57,7 @@ _TASKS: dict[Head, str] = {  # what the architectures with these heads are for
     "classification": "SequenceClassification",
     "multiple_choice": "MultipleChoice",
     "tagging": "TokenClassification",
-    "span": "QuestionAnswering",
+    "question_answering": "QuestionAnswering",
 }
 _NSP_HEAD = re.compile(r"(\w+\.)?(pooler\.dense|seq_relationship)\.\w+")
 _BUFFERS = re.compile(r"(\w+\.)?embeddings\.(position|token_type)_ids")  # older versions stored them
@@ -77,7 +77,7 @@ class Config(Family):
         nsp: adds a pooler and a head that says whether the second of two segments follows the first (BERT).
         head: what the model predicts: tokens (`language_model`); or, fine-tuned for a task, the class of a text or pair
             of texts (`classification`), which of several texts is right (`multiple_choice`), a tag for each token
-            (`tagging`), or the first and last token of an answer (`span`).
+            (`tagging`), or the first and last token of an answer (`question_answering`).
         labels: the names of classes or tags; a `classification` of one label predicts a number.
     """
 
@@ -96,7 +96,7 @@ class Config(Family):
         "classification": {"pooler": "bert.pooler.dense", "classifier": "classifier"},
         "multiple_choice": {"pooler": "bert.pooler.dense", "classifier": "classifier"},
         "tagging": {"classifier": "classifier"},
-        "span": {"classifier": "qa_outputs"},
+        "question_answering": {"classifier": "qa_outputs"},
     }
     classification_drops_first: ClassVar[bool] = False
 

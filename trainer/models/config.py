@@ -17,7 +17,7 @@ from trainer.models import Model, ModelConfig, Outputs, Peft
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "geglu", "geglu_tanh"]
 Norm: TypeAlias = Literal["post", "pre"]
 NormKind: TypeAlias = Literal["layer", "rms"]
-Head: TypeAlias = Literal["language_model", "classification", "multiple_choice", "tagging", "span"]
+Head: TypeAlias = Literal["language_model", "classification", "multiple_choice", "tagging", "question_answering"]
 
 FEWEST_LABELS: dict[Head, int] = {"classification": 1, "tagging": 2}
 """Of the heads that have an output for each label."""
@@ -137,7 +137,7 @@ class TransformerConfig(ModelConfig):
     @property
     def classes(self) -> int:
         """C, the outputs of a task's head."""
-        return {"multiple_choice": 1, "span": 2}.get(self.head, len(self.labels))
+        return {"multiple_choice": 1, "question_answering": 2}.get(self.head, len(self.labels))
 
     @property
     def predicts(self) -> str:

@@ -43,14 +43,14 @@ _ARCHITECTURES: dict[Head, str] = {  # of transformers
     "language_model": "T5ForConditionalGeneration",
     "classification": "T5ForSequenceClassification",
     "tagging": "T5ForTokenClassification",
-    "span": "T5ForQuestionAnswering",
+    "question_answering": "T5ForQuestionAnswering",
 }
 _POOLED = {"pooler": "classification_head.dense", "classifier": "classification_head.out_proj"}
 _HEADS: dict[Head, dict[str, str]] = {
     "classification": _POOLED,
     "multiple_choice": _POOLED,
     "tagging": {"classifier": "classifier"},
-    "span": {"classifier": "qa_outputs"},
+    "question_answering": {"classifier": "qa_outputs"},
 }
 _PREFIX = "transformer."  # of all other names of models with these heads, spans excepted
 _UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"  # in the first checkpoints
@@ -75,8 +75,8 @@ class Config(Family):
         max_distance: the distance from which on all share a bucket.
         head: what the model predicts: tokens (`language_model`); or, fine-tuned for a task, from the decoder, which
             reads a sequence once more, its class (`classification`), a score that is compared with those of other texts
-            (`multiple_choice`), or the first and last token of an answer (`span`); or from the encoder, without any
-            decoder, a tag for each token (`tagging`).
+            (`multiple_choice`), or the first and last token of an answer (`question_answering`); or from the
+            encoder, without any decoder, a tag for each token (`tagging`).
         labels: the names of classes or tags; a `classification` of one label predicts a number.
     """
 
@@ -232,7 +232,7 @@ class Config(Family):
         fixed: dict[str, Any] = {"model_type": cls.model_type}
         if head != "tagging":
             fixed["is_encoder_decoder"] = True
-        if head in ("classification", "span"):
+        if head in ("classification", "question_answering"):
             fixed["decoder_start_token_id"] = START
         fields = huggingface.read_settings(config, _FIELDS, fixed, _ACTIVATIONS)
         # transformers 5 says tied of every model, and tells those of v1.1 by this.
@@ -295,7 +295,7 @@ class Config(Family):
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
         """Of each parameter the tensors in transformers that it consists of, end to end."""
         table = self._table()
-        if self.head in ("language_model", "span"):
+        if self.head in ("language_model", "question_answering"):
             return table
         own = tuple(_HEADS[self.head].values())
         return {

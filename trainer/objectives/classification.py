@@ -28,6 +28,7 @@ from trainer.objectives.task_rows import (
     reads_for,
     single_labels,
 )
+from trainer.tasks import TASKS
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Config(ObjectiveConfig):
     lm_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        check_names(self.metrics, metrics.OF_CLASSES)
+        check_names(self.metrics, TASKS["classification"].metrics)
         if not 0 <= self.label_smoothing < 1:
             raise ConfigError(f"label_smoothing is {self.label_smoothing}; use 0 to go without, or a share, as 0.1")
         if self.lm_weight < 0:
@@ -105,7 +106,7 @@ class Classification(Task):
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
         """All texts of a row in one sequence."""
-        return self._rows.pack_spec(sequence_length, Parts("class", "joined", between=self._rows.between))
+        return self._rows.pack_spec(sequence_length, Parts("classification", between=self._rows.between))
 
     def predictions(self, sequence_length: int) -> int:
         """One; all with `lm_weight`."""

@@ -29,6 +29,7 @@ from trainer.objectives.task_rows import (
     reads_for,
     single_labels,
 )
+from trainer.tasks import TASKS
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Config(ObjectiveConfig):
     reads: Cell | None = None
 
     def __post_init__(self) -> None:
-        check_names(self.metrics, metrics.OF_CHOICES)
+        check_names(self.metrics, TASKS["multiple_choice"].metrics)
         if self.choices < 2:
             raise ConfigError(f"choices is {self.choices}; there must be at least 2 to choose from")
 
@@ -82,7 +83,7 @@ class MultipleChoice(Task):
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
         """A sequence for each choice, behind the first text."""
-        parts = Parts("choice", "choices", between=self._rows.between, choices=self.config.choices)
+        parts = Parts("multiple_choice", between=self._rows.between, choices=self.config.choices)
         return self._rows.pack_spec(sequence_length, parts)
 
     def predictions(self, sequence_length: int) -> int:

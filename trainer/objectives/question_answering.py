@@ -26,6 +26,9 @@ from trainer.objectives.task_rows import (
     labels_of,
     last_pieces,
 )
+from trainer.tasks import TASKS
+
+_ALWAYS = ("exact_match", "f1")  # scores, whether or not some questions have no answer
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,8 @@ class QuestionAnswering(Task):
         ConfigError: as for `TaskRows`.
     """
 
-    predicts = "span"
-    needs = frozenset({"span"})
+    predicts = "question_answering"
+    needs = frozenset({"question_answering"})
 
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
         self.config = config
@@ -133,7 +136,7 @@ class QuestionAnswering(Task):
             ConfigError: between two windows there would be text that is in neither.
         """
         config, between = self.config, self._rows.between
-        parts = Parts("span", "windows", between, stride=config.stride, most=config.question_length)
+        parts = Parts("question_answering", between, stride=config.stride, most=config.question_length)
         spec = self._rows.pack_spec(sequence_length, parts)
         room = sequence_length - spec.prefix - spec.suffix - between - config.question_length
         if room < 1:
@@ -222,8 +225,8 @@ class QuestionAnswering(Task):
     @property
     def score_names(self) -> tuple[str, ...]:
         """SQuAD's, and more where questions may have no answer."""
-        of_each = ("has_answer_exact_match", "has_answer_f1", "no_answer_accuracy", "best_exact_match", "best_f1")
-        return ("exact_match", "f1", *(of_each if self.config.impossible else ()))
+        metrics = TASKS["question_answering"].metrics
+        return tuple(name for name in metrics if self.config.impossible or name in _ALWAYS)
 
     def scores(self, predictions: Predictions) -> dict[str, float]:
         """SQuAD's exact_match and f1; where questions may have no answer, for a threshold, which is among the scores.

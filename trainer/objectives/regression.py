@@ -24,6 +24,7 @@ from trainer.objectives.task_rows import (
     reads_for,
     single_labels,
 )
+from trainer.tasks import TASKS
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Config(ObjectiveConfig):
     reads: Cell | None = None
 
     def __post_init__(self) -> None:
-        check_names(self.metrics, metrics.OF_NUMBERS)
+        check_names(self.metrics, TASKS["regression"].metrics)
 
     def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
         return reads_for(offers)
@@ -73,7 +74,7 @@ class Regression(Task):
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
         """All texts of a row in one sequence."""
-        return self._rows.pack_spec(sequence_length, Parts("number", "joined", between=self._rows.between))
+        return self._rows.pack_spec(sequence_length, Parts("regression", between=self._rows.between))
 
     def predictions(self, sequence_length: int) -> int:
         """One."""

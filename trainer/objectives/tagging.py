@@ -15,6 +15,7 @@ from trainer.metrics import check_names, entities
 from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task
 from trainer.objectives.rows import logits
 from trainer.objectives.task_rows import Int64, RowWindows, TaskRows, labels_of, last_pieces
+from trainer.tasks import TASKS
 
 _OUTSIDE = "O"
 
@@ -31,7 +32,7 @@ class Config(ObjectiveConfig):
     metrics: tuple[str, ...] = ("entity_f1",)
 
     def __post_init__(self) -> None:
-        check_names(self.metrics, entities.METRICS)
+        check_names(self.metrics, TASKS["tagging"].metrics)
 
     def build(self, vocabulary: Vocabulary) -> Task:
         return Tagging(self, vocabulary)
@@ -59,7 +60,7 @@ class Tagging(Task):
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
         """A text in windows, one after the other."""
-        return self._rows.pack_spec(sequence_length, Parts("tags", "windows", between=self._rows.between))
+        return self._rows.pack_spec(sequence_length, Parts("tagging", between=self._rows.between))
 
     def predictions(self, sequence_length: int) -> int:
         """All cells."""

@@ -23,15 +23,10 @@ from trainer.models import ModelConfig
 from trainer.monitoring.jsonl import read_rows, scores_of
 from trainer.storage import shown
 from trainer.storage.hub import is_hub_path, name_and_revision
+from trainer.tasks import facts_of_head
 from trainer.training.weights import Weights
 
 _FAMILIES = {"bert": "BERT", "roberta": "RoBERTa", "gpt2": "GPT-2", "openai-gpt": "GPT", "t5": "T5"}
-_PIPELINES = {
-    "classification": "text-classification",
-    "multiple_choice": "multiple-choice",
-    "tagging": "token-classification",
-    "span": "question-answering",
-}
 _MOST = 30  # labels or files that are named
 _SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
 _MARKUP = re.compile(r"([\\`*\[\]<>|#~&$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
@@ -67,14 +62,10 @@ print(tokenizer.batch_decode(output, skip_special_tokens=True))
 """,
 }
 
-_CLASSES = {
+_GENERIC_CLASSES = {
     "fill-mask": "AutoModelForMaskedLM",
     "text-generation": "AutoModelForCausalLM",
     "text2text-generation": "AutoModelForSeq2SeqLM",
-    "text-classification": "AutoModelForSequenceClassification",
-    "token-classification": "AutoModelForTokenClassification",
-    "question-answering": "AutoModelForQuestionAnswering",
-    "multiple-choice": "AutoModelForMultipleChoice",
 }
 _ADAPTER_EXAMPLE = """\
 from peft import PeftModel
@@ -117,10 +108,18 @@ def write(weights: Weights, source: str, name: str, mask: str | None = None, bas
 
 def _pipeline_of(config: ModelConfig) -> str:
     """The task of the Hub that a model is for."""
-    generic = "text-generation" if config.causal else "fill-mask"
+    if facts := facts_of_head(config.head):
+        return facts.pipeline
     if config.encoder_decoder:
-        generic = "text2text-generation"
-    return _PIPELINES.get(config.head, generic)
+        return "text2text-generation"
+    return "text-generation" if config.causal else "fill-mask"
+
+
+def _class_of(config: ModelConfig) -> str:
+    """The class of `transformers` that loads a model."""
+    if facts := facts_of_head(config.head):
+        return f"AutoModelFor{facts.architecture}"
+    return _GENERIC_CLASSES[_pipeline_of(config)]
 
 
 def _metadata(pipeline: str, origin: str | None, base: Weights | None) -> str:
@@ -271,7 +270,7 @@ def _adapter_example(weights: Weights, name: str, base: Weights) -> str:
     if count and count != len(base.config.labels) > 0:  # its head is of another task
         settings["ignore_mismatched_sizes"] = True
     arguments = [repr(path), *(f"{name}={value!r}" for name, value in settings.items() if value is not None)]
-    kind = _CLASSES[_pipeline_of(weights.config)]
+    kind = _class_of(weights.config)
     return before + _fenced(_ADAPTER_EXAMPLE.format(kind=kind, name=name, base=", ".join(arguments)), "python")
 
 

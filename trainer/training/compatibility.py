@@ -120,7 +120,7 @@ def _check_labels(experiment: Experiment, dataset: AnyDataset) -> None:
     """Rejects a head with other labels than the dataset's."""
     model = experiment.model
     for source in named_sources(dataset).values():
-        labels = tuple((source.manifest.task or {}).get("labels", ()))
+        labels = () if source.manifest.task is None else source.manifest.task.labels
         if model.head in FEWEST_LABELS and labels != model.labels:
             raise ConfigError(
                 f"the labels of {source.name} are {', '.join(labels)}, and model.labels is {', '.join(model.labels)}; "

@@ -11,6 +11,7 @@ from data_pipeline.reading.config import Config as DataConfig
 from data_pipeline.reading.mixed_dataset import named_sources
 from trainer.checkpoint import files, integrity
 from trainer.config import Kinds, Tree, decode, read_tree, to_tree
+from trainer.config.renamed import read_stored
 from trainer.config.tree import merge
 from trainer.errors import ConfigError
 from trainer.models import Model, ModelConfig
@@ -72,7 +73,7 @@ def _begun(tree: Tree) -> Tree | None:
     folder = (tree.get("checkpoint") or {}).get("folder") or output / "checkpoints"
     if not (output / "config.yaml").is_file() or not integrity.committed_steps(files.location(folder)):
         return None
-    return read_tree(output / "config.yaml").get("model")
+    return read_stored(output / "config.yaml").get("model")
 
 
 def model_of(tree: Tree) -> Tree:
@@ -90,6 +91,6 @@ def model_of(tree: Tree) -> Tree:
     objective = decode(Annotated[Any, _OBJECTIVES], tree.get("objective"), "objective")
     needs = objective.build(dataset.tokenizer.vocabulary).needs
     tasks = [source.manifest.task for source in named_sources(dataset).values()]
-    labels = tasks[0]["labels"] if tasks[0] is not None and not needs.isdisjoint(FEWEST_LABELS) else []
-    own = config.for_needs(needs, tuple(labels))
+    has_labels = not needs.isdisjoint(FEWEST_LABELS)
+    own = config.for_needs(needs, tasks[0].labels if tasks[0] is not None and has_labels else ())
     return {"kind": _MODELS.kind_of(own), **to_tree(own)}

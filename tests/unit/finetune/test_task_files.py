@@ -220,10 +220,10 @@ def test_rows_become_what_the_task_is_of(name: str, tokenizer: Tokenizer, tmp_pa
         return
     row = source.parse_row(next(source.records()))
     assert (row.texts, row.label, row.group) == (case.texts, case.label, case.group)
-    (document,) = encode([row], tokenizer, source.target)
+    (document,) = encode([row], tokenizer, source.kind)
     parts = config.objective.build(tokenizer.vocabulary).pack_spec(config.sequence_length).parts
     assert not isinstance(document, str)
-    assert parts.target == source.target
+    assert parts.kind == source.kind
     assert len(document.parts) == 1 + parts.choices if parts.choices > 1 else len(document.parts) <= 2
 
 

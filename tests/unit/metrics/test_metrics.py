@@ -10,6 +10,7 @@ import pytest
 
 from trainer.errors import ConfigError, MissingExtra
 from trainer.metrics import check_installed, check_names, entities, labels, squad
+from trainer.tasks import TASKS
 
 
 def test_metrics_of_classes_by_hand() -> None:
@@ -34,7 +35,7 @@ def test_metrics_of_numbers_by_hand() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("names", [labels.OF_NUMBERS, ("f1", "macro_f1", "matthews")])
+@pytest.mark.parametrize("names", [TASKS["regression"].metrics, ("f1", "macro_f1", "matthews")])
 def test_a_model_that_says_the_same_of_all_rows_has_a_score(names: tuple[str, ...]) -> None:
     true = np.array([1, 0, 1, 2])
     for constant in (np.zeros(4, int), np.full(4, 3)):
@@ -58,7 +59,7 @@ def test_the_surest_row_of_a_group_answers_for_it() -> None:
 
 def test_unknown_metrics_are_refused() -> None:
     with pytest.raises(ConfigError, match="metrics has bleu; there are accuracy, f1, macro_f1, matthews, group_exact"):
-        check_names(("f1", "bleu"), labels.OF_CLASSES)
+        check_names(("f1", "bleu"), TASKS["classification"].metrics)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_a_missing_package_is_named_with_its_extra(
 
 @pytest.mark.filterwarnings("error")
 def test_what_metrics_need_is_asked_for_before_there_is_anything_to_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_installed((*labels.OF_CLASSES, *labels.OF_NUMBERS, *entities.METRICS))
+    check_installed((*TASKS["classification"].metrics, *TASKS["regression"].metrics, *entities.METRICS))
     for package in ("sklearn", "scipy", "seqeval.metrics.sequence_labeling"):
         monkeypatch.setitem(sys.modules, package, None)
     check_installed(("accuracy", "group_exact_match"))  # needs none

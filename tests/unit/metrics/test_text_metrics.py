@@ -7,8 +7,8 @@ import pytest
 
 from trainer import cli
 from trainer.errors import ConfigError
-from trainer.metrics import labels as of_labels
 from trainer.metrics import texts
+from trainer.tasks import TASKS
 
 LABELS = ("no", "yes")
 REFERENCES = ["yes", "yes", "no", "no", "yes"]
@@ -19,7 +19,7 @@ def test_right_texts_have_the_best_score(name: str):
     prose = name.startswith(texts.PERCENT)
     if prose:
         pytest.importorskip("rouge_score" if name.startswith("rouge") else "sacrebleu")
-    references = ["1.0", "2.5", "4.0"] if name in of_labels.OF_NUMBERS else REFERENCES
+    references = ["1.0", "2.5", "4.0"] if name in TASKS["regression"].metrics else REFERENCES
     references = ["A cat sat on the mat.", "A dog ran over the hills."] if prose else references
     assert texts.build(name, LABELS)(references, references) == pytest.approx(100 if prose else 1)
 

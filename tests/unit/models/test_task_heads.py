@@ -30,7 +30,7 @@ HEADS = {
     "regression": {"head": "classification", "labels": ("similarity",)},
     "multiple_choice": {"head": "multiple_choice"},
     "tagging": {"head": "tagging", "labels": ("O", "B", "I")},
-    "span": {"head": "span"},
+    "question_answering": {"head": "question_answering"},
 }
 FAMILIES = {"bert": bert.Config, "roberta": roberta.Config}
 
@@ -45,10 +45,16 @@ FAMILIES = {"bert": bert.Config, "roberta": roberta.Config}
             r"a language_model head has no labels, and labels is \['a', 'b'\]; leave labels empty",
         ),
         ({"head": "multiple_choice", "labels": ("a",)}, "a multiple_choice head has no labels"),
-        ({"head": "span", "labels": ("a",)}, "a span head has no labels"),
+        ({"head": "question_answering", "labels": ("a",)}, "a question_answering head has no labels"),
         ({"head": "classification", "labels": ("a", "b", "a")}, "labels must differ, and 'a' is among them 2 times"),
-        ({"head": "span", "nsp": True}, "nsp goes with a language-model head, and head is span; set nsp to false"),
-        ({"head": "span", "causal": True}, "causal is for language models, and head is span; set causal to false"),
+        (
+            {"head": "question_answering", "nsp": True},
+            "nsp goes with a language-model head, and head is question_answering; set nsp to false",
+        ),
+        (
+            {"head": "question_answering", "causal": True},
+            "causal is for language models, and head is question_answering; set causal to false",
+        ),
     ],
 )
 def test_settings_that_do_not_go_with_the_head_are_refused(config: bert.Config, change: dict, message: str):
@@ -58,7 +64,11 @@ def test_settings_that_do_not_go_with_the_head_are_refused(config: bert.Config, 
 
 def cells(head: dict[str, object], batch: Batch) -> Tensor | None:
     """What the objectives of these heads read: the first cell, or all."""
-    return None if head["head"] in ("tagging", "span") else torch.zeros(len(batch["tokens"]), 1, dtype=torch.int64)
+    return (
+        None
+        if head["head"] in ("tagging", "question_answering")
+        else torch.zeros(len(batch["tokens"]), 1, dtype=torch.int64)
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -71,7 +81,7 @@ def test_a_row_is_scored_in_the_same_way_beside_any_others(
     model = build(FAMILIES[family](**changed))
     batch = {**batch, "predicted": cells(head, batch)}
     together = model(**batch)
-    classes = {"multiple_choice": 1, "span": 2}.get(str(head["head"]), len(model.config.labels))
+    classes = {"multiple_choice": 1, "question_answering": 2}.get(str(head["head"]), len(model.config.labels))
     assert together.shape == (4, 20 if batch["predicted"] is None else 1, classes)
     for row in range(4):
         alone = {name: None if values is None else values[row : row + 1] for name, values in batch.items()}
@@ -88,7 +98,7 @@ def test_a_row_is_scored_in_the_same_way_beside_any_others(
         ("roberta", "classification", (True, True)),
         ("roberta", "multiple_choice", (False, True)),
         ("bert", "tagging", (True,)),
-        ("roberta", "span", (False,)),
+        ("roberta", "question_answering", (False,)),
     ],
 )
 def test_dropout_is_where_transformers_has_it(
@@ -115,7 +125,7 @@ def test_the_work_is_that_of_the_products(config: bert.Config, build: Build, bat
     model = build(dataclasses.replace(config, **head))  # its attention is written out, for dropout
     with FlopCounterMode(display=False) as counter:
         model(**{**batch, "predicted": cells(head, batch)})
-    read = 20 if head["head"] in ("tagging", "span") else 1
+    read = 20 if head["head"] in ("tagging", "question_answering") else 1
     assert 20 * model.flops_per_token(20, read / 20) == pytest.approx(3 * counter.get_total_flops() / 4)
     weights = {name: value.numel() for name, value in model.head.named_parameters() if name.endswith("weight")}
     assert model.head_flops() == 6 * sum(weights.values()) < 6 * 97 * 32
@@ -228,7 +238,7 @@ def test_other_labels_get_a_classifier_of_their_own(start: Start, dataset: AnyDa
 
 
 def test_a_head_of_another_task_is_not_taken_for_its_shape(start: Start, dataset: AnyDataset):
-    weights, model = start({"head": "tagging", "labels": ("O", "B")}, **HEADS["span"])
+    weights, model = start({"head": "tagging", "labels": ("O", "B")}, **HEADS["question_answering"])
     found = values(weights, model, dataset)
     assert not found["head.classifier.bias"].any()
     assert equal(found, weights, "layers.")
@@ -237,16 +247,26 @@ def test_a_head_of_another_task_is_not_taken_for_its_shape(start: Start, dataset
 @pytest.mark.parametrize(
     ("saved", "wanted", "seed", "first"),
     [
-        ({}, {**HEADS["span"], "layers": 3}, 0, "12 parameters are missing.* 0 are unknown, first layers.2."),
-        ({}, {**HEADS["span"], "layers": 1}, 0, "0 parameters are missing.* 12 are unknown, first layers.1."),
-        ({}, {**HEADS["span"], "width": 16}, 0, "first embeddings.tokens.weight"),
-        (HEADS["span"], {}, 0, "5 parameters are missing.* 2 are unknown, first head.bias"),
+        (
+            {},
+            {**HEADS["question_answering"], "layers": 3},
+            0,
+            "12 parameters are missing.* 0 are unknown, first layers.2.",
+        ),
+        (
+            {},
+            {**HEADS["question_answering"], "layers": 1},
+            0,
+            "0 parameters are missing.* 12 are unknown, first layers.1.",
+        ),
+        ({}, {**HEADS["question_answering"], "width": 16}, 0, "first embeddings.tokens.weight"),
+        (HEADS["question_answering"], {}, 0, "5 parameters are missing.* 2 are unknown, first head.bias"),
         ({}, {"nsp": True}, None, "4 parameters are missing.*first nsp_head."),
         ({"tied": False}, {}, 0, "1 are unknown, first head.decoder.weight"),
-        ({}, HEADS["span"], None, "2 parameters are missing.*first head.classifier.weight"),
+        ({}, HEADS["question_answering"], None, "2 parameters are missing.*first head.classifier.weight"),
         ({"nsp": True}, HEADS["classification"], None, "4 parameters are missing.*first head.pooler.weight"),
         (HEADS["classification"], HEADS["regression"], None, "2 parameters are missing"),
-        (HEADS["span"], {}, None, "5 parameters are missing"),
+        (HEADS["question_answering"], {}, None, "5 parameters are missing"),
     ],
 )
 def test_nothing_else_is_drawn(

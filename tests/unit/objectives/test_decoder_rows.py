@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from data_pipeline.format.manifest import TaskLabels
 from tests.unit.objectives import test_task_objectives as of_bert
 from tests.unit.objectives.test_task_objectives import make, predictions
 from trainer.errors import ConfigError
@@ -183,7 +184,7 @@ def test_models_that_read_other_cells_are_refused(
 ) -> None:
     data = SimpleNamespace(packing="padded")
     experiment: Any = SimpleNamespace(model=model, resolved_phases=list, strategy=None, data=data)
-    task = SimpleNamespace(task={"labels": ["a", "b"]})
+    task = SimpleNamespace(task=TaskLabels("classification", ("a", "b")))
     dataset: Any = SimpleNamespace(name="rows", manifest=task, tokenizer=SimpleNamespace(vocabulary=vocabulary))
     objective: Any = classification.Config(**config).build(vocabulary)
     if message is None:

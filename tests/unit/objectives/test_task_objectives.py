@@ -614,4 +614,4 @@ def test_a_task_says_what_it_needs(config: Any, examples: Examples, width: int, 
     spec = objective.pack_spec(32)
     assert spec.parts is not None
     assert (spec.prefix, spec.suffix, spec.parts.between) == (1, 1, 2)
-    assert objective.model_settings["head"] in ("classification", "multiple_choice", "tagging", "span")
+    assert objective.model_settings["head"] in ("classification", "multiple_choice", "tagging", "question_answering")

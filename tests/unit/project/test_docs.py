@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.building import build
+from data_pipeline.building.recipe import load_recipe
 from launch import submit
 from trainer.cli import build_parser
 from trainer.config import load
@@ -46,9 +46,11 @@ def test_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch):
             if args.cluster.startswith("configs/") and args.file.startswith("configs/"):
                 submit.prepare(args.cluster, args.file, overrides)
             continue
-        schema, file = (build.Config, args.config) if hasattr(args, "config") else (Experiment, vars(args).get("file"))
-        if str(file).startswith("configs/") and WRONG_ON_PURPOSE not in overrides:
-            load(schema, file, overrides)
+        if hasattr(args, "config"):
+            if args.config.startswith("configs/"):
+                load_recipe(args.config, overrides)
+        elif str(file := vars(args).get("file")).startswith("configs/") and WRONG_ON_PURPOSE not in overrides:
+            load(Experiment, file, overrides)
 
 
 FOREIGN = {"run_squad.py", "utils.py"}  # the script of BERT's repository; a name that no module has

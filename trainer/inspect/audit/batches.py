@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from data_pipeline.reading.loader import StreamingLoader
 from data_pipeline.reading.mixed_dataset import AnyDataset, named_sources
-from trainer.config import Tree, decode, read_tree
+from trainer.config import Tree, decode
+from trainer.config.renamed import read_stored
 from trainer.errors import ConfigError, DataError
 from trainer.strategies import Replica
 from trainer.training.experiment import Experiment
@@ -56,7 +57,7 @@ class Run:
         with (path / "ledger.jsonl").open("rb") as file:
             lines = sum(1 for _ in file)
         rows = tuple(row for row, _ in intact_rows(path / "ledger.jsonl"))
-        return cls(path, {**read_tree(path / "config.yaml", overrides), "output": folder}, rows, lines)
+        return cls(path, {**read_stored(path / "config.yaml", overrides), "output": folder}, rows, lines)
 
     @cached_property
     def experiment(self) -> Experiment:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.examples import Batch, Examples, Labels, PackSpec, Target, Vocabulary
+from trainer.examples import Batch, Examples, Labels, PackSpec, Vocabulary
 from trainer.objectives import Objective
+from trainer.tasks import TASKS, TaskKind
 from trainer.training.experiment import Experiment
 from trainer.training.phases import Phase
 
@@ -35,7 +36,7 @@ def example(experiment: Experiment, objective: Objective, phase: Phase) -> Batch
         weight=np.ones(1, dtype=np.float32),
         isolated=spec.parts is None and experiment.data.packing in ("best_fit", "padded"),
         random=np.zeros(1, dtype=np.bool_) if spec.pairs else None,
-        labels=None if spec.parts is None else _labels(experiment, spec.parts.target, sum(lengths)),
+        labels=None if spec.parts is None else _labels(experiment, spec.parts.kind, sum(lengths)),
     )
     choices = 1 if spec.parts is None else spec.parts.choices
     dropout_key = np.zeros(1 if choices == 1 else (1, choices), dtype=np.int32)
@@ -60,10 +61,10 @@ def _pieces(spec: PackSpec) -> tuple[list[int], list[int]]:
     return [spec.prefix, spec.prefix + first + spec.suffix], [first, room - first]
 
 
-def _labels(experiment: Experiment, target: Target, tokens: int) -> Labels:
-    """Labels of a row: zeros, which every target has, or of soft classes their probabilities."""
+def _labels(experiment: Experiment, kind: TaskKind, tokens: int) -> Labels:
+    """Labels of a row: zeros, which every kind of task has, or of soft classes their probabilities."""
     soft = experiment.objective.task.reads_probabilities
     classes = len(experiment.model.labels) if soft else 1
-    count = {"class": classes, "number": 1, "choice": 1, "tags": tokens, "span": 2}[target]
+    count = {"row": classes, "tokens": tokens, "span": 2}[TASKS[kind].labelled]
     zeros = np.zeros(1, dtype=np.int64)
     return Labels(np.zeros(count, dtype=np.float32), np.array([count]), document=zeros, begin=zeros, examples=zeros + 1)

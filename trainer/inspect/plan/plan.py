@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.accelerators import DTYPES
-from trainer.config import load
+from trainer.config import decode
+from trainer.config.renamed import read_stored
 from trainer.errors import ConfigError, SamestepError
 from trainer.inspect.plan.batch import example, stand_in
 from trainer.inspect.plan.strategies import Buffers, Collective, Division, Held, Ranges, Rows, Whole, interpolate
@@ -180,7 +181,7 @@ def memory_of_run(folder: Path) -> float | None:
     """
     starts = list(read_rows(folder / "starts.jsonl"))
     try:
-        experiment = load(Experiment, str(folder / "config.yaml"))
+        experiment = decode(Experiment, read_stored(folder / "config.yaml"))
         strategy = experiment.strategy.plan
         if not starts or strategy is None:
             return None

@@ -18,7 +18,8 @@ from data_pipeline.reading.mixed_dataset import AnyDataset
 from trainer.accelerators import cpu
 from trainer.checkpoint import integrity
 from trainer.checkpoint.manager import Checkpointer
-from trainer.config import Tree, decode, read_tree
+from trainer.config import Tree, decode
+from trainer.config.renamed import read_stored
 from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError, DataError
 from trainer.strategies import single
@@ -119,7 +120,7 @@ def _settings(folder: str, step: int, overrides: Sequence[str]) -> Tree:
     """The run's settings at the time of a step: those of the first checkpoint since, or else its newest ones."""
     if not (Path(folder) / "config.yaml").is_file():
         raise ConfigError(f"{folder} is no run (no config.yaml in it); name the output folder of a run")
-    newest = {**read_tree(Path(folder) / "config.yaml", overrides), "output": folder}
+    newest = {**read_stored(Path(folder) / "config.yaml", overrides), "output": folder}
     checkpoints = checkpoint_folder(decode(Experiment, newest))
     since = next((each for each in integrity.committed_steps(checkpoints) if each >= step), None)
     if since is None:

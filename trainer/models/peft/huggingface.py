@@ -25,7 +25,7 @@ _EMBEDDINGS = "prompt_embeddings"
 _TASKS: dict[Head, str] = {
     "classification": "SEQ_CLS",
     "tagging": "TOKEN_CLS",
-    "span": "QUESTION_ANS",
+    "question_answering": "QUESTION_ANS",
 }
 _HEADS: dict[str | None, Head] = {task: head for head, task in _TASKS.items()} | {None: "multiple_choice"}
 _Read: TypeAlias = tuple[ModelConfig, dict[str, Tensor], set[str]]

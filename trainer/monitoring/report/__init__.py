@@ -20,7 +20,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from trainer.config import Tree, read_tree
+from trainer.config import Tree
+from trainer.config.renamed import read_stored
 from trainer.errors import ConfigError, DataError, SamestepError
 from trainer.monitoring.jsonl import read_rows
 
@@ -93,7 +94,7 @@ def _describe(folder: Path, name: str) -> dict[str, Any]:
     """A run as the page wants it."""
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} is no run (no config.yaml in it); name the output folder of a run")
-    config = read_tree(folder / "config.yaml")
+    config = read_stored(folder / "config.yaml")
     rows = list(read_rows(folder / "metrics.jsonl"))
     starts = list(read_rows(folder / "starts.jsonl"))
     steps = np.array([row["step"] for row in rows], dtype=np.float64)

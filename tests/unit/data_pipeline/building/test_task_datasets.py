@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import itertools
 import json
@@ -19,8 +20,9 @@ from rich.console import Console
 
 from data_pipeline.building.build import Config, build
 from data_pipeline.building.task_rows import encode
+from data_pipeline.building.units import Outcome, outcome_path
 from data_pipeline.building.verify import verify
-from data_pipeline.format.manifest import Manifest
+from data_pipeline.format.manifest import Manifest, TaskLabels
 from data_pipeline.looking.inspection import inspect, report
 from data_pipeline.looking.show import show
 from data_pipeline.order.example_order import Location
@@ -81,12 +83,12 @@ SOURCES: dict[str, Any] = {
 }
 LENGTH = 24
 PARTS = {
-    "classification": Parts("class", "joined"),
-    "soft": Parts("class", "joined"),
-    "regression": Parts("number", "joined"),
-    "multiple_choice": Parts("choice", "choices", choices=3),
-    "tagging": Parts("tags", "windows"),
-    "question_answering": Parts("span", "windows", stride=5, most=6, between=2),
+    "classification": Parts("classification"),
+    "soft": Parts("classification"),
+    "regression": Parts("regression"),
+    "multiple_choice": Parts("multiple_choice", choices=3),
+    "tagging": Parts("tagging"),
+    "question_answering": Parts("question_answering", stride=5, most=6, between=2),
 }
 SPECS = {kind: PackSpec(LENGTH, 1, 1, parts=parts) for kind, parts in PARTS.items()}
 
@@ -206,8 +208,8 @@ def test_rows_that_are_held_out_come_back_as_they_were_in_the_order_of_their_doc
 
 def test_the_manifest_says_what_rows_are_for_and_others_stay_as_they_are(built, kind):
     manifest = Manifest.load(built[kind])
-    names = {"classification": list(CLASSES), "soft": list(CLASSES), "tagging": list(TAGS), "regression": ["score"]}
-    assert manifest.task == {"target": PARTS[kind].target, "labels": names.get(kind, [])}
+    names = {"classification": CLASSES, "soft": CLASSES, "tagging": TAGS, "regression": ("score",)}
+    assert manifest.task == TaskLabels(PARTS[kind].kind, names.get(kind, ()))
     assert not manifest.has_sentences
     assert verify(built[kind]) == []
     members = set()
@@ -222,6 +224,38 @@ def test_the_manifest_says_what_rows_are_for_and_others_stay_as_they_are(built, 
     content = json.dumps(dataclasses.asdict(dataclasses.replace(manifest, settings=settings))).encode()
     with pytest.raises(DataError, match=r"m.json is damaged \(settings.task is"):
         Manifest.parse(content, "m.json")
+
+
+OLD_WORDS = {"classification": "class", "soft": "class", "regression": "number", "multiple_choice": "choice",
+             "tagging": "tags", "question_answering": "span"}  # fmt: skip
+
+
+def test_a_dataset_of_the_time_when_kinds_had_other_words_is_what_a_build_makes(corpus, tmp_path, kind):
+    """It is read the same, not built again, and a build that was stopped then goes on with what it has."""
+    config = config_of(corpus, kind, tmp_path / "data")
+    expected = build(config)
+    file = tmp_path / "data" / "manifest.json"
+    new = file.read_text()
+    old = new.replace(f'"target": "{kind if kind != "soft" else "classification"}"', f'"target": "{OLD_WORDS[kind]}"')
+    assert old != new
+    file.write_text(old)
+    assert Manifest.load(tmp_path / "data") == expected
+    assert build(config) == expected
+    assert file.read_text() == old
+    assert PackedSplit(Dataset.open(tmp_path / "data"), "train", SPECS[kind], "padded", 3).counts.sum() >= TRAIN
+
+
+def test_units_are_stored_under_the_digest_that_they_always_had(corpus, tmp_path):
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    source = SOURCES["tagging"](paths=(f"{corpus}/tagging-train.jsonl", str(tmp_path / "bad.jsonl")))
+    config = config_of(corpus, "tagging", tmp_path / "data", source=source)
+    with pytest.raises(DataError, match=r"bad.jsonl:1: no column"):
+        build(config)
+    settings = {"heldout_fraction": 0.005, "shard_bytes": 3000, "task": {"target": "tags", "labels": list(TAGS)}}
+    recipe = [1, tokenizer_of(corpus).fingerprint, to_tree(config)["source"], settings]
+    outcome = Outcome.load(outcome_path(tmp_path / "data", 0))
+    assert outcome is not None
+    assert outcome.build == hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 
 def test_any_number_of_workers_gives_the_same_bytes(corpus, built, tmp_path):
@@ -293,17 +327,17 @@ def tokenizer_of(corpus: Path) -> Tokenizer:
 def test_rows_with_nothing_to_predict_or_to_read_are_given_a_reason(corpus, tmp_path):
     wordpiece = TokenizerConfig("", "wordpiece", 100).train(WORDS)
     rows = [TaskRow(("fox", "\x01"), 1.0), TaskRow(("fox",), 1e300), TaskRow(("fox",)), TaskRow(("fox",), 2.0)]
-    *reasons, good = encode(rows, wordpiece, "number")
+    *reasons, good = encode(rows, wordpiece, "regression")
     assert reasons == ["no tokens in a text", "the label is no finite number", "the label is no finite number"]
     assert good.labels.tolist() == [2.0]
     spans = [((4, 5, 0),), (), ((0, 3, 0), (4, 5, 0)), ((3, 3, 0),)]
     rows = [TaskRow(("dog", "fox \x01 dog"), spans=span) for span in spans]
-    lost, none, first, empty = encode(rows, wordpiece, "span")
+    lost, none, first, empty = encode(rows, wordpiece, "question_answering")
     assert lost == empty == "answer without tokens"
     assert none.labels.tolist() == []
     fox = len(wordpiece.encode_batch(["fox"])[0])
     assert first.labels.tolist() == [first.parts[1], first.parts[1] + fox - 1]
-    (tags,) = encode([TaskRow(("fox \x01 dog",), spans=((0, 3, 1), (4, 5, 2), (6, 9, 0)))], wordpiece, "tags")
+    (tags,) = encode([TaskRow(("fox \x01 dog",), spans=((0, 3, 1), (4, 5, 2), (6, 9, 0)))], wordpiece, "tagging")
     assert tags.labels[tags.labels >= 0].tolist() == [1, 0]  # a word without tokens is left out
     assert tags.labels[[0, fox]].tolist() == [1, 0]
 
@@ -402,7 +436,7 @@ def test_the_texts_of_rows_can_be_trained_on_as_documents(built, kind, policy):
 
 
 def test_a_row_of_another_number_of_choices_is_named_when_the_run_starts(built):
-    spec = PackSpec(LENGTH, 1, 1, parts=Parts("choice", "choices", choices=4))
+    spec = PackSpec(LENGTH, 1, 1, parts=Parts("multiple_choice", choices=4))
     with pytest.raises(
         DataError, match=r"multiple_choice-train.jsonl:1: the row has 4 texts and the objective takes 5"
     ):

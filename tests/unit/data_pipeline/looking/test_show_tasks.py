@@ -19,24 +19,27 @@ from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 CAT = "the cat sat on the mat"
 
 
-def shown(folder: Path, target: str, texts: list[str], label: list[float], names: list[str], *settings: str) -> Any:
+def shown(folder: Path, kind: str, texts: list[str], label: list[float], names: list[str], *settings: str) -> Any:
     """What is printed of a dataset with one row, a line each; labels of tags and spans are of words."""
     tokenizer = TokenizerConfig("x", "wordpiece", 400).train([CAT, "a dog barks", "where did it sit"] * 30)
     tokenizer.save(folder / "tokenizer")
     words = [[len(tokens) for tokens in tokenizer.encode_batch(text.split())] for text in texts]
     before, last = sum(map(sum, words[:-1])), [0, *itertools.accumulate(words[-1])]
-    assert max(words[-1]) > 1 or target not in ("tags", "span")  # so that words and tokens are not the same
+    assert max(words[-1]) > 1 or kind not in (
+        "tagging",
+        "question_answering",
+    )  # so that words and tokens are not the same
     values = np.array(label, dtype=np.float32)
-    if target == "tags":
+    if kind == "tagging":
         values = np.full(last[-1], -1, dtype=np.float32)
         values[last[:-1]] = label
-    elif target == "span" and label:
+    elif kind == "question_answering" and label:
         values = np.array([before + last[int(label[0])], before + last[int(label[1]) + 1] - 1], dtype=np.float32)
     starts = np.cumsum([0, *map(sum, words[:-1])])
     row = np.concatenate(tokenizer.encode_batch(texts))
     origin = np.array([(0, 7)], dtype=np.uint32)
     shard = write_shard(folder / "train-000000.tar", [row], origin, np.dtype(np.uint16), [starts], [values])
-    size, task = tokenizer.vocabulary.size, {"task": {"target": target, "labels": names}}
+    size, task = tokenizer.vocabulary.size, {"task": {"target": kind, "labels": names}}
     splits = {"train": (shard,), "heldout": ()}
     manifest = Manifest(FORMAT, tokenizer.fingerprint, size, "uint16", {}, ("rows.jsonl",), 1, {}, splits, task)
     manifest.save(folder)
@@ -48,35 +51,37 @@ def shown(folder: Path, target: str, texts: list[str], label: list[float], names
 
 
 @pytest.mark.parametrize(
-    ("target", "texts", "label", "names", "settings", "lines"),
+    ("kind", "texts", "label", "names", "settings", "lines"),
     [
-        ("class", [CAT, "a dog"], [1], ["no", "[b]yes"], ["objective=classification"],
+        ("classification", [CAT, "a dog"], [1], ["no", "[b]yes"], ["objective=classification"],
          [f"  {CAT}", "  a dog", "→ [b]yes"]),
-        ("class", [CAT], [0.25, 0.75], ["no", "yes"], ["objective={kind: classification, soft: true}"],
+        ("classification", [CAT], [0.25, 0.75], ["no", "yes"], ["objective={kind: classification, soft: true}"],
          [f"  {CAT}", "→ no 0.25, yes 0.75"]),
-        ("number", [CAT, "a dog"], [2.5], [], ["objective=regression"], [f"  {CAT}", "  a dog", "→ 2.5"]),
-        ("choice", ["a dog", "sat", CAT, "barks"], [1], [], ["objective={kind: multiple_choice, choices: 3}"],
+        ("regression", [CAT, "a dog"], [2.5], [], ["objective=regression"], [f"  {CAT}", "  a dog", "→ 2.5"]),
+        ("multiple_choice", ["a dog", "sat", CAT, "barks"], [1], [], ["objective={kind: multiple_choice, choices: 3}"],
          ["  a dog", "  sat", f"  [→ {CAT}]", "  barks"]),
-        ("tags", ["the horse dog barks"], [0, 1, 2, 0], ["O", "B-PET", "I-PET"], ["objective=tagging"],
+        ("tagging", ["the horse dog barks"], [0, 1, 2, 0], ["O", "B-PET", "I-PET"], ["objective=tagging"],
          ["  the [B-PET horse] [I-PET dog] barks"]),
-        ("span", ["where did it sit", f"horse {CAT}"], [5, 6], [], ["objective={kind: question_answering, stride: 8}",
-         "objective.question_length=10"], ["  where did it sit", "  horse the cat sat on [→ the mat]"]),
-        ("span", ["where did it sit", f"horse {CAT}"], [], [], ["objective={kind: question_answering, stride: 8}",
-         "objective.question_length=10"], ["  where did it sit", f"  horse {CAT}", "→ no answer here"]),
+        ("question_answering", ["where did it sit", f"horse {CAT}"], [5, 6], [],
+         ["objective={kind: question_answering, stride: 8}", "objective.question_length=10"],
+         ["  where did it sit", "  horse the cat sat on [→ the mat]"]),
+        ("question_answering", ["where did it sit", f"horse {CAT}"], [], [],
+         ["objective={kind: question_answering, stride: 8}", "objective.question_length=10"],
+         ["  where did it sit", f"  horse {CAT}", "→ no answer here"]),
     ],
-    ids=["class", "soft", "number", "choice", "tags", "span", "none"],
+    ids=["classification", "soft", "regression", "multiple_choice", "tagging", "question_answering", "none"],
 )  # fmt: skip
 def test_labels_are_named(
-    target: str, texts: list[str], label: list[float], names: list[str], settings: list[str], lines: list[str],
+    kind: str, texts: list[str], label: list[float], names: list[str], settings: list[str], lines: list[str],
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    assert shown(tmp_path, target, texts, label, names, *settings) == lines
+    assert shown(tmp_path, kind, texts, label, names, *settings) == lines
 
 
 def test_an_answer_that_no_window_holds_is_not_marked(tmp_path: Path) -> None:
     """As the model sees it, which is to say that there is no answer in such a window."""
     settings = ["objective={kind: question_answering, stride: 1}", "objective.question_length=1"]
     texts = ["it", f"{CAT} horsehorse"]
-    lines = shown(tmp_path, "span", texts, [5, 6], [], *settings, "data.sequence_length=8")
+    lines = shown(tmp_path, "question_answering", texts, [5, 6], [], *settings, "data.sequence_length=8")
     assert lines[-1] == "→ no answer here"
     assert "[→" not in "".join(lines)

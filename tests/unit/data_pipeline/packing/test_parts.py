@@ -15,6 +15,7 @@ from data_pipeline.packing import parts
 from data_pipeline.packing.policies import check_policy, count_shard, needs_parts, packing_digest, plan_shard
 from trainer.errors import ConfigError, DataError
 from trainer.examples import Examples, PackSpec, Parts
+from trainer.tasks import TaskKind
 
 
 def shard_of(rows: list[list[int]]) -> ShardIndex:
@@ -31,8 +32,11 @@ def random_rows(texts: tuple[int, ...], rows: int, longest: int) -> list[list[in
     return [draw.integers(1, longest, draw.choice(texts), endpoint=True).tolist() for _ in range(rows)]
 
 
+KINDS: dict[str, TaskKind] = {"joined": "classification", "windows": "tagging", "choices": "multiple_choice"}
+
+
 def spec_of(length: int, layout: str = "joined", prefix: int = 1, suffix: int = 1, **settings: Any) -> PackSpec:
-    return PackSpec(length, prefix, suffix, parts=Parts("class", layout, **settings))
+    return PackSpec(length, prefix, suffix, parts=Parts(KINDS[layout], **settings))
 
 
 class Piece(NamedTuple):
@@ -197,23 +201,37 @@ def test_the_digest_tells_apart_all_that_changes_examples_and_is_what_it_was_wit
     assert packing_digest(PackSpec(128, 1, 1), "concat").startswith("730af8f30b81d20c")
 
 
-def manifest_of(target: str | None) -> Manifest:
-    settings = {} if target is None else {"task": {"target": target, "labels": []}}
+@pytest.mark.parametrize(
+    ("parts_of_row", "digest"),
+    [
+        (Parts("classification"), "3ca19fb364f7b8d6785164eaa9525a13"),
+        (Parts("regression", between=2), "19b5e311e6a44127668098a68e5baddaa"),
+        (Parts("multiple_choice", choices=4), "68a3c74a8d890eca66ef8866721a8845"),
+        (Parts("tagging"), "ef6fe5ab269d13b7f0ececb9d69863f6"),
+        (Parts("question_answering", stride=128, most=64), "4b49d8870713422d2a1ca0bc0c2581dc"),
+    ],
+)
+def test_the_digest_is_what_checkpoints_hold_that_were_written_when_kinds_had_other_words(parts_of_row, digest):
+    assert packing_digest(PackSpec(128, 1, 1, parts=parts_of_row), "padded").startswith(digest)
+
+
+def manifest_of(kind: str | None) -> Manifest:
+    settings = {} if kind is None else {"task": {"target": kind, "labels": []}}
     return Manifest(FORMAT, "none", 1, "uint16", {}, ("a",), 1, {}, {}, settings)
 
 
 def test_the_objective_and_the_dataset_must_be_of_the_same_task():
     spec = spec_of(24)
     assert needs_parts(spec, "padded")
-    check_policy(manifest_of("class"), "data", spec, "padded")
+    check_policy(manifest_of("classification"), "data", spec, "padded")
     with pytest.raises(ConfigError, match=r"data.packing is concat; use data.packing=padded"):
-        check_policy(manifest_of("class"), "data", spec, "concat")
+        check_policy(manifest_of("classification"), "data", spec, "concat")
     with pytest.raises(DataError, match=r"takes rows for classification, and data holds documents without labels"):
         check_policy(manifest_of(None), "data", spec, "padded")
     with pytest.raises(DataError, match=r"and data holds rows for tagging; use the objective tagging, or build"):
-        check_policy(manifest_of("tags"), "data", spec, "padded")
+        check_policy(manifest_of("tagging"), "data", spec, "padded")
     for policy in ("concat", "best_fit", "padded"):  # pre-training on the texts of rows
-        check_policy(manifest_of("tags"), "data", PackSpec(24, 1, 1), policy)
+        check_policy(manifest_of("tagging"), "data", PackSpec(24, 1, 1), policy)
 
 
 def test_planning_takes_no_loop_over_rows():

@@ -94,7 +94,7 @@ def test_every_format_gives_the_same_rows(tmp_path, name, data, lines):
     path = write(tmp_path / name, data)
     source = classification.Config((path,), texts=("a", "b"), labels=LABELS).build()
     assert parsed(source) == list(zip(lines, TASK_ROWS, strict=True))
-    assert (source.target, source.labels, source.first_heldout) == ("class", LABELS, None)
+    assert (source.kind, source.labels, source.first_heldout) == ("classification", LABELS, None)
     assert source.parse(next(source.records())) == 'say "hi"\none, two'  # what a tokenizer is trained on
     assert all(isinstance(json.loads(record.data), dict) for record in source.records())
     assert 0 < list(source.records())[-1].read <= 1
@@ -332,7 +332,7 @@ def test_classes_that_cannot_be_are_refused(settings, words):
 )
 def test_a_number_is_finite(file, value, expected):
     source = regression.Config((file,), texts=("a", "b")).build()
-    assert (source.target, source.labels) == ("number", ("score",))
+    assert (source.kind, source.labels) == ("regression", ("score",))
     found = row_or_reason(source, {"a": "x", "b": "y", "score": value})
     assert found == (expected if isinstance(expected, str) else TaskRow(("x", "y"), expected))
 
@@ -356,7 +356,7 @@ SWAG = {"sent1": "They sit.", "sent2": "He ", "ending0": "runs.", "ending1": "sl
 def test_choices_are_columns_behind_a_question(file, changed, expected):
     config = multiple_choice.Config((file,), context="sent1", question="sent2", choices=("ending0", "ending1"))
     source = config.build()
-    assert (source.target, source.labels) == ("choice", ())
+    assert (source.kind, source.labels) == ("multiple_choice", ())
     assert row_or_reason(source, SWAG | changed) == expected
 
 
@@ -424,7 +424,7 @@ def test_the_nested_format_of_squad_is_flattened(tmp_path, indent):
     ]
     path = write(tmp_path / "a.json", json.dumps({"version": "2.0", "data": articles}, indent=indent))
     source = question_answering.Config((path,)).build()
-    assert (source.target, source.labels) == ("span", ())
+    assert (source.kind, source.labels) == ("question_answering", ())
     assert parsed(source) == [
         (1, TaskRow(("what?", CONTEXT), spans=((2, 5, 0),), answers=("bee",), group="q1")),
         (2, TaskRow(("why?", CONTEXT), group="q2")),

@@ -22,7 +22,7 @@ _TASKS = {
     "classification, soft": ["objective.soft=true", "model.head=classification", "model.labels=[a,b,c]"],
     "regression": ["model.head=classification", "model.labels=[score]"],
     "multiple_choice": ["model.head=multiple_choice", "objective.choices=3"],
-    "question_answering": ["model.head=span", "objective.question_length=8", "objective.stride=8"],
+    "question_answering": ["model.head=question_answering", "objective.question_length=8", "objective.stride=8"],
     "tagging": ["model.head=tagging", "model.labels=[O,B-PER,I-PER]"],
 }
 

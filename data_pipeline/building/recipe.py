@@ -1,0 +1,57 @@
+"""The files that a dataset is built from: its own recipe, or a fine-tuning task, of which it has the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from data_pipeline.building.build import Config
+from trainer.config import Kinds, decode, read_tree
+from trainer.config.tree import merge, parse_override
+from trainer.errors import ConfigError
+
+OF_RUNS = (
+    *("objective", "score", "epochs", "warmup", "sequence_length", "metrics", "grid", "evaluations", "patience"),
+    *("start", "published", "published_by", "experiment", "also", "generation"),
+)
+"""The settings of a task's file that are about its runs and scores."""
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """The rows of a fine-tuning task: the part of its file that a dataset is built from.
+
+    Attributes:
+        source: its rows, held-out ones among them.
+        heldout_fraction: share of the rows that is held out, where the source names none that are.
+        on_error: whether a bad row stops the build or is left out ("skip"), counted and listed.
+    """
+
+    source: Annotated[Any, Kinds("data_pipeline.sources")]
+    heldout_fraction: float = 0.1
+    on_error: Literal["stop", "skip"] = "stop"
+
+
+def load_recipe(path: str, overrides: Sequence[str] = ()) -> Config:
+    """Reads what is to be built: a dataset, as in configs/data, or the rows of a task, as in configs/tasks.
+
+    A task's file says nothing of a tokenizer, which is that of the model to fine-tune, nor where the dataset goes.
+
+    Raises:
+        ConfigError: as for any configuration; or a task is given no tokenizer or output.
+    """
+    tree = read_tree(path)
+    is_task = "objective" in tree
+    if is_task:
+        tree = {name: value for name, value in tree.items() if name not in OF_RUNS}
+        tree = {"heldout_fraction": TaskData.heldout_fraction, **tree}
+    for override in overrides:
+        tree = merge(tree, parse_override(override))
+    if is_task and not {"tokenizer", "output"} <= tree.keys():
+        raise ConfigError(
+            f"{path} is a task, which goes with any model; add tokenizer.path=FOLDER, the tokenizer of the model to "
+            "fine-tune, and output=FOLDER"
+        )
+    config: Config = decode(Config, tree)
+    return config

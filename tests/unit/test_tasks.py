@@ -1,0 +1,42 @@
+"""The table of kinds of tasks: every part of the code that knows a kind knows it by the same name."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from data_pipeline import sources
+from data_pipeline.sources import TaskSource
+from trainer.config import Kinds
+from trainer.examples import Vocabulary
+from trainer.models.config import Head
+from trainer.tasks import TASKS, TaskKind, facts_of_head
+
+SPECIAL = {"pad": 0, "cls": 1, "sep": 2, "mask": 3, "special": (0, 1, 2, 3)}
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_a_kind_is_a_source_and_an_objective_and_has_a_head(kind: TaskKind) -> None:
+    schema: Any = Kinds("trainer.objectives").schema(kind, "objective")
+    objective = schema().build(Vocabulary(50, **SPECIAL))
+    parts = objective.pack_spec(384).parts
+    assert (parts.kind, parts.layout) == (kind, TASKS[kind].layout)
+    assert objective.model_settings["head"] == TASKS[kind].head
+    assert set(objective.score_names) <= set(TASKS[kind].metrics)
+    module = sources.__name__ + f".{kind}"
+    Kinds(sources.__name__).schema(kind, "source")
+    assert [each.kind for each in TaskSource.__subclasses__() if each.__module__ == module] == [kind]
+
+
+def test_every_kind_and_every_head_is_in_the_table() -> None:
+    assert set(TASKS) == set(get_args(TaskKind))
+    assert {facts.head for facts in TASKS.values()} == set(get_args(Head)) - {"language_model"}
+
+
+def test_kinds_with_the_same_head_say_the_same_of_a_model() -> None:
+    for facts in TASKS.values():
+        found = facts_of_head(facts.head)
+        assert found is not None
+        assert (found.pipeline, found.architecture) == (facts.pipeline, facts.architecture)
+    assert facts_of_head("language_model") is None
