@@ -23,8 +23,8 @@ from trainer.optim import groups
 from trainer.strategies import Strategy
 from trainer.strategies.fingerprint import StateCheck
 from trainer.training.best import Best
-from trainer.training.guard import Gradients, Guard
-from trainer.training.passes import Loader, MicroBatches, accumulate_gradients, score
+from trainer.training.guard import Guard
+from trainer.training.passes import Gradients, Loader, MicroBatches, accumulate_gradients, score
 from trainer.training.phases import Phase, phase_of
 from trainer.training.preemption import StopRequest
 from trainer.training.recorder import AlertingHeartbeat, Recorder
@@ -194,38 +194,49 @@ class Trainer:
         Returns:
             What is wrong with the step, which then has changed nothing; None if nothing is.
         """
-        phase = self.phase
-        lr = self.optimizer.defaults["lr"] if phase.lr is None else phase.lr
-        groups.set_lr(self.optimizer, lr * phase.lr_fraction(self.state.step))
-        with self._graph("step", apart=not self.config.faults.looks):
-            (metrics, self._grad_norm), fault = self.guard.examine(
-                self.state.step + 1, lambda: self._compute_gradients(micro_batches)
-            )
-            if fault:
-                return fault
-            self.recorder.add_fed(self.state.step + 1, micro_batches, self.loader)
+        phase, step, looks = self.phase, self.state.step + 1, self.config.faults.looks
+        self._set_lr(phase)
+        # Where the guard looks at numbers on the host, a step is two graphs: its gradients and its update.
+        with self._graph("step", apart=not looks):
+            gradients = self._compute_gradients(micro_batches)
+            if looks and self.guard.look(step, gradients):
+                gradients = self._compute_gradients(micro_batches)  # hardware has transient faults
+                if fault := self.guard.look_again(step, gradients):
+                    return fault
+            metrics, self._grad_norm = gradients
+            self.recorder.add_fed(step, micro_batches, self.loader)
             self.state_check.before_update(self.state.step)
-            with self._graph("update", apart=self.config.faults.looks):
+            with self._graph("update", apart=looks):
                 for each in metrics:
                     self.recorder.add(each)
                 self.strategy.step(self.optimizer, self._grad_norm)
                 self.optimizer.zero_grad(set_to_none=True)
-        self.state.step += 1
-        self.state_check.after_update(self.state.step)
+        self.state.step = step
+        self.state_check.after_update(step)
         self.recorder.lap("optimizer")
-        self.state.examples += phase.global_batch_size
-        sides = [batch[name].shape[1] for name in ("tokens", "target_tokens") if name in (batch := micro_batches[0])]
-        self.state.tokens += phase.global_batch_size * sum(sides)
-        if self.state.step == phase.end:
+        self._count(phase, micro_batches[0])
+        if step == phase.end:
             self._hand_over(phase)
         return None
 
+    def _set_lr(self, phase: Phase) -> None:
+        """Sets the learning rate of the next update."""
+        lr = self.optimizer.defaults["lr"] if phase.lr is None else phase.lr
+        groups.set_lr(self.optimizer, lr * phase.lr_fraction(self.state.step))
+
     def _compute_gradients(self, micro_batches: MicroBatches) -> Gradients:
+        """Leaves the clipped gradients of a global batch in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
         lap = self.recorder.lap
         with self._graph("gradients", apart=self.config.faults.looks):
             metrics = accumulate_gradients(self.model, self.objective, self.strategy, micro_batches, lap)
-            return metrics, self.strategy.clip_grad_norm(self.config.max_grad_norm)
+            return Gradients(metrics, self.strategy.clip_grad_norm(self.config.max_grad_norm))
+
+    def _count(self, phase: Phase, batch: Mapping[str, Tensor]) -> None:
+        """Counts the examples of a step and their positions; `batch` is any of its micro-batches."""
+        lengths = [batch[name].shape[1] for name in ("tokens", "target_tokens") if name in batch]
+        self.state.examples += phase.global_batch_size
+        self.state.tokens += phase.global_batch_size * sum(lengths)
 
     def _graph(self, work: str, apart: bool) -> AbstractContextManager[object]:
         """Surrounds work of this phase that is a graph of its own, or part of another."""

@@ -21,6 +21,18 @@ Metrics: TypeAlias = dict[str, tuple[Tensor, Tensor]]
 """(sum, weight) scalars by name, as in `objectives.Loss`."""
 
 
+class Gradients(NamedTuple):
+    """What is known of a step's gradients, which the parameters hold.
+
+    Attributes:
+        metrics: of each micro-batch of this replica.
+        norm: global, before clipping, as `Strategy.clip_grad_norm` returns it.
+    """
+
+    metrics: list[Metrics]
+    norm: Tensor
+
+
 class Loader(Protocol):
     """An iterable over steps, whose state is where the consumer stands.
 
@@ -145,19 +157,15 @@ def score_each(
     return found
 
 
-def step_numbers(metrics: Sequence[Metrics], grad_norm: Tensor, strategy: Strategy) -> tuple[float, float]:
+def step_numbers(gradients: Gradients, strategy: Strategy) -> tuple[float, float]:
     """The loss of a step over all replicas, and its gradient norm: one small collective. Waits for the device.
 
-    Args:
-        metrics: of this replica's micro-batches, as `accumulate_gradients` returns them.
-        grad_norm: as `Strategy.clip_grad_norm` returns it. All replicas take part in the result, so that one of them
-            whose device has gone wrong decides no other way than the rest.
-        strategy: that of the model.
+    All replicas' norms are averaged, so that one whose device has gone wrong decides no other way than the rest.
     """
-    loss = torch.stack([torch.stack(each["loss"]) for each in metrics]).double().sum(0)
-    numbers = strategy.all_reduce(torch.cat((loss.detach(), grad_norm.detach().double().reshape(1))), "mean")
-    total, weight, norm = numbers.tolist()
-    return total / weight if weight else total, norm
+    loss = torch.stack([torch.stack(each["loss"]) for each in gradients.metrics]).double().sum(0)
+    norm = gradients.norm.detach().double().reshape(1)
+    total, weight, norm_mean = strategy.all_reduce(torch.cat((loss.detach(), norm)), "mean").tolist()
+    return total / weight if weight else total, norm_mean
 
 
 def _totals(objective: Objective, strategy: Strategy, micro_batches: MicroBatches) -> dict[str, Tensor]:
