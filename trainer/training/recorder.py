@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.examples import LoaderState
 from trainer.monitoring import Level, Tracker, stragglers
 from trainer.monitoring.clock import Clock
 from trainer.monitoring.meter import Meter
@@ -58,7 +59,7 @@ class Recorder:
         """Adds a micro-batch's metrics."""
         self._meter.add(metrics)
 
-    def enter(self, step: int, phase: Phase, objective: object, loader: Mapping[str, Any]) -> None:
+    def enter(self, step: int, phase: Phase, objective: object, loader: LoaderState) -> None:
         """Tells the ledger what the examples after `step` are numbers of.
 
         Args:

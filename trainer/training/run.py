@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from data_pipeline.reading.loader import StreamingLoader
+from data_pipeline.reading.batches import BatchLayout
+from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from data_pipeline.reading.mixed_dataset import AnyDataset
 from trainer import storage
 from trainer.accelerators.detect import detect
@@ -308,18 +309,20 @@ def open_loader(
     size = phase.micro_batch_size
     most = -(-phase.global_batch_size // (replica.count * replica.devices))
     spec = objective.pack_spec(phase.sequence_length)
+    order = SplitOrder(
+        phase.seed(experiment.seed) if split == "train" else experiment.seed,
+        split,
+        finite=split == "heldout",
+        example_after=partial(examples_after, experiment.resolved_phases(), phase.order),
+    )
+    rows = without_probe(most, spec.cells) if size == "auto" else size
     return StreamingLoader(
         dataset,
         experiment.data if phase.order == 0 else replace(experiment.data, exclude=()),
-        split=split,
+        order,
+        BatchLayout(phase.global_batch_size, rows, replica),
         pack_spec=spec,
         collate=objective.collate,
-        seed=phase.seed(experiment.seed) if split == "train" else experiment.seed,
-        global_batch_size=phase.global_batch_size,
-        micro_batch_size=without_probe(most, spec.cells) if size == "auto" else size,
-        replica=replica,
-        finite=split == "heldout",
-        example_after=partial(examples_after, experiment.resolved_phases(), phase.order),
         largest=largest,
     )
 
