@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
 
 from trainer.errors import SamestepError
 from trainer.strategies import Strategy
-from trainer.training.faults import Config, Faults
+from trainer.training.faults import Config, Faults, FaultsState
 from trainer.training.passes import Gradients, step_numbers
+from trainer.training.state import Meta
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +70,11 @@ class Guard:
             "training.faults.action to skip or rewind"
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, FaultsState]:
         """What a checkpoint keeps: nothing, if steps are not looked at."""
         return {"faults": self._faults.state_dict()} if self._config.looks else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Meta) -> None:
         """Goes on from what a checkpoint has kept, if it has."""
         if "faults" in state:
             self._faults.load_state_dict(state["faults"])

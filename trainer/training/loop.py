@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from trainer.training.preemption import StopRequest
 from trainer.training.recorder import AlertingHeartbeat, Recorder
 from trainer.training.resuming import Description, changes_since
 from trainer.training.settings import Config
-from trainer.training.state import TrainState
+from trainer.training.state import Meta, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -318,7 +317,7 @@ class Trainer:
         self.recorder.load_state_dict(meta, self.state.tokens)
         return changes
 
-    def _enter_order(self, meta: Mapping[str, Any]) -> None:
+    def _enter_order(self, meta: Meta) -> None:
         """Goes on in the data order of the checkpoint, or begins that of the next phase.
 
         Raises:

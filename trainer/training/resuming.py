@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from trainer.config import Tree, differences
 from trainer.errors import CheckpointError
 from trainer.training.phases import MicroBatchSize
+from trainer.training.state import Meta
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Description:
         }
 
 
-def changes_since(meta: Mapping[str, Any], description: Description) -> str:
+def changes_since(meta: Meta, description: Description) -> str:
     """Which settings have changed since a checkpoint.
 
     The model's may not, dropout excepted, nor may the teacher, nor the weights that frozen parameters are of.

@@ -11,7 +11,7 @@ from trainer.accelerators import DTYPES
 from trainer.config import load
 from trainer.errors import ConfigError, SamestepError
 from trainer.inspect.plan.batch import example, stand_in
-from trainer.inspect.plan.strategies import Collective, Division, Held, Ranges, Rows, Whole, interpolate
+from trainer.inspect.plan.strategies import Collective, Division, Held, Ranges, Rows, Whole, Zero, interpolate
 from trainer.inspect.plan.trace import Activations, Device, Step
 from trainer.monitoring.jsonl import read_rows
 from trainer.strategies import deepspeed, fsdp, xla_spmd
@@ -124,7 +124,7 @@ def divide(strategy: str, experiment: Experiment, step: Step, devices: int) -> D
         return Rows(*sizes, parts=devices // copies, reshard=reshard)
     stage, config = int(strategy[-1]), experiment.strategy
     if not isinstance(config, deepspeed.Config) or config.stage != stage:
-        return Ranges(*sizes, stage=stage)
+        return Ranges(*sizes, Zero(stage))
     zero = deepspeed.settings.zero_section(deepspeed.settings.read(config.config)) if config.config else {}
     known = {
         "bucket": "reduce_bucket_size",
@@ -132,10 +132,9 @@ def divide(strategy: str, experiment: Experiment, step: Step, devices: int) -> D
         "persistent": "stage3_param_persistence_threshold",
         "reuse": "stage3_max_reuse_distance",
     }
-    given: dict[str, Any] = {ours: int(zero[theirs]) for ours, theirs in known.items() if theirs in zero}
-    given["overlap"] = zero.get("overlap_comm") is True
+    given = {ours: int(zero[theirs]) for ours, theirs in known.items() if theirs in zero}
     offloads = (config.offload_optimizer, config.offload_parameters)
-    return Ranges(*sizes, stage=stage, offloads=offloads, **given)
+    return Ranges(*sizes, Zero(stage, offloads, overlap=zero.get("overlap_comm") is True, **given))
 
 
 def copies_of(experiment: Experiment, devices: int) -> int:

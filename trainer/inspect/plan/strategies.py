@@ -183,12 +183,11 @@ class Rows(Division):
         return made
 
 
-class Ranges(Division):
-    """ZeRO: the flattened parameters are split, of the optimizer (stage 1), gradients (2) and passes (3).
+@dataclass(frozen=True)
+class Zero:
+    """How ZeRO is configured.
 
-    The optimizer updates fp32 parameters of its own, also where passes work in fp32.
-
-    Args:
+    Attributes:
         stage: 1, 2 or 3.
         offloads: whether the optimizer's state with its parameters and gradients, and whether the parameters of
             stage 3 that passes work with, are in the host's memory.
@@ -199,26 +198,30 @@ class Ranges(Division):
         reuse: stage 3 keeps what it has gathered if it is needed again within so many elements.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[Parameter],
-        update: int,
-        width: int,
-        devices: int,
-        stage: int,
-        offloads: tuple[bool, bool] = (False, False),
-        bucket: int | None = None,
-        overlap: bool = False,
-        prefetch: int = 50_000_000,
-        persistent: int = 100_000,
-        reuse: int = 1_000_000_000,
-    ) -> None:
+    stage: int
+    offloads: tuple[bool, bool] = (False, False)
+    bucket: int | None = None
+    overlap: bool = False
+    prefetch: int = 50_000_000
+    persistent: int = 100_000
+    reuse: int = 1_000_000_000
+
+
+class Ranges(Division):
+    """ZeRO: the flattened parameters are split, of the optimizer (stage 1), gradients (2) and passes (3).
+
+    The optimizer updates fp32 parameters of its own, also where passes work in fp32.
+    """
+
+    def __init__(self, parameters: Iterable[Parameter], update: int, width: int, devices: int, zero: Zero) -> None:
         super().__init__(parameters, update, width, devices)
-        self.stage, self._offloads, self._overlap, self._prefetch = stage, offloads, overlap, prefetch
-        self._bucket = min(BUCKET, self.trained) if bucket is None else bucket
-        self._persistent = sum(each.elements for each in self.parameters if each.elements <= persistent)
+        self.stage, self._offloads = zero.stage, zero.offloads
+        self._overlap, self._prefetch = zero.overlap, zero.prefetch
+        self._bucket = min(BUCKET, self.trained) if zero.bucket is None else zero.bucket
+        self._persistent = sum(each.elements for each in self.parameters if each.elements <= zero.persistent)
         self._gathered = self.elements - self._persistent
-        self._kept = min(self._gathered, reuse // 2)  # from the forward pass, the last layers, to the backward pass
+        # From the forward pass to the backward pass, the last layers.
+        self._kept = min(self._gathered, zero.reuse // 2)
 
     def held(self, activations: Activations, accumulates: bool) -> Held:
         split, updated = (-(-size // self.devices) for size in (self.elements, self.trained))
