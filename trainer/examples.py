@@ -226,7 +226,7 @@ class LoaderState(TypedDict, total=False):
 
     Attributes:
         order, seed, lanes, window, packing, group_by_length: what the order is made from.
-        mixture: the shares of the sources, as [first global example, share of each source by its digest].
+        mixture: shares of the sources, as [first global example, share of each source by digest].
         manifest: digest of the only source, of versions that knew no mixtures.
         example: how many examples were taken.
         excluded: ranges [first, end) of global examples that are skipped.

@@ -36,10 +36,10 @@ def check_batch(global_batch_size: int, devices: int) -> None:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How a global batch is divided into micro-batches of equal shape, equally many on every replica.
+    """How a global batch is divided into micro-batches of one shape, equally many on each replica.
 
-    10 examples on 2 devices with a micro-batch size of 4 are 5 examples for each device, in 2 micro-batches of 3 rows;
-    one of these 6 rows only pads.
+    10 examples on 2 devices with a micro-batch size of 4 are 5 examples for each device, in 2
+    micro-batches of 3 rows; one of these 6 rows only pads.
 
     Attributes:
         global_batch_size: examples of one optimizer step, over all replicas.
@@ -47,7 +47,7 @@ class BatchLayout:
         replica: the data-parallel rank of this process.
 
     Raises:
-        ConfigError: there are fewer examples in the batch than devices, or no rows in a micro-batch.
+        ConfigError: the batch has fewer examples than devices, or a micro-batch has no rows.
     """
 
     global_batch_size: int

@@ -41,15 +41,16 @@ Block: TypeAlias = list[list[MicroBatch]]
 
 @dataclass(frozen=True)
 class SplitOrder:
-    """In which order a split is read; with the dataset and the `data` section this decides every batch.
+    """The order of a split; with the dataset and the `data` section, this decides every batch.
 
     Attributes:
         seed: of the order, the masks and the dropout.
         split: "train" or "heldout".
-        finite: one pass in a fixed order (`SinglePass`) with fixed keys, anew for every `iter()`, the last batch
-            padded: evaluation. Otherwise endless, shuffled, and `iter()` goes on where the loader is.
-        example_after: how many examples a run has taken of this order after a number of steps; None takes the global
-            batch size for each step.
+        finite: one pass in a fixed order (`SinglePass`) with fixed keys, anew for every `iter()`,
+            the last batch padded: evaluation. Otherwise endless, shuffled, and `iter()` goes on
+            where the loader is.
+        example_after: the number of examples that a run has taken of this order after a number of
+            steps; None takes the global batch size for each step.
     """
 
     seed: int
@@ -99,8 +100,8 @@ class StreamingLoader:
             step where `config.on_corrupt` is skip.
 
     Raises:
-        ConfigError: fewer examples in the split than lanes, or more shards to read from at a time than may be kept
-            open.
+        ConfigError: fewer examples in the split than lanes, or more shards to read from at a time
+            than may be kept open.
         DataError: the split is empty or a shard is damaged.
     """
 
@@ -157,7 +158,7 @@ class StreamingLoader:
         }
 
     def _reach(self, layout: BatchLayout) -> tuple[int, int, int]:
-        """Which examples are read together: (size, index, count) of a batch and the part that this process reads."""
+        """The examples that are read together: a batch size, and index and count of this reader."""
         if self._group is not None:  # whole groups are sorted by length
             return GROUPS * self._group, 0, 1
         return layout.global_batch_size, layout.replica.index, layout.replica.count
@@ -170,7 +171,7 @@ class StreamingLoader:
         return Mixture(_schedule(config, keys, example_after), orders, keys)
 
     def _keep_shards_open(self, config: Config, mixture: Mixture, reach: tuple[int, int, int]) -> int:
-        """Sets how many shards of each source stay open; returns how many of these are cached from remote sources.
+        """Sets how many shards of each source stay open; returns how many of these are remote.
 
         Raises:
             ConfigError: one process may not open as many files.
@@ -184,7 +185,7 @@ class StreamingLoader:
             )
         of_each = [each.working_set(*reach) for each in mixture.orders.values()]
         spare = max(0, max_open_shards() - sum(of_each)) // len(of_each)
-        # A shard in the cache cannot be removed while it is open, so remote sources keep no spare ones.
+        # A shard in the cache stays there while it is open, so remote sources have no spare ones.
         remote = [source.remote is not None for source in self._named.values()]
         self._packed.keep_open([each + (0 if far else spare) for each, far in zip(of_each, remote, strict=True)])
         return sum(each for each, far in zip(of_each, remote, strict=True) if far)
@@ -206,7 +207,7 @@ class StreamingLoader:
 
     def __next__(self) -> list[MicroBatch]:
         shard = self._fill()
-        # All replicas go on without a shard that one of them needs and finds corrupt, from this step on.
+        # All replicas skip a shard that one of them needs and finds corrupt, from this step on.
         while self._skips_corrupt and (shard := self._largest(shard)) >= 0:
             self._corrupt = self._corrupt.add(shard, self._position)
             self._go_to(self._position)
@@ -217,7 +218,7 @@ class StreamingLoader:
         return self._ready.popleft()
 
     def _fill(self) -> int:
-        """Readies the next step, if there is one; returns a corrupt shard that it needs and is to skip, or -1.
+        """Readies the next step, if there is one; returns a corrupt shard to skip first, or -1.
 
         Raises:
             CorruptShardError: it needs one, and none is to be skipped.
@@ -226,8 +227,9 @@ class StreamingLoader:
             return -1
         block = self._next_block()
         if isinstance(block, CorruptShardError):
-            self._go_to(self._position)  # of the many steps of a block, a later one may need the shard
-            block = self._next_block()  # this one alone
+            # A block has many steps, of which a later one may need the shard. Now it has one step.
+            self._go_to(self._position)
+            block = self._next_block()
         if isinstance(block, CorruptShardError):
             logger.warning("its examples are passed over from here on, as data.on_corrupt is skip: %s", block)
             return block.shard
@@ -251,7 +253,7 @@ class StreamingLoader:
         return starts, self._excluded, self._corrupt
 
     def _make(self, starts: list[int], excluded: Exclusions, corrupt: CorruptShards) -> Block | CorruptShardError:
-        """Makes a block; where corrupt shards are to be skipped, one that it needs is returned, not raised."""
+        """Makes a block; a corrupt shard is returned where those are skipped, and raised otherwise."""
         try:
             steps = self._maker.make(starts, excluded, corrupt)
         except CorruptShardError as error:
@@ -377,7 +379,7 @@ class StreamingLoader:
 
 
 def _sources(dataset: AnyDataset, order: SplitOrder) -> dict[str, Dataset]:
-    """The datasets by name; of a single pass those only that have the split, as some may have no held-out documents."""
+    """The datasets by name; for a single pass those that have the split: some hold out nothing."""
     named = named_sources(dataset)
     if not order.finite:
         return named

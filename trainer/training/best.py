@@ -45,7 +45,7 @@ class Config:
 
 
 class BestState(TypedDict):
-    """What a checkpoint keeps: what is best, the step and score that were, and the evaluations since then."""
+    """What a checkpoint keeps: the criterion, the best step and score, the evaluations since."""
 
     metric: str
     lowest: bool

@@ -23,7 +23,7 @@ class Checkpoints:
     snapshots: Checkpointer | None = None
 
     def due(self, step: int, ending: bool) -> list[Checkpointer]:
-        """Where to save after a step, if anywhere; at the end of a run a durable checkpoint is the newest."""
+        """Where to save after a step, if anywhere; a run ends with a durable checkpoint only."""
         due = [self.durable] if ending or step % self.durable.config.every == 0 else []
         if self.snapshots is not None and not ending and step % self.snapshots.config.every == 0:
             due.append(self.snapshots)

@@ -55,7 +55,7 @@ class Config:
 
 
 class FaultsState(TypedDict):
-    """What a checkpoint keeps: the numbers of sound steps by name, the faulty steps, and how many came last."""
+    """What a checkpoint keeps: numbers of sound steps, the faulty steps, and how many in a row."""
 
     sound: dict[str, list[float]]
     steps: list[int]

@@ -27,14 +27,14 @@ class Guard:
         self._faults = Faults(config, scaled=strategy.loss_scale is not None)
 
     def look(self, step: int, gradients: Gradients) -> str | None:
-        """Checks a step's loss and gradient norm; says what is wrong with them, so that they are computed again."""
+        """Checks a step's loss and gradient norm; returns what is wrong with them, or None."""
         fault = self._faults.look(*self._numbers(gradients))
         if fault is not None:
             self._warn("step %d: %s; it is computed again from the same batch", step, fault)
         return fault
 
     def look_again(self, step: int, gradients: Gradients) -> str | None:
-        """Checks the second result from the same batch: a fault that is gone was one of the hardware."""
+        """Checks the second result from the same batch; a fault that is gone was the hardware's."""
         loss, grad_norm = self._numbers(gradients)
         fault = self._faults.look(loss, grad_norm)
         if fault is None:

@@ -42,7 +42,7 @@ _UNCHAINED = ("time", "head")
 
 
 class LedgerState(TypedDict, total=False):
-    """Where a ledger stands, as checkpoints keep it; the attributes of `Ledger`. Older ones have no `corrupt`."""
+    """Where a ledger stands, as checkpoints keep it; older ones have no `corrupt`."""
 
     head: str
     order: int

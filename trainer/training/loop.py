@@ -184,7 +184,7 @@ class Trainer:
         """
         phase, step, looks = self.phase, self.state.step + 1, self.config.faults.looks
         self._set_lr(phase)
-        # Where the guard looks at numbers on the host, a step is two graphs: its gradients and its update.
+        # The guard looks at numbers on the host: then a step is two graphs, gradients and update.
         with self._graph("step", apart=not looks):
             gradients = self._compute_gradients(micro_batches)
             if looks and self.guard.look(step, gradients):
@@ -222,7 +222,7 @@ class Trainer:
             return Gradients(metrics, self.strategy.clip_grad_norm(self.config.max_grad_norm))
 
     def _count(self, phase: Phase, batch: Mapping[str, Tensor]) -> None:
-        """Counts the examples of a step and their positions; `batch` is any of its micro-batches."""
+        """Counts the examples and positions of a step; `batch` is any of its micro-batches."""
         lengths = [batch[name].shape[1] for name in ("tokens", "target_tokens") if name in batch]
         self.state.examples += phase.global_batch_size
         self.state.tokens += phase.global_batch_size * sum(lengths)

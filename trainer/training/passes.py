@@ -160,7 +160,7 @@ def score_each(
 def step_numbers(gradients: Gradients, strategy: Strategy) -> tuple[float, float]:
     """The loss of a step over all replicas, and its gradient norm: one small collective. Waits for the device.
 
-    All replicas' norms are averaged, so that one whose device has gone wrong decides no other way than the rest.
+    All replicas' norms are averaged: they decide alike even if a device of one has gone wrong.
     """
     loss = torch.stack([torch.stack(each["loss"]) for each in gradients.metrics]).double().sum(0)
     norm = gradients.norm.detach().double().reshape(1)

@@ -10,7 +10,7 @@ from trainer.training.phases import Phase
 
 
 class OpenLoader(Protocol):
-    """Opens the batches of a phase: endless ones of the train split, one pass over the held-out split."""
+    """Opens the batches of a phase: endless ones for training, one pass over the held-out split."""
 
     def __call__(self, phase: Phase, split: str = "train") -> Loader: ...
 
@@ -37,7 +37,7 @@ class PhaseLoaders:
         return self._open(phase, "heldout")
 
     def end(self, phase: Phase, following: Phase) -> None:
-        """Closes the loader of a phase; that of the phase after it goes on from there in the same data order."""
+        """Closes the loader of a phase; the next one of the same data order goes on from there."""
         ended = self.train(phase)
         ended.close()
         if phase.index < following.index and phase.order == following.order:

@@ -25,7 +25,7 @@ from trainer.training.state import Meta, TrainState
 
 
 class RecorderState(TypedDict):
-    """What a checkpoint keeps of the row that is not yet written: (sum, weight) of metrics, digest; and the ledger."""
+    """What a checkpoint keeps of unwritten rows: (sum, weight) by metric, digest, ledger."""
 
     window: dict[str, tuple[float, float]]
     digest: str

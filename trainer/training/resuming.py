@@ -19,7 +19,7 @@ class Description:
         config: the experiment.
         micro_batch_sizes: of each phase, as they were measured if they are to be.
         teacher: identity of the teacher's weights; None where there is no teacher.
-        base: path and identity of the weights that frozen parameters keep; None where nothing is frozen.
+        base: path and identity of the weights of frozen parameters; None where nothing is frozen.
     """
 
     config: Tree

@@ -40,7 +40,7 @@ _TOTALS = ("train/tokens", "train/examples", "perf/eta_seconds", "perf/energy_jo
 
 
 class Curve(TypedDict):
-    """Rows of the run and the values there; the same of a moving average, where there is enough for one."""
+    """Rows of the run and the values there; also of a moving average, where there are enough."""
 
     at: list[int]
     y: Numbers
@@ -192,7 +192,7 @@ def _hours(times: Floats, starts: Sequence[float]) -> Floats:
 
 
 def _series(places: Ints, values: Floats, smooth: bool) -> Curve:
-    """A curve of at most 2 x `_BUCKETS` points, the lowest and highest of each bucket, so that no peak is lost."""
+    """A curve of at most 2 x `_BUCKETS` points: the lowest and highest of each, to keep all peaks."""
     kept = np.arange(len(values))
     if len(values) > 2 * _BUCKETS:
         edges = np.linspace(0, len(values), _BUCKETS + 1).astype(int)
