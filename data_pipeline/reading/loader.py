@@ -253,7 +253,7 @@ class StreamingLoader:
         return starts, self._excluded, self._corrupt
 
     def _make(self, starts: list[int], excluded: Exclusions, corrupt: CorruptShards) -> Block | CorruptShardError:
-        """Makes a block; a corrupt shard is returned where those are skipped, and raised otherwise."""
+        """Makes a block; a corrupt shard is returned where those are skipped, else raised."""
         try:
             steps = self._maker.make(starts, excluded, corrupt)
         except CorruptShardError as error:

@@ -192,7 +192,7 @@ def _hours(times: Floats, starts: Sequence[float]) -> Floats:
 
 
 def _series(places: Ints, values: Floats, smooth: bool) -> Curve:
-    """A curve of at most 2 x `_BUCKETS` points: the lowest and highest of each, to keep all peaks."""
+    """A curve of at most 2 x `_BUCKETS` points, the lowest and highest of each: no peak is lost."""
     kept = np.arange(len(values))
     if len(values) > 2 * _BUCKETS:
         edges = np.linspace(0, len(values), _BUCKETS + 1).astype(int)
