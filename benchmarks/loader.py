@@ -24,9 +24,10 @@ import torch
 
 from benchmarks.corpus import data_arguments, prepare_dataset
 from benchmarks.pairing import Comparison, Contender, compare, publish
+from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.config import Config
 from data_pipeline.reading.dataset import Dataset
-from data_pipeline.reading.loader import StreamingLoader
+from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from trainer.hashing import combine
 from trainer.objectives import mlm
 from trainer.strategies import Replica
@@ -48,13 +49,10 @@ def open_loader(
     return StreamingLoader(
         dataset,
         Config(str(dataset.path), sequence_length=length, threads=threads),
+        SplitOrder(seed=0, finite=finite),
+        BatchLayout(batch_size, batch_size, Replica(0, 1)),
         pack_spec=objective.pack_spec(length),
         collate=objective.collate,
-        seed=0,
-        global_batch_size=batch_size,
-        micro_batch_size=batch_size,
-        replica=Replica(0, 1),
-        finite=finite,
     )
 
 

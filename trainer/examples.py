@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -218,3 +219,28 @@ class Vocabulary:
     def end(self) -> int | None:
         """Id of the token that ends a text for a decoder: [SEP], or where there is none, `eos`."""
         return self.eos if self.sep is None else self.sep
+
+
+class LoaderState(TypedDict, total=False):
+    """Where a loader stands in its data order, as checkpoints keep it; older ones lack some of it.
+
+    Attributes:
+        order, seed, lanes, window, packing, group_by_length: what the order is made from.
+        mixture: shares of the sources, as [first global example, share of each source by digest].
+        manifest: digest of the only source, of versions that knew no mixtures.
+        example: how many examples were taken.
+        excluded: ranges [first, end) of global examples that are skipped.
+        corrupt: shards that are skipped: digest of the source, name, first global example.
+    """
+
+    order: int
+    seed: int
+    lanes: int
+    window: int
+    packing: str
+    group_by_length: int | None
+    mixture: list[list[Any]]
+    manifest: str
+    example: int
+    excluded: Sequence[Sequence[int]]
+    corrupt: Sequence[Sequence[str | int]]

@@ -10,30 +10,53 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from data_pipeline.order.example_order import ORDER_VERSION, ExampleOrder, Replica, SinglePass
+from data_pipeline.order.example_order import ORDER_VERSION, ExampleOrder, SinglePass
 from data_pipeline.order.exclusions import Exclusions
 from data_pipeline.order.mixture import PERIOD, Mixture, Schedule
 from data_pipeline.packing.policies import packing_digest
-from data_pipeline.reading.batches import BatchMaker, check_batch
+from data_pipeline.reading.batches import BatchLayout, BatchMaker
 from data_pipeline.reading.config import Config
 from data_pipeline.reading.corruption import CorruptShardError, CorruptShards
-from data_pipeline.reading.dataset import max_open_shards
+from data_pipeline.reading.dataset import Dataset, max_open_shards
 from data_pipeline.reading.length_groups import GROUPS, LengthGroups, check_groups
 from data_pipeline.reading.mixed_dataset import AnyDataset, MixedSplit, named_sources
 from data_pipeline.reading.prefetch import Prefetcher
 from data_pipeline.reading.rows import RowMaker
 from trainer.errors import ConfigError, DataError
-from trainer.examples import Batch, Examples, PackSpec, TaskRow
+from trainer.examples import Batch, Examples, LoaderState, PackSpec, TaskRow
 
 logger = logging.getLogger(__name__)
 
 MicroBatch: TypeAlias = dict[str, torch.Tensor]
+Block: TypeAlias = list[list[MicroBatch]]
+"""Steps that are made together, each as its micro-batches."""
+
+
+@dataclass(frozen=True)
+class SplitOrder:
+    """The order of a split; with the dataset and the `data` section, this decides every batch.
+
+    Attributes:
+        seed: of the order, the masks and the dropout.
+        split: "train" or "heldout".
+        finite: one pass in a fixed order (`SinglePass`) with fixed keys, anew for every `iter()`,
+            the last batch padded: evaluation. Otherwise endless, shuffled, and `iter()` goes on
+            where the loader is.
+        example_after: the number of examples that a run has taken of this order after a number of
+            steps; None takes the global batch size for each step.
+    """
+
+    seed: int
+    split: str = "train"
+    finite: bool = False
+    example_after: Callable[[int], int] | None = None
 
 
 class StreamingLoader:
@@ -69,23 +92,16 @@ class StreamingLoader:
     Args:
         dataset: the dataset, or those of a mixture.
         config: the `data` section.
-        split: "train" or "heldout".
+        order: which split is read, and how.
+        layout: how a global batch is divided.
         pack_spec: the objective's cells, for `config.sequence_length`.
         collate: the objective's; makes the arrays of a micro-batch from its examples and `pack_spec.sequence_length`.
-        seed: the run's seed.
-        global_batch_size: examples of one optimizer step, over all replicas.
-        micro_batch_size: the most rows of one forward pass on a device.
-        replica: this process's share of each batch.
-        finite: one pass in a fixed order (`SinglePass`) with fixed keys, anew for every `iter()`, the last batch
-            padded: evaluation. Otherwise endless, shuffled, and `iter()` goes on where the loader is.
-        example_after: how many examples a run has taken of this order after so many steps; None takes all steps for
-            `global_batch_size`.
         largest: the largest of the numbers that replicas call it with, told to all of them; they do so before each
             step where `config.on_corrupt` is skip.
 
     Raises:
-        ConfigError: fewer examples in the batch than devices, or in the split than lanes; or more shards to read from
-            at a time than may be kept open.
+        ConfigError: fewer examples in the split than lanes, or more shards to read from at a time
+            than may be kept open.
         DataError: the split is empty or a shard is damaged.
     """
 
@@ -93,89 +109,86 @@ class StreamingLoader:
         self,
         dataset: AnyDataset,
         config: Config,
+        order: SplitOrder,
+        layout: BatchLayout,
         *,
-        split: str = "train",
         pack_spec: PackSpec,
         collate: Callable[[Examples, int], Batch],
-        seed: int,
-        global_batch_size: int,
-        micro_batch_size: int,
-        replica: Replica,
-        finite: bool = False,
-        example_after: Callable[[int], int] | None = None,
         largest: Callable[[int], int] = int,
     ) -> None:
-        devices = replica.count * replica.devices
-        check_batch(global_batch_size, devices)
-        if micro_batch_size < 1:
-            raise ConfigError(f"micro_batch_size must be at least 1, not {micro_batch_size}")
-        named = named_sources(dataset)
-        if finite:  # some may have no held-out documents
-            named = {name: source for name, source in named.items() if source.manifest.splits.get(split)} or named
-        self._named, self._split = named, split
-        self._packed = MixedSplit(named, split, pack_spec, config.packing, seed)
-        self.sources, self._finite = self._packed.sizes, finite
-        self._mixture: Mixture | None = None
-        order: ExampleOrder
-        of_replica = (global_batch_size, replica.index, replica.count)
-        self._group = config.group_by_length
+        self._named = named = _sources(dataset, order)
+        self._order, self._batch_size, self._largest = order, layout.global_batch_size, largest
+        self._group, self._prefetch = config.group_by_length, config.prefetch
+        self._accept_change, self._skips_corrupt = config.on_change == "accept", config.on_corrupt == "skip"
+        self._packed = MixedSplit(named, order.split, pack_spec, config.packing, order.seed)
+        self.sources, self.micro_batches = self._packed.sizes, layout.micro_batches
         if self._group is not None:
             check_groups(config, pack_spec)
-            of_replica = (GROUPS * self._group, 0, 1)
-        if finite:
-            order = SinglePass(self._packed.counts)
-            most = order.working_set(*of_replica)
+        self._mixture: Mixture | None = None
+        examples: ExampleOrder
+        if order.finite:
+            examples = SinglePass(self._packed.counts)
+            cached = examples.working_set(*self._reach(layout))
         else:
-            example_after = example_after or (lambda step: step * global_batch_size)
-            keys = {name: source.manifest.digest for name, source in named.items()}
-            orders = self._packed.orders(keys, seed=seed, lanes=config.lanes, window=config.window)
-            self._mixture = Mixture(_schedule(config, keys, example_after), orders, keys)
-            order = self._mixture.order
-            needed = order.working_set(*of_replica)
-            if needed > max_open_shards():
-                raise ConfigError(
-                    f"data.lanes {config.lanes} and data.window {config.window} have this process read from {needed} "
-                    f"shards at a time, and it can keep {max_open_shards()} open; lower one of them (in a new run), "
-                    f"use more devices, which share the lanes, or raise the limit of open files (ulimit -n)"
-                )
-            of_each = [each.working_set(*of_replica) for each in orders.values()]
-            spare = max(0, max_open_shards() - sum(of_each)) // len(of_each)
-            remote = [source.remote is not None for source in named.values()]  # these stay in the cache while open
-            self._packed.keep_open([each + (0 if far else spare) for each, far in zip(of_each, remote, strict=True)])
-            most = sum(each for each, far in zip(of_each, remote, strict=True) if far)
-        self._accept_change, self._skips_corrupt = config.on_change == "accept", config.on_corrupt == "skip"
-        self._batch_size, self._prefetch, self._largest = global_batch_size, config.prefetch, largest
+            self._mixture = self._open_mixture(config)
+            examples = self._mixture.order
+            cached = self._keep_shards_open(config, self._mixture, self._reach(layout))
+        shards = [(source, shard) for source in named.values() for shard in source.shards(order.split)]
         self._prefetcher: Prefetcher | None = None
-        shards = [(source, shard) for source in named.values() for shard in source.shards(split)]
         if any(source.remote for source in named.values()):
-            self._prefetcher = Prefetcher([(source.remote, shard) for source, shard in shards], most)
-        self._seed = seed
+            self._prefetcher = Prefetcher([(source.remote, shard) for source, shard in shards], cached)
+        row_maker = RowMaker(tuple(named.values()), self._packed, pack_spec, collate, order.seed)
         self._maker = BatchMaker(
-            self._grouped(order),
-            self._packed.counts,
-            RowMaker(tuple(named.values()), self._packed, pack_spec, collate, seed),
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            row_cells=pack_spec.cells,
-            replica=replica,
-            prefetcher=self._prefetcher,
+            self._grouped(examples), self._packed.counts, row_maker, pack_spec.cells, layout, self._prefetcher
         )
-        self.micro_batches = self._maker.micro_batches
         self._corrupt = CorruptShards([(source.manifest.digest, shard.name) for source, shard in shards])
         self._threads = ThreadPoolExecutor(config.threads, "loader") if config.threads else None
-        self._ahead: deque[Future[list[list[MicroBatch]]]] = deque()
+        self._ahead: deque[Future[Block | CorruptShardError]] = deque()
         self._ready: deque[list[MicroBatch]] = deque()
-        self._excluded = self._configured = Exclusions(() if finite else config.exclude)
+        self._excluded = self._configured = Exclusions(() if order.finite else config.exclude)
         self._position = self._planned = self._fed_from = 0  # as numbers of the order, those passed over included
         self._block_steps = 1
-        self._identity = {
+        self._identity: LoaderState = {
             "order": ORDER_VERSION,
-            "seed": seed,
+            "seed": order.seed,
             "lanes": config.lanes,
             "window": config.window,
             "packing": packing_digest(pack_spec, config.packing),
             "group_by_length": config.group_by_length,
         }
+
+    def _reach(self, layout: BatchLayout) -> tuple[int, int, int]:
+        """The examples that are read together: a batch size, and index and count of this reader."""
+        if self._group is not None:  # whole groups are sorted by length
+            return GROUPS * self._group, 0, 1
+        return layout.global_batch_size, layout.replica.index, layout.replica.count
+
+    def _open_mixture(self, config: Config) -> Mixture:
+        """The endless order of all sources."""
+        keys = {name: source.manifest.digest for name, source in self._named.items()}
+        orders = self._packed.orders(keys, seed=self._order.seed, lanes=config.lanes, window=config.window)
+        example_after = self._order.example_after or (lambda step: step * self._batch_size)
+        return Mixture(_schedule(config, keys, example_after), orders, keys)
+
+    def _keep_shards_open(self, config: Config, mixture: Mixture, reach: tuple[int, int, int]) -> int:
+        """Sets how many shards of each source stay open; returns how many of these are remote.
+
+        Raises:
+            ConfigError: one process may not open as many files.
+        """
+        needed = mixture.order.working_set(*reach)
+        if needed > max_open_shards():
+            raise ConfigError(
+                f"data.lanes {config.lanes} and data.window {config.window} have this process read from {needed} "
+                f"shards at a time, and it can keep {max_open_shards()} open; lower one of them (in a new run), "
+                f"use more devices, which share the lanes, or raise the limit of open files (ulimit -n)"
+            )
+        of_each = [each.working_set(*reach) for each in mixture.orders.values()]
+        spare = max(0, max_open_shards() - sum(of_each)) // len(of_each)
+        # A shard in the cache stays there while it is open, so remote sources have no spare ones.
+        remote = [source.remote is not None for source in self._named.values()]
+        self._packed.keep_open([each + (0 if far else spare) for each, far in zip(of_each, remote, strict=True)])
+        return sum(each for each, far in zip(of_each, remote, strict=True) if far)
 
     @property
     def examples(self) -> int:
@@ -185,47 +198,45 @@ class StreamingLoader:
     def _grouped(self, order: ExampleOrder) -> ExampleOrder:
         if self._group is None:
             return order
-        return LengthGroups(order, self._packed.cells, self._group, self._seed, self._finite)
+        return LengthGroups(order, self._packed.cells, self._group, self._order.seed, self._order.finite)
 
     def __iter__(self) -> StreamingLoader:
-        if self._finite:
+        if self._order.finite:
             self._go_to(0)
         return self
 
     def __next__(self) -> list[MicroBatch]:
-        while (shard := self._corrupt_shard()) >= 0:
+        shard = self._fill()
+        # All replicas skip a shard that one of them needs and finds corrupt, from this step on.
+        while self._skips_corrupt and (shard := self._largest(shard)) >= 0:
             self._corrupt = self._corrupt.add(shard, self._position)
             self._go_to(self._position)
+            shard = self._fill()
         if not self._ready:
             raise StopIteration
         self._fed_from, self._position = self._position, self._excluded.after(self._position, self._batch_size)
         return self._ready.popleft()
 
-    def _corrupt_shard(self) -> int:
-        """Readies the next step's batches; a shard to pass over first, which a replica needs and found corrupt, or -1.
+    def _fill(self) -> int:
+        """Readies the next step, if there is one; returns a corrupt shard to skip first, or -1.
 
         Raises:
-            CorruptShardError: this one did, and nothing is passed over.
+            CorruptShardError: it needs one, and none is to be skipped.
         """
-        shard = -1
-        try:
-            self._fill()
-        except CorruptShardError:
-            if not self._skips_corrupt:
-                raise
+        if self._ready:
+            return -1
+        block = self._next_block()
+        if isinstance(block, CorruptShardError):
+            # A block has many steps, of which a later one may need the shard. Now it has one step.
             self._go_to(self._position)
-            try:  # the failed block had many steps; now it is this one alone
-                self._fill()
-            except CorruptShardError as error:
-                logger.warning("its examples are passed over from here on, as data.on_corrupt is skip: %s", error)
-                shard = error.shard
-        return self._largest(shard) if self._skips_corrupt else -1
+            block = self._next_block()
+        if isinstance(block, CorruptShardError):
+            logger.warning("its examples are passed over from here on, as data.on_corrupt is skip: %s", block)
+            return block.shard
+        self._ready.extend(block)
+        return -1
 
-    def _fill(self) -> None:
-        if not self._ready:
-            self._ready.extend(self._next_block())
-
-    def _next_block(self) -> list[list[MicroBatch]]:
+    def _next_block(self) -> Block | CorruptShardError:
         if self._threads is None:
             return self._make(*self._plan_block())
         while len(self._ahead) <= self._prefetch:
@@ -241,10 +252,16 @@ class StreamingLoader:
         self._block_steps = min(2 * self._block_steps, self._maker.most_steps)
         return starts, self._excluded, self._corrupt
 
-    def _make(self, starts: list[int], excluded: Exclusions, corrupt: CorruptShards) -> list[list[MicroBatch]]:
+    def _make(self, starts: list[int], excluded: Exclusions, corrupt: CorruptShards) -> Block | CorruptShardError:
+        """Makes a block; a corrupt shard is returned where those are skipped, else raised."""
+        try:
+            steps = self._maker.make(starts, excluded, corrupt)
+        except CorruptShardError as error:
+            if self._skips_corrupt:
+                return error
+            raise
         return [
-            [{name: torch.from_numpy(array) for name, array in arrays.items()} for arrays in step]
-            for step in self._maker.make(starts, excluded, corrupt)
+            [{name: torch.from_numpy(array) for name, array in arrays.items()} for arrays in step] for step in steps
         ]
 
     def _go_to(self, example: int) -> None:
@@ -274,7 +291,7 @@ class StreamingLoader:
         (first, *_) = (source.manifest.task for source in self._named.values())
         gone = {(digest, name) for digest, name, _ in self.corrupt}
         rows = [
-            source.rows(self._split, {name for digest, name in gone if digest == source.manifest.digest})
+            source.rows(self._order.split, {name for digest, name in gone if digest == source.manifest.digest})
             for source in self._named.values()
         ]
         return rows, () if first is None else first.labels
@@ -300,14 +317,17 @@ class StreamingLoader:
         if end > self._position:  # or what has been made ahead is as it should be
             self._go_to(self._position)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> LoaderState:
         """How many examples were taken (not merely made ahead), which were passed over, and of which order."""
-        example = self._position - self._excluded.before(self._position)
-        mixture = self._mixture.state() if self._mixture else []
-        passed_over = {"excluded": self._excluded.ranges, "corrupt": [list(shard) for shard in self.corrupt]}
-        return {**self._identity, "mixture": mixture, "example": example, **passed_over}
+        return {
+            **self._identity,
+            "mixture": self._mixture.state() if self._mixture else [],
+            "example": self._position - self._excluded.before(self._position),
+            "excluded": self._excluded.ranges,
+            "corrupt": [list(shard) for shard in self.corrupt],
+        }
 
-    def load_state_dict(self, state: dict[str, Any], as_recorded: bool = False) -> None:
+    def load_state_dict(self, state: LoaderState, as_recorded: bool = False) -> None:
         """Continues after the steps another loader gave; batch sizes, replicas and threads may differ freely.
 
         Args:
@@ -335,7 +355,8 @@ class StreamingLoader:
         if self._mixture is not None:
             # Loaders that knew no mixtures said which dataset it was.
             parts = state.get("mixture") or [[0, {str(state.get("manifest")): PERIOD}]]
-            self._mixture.resume(Schedule.of(parts), position, accept=self._accept_change, as_recorded=as_recorded)
+            recorded = Schedule.of((first, shares) for first, shares in parts)
+            self._mixture.resume(recorded, position, accept=self._accept_change, as_recorded=as_recorded)
             self._maker.order = self._grouped(self._mixture.order)
         self._corrupt = self._corrupt.replaced(state.get("corrupt", ()))
         self._excluded = excluded | self._configured
@@ -355,6 +376,14 @@ class StreamingLoader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _sources(dataset: AnyDataset, order: SplitOrder) -> dict[str, Dataset]:
+    """The datasets by name; for a single pass those that have the split: some hold out nothing."""
+    named = named_sources(dataset)
+    if not order.finite:
+        return named
+    return {name: source for name, source in named.items() if source.manifest.splits.get(order.split)} or named
 
 
 def _schedule(config: Config, keys: dict[str, str], example_after: Callable[[int], int]) -> Schedule:

@@ -78,7 +78,7 @@ def train(file: str, overrides: list[str], world: World, sick: bool = False, led
         backward(loss * math.inf if first_try else loss)
 
     trainer.strategy.backward = injected  # type: ignore[method-assign]
-    if (step := trainer.checkpointer.latest()) is not None:
+    if (step := trainer.checkpoints.durable.latest()) is not None:
         trainer.restore(step)
     tracker = Losses("train/loss", "heldout/loss")
     trainer.fit([tracker], ledger if world.rank == 0 else None)

@@ -9,15 +9,18 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from trainer.errors import SamestepError
 from trainer.monitoring import Tracker
 
 logger = logging.getLogger(__name__)
 
+Row: TypeAlias = dict[str, Any]
+"""A line of a file: its step, its time, and numbers or words by name."""
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+
+def read_rows(path: Path) -> Iterator[Row]:
     """Yields the rows {"step": n, "time": seconds since 1970, name: value...} of a metrics file, if there is one.
 
     Lines that are no such rows, as a kill or a full disk can leave behind, are passed over.

@@ -7,7 +7,7 @@ import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -19,6 +19,15 @@ logger = logging.getLogger(__name__)
 
 _MOST_STEPS = 20  # a trace is a few megabytes a micro-batch
 _MOST_BYTES = 32 * 2**20  # of a compressed trace that is analysed, which takes some fifty times its size in memory
+
+
+class Event(TypedDict, total=False):
+    """An event of a Chrome trace that has a duration; times are in microseconds."""
+
+    name: str
+    cat: str
+    ts: float
+    dur: float
 
 
 @dataclass(frozen=True)
@@ -123,7 +132,7 @@ def communication(trace: Path) -> dict[str, float]:
     }
 
 
-def _spans(events: list[dict[str, Any]], collective: int, compute: int) -> np.ndarray:
+def _spans(events: list[Event], collective: int, compute: int) -> np.ndarray:
     """The ends of events as columns (time in microseconds, change in open collectives, change in open computations)."""
     begin = np.array([event["ts"] for event in events], dtype=np.float64)
     end = begin + np.array([event["dur"] for event in events], dtype=np.float64)

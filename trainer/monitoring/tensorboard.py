@@ -11,10 +11,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
+from trainer.config import Tree
 from trainer.errors import MissingExtra
 from trainer.monitoring import Tracker
 from trainer.monitoring.jsonl import read_rows
@@ -28,7 +28,7 @@ _FLUSH_SECONDS = 10
 class Config:
     """TensorBoard event files in RUN/tensorboard."""
 
-    def build(self, folder: Path, description: Mapping[str, Any]) -> TensorBoardTracker:
+    def build(self, folder: Path, description: Tree) -> TensorBoardTracker:
         """Makes the tracker of a run folder; `description` is the experiment's configuration.
 
         metrics.jsonl must have been cut back to the step that training continues from.
@@ -42,7 +42,7 @@ class Config:
 class TensorBoardTracker(Tracker):
     """Writes metrics as scalars. Nothing that goes wrong here stops training: it is reported once."""
 
-    def __init__(self, folder: Path, description: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, description: Tree) -> None:
         try:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.compat.proto.summary_pb2 import Summary

@@ -25,6 +25,7 @@ from typing import Any, Literal
 from urllib.parse import urlparse
 
 from trainer import storage
+from trainer.config import Tree
 from trainer.errors import ConfigError, MissingExtra
 from trainer.monitoring import Level, Tracker
 from trainer.monitoring.artifacts import CheckpointArtifacts
@@ -90,7 +91,7 @@ class Config:
     def build(
         self,
         folder: Path,
-        description: Mapping[str, Any],
+        description: Tree,
         checkpoints: Callable[[], Sequence[str]],
         summary: Mapping[str, str | int],
     ) -> WandbTracker:
@@ -115,7 +116,7 @@ class WandbTracker(Tracker):
         self,
         config: Config,
         folder: Path,
-        description: Mapping[str, Any],
+        description: Tree,
         checkpoints: Callable[[], Sequence[str]],
         summary: Mapping[str, str | int],
     ) -> None:
@@ -139,7 +140,7 @@ class WandbTracker(Tracker):
         config: Config,
         mode: str,
         folder: Path,
-        description: Mapping[str, Any],
+        description: Tree,
         summary: Mapping[str, str | int],
     ) -> None:
         run_id = _run_id(folder)

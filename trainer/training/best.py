@@ -6,12 +6,13 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
 
 from trainer.errors import ConfigError
+from trainer.training.state import Meta
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,16 @@ class Config:
     def lowest(self) -> bool:
         """Whether less is better."""
         return self.metric.endswith(("loss", "perplexity", "mse")) if self.mode is None else self.mode == "min"
+
+
+class BestState(TypedDict):
+    """What a checkpoint keeps: the criterion, the best step and score, the evaluations since."""
+
+    metric: str
+    lowest: bool
+    step: int | None
+    value: float | None
+    since: int
 
 
 class Best:
@@ -105,24 +116,29 @@ class Best:
             return "no evaluation has a finite score"
         return f"heldout/{self._config.metric} is best at step {self.step}: {self.value:.6g}"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, BestState]:
         """What a checkpoint keeps: nothing, if no step is to be best."""
         if self._config is None:
             return {}
-        of = {"metric": self._config.metric, "lowest": self._config.lowest}
-        value = None if self.step is None else self.value
-        return {"best": of | {"step": self.step, "value": value, "since": self.since}}
+        state: BestState = {
+            "metric": self._config.metric,
+            "lowest": self._config.lowest,
+            "step": self.step,
+            "value": None if self.step is None else self.value,
+            "since": self.since,
+        }
+        return {"best": state}
 
-    def load_state_dict(self, state: Mapping[str, Any], holds: Callable[[int], bool]) -> None:
+    def load_state_dict(self, state: Meta, holds: Callable[[int], bool]) -> None:
         """Goes on from what a checkpoint has kept; where that is of no use, the next evaluation is the first one.
 
         Args:
             state: of the checkpoint.
             holds: whether the checkpoint of a step is there, as one that was being saved in a crash is not.
         """
-        own, best = self.state_dict().get("best", {}), state.get("best", {})
+        own, best = self.state_dict().get("best"), state.get("best", {})
         self._bests, self.since = [], 0
-        if not own or any(best.get(name) != own[name] for name in ("metric", "lowest")):
+        if own is None or (best.get("metric"), best.get("lowest")) != (own["metric"], own["lowest"]):
             return
         if best["step"] is None:
             self.since = best["since"]

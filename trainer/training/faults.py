@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import numpy as np
 
@@ -53,6 +52,14 @@ class Config:
     def looks(self) -> bool:
         """Whether each step is looked at before its update, for which the host waits for the device."""
         return self.action != "stop" or self.sigma is not None
+
+
+class FaultsState(TypedDict):
+    """What a checkpoint keeps: numbers of sound steps, the faulty steps, and how many in a row."""
+
+    sound: dict[str, list[float]]
+    steps: list[int]
+    in_a_row: int
 
 
 class Faults:
@@ -118,11 +125,11 @@ class Faults:
                     "same command again"
                 )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> FaultsState:
         """What a checkpoint keeps."""
         return {"sound": {n: list(w) for n, w in self._sound.items()}, "steps": self._steps, "in_a_row": self._in_a_row}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: FaultsState) -> None:
         """Goes on from a checkpoint. Faults after it stay counted, so that a run does not rewind for ever."""
         self.forget()
         for name, window in self._sound.items():

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
-
-from torch import Tensor
 
 from trainer.errors import SamestepError
 from trainer.strategies import Strategy
-from trainer.training.faults import Config, Faults
-from trainer.training.passes import Metrics, step_numbers
+from trainer.training.faults import Config, Faults, FaultsState
+from trainer.training.passes import Gradients, step_numbers
+from trainer.training.state import Meta
 
 logger = logging.getLogger(__name__)
-
-Gradients: TypeAlias = tuple[list[Metrics], Tensor]
-"""The metrics of a step's micro-batches and the norm of its gradient, which has been computed."""
 
 
 class Guard:
@@ -32,27 +26,27 @@ class Guard:
         self._config, self._strategy, self._output = config, strategy, output
         self._faults = Faults(config, scaled=strategy.loss_scale is not None)
 
-    def examine(self, step: int, compute: Callable[[], Gradients]) -> tuple[Gradients, str | None]:
-        """Has the gradients of a step computed; once more if they look faulty, as hardware has passing faults.
+    def look(self, step: int, gradients: Gradients) -> str | None:
+        """Checks a step's loss and gradient norm; returns what is wrong with them, or None."""
+        fault = self._faults.look(*self._numbers(gradients))
+        if fault is not None:
+            self._warn("step %d: %s; it is computed again from the same batch", step, fault)
+        return fault
 
-        Returns:
-            The gradients, and what was wrong with them both times; None where nothing is.
-        """
-        gradients = compute()
-        if not self._config.looks or (fault := self._faults.look(*self._numbers(gradients))) is None:
-            return gradients, None
-        self._warn("step %d: %s; it is computed again from the same batch", step, fault)
-        gradients = compute()
+    def look_again(self, step: int, gradients: Gradients) -> str | None:
+        """Checks the second result from the same batch; a fault that is gone was the hardware's."""
         loss, grad_norm = self._numbers(gradients)
-        if (fault := self._faults.look(loss, grad_norm)) is None:
+        fault = self._faults.look(loss, grad_norm)
+        if fault is None:
             self._warn(
-                "step %d: now the loss is %.6g and the gradient norm %.6g: a passing fault", step, loss, grad_norm
+                "step %d: now the loss is %.6g and the gradient norm %.6g: a passing fault",
+                *(step, loss, grad_norm),
             )
-        return gradients, fault
+        return fault
 
     def _numbers(self, gradients: Gradients) -> tuple[float, float]:
         with self._strategy.accelerator.graph("loss and norm"):
-            return step_numbers(*gradients, self._strategy)
+            return step_numbers(gradients, self._strategy)
 
     def skips(self, step: int, fault: str) -> bool:
         """Whether the step with a fault is to be skipped; if not, the run is to go back to a checkpoint.
@@ -76,11 +70,11 @@ class Guard:
             "training.faults.action to skip or rewind"
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, FaultsState]:
         """What a checkpoint keeps: nothing, if steps are not looked at."""
         return {"faults": self._faults.state_dict()} if self._config.looks else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Meta) -> None:
         """Goes on from what a checkpoint has kept, if it has."""
         if "faults" in state:
             self._faults.load_state_dict(state["faults"])

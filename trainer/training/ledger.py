@@ -21,7 +21,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 from trainer.monitoring.jsonl import JsonlTracker
 from trainer.ranges import merged
@@ -41,7 +41,19 @@ GENESIS = "0" * 64
 _UNCHAINED = ("time", "head")
 
 
-def chain(head: str, row: Mapping[str, Any]) -> str:
+class LedgerState(TypedDict, total=False):
+    """Where a ledger stands, as checkpoints keep it; older ones have no `corrupt`."""
+
+    head: str
+    order: int
+    basis: str
+    fed: Sequence[int] | None
+    examples: list[list[int]]
+    excluded: list[list[int]]
+    corrupt: list[list[str | int]]
+
+
+def chain(head: str, row: Mapping[str, object]) -> str:
     """The head that a row leads to, from the one before it."""
     content = {name: value for name, value in row.items() if name not in _UNCHAINED}
     return hashlib.sha256(f"{head} {_canonical(content)}".encode()).hexdigest()
@@ -90,7 +102,7 @@ class Ledger:
         self._examples: list[list[int]] = []
         self._order, self._basis = 0, ""
         self._excluded: list[list[int]] = []
-        self._corrupt: list[list[Any]] = []
+        self._corrupt: list[list[str | int]] = []
         self._announce = False  # the order, though it is the same: its row is lost
         self._path: Path | None = None
         self._file: JsonlTracker | None = None
@@ -128,7 +140,7 @@ class Ledger:
         else:
             self.head = found[0]
 
-    def must_close_row(self, order: int, basis: Mapping[str, Any], batch_size: int) -> bool:
+    def must_close_row(self, order: int, basis: Mapping[str, object], batch_size: int) -> bool:
         """Whether the steps that are in no row yet need one before such steps follow; the same on all ranks."""
         if self.fed is None:
             return False
@@ -136,7 +148,7 @@ class Ledger:
         same_size = examples == batch_size * (self.fed[1] - self.fed[0] + 1)
         return not same_size or self._basis != _digest(order, basis)
 
-    def enter(self, step: int, order: int, basis: Mapping[str, Any], excluded: Sequence[Range]) -> None:
+    def enter(self, step: int, order: int, basis: Mapping[str, object], excluded: Sequence[Range]) -> None:
         """Begins a data order, unless it is the one that the rows are about.
 
         Args:
@@ -155,10 +167,10 @@ class Ledger:
 
     def feed(self, step: int, examples: Sequence[Range], corrupt: Sequence[CorruptShard] = ()) -> None:
         """Takes note of the global examples that a step took; writes which shards are passed over, if that is new."""
-        for shard in (list(shard) for shard in corrupt):
+        for dataset, name, first in corrupt:
+            shard: list[str | int] = [dataset, name, first]
             if shard not in self._corrupt:
                 self._corrupt.append(shard)
-                dataset, name, first = shard
                 self._append(step, "corrupt", {"order": self._order, "dataset": dataset, "shard": name, "first": first})
         self.fed = (self.fed[0] if self.fed else step, step)
         for first, end in examples:
@@ -193,7 +205,7 @@ class Ledger:
         if self._file is not None:
             self._file.log(step, {**row, "head": self.head})
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> LedgerState:
         """Where the ledger stands, for a checkpoint; what it refers to is on the disk by then."""
         if self._file is not None:
             self._file.sync()
@@ -207,10 +219,11 @@ class Ledger:
             "corrupt": self._corrupt,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
+    def load_state_dict(self, state: LedgerState, step: int) -> None:
         """Goes back to where a ledger stood; rows after that are removed from the file."""
         self.head, self._order, self._basis = state["head"], state["order"], state["basis"]
-        self.fed = tuple(state["fed"]) if state["fed"] else None
+        fed = state["fed"]
+        self.fed = (fed[0], fed[1]) if fed else None
         self._examples, self._excluded = ([list(part) for part in state[name]] for name in ("examples", "excluded"))
         self._corrupt = [list(shard) for shard in state.get("corrupt", ())]  # or of a version that passed over none
         if self._path is not None:
@@ -231,9 +244,9 @@ def _find(path: Path, head: str) -> tuple[str, int] | None:
     )
 
 
-def _digest(order: int, basis: Mapping[str, Any]) -> str:
+def _digest(order: int, basis: Mapping[str, object]) -> str:
     return hashlib.sha256(_canonical({"order": order, **basis}).encode()).hexdigest()
 
 
-def _canonical(content: Mapping[str, Any]) -> str:
+def _canonical(content: Mapping[str, object]) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +22,16 @@ from trainer.optim import groups
 from trainer.strategies import Strategy
 from trainer.strategies.fingerprint import StateCheck
 from trainer.training.best import Best
-from trainer.training.guard import Gradients, Guard
-from trainer.training.passes import Loader, MicroBatches, accumulate_gradients, score
+from trainer.training.checkpoints import Checkpoints
+from trainer.training.guard import Guard
+from trainer.training.passes import Gradients, Loader, MicroBatches, accumulate_gradients, score
+from trainer.training.phase_loaders import PhaseLoaders
 from trainer.training.phases import Phase, phase_of
 from trainer.training.preemption import StopRequest
 from trainer.training.recorder import AlertingHeartbeat, Recorder
-from trainer.training.resuming import changes_since
+from trainer.training.resuming import Description, changes_since
 from trainer.training.settings import Config
-from trainer.training.state import TrainState
+from trainer.training.state import Meta, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -46,30 +47,24 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         objective: Objective,
         strategy: Strategy,
-        phases: tuple[Phase, ...],
-        open_loader: Callable[[Phase], Loader],
-        heldout: Callable[[Phase], Loader],
-        checkpointer: Checkpointer,
-        snapshots: Checkpointer | None,
-        description: Mapping[str, Any],
+        loaders: PhaseLoaders,
+        checkpoints: Checkpoints,
+        description: Description,
     ) -> None:
         self.config = config
         self.model = model
         self.optimizer = optimizer
         self.objective = objective
         self.strategy = strategy
-        self.phases = phases
-        self.open_loader = open_loader
-        self.loaders = [open_loader(phase) for phase in phases]
-        self.heldout = heldout
-        self.checkpointer = checkpointer
-        self.snapshots = snapshots
+        self.phases = loaders.phases
+        self.loaders = loaders
+        self.checkpoints = checkpoints
         self.description = description
         self.state = TrainState()
         self.best = Best(config.best)
         self.recorder = Recorder(strategy)
-        self.guard = Guard(config.faults, strategy, description["config"]["output"])
-        stacks = Path(description["config"]["output"], "stacks")
+        self.guard = Guard(config.faults, strategy, description.output)
+        stacks = Path(description.output, "stacks")
         self.heartbeat = AlertingHeartbeat(self.recorder, strategy.world, config.hang_timeout, stacks)
         # A look at a compiled step's state would cut its graph in two.
         every = None if strategy.accelerator.compiles else config.verify_state_every
@@ -109,7 +104,7 @@ class Trainer:
             while not (self.over or (stop and stop.agreed)):
                 if fault := self._run_phase(self.phase):
                     return fault
-            self.checkpointer.wait()
+            self.checkpoints.durable.wait()
         return None
 
     @property
@@ -139,7 +134,8 @@ class Trainer:
                 self.pass_over(self.loader.fed, fault)
                 continue
             if self.state.step == began + 1:
-                self._reserve_memory()
+                # The optimizer has its state from now on, which saves copy to the host.
+                self.checkpoints.reserve(self.strategy.to_host(self._tensors(), copy=False))
             if self._profiler is not None and (shares := self._profiler.end_step(self.state.step)):
                 self.recorder.log(self.state.step, shares)
             if logged := self._due(self.config.log_every) or self.state.step == phase.end:
@@ -153,20 +149,13 @@ class Trainer:
             if self.best.over and not logged:
                 self._log_training()
             stopping = (self._stop is not None and self._stop.decide()) or self.best.over
-            if due := self._saves_due(stopping):
+            ending = stopping or self.state.step in (self.config.steps, self.best.step)
+            if due := self.checkpoints.due(self.state.step, ending):
                 self.save(due)
                 lap("checkpoint")
             if stopping:
                 return None
         return None
-
-    def _hand_over(self, ended: Phase) -> None:
-        """Ends a phase; one of the same data order goes on from there."""
-        self.guard.end_phase()
-        loader = self.loaders[ended.index]
-        loader.close()
-        if ended.index < self.phase.index and ended.order == self.phase.order:
-            self.loader.load_state_dict(loader.state_dict())
 
     @property
     def phase(self) -> Phase:
@@ -176,14 +165,13 @@ class Trainer:
     @property
     def loader(self) -> Loader:
         """The loader of the next step."""
-        return self.loaders[self.phase.index]
+        return self.loaders.train(self.phase)
 
     def close(self) -> None:
         """Stops what makes batches in the background, and a profiler that runs."""
         if self._profiler is not None:
             self._profiler.close()
-        for loader in self.loaders:
-            loader.close()
+        self.loaders.close()
 
     def train_step(self, micro_batches: MicroBatches) -> str | None:
         """Takes one optimizer step on this replica's rows of a global batch.
@@ -194,38 +182,50 @@ class Trainer:
         Returns:
             What is wrong with the step, which then has changed nothing; None if nothing is.
         """
-        phase = self.phase
-        lr = self.optimizer.defaults["lr"] if phase.lr is None else phase.lr
-        groups.set_lr(self.optimizer, lr * phase.lr_fraction(self.state.step))
-        with self._graph("step", apart=not self.config.faults.looks):
-            (metrics, self._grad_norm), fault = self.guard.examine(
-                self.state.step + 1, lambda: self._compute_gradients(micro_batches)
-            )
-            if fault:
-                return fault
-            self.recorder.add_fed(self.state.step + 1, micro_batches, self.loader)
+        phase, step, looks = self.phase, self.state.step + 1, self.config.faults.looks
+        self._set_lr(phase)
+        # The guard looks at numbers on the host: then a step is two graphs, gradients and update.
+        with self._graph("step", apart=not looks):
+            gradients = self._compute_gradients(micro_batches)
+            if looks and self.guard.look(step, gradients):
+                gradients = self._compute_gradients(micro_batches)  # hardware has transient faults
+                if fault := self.guard.look_again(step, gradients):
+                    return fault
+            metrics, self._grad_norm = gradients
+            self.recorder.add_fed(step, micro_batches, self.loader)
             self.state_check.before_update(self.state.step)
-            with self._graph("update", apart=self.config.faults.looks):
+            with self._graph("update", apart=looks):
                 for each in metrics:
                     self.recorder.add(each)
                 self.strategy.step(self.optimizer, self._grad_norm)
                 self.optimizer.zero_grad(set_to_none=True)
-        self.state.step += 1
-        self.state_check.after_update(self.state.step)
+        self.state.step = step
+        self.state_check.after_update(step)
         self.recorder.lap("optimizer")
-        self.state.examples += phase.global_batch_size
-        sides = [batch[name].shape[1] for name in ("tokens", "target_tokens") if name in (batch := micro_batches[0])]
-        self.state.tokens += phase.global_batch_size * sum(sides)
-        if self.state.step == phase.end:
-            self._hand_over(phase)
+        self._count(phase, micro_batches[0])
+        if step == phase.end:
+            self.guard.end_phase()
+            self.loaders.end(phase, self.phase)
         return None
 
+    def _set_lr(self, phase: Phase) -> None:
+        """Sets the learning rate of the next update."""
+        lr = self.optimizer.defaults["lr"] if phase.lr is None else phase.lr
+        groups.set_lr(self.optimizer, lr * phase.lr_fraction(self.state.step))
+
     def _compute_gradients(self, micro_batches: MicroBatches) -> Gradients:
+        """Leaves the clipped gradients of a global batch in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
         lap = self.recorder.lap
         with self._graph("gradients", apart=self.config.faults.looks):
             metrics = accumulate_gradients(self.model, self.objective, self.strategy, micro_batches, lap)
-            return metrics, self.strategy.clip_grad_norm(self.config.max_grad_norm)
+            return Gradients(metrics, self.strategy.clip_grad_norm(self.config.max_grad_norm))
+
+    def _count(self, phase: Phase, batch: Mapping[str, Tensor]) -> None:
+        """Counts the examples and positions of a step; `batch` is any of its micro-batches."""
+        lengths = [batch[name].shape[1] for name in ("tokens", "target_tokens") if name in batch]
+        self.state.examples += phase.global_batch_size
+        self.state.tokens += phase.global_batch_size * sum(lengths)
 
     def _graph(self, work: str, apart: bool) -> AbstractContextManager[object]:
         """Surrounds work of this phase that is a graph of its own, or part of another."""
@@ -253,41 +253,28 @@ class Trainer:
 
     def note_order(self) -> None:
         """Tells the ledger what the examples of the next step are numbers of."""
-        objective = self.description["config"]["objective"]
+        objective = self.description.config["objective"]
         self.recorder.enter(self.state.step, self.phase, objective, self.loader.state_dict())
 
     def evaluate(self, phase: Phase) -> dict[str, float]:
         """Scores the model on the held-out documents, in examples as those of the phase."""
         work = self._named("evaluation", phase)
         batches = self.config.evaluate_batches
-        scores = score(self.model, self.objective, self.strategy, self.heldout(phase), batches, work).scores
+        scores = score(self.model, self.objective, self.strategy, self.loaders.heldout(phase), batches, work).scores
         self.model.train()
         return scores
-
-    def _saves_due(self, stopping: bool) -> list[Checkpointer]:
-        """Where to save now, if anywhere. What is left in the end has to be a checkpoint, so no snapshot is as new."""
-        ending = stopping or self.state.step in (self.config.steps, self.best.step)
-        due = [self.checkpointer] if ending or self._due(self.checkpointer.config.every) else []
-        if self.snapshots is not None and not ending and self._due(self.snapshots.config.every):
-            due.append(self.snapshots)
-        return due
-
-    def _reserve_memory(self) -> None:
-        """Makes ready for saves, now that the optimizer has its state."""
-        for checkpointer in (self.checkpointer, self.snapshots):
-            if checkpointer is not None:
-                checkpointer.reserve(self.strategy.to_host(self._tensors(), copy=False))
 
     def save(self, checkpointers: Sequence[Checkpointer]) -> None:
         """Starts checkpoints of everything that the next step depends on."""
         with self.strategy.accelerator.graph("metrics"):
             window = self.recorder.state_dict()
         self._require_finite({name: total for name, (total, _) in window["window"].items()}, float(self._grad_norm))
-        if self.checkpointer in checkpointers:
-            self.checkpointer.settle()
-            self.best.not_saved(self.checkpointer.failed)
+        durable = self.checkpoints.durable
+        if durable in checkpointers:
+            durable.settle()
+            self.best.not_saved(durable.failed)
         meta = {
-            **self.description,
+            **self.description.to_meta(),
             "state": self.state.state_dict(),
             "order": self.phase.order,
             "data": self.loader.state_dict(),
@@ -300,7 +287,7 @@ class Trainer:
         self.state_check.before_save(self.state.step)
         tensors = self.strategy.to_host(self._tensors())
         for checkpointer in checkpointers:
-            kept = self.best.step if checkpointer is self.checkpointer else None
+            kept = self.best.step if checkpointer is durable else None
             checkpointer.save(self.state.step, tensors, meta, kept)
 
     def restore(self, step: int | None, checkpointer: Checkpointer | None = None) -> str:
@@ -316,7 +303,7 @@ class Trainer:
         self.state_check.forget()
         tensors = self._tensors()
         host = self.strategy.to_host(tensors, copy=False)
-        meta = (checkpointer or self.checkpointer).restore(host, step)
+        meta = (checkpointer or self.checkpoints.durable).restore(host, step)
         self.strategy.from_host(tensors)
         self.strategy.refresh()
         changes = changes_since(meta, self.description)
@@ -325,12 +312,12 @@ class Trainer:
         if self.strategy.loss_scale is not None and "loss_scale" in meta:
             self.strategy.loss_scale.load_state_dict(meta["loss_scale"])
         self.guard.load_state_dict(meta)
-        self.best.load_state_dict(meta, self.checkpointer.holds)
+        self.best.load_state_dict(meta, self.checkpoints.durable.holds)
         self._enter_order(meta)
         self.recorder.load_state_dict(meta, self.state.tokens)
         return changes
 
-    def _enter_order(self, meta: Mapping[str, Any]) -> None:
+    def _enter_order(self, meta: Meta) -> None:
         """Goes on in the data order of the checkpoint, or begins that of the next phase.
 
         Raises:

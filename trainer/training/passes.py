@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from trainer.examples import HOST_COLUMNS, TaskRow
+from trainer.examples import HOST_COLUMNS, LoaderState, TaskRow
 from trainer.monitoring.meter import Meter
 from trainer.objectives import Objective, Predictions, Task
 from trainer.objectives.predictions import Gatherer
@@ -19,6 +19,18 @@ from trainer.strategies import Strategy
 MicroBatches: TypeAlias = Sequence[Mapping[str, Tensor]]
 Metrics: TypeAlias = dict[str, tuple[Tensor, Tensor]]
 """(sum, weight) scalars by name, as in `objectives.Loss`."""
+
+
+class Gradients(NamedTuple):
+    """What is known of a step's gradients, which the parameters hold.
+
+    Attributes:
+        metrics: of each micro-batch of this replica.
+        norm: global, before clipping, as `Strategy.clip_grad_norm` returns it.
+    """
+
+    metrics: list[Metrics]
+    norm: Tensor
 
 
 class Loader(Protocol):
@@ -36,9 +48,9 @@ class Loader(Protocol):
     def fed(self) -> Sequence[Sequence[int]]: ...
     @property
     def corrupt(self) -> Sequence[tuple[str, str, int]]: ...
-    def __iter__(self) -> Any: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def __iter__(self) -> Iterator[MicroBatches]: ...
+    def state_dict(self) -> LoaderState: ...
+    def load_state_dict(self, state: LoaderState) -> None: ...
     def exclude(self, first: int, end: int) -> None: ...
     def task_rows(self) -> tuple[list[list[TaskRow]], tuple[str, ...]]: ...
     def close(self) -> None: ...
@@ -145,19 +157,15 @@ def score_each(
     return found
 
 
-def step_numbers(metrics: Sequence[Metrics], grad_norm: Tensor, strategy: Strategy) -> tuple[float, float]:
+def step_numbers(gradients: Gradients, strategy: Strategy) -> tuple[float, float]:
     """The loss of a step over all replicas, and its gradient norm: one small collective. Waits for the device.
 
-    Args:
-        metrics: of this replica's micro-batches, as `accumulate_gradients` returns them.
-        grad_norm: as `Strategy.clip_grad_norm` returns it. All replicas take part in the result, so that one of them
-            whose device has gone wrong decides no other way than the rest.
-        strategy: that of the model.
+    All replicas' norms are averaged: they decide alike even if a device of one has gone wrong.
     """
-    loss = torch.stack([torch.stack(each["loss"]) for each in metrics]).double().sum(0)
-    numbers = strategy.all_reduce(torch.cat((loss.detach(), grad_norm.detach().double().reshape(1))), "mean")
-    total, weight, norm = numbers.tolist()
-    return total / weight if weight else total, norm
+    loss = torch.stack([torch.stack(each["loss"]) for each in gradients.metrics]).double().sum(0)
+    norm = gradients.norm.detach().double().reshape(1)
+    total, weight, norm_mean = strategy.all_reduce(torch.cat((loss.detach(), norm)), "mean").tolist()
+    return total / weight if weight else total, norm_mean
 
 
 def _totals(objective: Objective, strategy: Strategy, micro_batches: MicroBatches) -> dict[str, Tensor]:

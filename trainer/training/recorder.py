@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
+from trainer.examples import LoaderState
 from trainer.monitoring import Level, Tracker, stragglers
 from trainer.monitoring.clock import Clock
 from trainer.monitoring.meter import Meter
@@ -17,10 +18,18 @@ from trainer.monitoring.throughput import Throughput
 from trainer.strategies import Strategy
 from trainer.strategies.heartbeat import Beat, Heartbeat, explain
 from trainer.strategies.world import World
-from trainer.training.ledger import Ledger, Range
+from trainer.training.ledger import Ledger, LedgerState, Range
 from trainer.training.passes import Loader, MicroBatches
 from trainer.training.phases import Phase
-from trainer.training.state import TrainState
+from trainer.training.state import Meta, TrainState
+
+
+class RecorderState(TypedDict):
+    """What a checkpoint keeps of unwritten rows: (sum, weight) by metric, digest, ledger."""
+
+    window: dict[str, tuple[float, float]]
+    digest: str
+    ledger: LedgerState
 
 
 class Recorder:
@@ -58,7 +67,7 @@ class Recorder:
         """Adds a micro-batch's metrics."""
         self._meter.add(metrics)
 
-    def enter(self, step: int, phase: Phase, objective: object, loader: Mapping[str, Any]) -> None:
+    def enter(self, step: int, phase: Phase, objective: object, loader: LoaderState) -> None:
         """Tells the ledger what the examples after `step` are numbers of.
 
         Args:
@@ -122,7 +131,7 @@ class Recorder:
         for tracker in self._trackers:
             tracker.alert(level, title, text)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> RecorderState:
         """What has been added up since the last row, over all replicas, and the ledger's head; a collective."""
         return {
             "window": self._meter.totals(self._strategy.all_reduce),
@@ -130,7 +139,7 @@ class Recorder:
             "ledger": self._ledger.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], tokens: int) -> None:
+    def load_state_dict(self, state: Meta, tokens: int) -> None:
         """Goes on from there.
 
         Args:

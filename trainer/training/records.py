@@ -70,7 +70,7 @@ def open_records(experiment: Experiment, driver: Trainer, fault: str | None) -> 
 
 
 def _checkpoints(driver: Trainer) -> list[str]:
-    checkpointer = driver.checkpointer
+    checkpointer = driver.checkpoints.durable
     return [str(integrity.step_folder(checkpointer.folder, step)) for step in checkpointer.steps()]
 
 

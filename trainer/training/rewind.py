@@ -19,18 +19,15 @@ def rewind(trainer: Trainer, fault: str) -> None:
         fault: what is wrong with the step.
     """
     phase, settings, faulty = trainer.phase, trainer.config.faults, trainer.state.step + 1
-    step = trainer.checkpointer.latest(most=trainer.state.step - settings.around)
+    step = trainer.checkpoints.durable.latest(most=trainer.state.step - settings.around)
     if step is None or phase_of(trainer.phases, step).order != phase.order:
         reason = "no checkpoint of this data order is from before the steps to pass over, so only the step is skipped"
         trainer.pass_over(trainer.loader.fed, f"{fault}; {reason}")
         return
     place, end = trainer.loader.state_dict(), trainer.loader.fed[-1][1]
     around = settings.around * phase.global_batch_size
-    for ended in trainer.phases[phase_of(trainer.phases, step).index : phase.index]:
-        trainer.loaders[ended.index] = trainer.open_loader(ended)  # it was closed when it had ended
-    trainer.checkpointer.discard_after(step)
-    if trainer.snapshots is not None:
-        trainer.snapshots.discard_after(step)
+    trainer.loaders.reopen(trainer.phases[phase_of(trainer.phases, step).index : phase.index])
+    trainer.checkpoints.discard_after(step)
     trainer.restore(step)
     trainer.note_order()
     now = trainer.loader.state_dict()

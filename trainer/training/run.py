@@ -9,11 +9,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from data_pipeline.reading.loader import StreamingLoader
+from data_pipeline.reading.batches import BatchLayout
+from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from data_pipeline.reading.mixed_dataset import AnyDataset
 from trainer import storage
 from trainer.accelerators.detect import detect
@@ -31,13 +31,16 @@ from trainer.strategies import InitialValues, Replica, Strategy
 from trainer.strategies.world import World
 from trainer.training import forecast, records
 from trainer.training.best import Best
+from trainer.training.checkpoints import Checkpoints
 from trainer.training.compatibility import check_best, check_compatibility, choose_layers, redraw_layers, stored_values
 from trainer.training.experiment import Experiment
 from trainer.training.loop import Trainer
 from trainer.training.micro_batch import probe, without_probe
 from trainer.training.passes import Loader
+from trainer.training.phase_loaders import PhaseLoaders
 from trainer.training.phases import Phase, examples_after
 from trainer.training.preemption import StopRequest
+from trainer.training.resuming import Description
 from trainer.training.rewind import rewind
 from trainer.training.snapshots import newest, open_snapshots
 from trainer.training.teacher import attach_teacher
@@ -74,7 +77,8 @@ def train(experiment: Experiment) -> int:
         try:
             trainer = build_trainer(experiment, dataset, strategy, checkpointer, weights, snapshots, step is not None)
             if experiment.training.evaluate_every is not None:
-                trainer.heldout(trainer.phase).close()  # refuses a split without examples now rather than after hours
+                # Refuses a split without examples now rather than after hours.
+                trainer.loaders.heldout(trainer.phase).close()
                 check_installed(experiment.objective.task.metrics)
                 check_best(experiment, trainer.objective)
             if step is not None:
@@ -184,7 +188,7 @@ def build_trainer(
     model = build_model(experiment, dataset, objective)
     shapes = copy.deepcopy(model)  # of its own parameters the strategy may leave nothing but names
     initial: InitialValues = partial(shapes.initial_values, seed=experiment.seed)
-    description: dict[str, Any] = {"config": to_tree(experiment)}
+    base: dict[str, str] | None = None
     if weights is not None:
         trained = load_weights(weights, strategy.world.rank, strategy.world.size)
         if experiment.init_layers:
@@ -193,8 +197,8 @@ def build_trainer(
         if experiment.redraw_layers:
             initial = redraw_layers(initial, shapes, experiment.redraw_layers, experiment.seed)
         if experiment.freezes:
-            description["base"] = base_of(trained, strategy.world.rank, strategy.world.size)
-            logger.info("frozen       weights stay in %s: keep it as long as this run", description["base"]["path"])
+            base = base_of(trained, strategy.world.rank, strategy.world.size)
+            logger.info("frozen       weights stay in %s: keep it as long as this run", base["path"])
     elif to_restore:
         initial = _zeros
     build_optimizer = partial(experiment.optimizer.build, stacked=model.stacked())
@@ -210,22 +214,21 @@ def build_trainer(
         _sized(phase, strategy, objective, open_widest, partial(probe, wrapped, optimizer, objective, strategy))
         for phase in experiment.resolved_phases()
     )
+    description = Description(
+        to_tree(experiment),
+        tuple(phase.micro_batch_size for phase in phases),
+        None if teacher is None else shared_identity(teacher, strategy.world.rank, strategy.world.size),
+        base,
+    )
     return Trainer(
         experiment.training,
         model=wrapped,
         optimizer=optimizer,
         objective=objective,
         strategy=strategy,
-        phases=phases,
-        open_loader=open_split,
-        heldout=partial(open_split, split="heldout"),
-        checkpointer=checkpointer,
-        snapshots=snapshots,
-        description={
-            **description,
-            "micro_batch_sizes": [phase.micro_batch_size for phase in phases],
-            "teacher": teacher and shared_identity(teacher, strategy.world.rank, strategy.world.size),
-        },
+        loaders=PhaseLoaders(phases, open_split),
+        checkpoints=Checkpoints(checkpointer, snapshots),
+        description=description,
     )
 
 
@@ -309,18 +312,20 @@ def open_loader(
     size = phase.micro_batch_size
     most = -(-phase.global_batch_size // (replica.count * replica.devices))
     spec = objective.pack_spec(phase.sequence_length)
+    order = SplitOrder(
+        phase.seed(experiment.seed) if split == "train" else experiment.seed,
+        split,
+        finite=split == "heldout",
+        example_after=partial(examples_after, experiment.resolved_phases(), phase.order),
+    )
+    rows = without_probe(most, spec.cells) if size == "auto" else size
     return StreamingLoader(
         dataset,
         experiment.data if phase.order == 0 else replace(experiment.data, exclude=()),
-        split=split,
+        order,
+        BatchLayout(phase.global_batch_size, rows, replica),
         pack_spec=spec,
         collate=objective.collate,
-        seed=phase.seed(experiment.seed) if split == "train" else experiment.seed,
-        global_batch_size=phase.global_batch_size,
-        micro_batch_size=without_probe(most, spec.cells) if size == "auto" else size,
-        replica=replica,
-        finite=split == "heldout",
-        example_after=partial(examples_after, experiment.resolved_phases(), phase.order),
         largest=largest,
     )
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+Meta: TypeAlias = Mapping[str, Any]
+"""What the meta.json of a checkpoint says. Older versions have written less of it."""
 
 
 @dataclass

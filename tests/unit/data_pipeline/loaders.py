@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.config import Config
 from data_pipeline.reading.dataset import Dataset
-from data_pipeline.reading.loader import MicroBatch, StreamingLoader
+from data_pipeline.reading.loader import MicroBatch, SplitOrder, StreamingLoader
 from trainer.examples import Batch, Examples, PackSpec
 from trainer.strategies import Replica
 
@@ -29,7 +30,6 @@ def lay_out(examples: Examples, sequence_length: int) -> Batch:
 
 
 def make_loader(folder: Path, index: int = 0, count: int = 1, **changes: Any) -> StreamingLoader:
-    settings: dict[str, Any] = {"global_batch_size": 24, "micro_batch_size": 4, "seed": 7, "pack_spec": SPEC}
     config = Config(path=str(folder), sequence_length=32, lanes=8, threads=changes.pop("threads", 0))
     config = replace(
         config,
@@ -39,8 +39,11 @@ def make_loader(folder: Path, index: int = 0, count: int = 1, **changes: Any) ->
             if name in changes
         },
     )
-    settings = {**settings, "collate": lay_out, "replica": Replica(index, count), **changes}
-    return StreamingLoader(Dataset.open(folder), config, **settings)
+    sizes = (changes.pop("global_batch_size", 24), changes.pop("micro_batch_size", 4))
+    layout = BatchLayout(*sizes, changes.pop("replica", Replica(index, count)))
+    objective = {name: changes.pop(name, default) for name, default in (("pack_spec", SPEC), ("collate", lay_out))}
+    order = SplitOrder(**{"seed": 7, **changes})
+    return StreamingLoader(Dataset.open(folder), config, order, layout, **objective)
 
 
 def valid_rows(step: list[MicroBatch]) -> Rows:

@@ -17,6 +17,7 @@ from data_pipeline.reading.mixed_dataset import AnyDataset, named_sources
 from trainer.config import Tree, decode
 from trainer.config.renamed import read_stored
 from trainer.errors import ConfigError, DataError
+from trainer.examples import LoaderState
 from trainer.strategies import Replica
 from trainer.training.experiment import Experiment
 from trainer.training.ledger import Row, corrupt_shards, intact_rows
@@ -104,8 +105,10 @@ class Run:
             replace(phase, sequence_length=length, global_batch_size=rows, micro_batch_size=rows),
         )
         with loader:
-            passed_over = {"excluded": [], "corrupt": corrupt_shards(self.rows, order["order"])}
-            loader.load_state_dict({**order["data"], "example": first, **passed_over}, as_recorded=True)
+            corrupt = corrupt_shards(self.rows, order["order"])
+            begin: LoaderState = order["data"]
+            state: LoaderState = {**begin, "example": first, "excluded": [], "corrupt": corrupt}
+            loader.load_state_dict(state, as_recorded=True)
             yield loader
 
     def _check_datasets(self, order: Row, end: int) -> None:

@@ -205,9 +205,7 @@ class Buffers:
 class Ranges(Division):
     """ZeRO: the flattened parameters are split, of the optimizer (stage 1), gradients (2) and passes (3).
 
-    The optimizer updates fp32 parameters of its own, also where passes work in fp32.
-
-    Args:
+    Attributes:
         stage: 1, 2 or 3.
         offloads: whether the optimizer's state with its parameters and gradients, and whether the parameters of
             stage 3 that passes work with, are in the host's memory.

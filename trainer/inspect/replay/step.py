@@ -22,6 +22,7 @@ from trainer.config import Tree, decode
 from trainer.config.renamed import read_stored
 from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError, DataError
+from trainer.examples import LoaderState
 from trainer.strategies import single
 from trainer.training.experiment import Experiment
 from trainer.training.faults import Config as FaultsConfig
@@ -239,7 +240,7 @@ class _Past:
         loader.load_state_dict(self._state(step, passed_over, loader.state_dict()))
         return loader
 
-    def _state(self, step: int, passed_over: Sequence[Row], begin: Tree) -> Tree:
+    def _state(self, step: int, passed_over: Sequence[Row], begin: LoaderState) -> LoaderState:
         """The state of a loader before a step; `begin` is that at the beginning of the step's data order."""
         phases = self._trainer.phases
         order = phase_of(phases, step - 1).order
@@ -250,8 +251,12 @@ class _Past:
         between = range(min(counted, step - 1), max(counted, step - 1))
         examples = sign * sum(phase_of(phases, each).global_batch_size for each in between)
         ranges = [part for row in passed_over if row["order"] == order for part in row["examples"]]
-        without = {"excluded": [*place["excluded"], *ranges], "corrupt": corrupt_shards(self._ledger, order)}
-        return {**place, "example": place["example"] + examples, **without}
+        return {
+            **place,
+            "example": place["example"] + examples,
+            "excluded": [*place["excluded"], *ranges],
+            "corrupt": corrupt_shards(self._ledger, order),
+        }
 
 
 def _finite(value: float) -> float | None:

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -23,15 +23,42 @@ import numpy.typing as npt
 from trainer.config import Tree
 from trainer.config.renamed import read_stored
 from trainer.errors import ConfigError, DataError, SamestepError
-from trainer.monitoring.jsonl import read_rows
+from trainer.monitoring.jsonl import Row, read_rows
 
+Ints: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float64]
+Columns: TypeAlias = dict[str, tuple[Ints, Floats]]
+"""Metrics by name: the rows that have one, and its values there."""
+
+Numbers: TypeAlias = list[float | None]
+"""JSON has no infinity and no NaN."""
 
 _SMOOTHING = 50  # a moving average is over this part of a curve
 _BUCKETS = 400  # of a curve, about one for each pixel of a chart
 _MOST_RUNS = 10  # colours that the eye tells apart
 _NOT_SMOOTHED = ("train/lr", "heldout/")
 _TOTALS = ("train/tokens", "train/examples", "perf/eta_seconds", "perf/energy_joules")  # no curves of interest
+
+
+class Curve(TypedDict):
+    """Rows of the run and the values there; also of a moving average, where there are enough."""
+
+    at: list[int]
+    y: Numbers
+    mean_at: NotRequired[list[int]]
+    mean: NotRequired[Numbers]
+
+
+class Described(TypedDict):
+    """A run as page.js takes it."""
+
+    name: str
+    path: str
+    summary: dict[str, float | None]
+    axes: dict[str, Numbers]
+    series: dict[str, Curve]
+    shares: dict[str, float]
+    starts: list[Row]
 
 
 def write_report(
@@ -51,16 +78,19 @@ def write_report(
     """
     if len(runs) > _MOST_RUNS:
         raise ConfigError(f"a report takes at most {_MOST_RUNS} runs, and {len(runs)} were given; leave some out")
-    described = [_describe(Path(run), name) for run, name in zip(runs, _names(runs), strict=True)]
-    if not any(run["series"] for run in described):
+    configs: list[Tree] = []
+    described: list[Described] = []
+    for run, name in zip(map(Path, runs), _names(runs), strict=True):
+        configs.append(_read_config(run))
+        described.append(_describe(run, name, configs[-1]))
+    if not any(each["series"] for each in described):
         raise DataError(f"{', '.join(runs)} has no metrics to draw yet; train first, for training.log_every steps")
-    for run in described:
-        run["summary"]["planned_memory_gib"] = planned_memory(Path(run["path"]))
-    configs = [run.pop("config") for run in described]
+    for each in described:
+        each["summary"]["planned_memory_gib"] = planned_memory(Path(each["path"]))
     data = {"runs": described, "settings": _settings(configs)}
     page, style, script = (_resource(f"page.{kind}") for kind in ("html", "css", "js"))
     parts = {
-        "TITLE": html.escape(" · ".join(run["name"] for run in described)),
+        "TITLE": html.escape(" · ".join(each["name"] for each in described)),
         "STYLE": style,
         "SCRIPT": script,
         # Inside <script> only "<" could end or open something.
@@ -90,11 +120,13 @@ def _names(runs: Sequence[str]) -> list[str]:
     return names
 
 
-def _describe(folder: Path, name: str) -> dict[str, Any]:
-    """A run as the page wants it."""
+def _read_config(folder: Path) -> Tree:
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} is no run (no config.yaml in it); name the output folder of a run")
-    config = read_stored(folder / "config.yaml")
+    return read_stored(folder / "config.yaml")
+
+
+def _describe(folder: Path, name: str, config: Tree) -> Described:
     rows = list(read_rows(folder / "metrics.jsonl"))
     starts = list(read_rows(folder / "starts.jsonl"))
     steps = np.array([row["step"] for row in rows], dtype=np.float64)
@@ -113,7 +145,6 @@ def _describe(folder: Path, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "path": str(folder.resolve()),
-        "config": config,
         "summary": _summary(config, columns, steps, hours, tokens, starts),
         "axes": {"step": _rounded(steps[drawn]), "tokens": _rounded(tokens[drawn]), "hours": _rounded(hours[drawn])},
         "series": series,
@@ -122,16 +153,17 @@ def _describe(folder: Path, name: str) -> dict[str, Any]:
     }
 
 
-def _renumber(series: Mapping[str, dict[str, Any]]) -> npt.NDArray[np.int64]:
+def _renumber(series: Mapping[str, Curve]) -> Ints:
     """Makes the curves count only the rows that one of them has a point in, and returns those rows."""
-    places = [(curve, key) for curve in series.values() for key in ("at", "mean_at") if key in curve]
-    drawn = np.unique(np.concatenate([np.array([], dtype=np.int64), *(curve[key] for curve, key in places)]))
-    for curve, key in places:
-        curve[key] = np.searchsorted(drawn, curve[key]).tolist()
+    places = [curve["at"] for curve in series.values()]
+    places += [curve["mean_at"] for curve in series.values() if "mean_at" in curve]
+    drawn = np.unique(np.concatenate([np.array([], dtype=np.int64), *places]))
+    for rows in places:
+        rows[:] = np.searchsorted(drawn, rows).tolist()
     return drawn
 
 
-def _columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, tuple[npt.NDArray[np.int64], Floats]]:
+def _columns(rows: Iterable[Row]) -> Columns:
     """The metrics by name: which rows have one, and its finite values there."""
     places, values = defaultdict(list), defaultdict(list)
     for place, row in enumerate(rows):
@@ -160,29 +192,24 @@ def _hours(times: Floats, starts: Sequence[float]) -> Floats:
     return hours
 
 
-def _series(places: npt.NDArray[np.int64], values: Floats, smooth: bool) -> dict[str, Any]:
-    """A curve of at most 2 x `_BUCKETS` points, the lowest and highest of each bucket, so that no peak is lost.
-
-    Returns:
-        `at`, `y`: the rows of the run and the values there; `mean_at`, `mean`: the same for a moving average, where
-        there is enough for one.
-    """
+def _series(places: Ints, values: Floats, smooth: bool) -> Curve:
+    """A curve of at most 2 x `_BUCKETS` points, the lowest and highest of each: no peak is lost."""
     kept = np.arange(len(values))
     if len(values) > 2 * _BUCKETS:
         edges = np.linspace(0, len(values), _BUCKETS + 1).astype(int)
         cuts = [(begin, values[begin:end]) for begin, end in itertools.pairwise(edges)]
         extremes = [begin + place for begin, cut in cuts for place in (cut.argmin(), cut.argmax())]
         kept = np.unique([0, *extremes, len(values) - 1])
-    curve = {"at": places[kept].tolist(), "y": _rounded(values[kept])}
+    curve: Curve = {"at": places[kept].tolist(), "y": _rounded(values[kept])}
     if smooth and len(values) >= 2 * _SMOOTHING:
         window = np.ones(len(values) // _SMOOTHING)
         mean = np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
         kept = np.unique(np.linspace(0, len(values) - 1, _BUCKETS).astype(int))
-        curve |= {"mean_at": places[kept].tolist(), "mean": _rounded(mean[kept])}
+        curve["mean_at"], curve["mean"] = places[kept].tolist(), _rounded(mean[kept])
     return curve
 
 
-def _shares(columns: Mapping[str, tuple[npt.NDArray[np.int64], Floats]], steps: Floats) -> dict[str, float]:
+def _shares(columns: Columns, steps: Floats) -> dict[str, float]:
     """Where the time of the run went: a row counts by the seconds it is about, and has no share of what it lacks."""
     if "perf/seconds_per_step" not in columns:
         return {}
@@ -201,15 +228,15 @@ def _shares(columns: Mapping[str, tuple[npt.NDArray[np.int64], Floats]], steps: 
 
 def _summary(
     config: Tree,
-    columns: Mapping[str, tuple[Any, Floats]],
+    columns: Columns,
     steps: Floats,
     hours: Floats,
     tokens: Floats,
-    starts: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
+    starts: Sequence[Row],
+) -> dict[str, float | None]:
     """The row of the run in the table; None where there is no such figure."""
 
-    def figure(metric: str, reduce: Any) -> float | None:
+    def figure(metric: str, reduce: Callable[[Floats], float]) -> float | None:
         return float(reduce(columns[metric][1])) if metric in columns else None
 
     return {
@@ -232,7 +259,7 @@ def _summary(
     }
 
 
-def _settings(configs: Sequence[Tree]) -> list[dict[str, Any]]:
+def _settings(configs: Sequence[Tree]) -> list[dict[str, object]]:
     """Every setting of the runs side by side: its dotted key, its value in each run, and whether those differ.
 
     The output folder, which always does, is not said to.
@@ -245,7 +272,7 @@ def _settings(configs: Sequence[Tree]) -> list[dict[str, Any]]:
     ]
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -256,7 +283,7 @@ def _leaves(tree: Tree, path: str = "") -> Tree:
     return flat
 
 
-def _rounded(values: Floats) -> list[float | None]:
+def _rounded(values: Floats) -> Numbers:
     """Six significant digits: more than a pixel can show, in half the bytes."""
     return [float(f"{value:.6g}") if abs(value) < np.inf else None for value in values.tolist()]
 

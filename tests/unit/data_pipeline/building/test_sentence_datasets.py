@@ -16,9 +16,10 @@ from data_pipeline.building.build import Config, build
 from data_pipeline.building.verify import verify
 from data_pipeline.looking.inspection import inspect
 from data_pipeline.looking.show import show
+from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.config import Config as DataConfig
 from data_pipeline.reading.dataset import Dataset, PackedSplit
-from data_pipeline.reading.loader import StreamingLoader
+from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from data_pipeline.sources import jsonl
 from data_pipeline.tokenizers.sentences import split
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
@@ -136,11 +137,9 @@ def make_loader(folder: Path, index: int = 0, count: int = 1, nsp: bool = True, 
     dataset = Dataset.open(folder)
     objective = (mlm_nsp if nsp else mlm).Config().build(dataset.tokenizer.vocabulary)
     config = DataConfig(str(folder), sequence_length=64, packing="pairs", lanes=8, threads=settings.pop("threads", 0))
-    settings = {"seed": 3, "global_batch_size": 24, "micro_batch_size": 5, **settings}
-    return StreamingLoader(
-        dataset, config, pack_spec=objective.pack_spec(64), collate=objective.collate, replica=Replica(index, count),
-        **settings,
-    )  # fmt: skip
+    sizes = {"global_batch_size": 24, "micro_batch_size": 5, **settings}
+    order, layout = SplitOrder(seed=3), BatchLayout(**sizes, replica=Replica(index, count))
+    return StreamingLoader(dataset, config, order, layout, pack_spec=objective.pack_spec(64), collate=objective.collate)
 
 
 def rows_of(loader: StreamingLoader, steps: int) -> list[dict[str, torch.Tensor]]:

@@ -13,9 +13,10 @@ from data_pipeline.order.mixture import PERIOD, MixedOrder, Schedule, Source, We
 from data_pipeline.reading import dataset as dataset_module
 from data_pipeline.reading import loader as loader_module
 from data_pipeline.reading import mixed_dataset as mixed
+from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.config import Config
 from data_pipeline.reading.dataset import PackedSplit
-from data_pipeline.reading.loader import StreamingLoader
+from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from tests.unit.data_pipeline.loaders import SPEC, Replica, Rows, assert_same, join, lay_out, valid_rows
 from trainer.errors import ConfigError, DataError
 
@@ -120,10 +121,9 @@ def config(folders: dict[str, Path], mix: dict[str, float], **changes: Any) -> C
 
 
 def open_loader(settings: Config, index: int = 0, count: int = 1, size: int = 62, **changes: Any) -> StreamingLoader:
-    common: dict[str, Any] = {"pack_spec": SPEC, "collate": lay_out, "seed": 7, "micro_batch_size": 16}
-    return StreamingLoader(
-        settings.open(), settings, replica=Replica(index, count), global_batch_size=size, **common, **changes
-    )
+    layout = BatchLayout(size, 16, Replica(index, count))
+    order = SplitOrder(seed=7, **changes)
+    return StreamingLoader(settings.open(), settings, order, layout, pack_spec=SPEC, collate=lay_out)
 
 
 MIX = {"wiki": 0.5, "books": 0.3, "code": 0.2}

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from data_pipeline.format.manifest import Manifest
+from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.config import Config
 from data_pipeline.reading.dataset import Dataset, PackedSplit
-from data_pipeline.reading.loader import StreamingLoader
+from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from data_pipeline.reading.remote import TOKENIZER_FILES
 from tests.unit.data_pipeline.conftest import WriteDataset
 from tests.unit.data_pipeline.loaders import SPEC, Replica, Rows, assert_same, join, lay_out, valid_rows
@@ -64,12 +65,10 @@ def take(
         with StreamingLoader(
             Dataset.open(folders[index], cache, whole=False),
             settings,
+            SplitOrder(seed=7),
+            BatchLayout(20, 4, Replica(index, len(folders))),
             pack_spec=SPEC,
             collate=lay_out,
-            seed=7,
-            global_batch_size=20,
-            micro_batch_size=4,
-            replica=Replica(index, len(folders)),
             largest=lambda value: meeting.largest(index, value),
         ) as loader:
             if state:

@@ -343,9 +343,9 @@ sys.path[:0] = {sys.path!r}
 from data_pipeline.reading.config import *
 from data_pipeline.reading.loader import *
 class Alone: index, count, devices = 0, 1, 1
-loader = StreamingLoader(Dataset.open({str(write_dataset())!r}), Config(path=""), pack_spec=PackSpec(32, 1, 1), seed=0,
-    collate=lambda e, s: {{"tokens": np.ones((len(e.key), s), np.int32)}}, global_batch_size=64, micro_batch_size=64,
-    replica=Alone())
+loader = StreamingLoader(Dataset.open({str(write_dataset())!r}), Config(path=""), SplitOrder(seed=0),
+    BatchLayout(64, 64, Alone()), pack_spec=PackSpec(32, 1, 1),
+    collate=lambda e, s: {{"tokens": np.ones((len(e.key), s), np.int32)}})
 next(loader)
 raise SystemExit(3)
 """

@@ -16,9 +16,10 @@ from data_pipeline.format.manifest import Manifest
 from data_pipeline.order.example_order import Order, share
 from data_pipeline.order.mixture import Source
 from data_pipeline.reading import batches, prefetch
+from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.cache import ShardCache, locked
 from data_pipeline.reading.config import Config
-from data_pipeline.reading.loader import StreamingLoader
+from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from data_pipeline.reading.prefetch import Prefetcher
 from data_pipeline.reading.remote import TOKENIZER_FILES, RemoteDataset
 from tests.waiting import until
@@ -47,12 +48,10 @@ def make_loader(path: object | None, cache: Path | None, replica: Replica = ALON
     return StreamingLoader(
         config.open(),
         config,
+        SplitOrder(seed=3),
+        BatchLayout(BATCH, 4, replica),
         pack_spec=PackSpec(32, 1, 1),
         collate=lay_out,
-        seed=3,
-        global_batch_size=BATCH,
-        micro_batch_size=4,
-        replica=replica,
     )
 
 
