@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, OpenAIGPTConfig, PreTrainedModel
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
+from tests.outputs import predict
 from tests.unit.objectives.test_decoder_rows import GPT1, PAIRS
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.errors import ConfigError
@@ -77,7 +78,7 @@ def rows(*lengths: int) -> dict[str, Tensor]:
 def test_logits_loss_and_gradients_are_equal(pair: Pair):
     batch = rows(23, 1, 9, 17)
     inputs = {"input_ids": batch["tokens"], "attention_mask": batch["segments"]}
-    ours = pair.model(**batch)[:, 0]
+    ours = predict(pair.model, **batch)[:, 0]
     torch.testing.assert_close(ours, pair.reference(**inputs).logits, rtol=1e-5, atol=1e-5)
     if len(pair.config.labels) == 1:
         labels = torch.linspace(-1, 3, 4)
@@ -105,7 +106,7 @@ def test_transformers_loads_what_we_export(pair: Pair, tmp_path: Path):
     assert theirs.config.problem_type == ("regression" if len(pair.config.labels) == 1 else None)
     batch = rows(23, 1, 9, 17)
     logits = theirs.eval()(input_ids=batch["tokens"]).logits
-    torch.testing.assert_close(pair.model(**batch)[:, 0], logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(predict(pair.model, **batch)[:, 0], logits, rtol=1e-5, atol=1e-5)
     tree, tensors = load_folder(tmp_path / "ours")
     assert type(pair.config).from_huggingface(tree, tensors) == pair.config
     without = [name for name in tensors if name != "score.weight"]
@@ -134,13 +135,13 @@ def test_the_language_model_beside_a_classifier_is_that_without(family: type[gpt
         "head.classifier.weight", *(name for name, _ in alone.named_parameters())}  # fmt: skip
     batch = rows(23, 1, 9, 17)
     batch = {**batch, "tokens": batch["tokens"] % 100, "dropout_key": torch.tensor([5, -6, 7, 8], dtype=torch.int32)}
-    logits, tokens = model(**batch, next_tokens=True)
-    torch.testing.assert_close(logits, model(**batch))
+    logits, tokens = predict(model, **batch, next_tokens=True)
+    torch.testing.assert_close(logits, predict(model, **batch))
     torch.testing.assert_close(tokens, alone(**{**batch, "predicted": None})[:, :-1])
     for row in range(4):
-        of_row = model(**{name: values[row : row + 1] for name, values in batch.items()}, next_tokens=True)
+        of_row = predict(model, **{name: values[row : row + 1] for name, values in batch.items()}, next_tokens=True)
         torch.testing.assert_close(of_row, (logits[row : row + 1], tokens[row : row + 1]), rtol=1e-5, atol=1e-6)
-    assert (model(**{**batch, "dropout_key": batch["dropout_key"] + 1}) != logits).any(-1).all()
+    assert (predict(model, **{**batch, "dropout_key": batch["dropout_key"] + 1}) != logits).any(-1).all()
 
 
 @each_family
@@ -153,7 +154,7 @@ def test_the_auxiliary_loss_is_added(family: type[gpt2.Config]):
     totals = {name: torch.tensor(weight) for name, weight in objective.weights(batch).items()}
     loss = objective.loss(model, batch, totals)
     cells = {name: batch[name] for name in ("tokens", "segments", "positions")}
-    of_classes = F.cross_entropy(model(**cells, predicted=batch["predicted"])[:, 0], batch["labels"])
+    of_classes = F.cross_entropy(predict(model, **cells, predicted=batch["predicted"])[:, 0], batch["labels"])
     alone = built(family(**SMALL))(**cells)[:, :-1]
     real = batch["segments"][:, 1:] > 0
     of_tokens = F.cross_entropy(alone[real], batch["tokens"][:, 1:][real].long())
@@ -169,7 +170,7 @@ def test_the_work_is_that_of_the_products():
     model = built(gpt2.Config(**SMALL, head="classification", labels=LABELS["classification"]))
     batch = rows(23, 23)
     with FlopCounterMode(display=False) as counter:
-        model(**{**batch, "tokens": batch["tokens"] % 100}, dropout_key=torch.zeros(2, dtype=torch.int32))
+        predict(model, **{**batch, "tokens": batch["tokens"] % 100}, dropout_key=torch.zeros(2, dtype=torch.int32))
     assert 24 * model.flops_per_token(24, 1 / 24) == pytest.approx(3 * counter.get_total_flops() / 2)
 
 

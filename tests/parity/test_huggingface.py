@@ -17,6 +17,7 @@ from transformers import (
     RobertaConfig,
 )
 
+from tests.outputs import predict
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models import bert, roberta
@@ -91,7 +92,7 @@ def test_logits_loss_and_gradients_are_equal(pair: Pair):
     batch = padded(pair, 24, 13, 1)
     labels = torch.randint(0, 1000, (38,), generator=torch.Generator().manual_seed(2))
     theirs = reference_logits(pair, batch)
-    ours = pair.model(**batch)[batch["segments"].bool()]
+    ours = predict(pair.model, **batch)[batch["segments"].bool()]
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
     losses = [F.cross_entropy(logits, labels) for logits in (theirs, ours)]
@@ -113,7 +114,7 @@ def test_parameters_are_as_many(pair: Pair):
 def test_activations(family: str, activation: str, tmp_path: Path):
     pair = make(family, tmp_path / "reference", hidden_act=activation)
     batch = padded(pair, 24, 7)
-    ours = pair.model(**batch)[batch["segments"].bool()]
+    ours = predict(pair.model, **batch)[batch["segments"].bool()]
     torch.testing.assert_close(ours, reference_logits(pair, batch), rtol=1e-5, atol=1e-5)
 
 
@@ -123,7 +124,7 @@ def test_left_to_right(family: str, tmp_path: Path):
     pair = make(family, tmp_path / "reference", is_decoder=True)
     assert pair.config.causal
     batch = padded(pair, 24, 9)
-    ours = pair.model(**batch)[batch["segments"].bool()]
+    ours = predict(pair.model, **batch)[batch["segments"].bool()]
     torch.testing.assert_close(ours, reference_logits(pair, batch), rtol=1e-5, atol=1e-5)
     save_folder(tmp_path / "ours", pair.config.to_huggingface(), pair.config.export_tensors(pair.model.state_dict()))
     pair.reference = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
@@ -134,7 +135,7 @@ def test_token_types(tmp_path: Path):
     pair = make("bert", tmp_path / "reference")
     batch = padded(pair, 24, 9)
     types = (torch.arange(24) > 4).long().expand(2, -1)
-    ours = pair.model(**batch, token_types=types)[batch["segments"].bool()]
+    ours = predict(pair.model, **batch, token_types=types)[batch["segments"].bool()]
     torch.testing.assert_close(ours, reference_logits(pair, batch, token_type_ids=types), rtol=1e-5, atol=1e-5)
 
 
@@ -145,7 +146,7 @@ def test_packed_documents_get_the_logits_they_get_alone(pair: Pair):
         "segments": torch.tensor([[1] * 9 + [2] * 12 + [0] * 3]),
         "positions": torch.cat([torch.arange(9), torch.arange(12), torch.zeros(3, dtype=torch.int64)])[None],
     }
-    ours = pair.model(**packed)[0, :21]
+    ours = predict(pair.model, **packed)[0, :21]
     theirs = torch.cat([pair.reference(input_ids=document[None]).logits[0] for document in (first, second)])
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -164,7 +165,7 @@ def test_transformers_loads_what_we_export(family: str, tied: bool, tmp_path: Pa
     assert not any(report.values()), report
     assert type(pair.reference.config) is FAMILIES[family][0]
     batch = padded(pair, 24, 5)
-    ours = pair.model(**batch)[batch["segments"].bool()]
+    ours = predict(pair.model, **batch)[batch["segments"].bool()]
     torch.testing.assert_close(ours, reference_logits(pair, batch), rtol=1e-5, atol=1e-5)
 
     config, model = load(family, exported)

@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors import safe_open
 from torch import Tensor
 
+from tests.outputs import predict
 from trainer.checkpoint.huggingface import save_folder
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models import bert, gpt2, openai_gpt, roberta, t5
@@ -143,7 +144,7 @@ def test_lora_is_that_of_peft_and_can_be_merged_and_read_back(family: str, tmp_p
     model, tensors = make(family, lora.Config(rank=4, alpha=12, targets=wanted))
     config = model.config
     ours, theirs = batch(config)
-    expected = real_cells(config, model(**ours))
+    expected = real_cells(config, predict(model, **ours))
     base = save_base(config, tensors, tmp_path / "base")
     save_folder(tmp_path / "adapter", *export_adapter(config, tensors, str(base)), adapter=True)
     reference = PeftModel.from_pretrained(auto(config, base), tmp_path / "adapter").eval()
@@ -161,7 +162,7 @@ def test_lora_is_that_of_peft_and_can_be_merged_and_read_back(family: str, tmp_p
     assert back.config.head == config.head
     again = back.config.build().eval()
     again.load_state_dict(dict(back.tensors))
-    torch.testing.assert_close(real_cells(config, again(**ours)), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(real_cells(config, predict(again, **ours)), expected, rtol=1e-5, atol=1e-5)
     assert back.config.peft.targets == tuple(target for target in lora.known_targets(model) if target in wanted)
 
 
@@ -185,7 +186,7 @@ def test_a_folder_of_peft_starts_a_run(family: str, tmp_path: Path) -> None:
     model.load_state_dict(dict(weights.tensors))
     ours, inputs = batch(weights.config)
     torch.testing.assert_close(
-        real_cells(weights.config, model(**ours)),
+        real_cells(weights.config, predict(model, **ours)),
         real_cells(weights.config, theirs(**inputs).logits),
         rtol=1e-5,
         atol=1e-5,
@@ -221,13 +222,13 @@ def test_a_prefix_and_a_prompt_are_those_of_peft(family: str, added: Any, tmp_pa
     logits = logits[:, -9:] if logits.dim() == 3 else logits  # without those of a prompt
     without = logits_of(auto(config, save(config, tensors, tmp_path / "plain"))(**theirs))
     assert not torch.allclose(real_cells(config, logits), real_cells(config, without), atol=1e-3)
-    torch.testing.assert_close(real_cells(config, logits), real_cells(config, model(**ours)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(real_cells(config, logits), real_cells(config, predict(model, **ours)), rtol=1e-5, atol=1e-5)
 
     back = load_weights(tmp_path / "adapter")
     assert back.config.peft == added
     again = back.config.build().eval()
     again.load_state_dict(dict(back.tensors))
-    torch.testing.assert_close(again(**ours), model(**ours), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(predict(again, **ours), predict(model, **ours), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

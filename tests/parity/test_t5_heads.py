@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel, T5Config
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
+from tests.outputs import predict
 from tests.parity import heads
 from tests.parity.heads import (
     CELLS,
@@ -43,7 +44,7 @@ class Pair(heads.Pair):
     def ours(self, batch: dict[str, Tensor]) -> Tensor:
         """Logits as `transformers` shapes them, of starts and ends [B, S, 2]."""
         last = batch["segments"].sum(1, keepdim=True) - 1
-        logits: Tensor = self.model(**batch, predicted=last if self.head == "classification" else None)
+        logits: Tensor = predict(self.model, **batch, predicted=last if self.head == "classification" else None)
         return logits[:, 0] if self.head == "classification" else logits
 
     def theirs(self, batch: dict[str, Tensor], model: PreTrainedModel | None = None, **labels: Tensor) -> Any:
@@ -146,18 +147,18 @@ def test_a_row_is_scored_in_the_same_way_beside_any_others(head: Head, labels: t
     seen: list[Tensor] = []
     for linear in model.head.children():
         linear.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0] == 0))
-    together = model(**batch)
+    together = predict(model, **batch)
     twice = 1 - 0.7**2  # after the last norm, and before the head
     dropped = {"tagging": [twice], "question_answering": [0.3]}.get(head, [twice, 0.3])
     assert [zeros.float().mean().item() for zeros in seen] == pytest.approx(dropped, abs=0.08)
     for row in range(4):
         alone = {name: None if values is None else values[row : row + 1] for name, values in batch.items()}
-        torch.testing.assert_close(model(**alone), together[row : row + 1], rtol=1e-5, atol=1e-6)
-    assert (model(**{**batch, "dropout_key": key + 1}) != together).any(-1).all()
-    assert torch.equal(model.eval()(**batch), model(**{**batch, "dropout_key": None}))
+        torch.testing.assert_close(predict(model, **alone), together[row : row + 1], rtol=1e-5, atol=1e-6)
+    assert (predict(model, **{**batch, "dropout_key": key + 1}) != together).any(-1).all()
+    assert torch.equal(predict(model.eval(), **batch), predict(model, **{**batch, "dropout_key": None}))
     some = torch.tensor([[0, 7, 2]] * 4)
-    whole = model(**{**batch, "predicted": None})
-    torch.testing.assert_close(model(**{**batch, "predicted": some}), whole.take_along_dim(some[..., None], dim=1))
+    whole = predict(model, **{**batch, "predicted": None})
+    torch.testing.assert_close(predict(model, **{**batch, "predicted": some}), whole.take_along_dim(some[..., None], dim=1))
 
 
 @each_head
@@ -165,7 +166,7 @@ def test_the_work_is_that_of_the_products(head: Head, labels: tuple[str, ...]):
     model = built(small(head, labels, decoder_layers=3))
     batch = read(rows(FULL), head)
     with FlopCounterMode(display=False) as counter:
-        model(**batch, dropout_key=torch.zeros(4, dtype=torch.int32))  # its attention is written out, for dropout
+        predict(model, **batch, dropout_key=torch.zeros(4, dtype=torch.int32))  # its attention is written out, for dropout
     cells = CELLS if batch["predicted"] is None else 1
     assert CELLS * model.flops_per_token(CELLS, cells / CELLS) == pytest.approx(3 * counter.get_total_flops() / 4)
 

@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor
 from transformers import BertConfig, PreTrainedModel, RobertaConfig
 
+from tests.outputs import predict
 from tests.parity import heads
 from tests.parity.heads import (
     CELLS,
@@ -57,7 +58,7 @@ class Pair(heads.Pair):
         """Logits as `transformers` shapes them, of starts and ends [B, S, 2]."""
         pooled = self.head in ("classification", "multiple_choice")
         first = torch.zeros(len(batch["tokens"]), 1, dtype=torch.int64)
-        logits: Tensor = self.model(**batch, predicted=first if pooled else None)
+        logits: Tensor = predict(self.model, **batch, predicted=first if pooled else None)
         return logits.view(-1, CHOICES) if self.head == "multiple_choice" else logits[:, 0] if pooled else logits
 
     def theirs(self, batch: dict[str, Tensor], model: PreTrainedModel | None = None, **labels: Tensor) -> Any:

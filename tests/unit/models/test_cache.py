@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from trainer.models.model import Model
 
 from trainer.models import gpt2, openai_gpt, t5
-from trainer.models.model import Model
 
 SHAPE = {"vocab_size": 97, "layers": 2, "width": 32, "heads": 4, "ffn_width": 48}
 T5 = t5.Config(**SHAPE, head_width=12)

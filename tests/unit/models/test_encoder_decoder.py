@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from trainer.models.model import Model
 
+from tests.outputs import predict
 from trainer.errors import ConfigError
 from trainer.models import gpt2, openai_gpt, t5
-from trainer.models.model import Model
 
 Build = Callable[..., Model]
 Batch = dict[str, Tensor]
@@ -134,28 +135,28 @@ def test_flops_are_those_of_the_products():
 
 def test_packed_pairs_do_not_see_each_other(config: t5.Config, build: Build, batch: Batch):
     model = build(config).eval()
-    before = model(**batch)
+    before = predict(model, **batch)
     for side, own in (("tokens", "segments"), ("target_tokens", "target_segments")):
         changed = {**batch, side: torch.where(batch[own] == 2, 1, batch[side])}
-        differs = (model(**changed) != before).any(-1)
+        differs = (predict(model, **changed) != before).any(-1)
         assert differs.any()
         assert not differs[batch["target_segments"] == 1].any()
     later = batch["target_tokens"].clone()
     later[:, 6:] = 1
-    assert torch.equal(model(**{**batch, "target_tokens": later})[:, :6], before[:, :6])
+    assert torch.equal(predict(model, **{**batch, "target_tokens": later})[:, :6], before[:, :6])
 
 
 def test_rows_of_one_pair_need_no_segments(config: t5.Config, build: Build, batch: Batch):
     model = build(config)
     ones = {name: torch.ones_like(batch[name]) for name in ("segments", "target_segments")}
-    torch.testing.assert_close(model(**(batch | dict.fromkeys(ones))), model(**(batch | ones)))
+    torch.testing.assert_close(predict(model, **(batch | dict.fromkeys(ones))), predict(model, **(batch | ones)))
 
 
 def test_predicted_cells_alone_give_what_all_cells_give(config: t5.Config, build: Build, batch: Batch):
     model = build(config)
     predicted = torch.tensor([[0, 7, 3]] * 4)
-    some = model(**batch, predicted=predicted)
-    torch.testing.assert_close(some, model(**batch).take_along_dim(predicted[..., None], dim=1))
+    some = predict(model, **batch, predicted=predicted)
+    torch.testing.assert_close(some, predict(model, **batch).take_along_dim(predicted[..., None], dim=1))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -164,12 +165,12 @@ def test_the_step_is_the_same_however_the_batch_is_split(
 ):
     """Dropout in all of its places included."""
     model = build(config)
-    model(**batch).square().sum().backward()
+    predict(model, **batch).square().sum().backward()
     whole = gradients(model)
     model.zero_grad()
     model.activation_checkpointing = checkpointing
     for part in (slice(0, 1), slice(1, 4)):
-        model(**{name: values[part] for name, values in batch.items()}).square().sum().backward()
+        predict(model, **{name: values[part] for name, values in batch.items()}).square().sum().backward()
     torch.testing.assert_close(gradients(model), whole, rtol=1e-4, atol=1e-3)
 
 
@@ -178,9 +179,9 @@ def test_each_dropout_probability_acts_in_training_only(config: t5.Config, build
     reference = build(no_dropout)(**batch)
     for name in ("dropout", "attention_dropout"):
         model = build(dataclasses.replace(no_dropout, **{name: 0.1}))
-        assert (model(**batch) != reference).any()
-        torch.testing.assert_close(model(**{**batch, "dropout_key": None}), reference)
-        torch.testing.assert_close(model.eval()(**batch), reference)
+        assert (predict(model, **batch) != reference).any()
+        torch.testing.assert_close(predict(model, **{**batch, "dropout_key": None}), reference)
+        torch.testing.assert_close(predict(model.eval(), **batch), reference)
     barely = build(dataclasses.replace(no_dropout, attention_dropout=1e-12))  # the slow path, without dropping a cell
     torch.testing.assert_close(barely(**batch), reference, rtol=1e-4, atol=1e-4)
 
@@ -198,7 +199,7 @@ def test_architectures_learn_and_reload(build: Build, batch: Batch, architecture
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for _ in range(8):
-        loss = F.cross_entropy(model(**batch)[:, :10].flatten(0, 1), labels.flatten())
+        loss = F.cross_entropy(predict(model, **batch)[:, :10].flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
         loss.backward()
         assert all(gradient is not None and gradient.any() for gradient in gradients(model).values())
@@ -207,13 +208,13 @@ def test_architectures_learn_and_reload(build: Build, batch: Batch, architecture
     assert losses[-1] < losses[0] - 0.1
     other = build(config, seed=1)
     other.load_state_dict(model.state_dict())
-    assert torch.equal(model(**batch), other(**batch))
+    assert torch.equal(predict(model, **batch), predict(other, **batch))
 
 
 def test_padding_and_bf16_give_no_nan(config: t5.Config, build: Build, batch: Batch):
     model = build(config)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = model(**batch)
+        logits = predict(model, **batch)
     logits.float().sum().backward()
     assert logits.dtype == torch.bfloat16
     assert logits.isfinite().all()
@@ -261,7 +262,7 @@ def test_each_layer_compiles_to_one_graph(build: Build, batch: Batch):
     reference, model = build(config), build(config)
     for unit in model.sharding_units():
         unit.compile(backend="eager", fullgraph=True)
-    torch.testing.assert_close(model(**batch), reference(**batch))
+    torch.testing.assert_close(predict(model, **batch), predict(reference, **batch))
     torch._dynamo.reset()
 
 
@@ -282,7 +283,7 @@ def test_sharded_by_its_units(config: t5.Config, build: Build, batch: Batch, che
     for unit in (*sharded.sharding_units(), sharded):
         fully_shard(unit, mesh=mesh)
     for model in (reference, sharded):
-        model(**batch).square().sum().backward()
+        predict(model, **batch).square().sum().backward()
     whole = {name: gradient.full_tensor() for name, gradient in gradients(sharded).items()}
     torch.testing.assert_close(whole, gradients(reference))
 

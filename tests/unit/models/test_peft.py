@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.outputs import predict
 from trainer.errors import ConfigError
 from trainer.models import bert, gpt2, t5
 from trainer.models.peft import adapters, lora, prefix, prompt
@@ -58,7 +59,7 @@ def test_lora_begins_with_the_model_as_it_is_and_adapters_nearly(family: str) ->
 def test_only_what_is_added_has_gradients(family: str, method: str) -> None:
     """And a task's head, and the norms beside adapters; of all cells, which are as many as without."""
     model = make(family, method)
-    logits = model(**batch(family))
+    logits = predict(model, **batch(family))
     assert logits.shape[1] == 8
     logits.square().sum().backward()
     added = {"lora": ".lora.", "adapters": ".adapter.", "prefix": ".prefix.", "prompt": "prompt."}[method]
@@ -75,7 +76,7 @@ def test_writing_goes_on_as_reading_does(family: str, method: str) -> None:
     """Token by token, with padding before the shorter text, the logits are those of the whole texts."""
     model, inputs = make(family, method), batch(family)
     if family == "t5":
-        whole = model(**inputs)
+        whole = predict(model, **inputs)
         found, cache = model.start(inputs["tokens"], None, inputs["target_tokens"][:, :3], 8)
         torch.testing.assert_close(found, whole[:, 2])
         for place in range(3, 8):
@@ -99,7 +100,7 @@ def test_flops_leave_out_the_gradients_of_frozen_matrices(method: str) -> None:
     embeddings = model.embeddings.tokens.weight
     with FlopCounterMode(display=False) as counter:
         embeddings.requires_grad_()  # so that the backward pass reaches all layers
-        model(**inputs).sum().backward()
+        predict(model, **inputs).sum().backward()
     attention = 12 * 2 * 8 * 32
     counted = counter.get_total_flops() / 16
     counts = counter.get_flop_counts()["Global"]

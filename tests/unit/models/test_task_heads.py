@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from data_pipeline.reading.config import Config as DataConfig
 from data_pipeline.reading.mixed_dataset import AnyDataset
+from tests.outputs import predict
 from trainer.checkpoint.huggingface import save_folder
 from trainer.errors import CheckpointError, ConfigError
 from trainer.inference.fill import fill
@@ -80,15 +81,15 @@ def test_a_row_is_scored_in_the_same_way_beside_any_others(
     changed = {**dataclasses.asdict(config), **head, "type_vocab": 2}
     model = build(FAMILIES[family](**changed))
     batch = {**batch, "predicted": cells(head, batch)}
-    together = model(**batch)
+    together = predict(model, **batch)
     classes = {"multiple_choice": 1, "question_answering": 2}.get(str(head["head"]), len(model.config.labels))
     assert together.shape == (4, 20 if batch["predicted"] is None else 1, classes)
     for row in range(4):
         alone = {name: None if values is None else values[row : row + 1] for name, values in batch.items()}
-        torch.testing.assert_close(model(**alone), together[row : row + 1], rtol=1e-5, atol=1e-6)
-    other = model(**{**batch, "dropout_key": batch["dropout_key"] + 1})
+        torch.testing.assert_close(predict(model, **alone), together[row : row + 1], rtol=1e-5, atol=1e-6)
+    other = predict(model, **{**batch, "dropout_key": batch["dropout_key"] + 1})
     assert (other != together).any(-1).all()
-    assert torch.equal(model.eval()(**batch), model(**{**batch, "dropout_key": None}))
+    assert torch.equal(predict(model.eval(), **batch), predict(model, **{**batch, "dropout_key": None}))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_dropout_is_where_transformers_has_it(
     model.head.register_forward_pre_hook(lambda _, inputs: keys.append(inputs[2]))
     for linear in model.head.children():
         linear.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0] == 0))
-    model(**{**batch, "predicted": cells(head, batch)})
+    predict(model, **{**batch, "predicted": cells(head, batch)})
     assert [bool(0.4 < zeros.float().mean() < 0.6) for zeros in seen] == list(places)
     assert torch.cat(keys).unique().numel() == torch.cat(keys).numel() == 4 * (2 * 3 + 1)
     if len(seen) == 2:
@@ -124,7 +125,7 @@ def test_dropout_is_where_transformers_has_it(
 def test_the_work_is_that_of_the_products(config: bert.Config, build: Build, batch: Batch, head: dict[str, object]):
     model = build(dataclasses.replace(config, **head))  # its attention is written out, for dropout
     with FlopCounterMode(display=False) as counter:
-        model(**{**batch, "predicted": cells(head, batch)})
+        predict(model, **{**batch, "predicted": cells(head, batch)})
     read = 20 if head["head"] in ("tagging", "question_answering") else 1
     assert 20 * model.flops_per_token(20, read / 20) == pytest.approx(3 * counter.get_total_flops() / 4)
     weights = {name: value.numel() for name, value in model.head.named_parameters() if name.endswith("weight")}

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.outputs import predict
 from trainer.errors import ConfigError
 from trainer.models import bert, roberta
 from trainer.models.transformer import Transformer
@@ -67,7 +68,7 @@ def test_predicted_cells_alone_give_what_all_cells_give(
 
     def run(predicted: Tensor | None) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         model.zero_grad()
-        out = model(**{**batch, "predicted": predicted}, next_sentence=next_sentence)
+        out = predict(model, **{**batch, "predicted": predicted}, next_sentence=next_sentence)
         logits, *rest = out if next_sentence else (out,)
         if predicted is None:
             assert logits.shape == (4, 20, 97)
@@ -86,7 +87,7 @@ def test_rows_of_one_sequence_need_no_segments(
 ):
     model = build(dataclasses.replace(config, causal=causal, attention_dropout=attention_dropout))
     ones = torch.ones_like(batch["segments"])
-    torch.testing.assert_close(model(**{**batch, "segments": None}), model(**{**batch, "segments": ones}))
+    torch.testing.assert_close(predict(model, **{**batch, "segments": None}), predict(model, **{**batch, "segments": ones}))
 
 
 @pytest.mark.parametrize("attention_dropout", [0.0, 0.1])
@@ -95,9 +96,9 @@ def test_sequences_packed_in_a_row_do_not_see_each_other(
 ):
     model = build(dataclasses.replace(config, dropout=0.0, attention_dropout=attention_dropout))
     batch = {**batch, "predicted": torch.arange(20).expand(4, 20)}
-    before = model(**batch)
+    before = predict(model, **batch)
     batch["tokens"] = torch.where(batch["segments"] == 2, 1, batch["tokens"])
-    after = model(**batch)
+    after = predict(model, **batch)
     changed = (before != after).any(-1)
     assert torch.equal(changed, batch["segments"] == 2)
 
@@ -107,12 +108,12 @@ def test_the_step_is_the_same_however_the_batch_is_split(
     config: bert.Config, build: Build, batch: Batch, checkpointing: bool
 ):
     model = build(config)
-    model(**batch).square().sum().backward()
+    predict(model, **batch).square().sum().backward()
     whole = gradients(model)
     model.zero_grad()
     model.activation_checkpointing = checkpointing
     for part in (slice(0, 1), slice(1, 4)):
-        model(**rows(batch, part)).square().sum().backward()
+        predict(model, **rows(batch, part)).square().sum().backward()
     for name, gradient in gradients(model).items():
         largest = float(whole[name].abs().max())
         torch.testing.assert_close(gradient, whole[name], rtol=0, atol=5e-6 * largest, msg=name)
@@ -123,9 +124,9 @@ def test_each_dropout_probability_acts_in_training_only(config: bert.Config, bui
     reference = build(no_dropout)(**batch)
     for name in ("dropout", "attention_dropout"):
         model = build(dataclasses.replace(no_dropout, **{name: 0.1}))
-        assert (model(**batch) != reference).any()
-        assert torch.equal(model(**{**batch, "dropout_key": None}), reference)
-        assert torch.equal(model.eval()(**batch), reference)
+        assert (predict(model, **batch) != reference).any()
+        assert torch.equal(predict(model, **{**batch, "dropout_key": None}), reference)
+        assert torch.equal(predict(model.eval(), **batch), reference)
 
 
 def test_dropout_differs_between_layers_and_rows(config: bert.Config, build: Build, batch: Batch):
@@ -134,7 +135,7 @@ def test_dropout_differs_between_layers_and_rows(config: bert.Config, build: Bui
     masks = []
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda _, inputs: masks.append(inputs[2]))
-    out = model(**alike, dropout_key=batch["dropout_key"][:2])
+    out = predict(model, **alike, dropout_key=batch["dropout_key"][:2])
     assert (out[0] != out[1]).any()
     keys = torch.cat(masks).flatten()
     assert keys.unique().numel() == keys.numel() == 2 * 3 * 2
@@ -149,15 +150,15 @@ def test_eager_attention_computes_what_the_fused_kernel_does(config: bert.Config
 def test_token_types_default_to_0(config: bert.Config, build: Build, batch: Batch):
     model = build(config)
     zeros = torch.zeros_like(batch["tokens"])
-    torch.testing.assert_close(model(**batch), model(**batch, token_types=zeros))
-    assert (model(**batch) != model(**batch, token_types=zeros + 1)).any()
+    torch.testing.assert_close(predict(model, **batch), predict(model, **batch, token_types=zeros))
+    assert (predict(model, **batch) != predict(model, **batch, token_types=zeros + 1)).any()
 
 
 @pytest.mark.parametrize("attention_dropout", [0.0, 0.1])
 def test_padding_and_bf16_give_no_nan(config: bert.Config, build: Build, batch: Batch, attention_dropout: float):
     model = build(dataclasses.replace(config, attention_dropout=attention_dropout))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = model(**batch)
+        logits = predict(model, **batch)
     logits.float().sum().backward()
     assert logits.dtype == torch.bfloat16
     assert logits.isfinite().all()
@@ -181,7 +182,7 @@ def test_variants_learn_and_reload(config: bert.Config, build: Build, batch: Bat
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(8):
-        loss = F.cross_entropy(model(**batch).flatten(0, 1), labels.flatten())
+        loss = F.cross_entropy(predict(model, **batch).flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
         loss.backward()
         assert all(gradient is not None for gradient in gradients(model).values())
@@ -190,7 +191,7 @@ def test_variants_learn_and_reload(config: bert.Config, build: Build, batch: Bat
     assert losses[-1] < losses[0] - 0.5
     other = build(config, seed=1)
     other.load_state_dict(model.state_dict())
-    assert torch.equal(model(**batch), other(**batch))
+    assert torch.equal(predict(model, **batch), predict(other, **batch))
 
 
 def test_compiles_to_one_graph_once(config: bert.Config, build: Build, batch: Batch):
@@ -198,7 +199,7 @@ def test_compiles_to_one_graph_once(config: bert.Config, build: Build, batch: Ba
     with torch._dynamo.config.patch(error_on_recompile=True):
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         for _ in range(2):  # another step: other tokens, other keys
-            torch.testing.assert_close(compiled(**batch), model(**batch))
+            torch.testing.assert_close(predict(compiled, **batch), predict(model, **batch))
             batch = {name: values.flip(0) for name, values in batch.items()}
     torch._dynamo.reset()
 
@@ -222,7 +223,7 @@ def test_sharded_by_its_units(config: bert.Config, build: Build, batch: Batch, t
     for unit in (*sharded.sharding_units(), sharded):
         fully_shard(unit, mesh=mesh)
     for model in (reference, sharded):
-        model(**batch).square().sum().backward()
+        predict(model, **batch).square().sum().backward()
     whole = {name: gradient.full_tensor() for name, gradient in gradients(sharded).items()}
     torch.testing.assert_close(whole, gradients(reference))
 

@@ -1,0 +1,20 @@
+"""Running a model in tests: columns in, outputs by name out."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from trainer.models import Inputs, Model
+
+
+def outputs(model: nn.Module, *names: str, **columns: Tensor | None) -> tuple[Tensor, ...]:
+    """Some outputs of a model on columns of a batch, in the order of their names."""
+    found = model(Inputs(**columns), frozenset(names))
+    return tuple(found[name] for name in names)
+
+
+def predict(model: nn.Module, **columns: Tensor | None) -> Tensor:
+    """What a model's head says of columns of a batch."""
+    inner = model if isinstance(model, Model) else model.module
+    (found,) = outputs(model, inner.config.predicts, **columns)
+    return found
