@@ -222,7 +222,9 @@ def test_a_prefix_and_a_prompt_are_those_of_peft(family: str, added: Any, tmp_pa
     logits = logits[:, -9:] if logits.dim() == 3 else logits  # without those of a prompt
     without = logits_of(auto(config, save(config, tensors, tmp_path / "plain"))(**theirs))
     assert not torch.allclose(real_cells(config, logits), real_cells(config, without), atol=1e-3)
-    torch.testing.assert_close(real_cells(config, logits), real_cells(config, predict(model, **ours)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        real_cells(config, logits), real_cells(config, predict(model, **ours)), rtol=1e-5, atol=1e-5
+    )
 
     back = load_weights(tmp_path / "adapter")
     assert back.config.peft == added

@@ -87,7 +87,9 @@ def test_rows_of_one_sequence_need_no_segments(
 ):
     model = build(dataclasses.replace(config, causal=causal, attention_dropout=attention_dropout))
     ones = torch.ones_like(batch["segments"])
-    torch.testing.assert_close(predict(model, **{**batch, "segments": None}), predict(model, **{**batch, "segments": ones}))
+    torch.testing.assert_close(
+        predict(model, **{**batch, "segments": None}), predict(model, **{**batch, "segments": ones})
+    )
 
 
 @pytest.mark.parametrize("attention_dropout", [0.0, 0.1])
