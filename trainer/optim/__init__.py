@@ -6,8 +6,7 @@ Each optimizer is a module with a `Config` that builds it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 from torch import nn
@@ -27,8 +26,8 @@ class Structure:
             parameters that are not named.
     """
 
-    stacked: Mapping[str, int] = MappingProxyType({})
-    layers_above: Mapping[str, int] = MappingProxyType({})
+    stacked: Mapping[str, int] = field(default_factory=dict)
+    layers_above: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: Model) -> Self:
