@@ -39,6 +39,7 @@ class TransformerModel(Model):
         super().__init__()
         self.config = config
         self.prompt: nn.Module | None = None
+        self.reads = config.reads
         offers = {config.predicts, "hidden", *(f"layer.{n}" for n in range(config.layers + 1))}
         if config.head in POOLED:
             offers.add("last_position" if config.decoder else "first_position")

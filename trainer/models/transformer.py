@@ -84,6 +84,7 @@ class Transformer(TransformerModel):
             segments=segments if prefix is None and bias is None and not self._has_prefix else None,
             sites=self.config.dropout_sites,
             keys=keys.layers,
+            columns=self.columns(inputs),
         )
         found: dict[str, Tensor] = {}
         if numbers:
