@@ -158,6 +158,11 @@ class TransformerModel(Model):
                 found[name] = pooler if stored.shapes.get(pooler) == shapes[name] else None
         return found
 
+    def embedding_flops(self) -> int:
+        """FLOPs of the projections in the embeddings, for each position; look-ups cost none."""
+        linear = (module for module in self.embeddings.modules() if isinstance(module, nn.Linear))
+        return sum(_flops(module.weight) for module in linear)
+
     def head_flops(self) -> int:
         """`matrix_flops` of the head for each position that it reads."""
         own = matrix_flops(self.head)

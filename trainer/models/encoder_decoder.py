@@ -264,8 +264,10 @@ class EncoderDecoder(TransformerModel):
         targets_per_token = predicted_per_token if is_language_model else 1.0
         targets = targets_per_token * sequence_length
         layers = len(self._encoder_layers)
-        source = encoder + keys_values + per_position * layers * sequence_length
+        embeddings = self.embedding_flops()
+        source = embeddings + encoder + keys_values + per_position * layers * sequence_length
         target = decoder + per_position * len(self.decoder) * (targets + sequence_length)
+        target += embeddings if self.decoder else 0
         head = predicted_per_token * (for_predicted + self.head_flops())
         return source + targets_per_token * target + head
 
