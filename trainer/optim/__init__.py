@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 
 class Config(Protocol):
-    """What the module of each optimizer has under that name: the section `optimizer` of an experiment."""
+    """The section `optimizer` of an experiment; each optimizer's module has one."""
 
     def build(
         self, parameters: Iterable[tuple[str, nn.Parameter]], stacked: Mapping[str, int] = MappingProxyType({})
@@ -20,6 +20,6 @@ class Config(Protocol):
 
         Args:
             parameters: by name.
-            stacked: how many tensors of equal size lie in a parameter's rows, by its name, where there are several.
+            stacked: number of equally sized matrices stacked in a parameter, by its name; 1 if absent.
         """
         ...

@@ -36,7 +36,7 @@ _TEXT_TOKENS = 24
 
 
 class Example(TypedDict):
-    """An example of a step: its global number, its loss (None if not finite), and the number of predicted tokens."""
+    """An example: its global number, its loss (None if not finite), the number of predicted tokens."""
 
     number: int
     loss: float | None
@@ -55,8 +55,8 @@ class Score(TypedDict):
 class Replayed(Score):
     """What `samestep replay --json` prints.
 
-    Besides the score there are the step; the step whose weights scored it; and the first and last of the steps that
-    were found to be those of the ledger, None where it has none.
+    `weights_of` is the step whose weights scored it. `compared` is the first and the last of the
+    steps whose batches match the ledger, None where the ledger has no row for them.
     """
 
     step: int
