@@ -25,8 +25,8 @@ T = TypeVar("T")
 class Kinds:
     """Marks a field whose schema is the `Config` of the module that its `kind` names, inside `package`.
 
-    The field is `Annotated[protocol, Kinds(package)]`: the protocol tells what all those configurations have in
-    common, for the type checker. Decoding goes by the kind alone.
+    The field is `Annotated[Protocol, Kinds(package)]`. The protocol is for the type checker: what all
+    modules' `Config` have in common. Decoding depends on `kind` alone.
 
     A dash in a kind is an underscore in the module's name, as in Hugging Face's "openai-gpt".
     """
