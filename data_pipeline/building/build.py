@@ -23,7 +23,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from data_pipeline.building import pool
 from data_pipeline.building.progress import Meter
@@ -31,7 +31,7 @@ from data_pipeline.building.slices import Claim, Slice
 from data_pipeline.building.units import Outcome, Unit, UnitWriter, cut, limited, outcome_path
 from data_pipeline.building.verify import verify
 from data_pipeline.format.manifest import FORMAT, MANIFEST, Manifest, ShardInfo, token_dtype
-from data_pipeline.sources import PairSource, Source, TaskSource
+from data_pipeline.sources import PairSource, Source, SourceConfig, TaskSource
 from data_pipeline.tokenizers.sentences import Splitter, splitter_version
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from data_pipeline.tokenizers.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ class Config:
             ("skip").
     """
 
-    source: Annotated[Any, Kinds("data_pipeline.sources")]
+    source: Annotated[SourceConfig, Kinds("data_pipeline.sources")]
     tokenizer: TokenizerConfig
     output: str
     heldout_fraction: float = 0.005

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from data_pipeline.building.build import Config
+from data_pipeline.sources import SourceConfig
 from trainer.config import Kinds, decode, read_tree
 from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError
@@ -28,7 +29,7 @@ class TaskData:
         on_error: whether a bad row stops the build or is left out ("skip"), counted and listed.
     """
 
-    source: Annotated[Any, Kinds("data_pipeline.sources")]
+    source: Annotated[SourceConfig, Kinds("data_pipeline.sources")]
     heldout_fraction: float = 0.1
     on_error: Literal["stop", "skip"] = "stop"
 
