@@ -41,11 +41,11 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class TaskLabels:
-    """What the rows of a task are labeled with.
+    """Labels of the rows of a task.
 
     Attributes:
         kind: of the task.
-        labels: names of the classes or tags, or of the number; none for choices and answers.
+        labels: names of the classes or tags, or of the number; empty for choices and answers.
     """
 
     kind: TaskKind

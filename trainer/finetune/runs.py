@@ -124,7 +124,7 @@ def list_runs(
         raise ConfigError("training.best is for evaluations and patience in a task's file to set; leave it out")
     ordered = _in_order(tasks)
     weights = load_weights(checkpoint)
-    model = renamed.first_words({"model": to_tree(weights.config)})["model"]
+    model = renamed.original({"model": to_tree(weights.config)})["model"]
     runs: list[Run] = []
     with weights.tokenizer_files() as tokenizer:
         for task in ordered:
@@ -208,7 +208,7 @@ def _seeded(
     """
     for seed in range(seeds):
         experiment = {**point.experiment, "seed": seed}
-        settings = renamed.first_words(_without_paths(experiment))
+        settings = renamed.original(_without_paths(experiment))
         content = json.dumps([settings, *point.of, *of], sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:16]
         run = Run(
