@@ -111,8 +111,8 @@ def _decode(schema: object, value: object, path: str) -> object:
         return _decode_union(arguments, value, path)
     if origin is Literal:
         if value not in arguments or type(value) not in {type(a) for a in arguments}:
-            if (word := renamed.word_now(path, value)) is not None:
-                raise ConfigError(f"{path} is {value!r}, which is now called {word!r}; set {path}={word}")
+            if (name := renamed.new_name(path, value)) is not None:
+                raise ConfigError(f"{path} is {value!r}, which is now called {name!r}; set {path}={name}")
             raise _Mismatch(path, value, "one of " * (len(arguments) > 1) + ", ".join(str(a) for a in arguments))
         return value
     if origin is tuple:
