@@ -88,7 +88,7 @@ class Manifest:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
-    def token_dtype(self) -> np.dtype[np.generic]:
+    def token_dtype(self) -> np.dtype[np.unsignedinteger]:
         """`dtype` as numpy's."""
         return np.dtype(self.dtype)
 
@@ -193,6 +193,6 @@ def _check_numbers(entries: Mapping[str, object]) -> None:
             raise ValueError(f"{entry} is {value!r}, not a whole number from 0")
 
 
-def token_dtype(vocab_size: int) -> np.dtype[np.generic]:
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
     """The narrowest type of the shards' tokens that holds every id below `vocab_size`."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
