@@ -154,7 +154,7 @@ def test_lora_is_that_of_peft_and_can_be_merged_and_read_back(family: str, tmp_p
     plain = replace(config, peft=None)
     merged = plain.build().eval()
     merged.load_state_dict(config.peft.merge(model, tensors))
-    torch.testing.assert_close(real_cells(config, merged(**ours)), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(real_cells(config, predict(merged, **ours)), expected, rtol=1e-5, atol=1e-5)
     without = auto(config, save(config, tensors, tmp_path / "plain"))
     assert not torch.allclose(found, real_cells(config, logits_of(without(**theirs))), atol=1e-3)
 
@@ -222,7 +222,9 @@ def test_a_prefix_and_a_prompt_are_those_of_peft(family: str, added: Any, tmp_pa
     logits = logits[:, -9:] if logits.dim() == 3 else logits  # without those of a prompt
     without = logits_of(auto(config, save(config, tensors, tmp_path / "plain"))(**theirs))
     assert not torch.allclose(real_cells(config, logits), real_cells(config, without), atol=1e-3)
-    torch.testing.assert_close(real_cells(config, logits), real_cells(config, predict(model, **ours)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        real_cells(config, logits), real_cells(config, predict(model, **ours)), rtol=1e-5, atol=1e-5
+    )
 
     back = load_weights(tmp_path / "adapter")
     assert back.config.peft == added

@@ -158,7 +158,9 @@ def test_a_row_is_scored_in_the_same_way_beside_any_others(head: Head, labels: t
     assert torch.equal(predict(model.eval(), **batch), predict(model, **{**batch, "dropout_key": None}))
     some = torch.tensor([[0, 7, 2]] * 4)
     whole = predict(model, **{**batch, "predicted": None})
-    torch.testing.assert_close(predict(model, **{**batch, "predicted": some}), whole.take_along_dim(some[..., None], dim=1))
+    torch.testing.assert_close(
+        predict(model, **{**batch, "predicted": some}), whole.take_along_dim(some[..., None], dim=1)
+    )
 
 
 @each_head
@@ -166,7 +168,9 @@ def test_the_work_is_that_of_the_products(head: Head, labels: tuple[str, ...]):
     model = built(small(head, labels, decoder_layers=3))
     batch = read(rows(FULL), head)
     with FlopCounterMode(display=False) as counter:
-        predict(model, **batch, dropout_key=torch.zeros(4, dtype=torch.int32))  # its attention is written out, for dropout
+        predict(
+            model, **batch, dropout_key=torch.zeros(4, dtype=torch.int32)
+        )  # its attention is written out, for dropout
     cells = CELLS if batch["predicted"] is None else 1
     assert CELLS * model.flops_per_token(CELLS, cells / CELLS) == pytest.approx(3 * counter.get_total_flops() / 4)
 
