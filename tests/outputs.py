@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from trainer.models import Inputs, Model
+from trainer.models import Inputs
 
 
 def outputs(model: nn.Module, *names: str, **columns: Tensor | None) -> tuple[Tensor, ...]:
@@ -15,6 +16,6 @@ def outputs(model: nn.Module, *names: str, **columns: Tensor | None) -> tuple[Te
 
 def predict(model: nn.Module, **columns: Tensor | None) -> Tensor:
     """What a model's head says of columns of a batch."""
-    inner = model if isinstance(model, Model) else model.module
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
     (found,) = outputs(model, inner.config.predicts, **columns)
     return found

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.outputs import predict
 from tests.processes import run_ranks
 from trainer.models import t5
 from trainer.models.encoder_decoder import EncoderDecoder
@@ -35,7 +36,7 @@ def gradients(strategy: str) -> dict[str, float]:
     targets = torch.randint(0, 97, (4, 10), generator=generator)
     keys = torch.arange(4, dtype=torch.int32)
     reference, model = build(), build()
-    reference(tokens, None, targets, None, dropout_key=keys).square().mean().backward()
+    predict(reference, tokens=tokens, target_tokens=targets, dropout_key=keys).square().mean().backward()
     wrapped: torch.nn.Module = model
     if strategy == "ddp":
         wrapped = DistributedDataParallel(model)
@@ -44,7 +45,8 @@ def gradients(strategy: str) -> dict[str, float]:
         for unit in (*model.sharding_units(), model):
             fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
     own = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
-    wrapped(tokens[own], None, targets[own], None, dropout_key=keys[own]).square().mean().backward()
+    columns = {"tokens": tokens, "target_tokens": targets, "dropout_key": keys}
+    predict(wrapped, **{name: values[own] for name, values in columns.items()}).square().mean().backward()
     found = {}
     for name, parameter in model.named_parameters():
         gradient, expected = parameter.grad, reference.get_parameter(name).grad

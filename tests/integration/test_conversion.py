@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.integration.commands import Samestep, losses
+from tests.outputs import predict
 from trainer.checkpoint import Checkpointer, Config, deepspeed
 from trainer.models import bert
 from trainer.optim import adamw, groups
@@ -129,7 +130,7 @@ def continued(checkpoints: Path) -> list[float]:
 
     def loss(rows: Tensor) -> Tensor:
         places = torch.arange(rows.shape[1]).expand(len(rows), -1)
-        logits = model(tokens=rows, segments=torch.ones_like(rows), positions=places, predicted=places)
+        logits = predict(model, tokens=rows, segments=torch.ones_like(rows), positions=places, predicted=places)
         return F.cross_entropy(logits.flatten(0, 1), rows.flatten())
 
     return train(model, optimizer, loss, range(step, STEPS))

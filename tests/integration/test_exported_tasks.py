@@ -16,7 +16,7 @@ from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from tests.integration import tasks
 from tests.integration.commands import Samestep
 from trainer.objectives import Objective
-from trainer.objectives.rows import inputs
+from trainer.objectives.rows import logits as logits_of
 from trainer.strategies import Replica
 from trainer.training.run import open_loader
 from trainer.training.starting import load_experiment
@@ -56,7 +56,7 @@ def our_logits(experiment_file: Path, run: Path) -> np.ndarray:
     with open_loader(experiment, dataset, objective, Replica(0, 1), experiment.resolved_phases()[0], "heldout") as rows:
         for batch in (batch for step in rows for batch in step):
             with torch.no_grad():
-                logits = model(**inputs(batch))[:, 0]
+                logits = logits_of(model, batch, "classification")[:, 0]
             counts = batch["weights"] > 0
             found.update(zip(batch["document"][counts].tolist(), logits[counts].numpy(), strict=True))
     return np.stack([found[row] for row in sorted(found)])

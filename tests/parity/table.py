@@ -15,6 +15,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import GPT2Config, OpenAIGPTConfig, PreTrainedModel, T5Config
 
+from tests.outputs import predict
+from trainer.models import Inputs
 from trainer.training.weights import load_weights
 
 NEW_TOKENS = 20
@@ -66,9 +68,13 @@ def compare(name: str) -> str:
     labels = torch.randint(2, config.vocab_size, (2, 64), generator=generator) if two_stacks else tokens
     start = F.pad(labels[:, :-1], (1, 0))
     if two_stacks:
-        logits = [theirs(input_ids=tokens, decoder_input_ids=start).logits, ours(tokens, None, start, None)]
+        logits = [
+            theirs(input_ids=tokens, decoder_input_ids=start).logits,
+            predict(ours, tokens=tokens, target_tokens=start),
+        ]
     else:
-        logits = [theirs(input_ids=tokens).logits, ours(tokens, None, torch.arange(256).expand(2, -1))]
+        positions = torch.arange(256).expand(2, -1)
+        logits = [theirs(input_ids=tokens).logits, predict(ours, tokens=tokens, positions=positions)]
     losses = [F.cross_entropy(each.flatten(0, 1), labels.flatten()) for each in logits]
     for loss in losses:
         loss.backward()
@@ -89,9 +95,10 @@ def theirs_greedy(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 def ours_greedy(model: Any, tokens: Tensor, two_stacks: bool) -> Tensor:
     if two_stacks:
-        logits, cache = model.start(tokens, None, torch.zeros(2, 1, dtype=torch.int64), NEW_TOKENS)
+        begin = torch.zeros(2, 1, dtype=torch.int64)
+        logits, cache = model.start(Inputs(tokens, target_tokens=begin), NEW_TOKENS)
     else:
-        logits, cache = model.start(tokens, torch.ones_like(tokens), tokens.shape[1] + NEW_TOKENS)
+        logits, cache = model.start(Inputs(tokens, torch.ones_like(tokens)), tokens.shape[1] + NEW_TOKENS)
     chosen = [logits.argmax(-1)]
     while len(chosen) < NEW_TOKENS:
         chosen.append(model.step(chosen[-1], cache).argmax(-1))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, BertConfig, BertForPreTraining
 
+from tests.outputs import outputs, predict
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.errors import ConfigError
 from trainer.examples import Examples, Vocabulary
@@ -64,6 +65,11 @@ def batch() -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in objective.collate(examples, 24).items()}
 
 
+def whole_rows(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What our model reads, to score all cells."""
+    return {name: batch[name] for name in ("tokens", "segments", "positions", "token_types")}
+
+
 def their_inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     labels = torch.full(batch["tokens"].shape, -100)
     used = batch["weights"] > 0
@@ -81,9 +87,7 @@ def test_logits_losses_and_gradients_are_equal(reference, batch, tmp_path):
     config, model = load(tmp_path / "reference")
     assert config.nsp
     theirs = reference(**their_inputs(batch))
-    logits, next_logits = model(
-        batch["tokens"], batch["segments"], batch["positions"], token_types=batch["token_types"], next_sentence=True
-    )
+    logits, next_logits = outputs(model, "tokens", "next_sentence", **whole_rows(batch))
     real = batch["segments"] > 0
     torch.testing.assert_close(logits[real], theirs.prediction_logits[real], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(next_logits, theirs.seq_relationship_logits, rtol=1e-5, atol=1e-5)
@@ -112,11 +116,9 @@ def test_transformers_loads_what_we_export(batch, tmp_path, tied):
     theirs, report = AutoModelForPreTraining.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values()), report
     assert type(theirs) is BertForPreTraining
-    outputs = theirs.eval()(**their_inputs(batch))
-    _, next_logits = model(
-        batch["tokens"], batch["segments"], batch["positions"], token_types=batch["token_types"], next_sentence=True
-    )
-    torch.testing.assert_close(next_logits, outputs.seq_relationship_logits, rtol=1e-5, atol=1e-5)
+    found = theirs.eval()(**their_inputs(batch))
+    (next_logits,) = outputs(model, "next_sentence", **whole_rows(batch))
+    torch.testing.assert_close(next_logits, found.seq_relationship_logits, rtol=1e-5, atol=1e-5)
     again, same = load(tmp_path / "ours")
     assert again == config
     assert all(torch.equal(same.state_dict()[name], value) for name, value in model.state_dict().items())
@@ -142,10 +144,10 @@ def test_a_model_with_the_head_is_a_masked_lm_unless_asked_for_more(batch):
     config = bert.Config(vocab_size=500, layers=1, width=48, heads=4, ffn_width=96, max_positions=40, nsp=True)
     for each in (config, replace(config, norm="pre")):
         model = each.build().eval()
-        inputs = (batch["tokens"], batch["segments"], batch["positions"], batch["predicted"])
-        logits = model(*inputs)
+        inputs = {name: batch[name] for name in ("tokens", "segments", "positions", "predicted")}
+        logits = predict(model, **inputs)
         assert logits.shape == (6, batch["predicted"].shape[1], 500)
-        with_next = model(*inputs, next_sentence=True)
+        with_next = outputs(model, "tokens", "next_sentence", **inputs)
         torch.testing.assert_close(with_next[0], logits, rtol=0, atol=1e-6 * float(logits.detach().abs().max()))
         assert with_next[1].shape == (6, 2)
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, OpenAIGPTConfig, PreT
 from tests.outputs import predict
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.errors import CheckpointError, ConfigError
-from trainer.models import gpt2, openai_gpt
+from trainer.models import Inputs, gpt2, openai_gpt
 from trainer.models.transformer import Transformer
 from trainer.training.weights import load_weights
 
@@ -54,7 +54,7 @@ def test_logits_loss_and_gradients_are_equal(pair):
     reference, config, model = pair
     tokens = torch.stack(documents(32, 32))
     theirs = reference(input_ids=tokens).logits
-    ours = model(tokens, None, torch.arange(32).expand(2, -1))
+    ours = predict(model, tokens=tokens, positions=torch.arange(32).expand(2, -1))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     losses = [F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) for logits in (theirs, ours)]
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
@@ -79,7 +79,7 @@ def test_greedy_tokens_are_those_of_generate(pair):
     prompts = documents(7, 3, 1)
     tokens = torch.stack([F.pad(prompt, (7 - len(prompt), 0)) for prompt in prompts])
     segments = torch.stack([F.pad(torch.ones_like(prompt), (7 - len(prompt), 0)) for prompt in prompts])
-    logits, cache = model.start(tokens, segments, capacity=20)
+    logits, cache = model.start(Inputs(tokens, segments), capacity=20)
     ours = [logits.argmax(-1)]
     for _ in range(12):
         ours.append(model.step(ours[-1], cache).argmax(-1))
@@ -99,7 +99,7 @@ def test_transformers_loads_what_we_export(pair, tmp_path: Path):
     theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values()), report
     tokens = torch.stack(documents(20))
-    ours = model(tokens, None, torch.arange(20)[None])
+    ours = predict(model, tokens=tokens, positions=torch.arange(20)[None])
     torch.testing.assert_close(ours, theirs.eval()(input_ids=tokens).logits, rtol=1e-5, atol=1e-5)
     assert type(config).from_huggingface(load_folder(tmp_path / "ours")[0]) == config
 

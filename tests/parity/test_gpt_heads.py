@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, OpenAIGPTConfig, PreTrainedModel
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
-from tests.outputs import predict
+from tests.outputs import outputs, predict
 from tests.unit.objectives.test_decoder_rows import GPT1, PAIRS
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.errors import ConfigError
@@ -135,11 +135,12 @@ def test_the_language_model_beside_a_classifier_is_that_without(family: type[gpt
         "head.classifier.weight", *(name for name, _ in alone.named_parameters())}  # fmt: skip
     batch = rows(23, 1, 9, 17)
     batch = {**batch, "tokens": batch["tokens"] % 100, "dropout_key": torch.tensor([5, -6, 7, 8], dtype=torch.int32)}
-    logits, tokens = predict(model, **batch, next_tokens=True)
+    logits, tokens = outputs(model, "classification", "next_tokens", **batch)
     torch.testing.assert_close(logits, predict(model, **batch))
-    torch.testing.assert_close(tokens, alone(**{**batch, "predicted": None})[:, :-1])
+    torch.testing.assert_close(tokens, predict(alone, **{**batch, "predicted": None})[:, :-1])
     for row in range(4):
-        of_row = predict(model, **{name: values[row : row + 1] for name, values in batch.items()}, next_tokens=True)
+        own = {name: values[row : row + 1] for name, values in batch.items()}
+        of_row = outputs(model, "classification", "next_tokens", **own)
         torch.testing.assert_close(of_row, (logits[row : row + 1], tokens[row : row + 1]), rtol=1e-5, atol=1e-6)
     assert (predict(model, **{**batch, "dropout_key": batch["dropout_key"] + 1}) != logits).any(-1).all()
 
@@ -155,7 +156,7 @@ def test_the_auxiliary_loss_is_added(family: type[gpt2.Config]):
     loss = objective.loss(model, batch, totals)
     cells = {name: batch[name] for name in ("tokens", "segments", "positions")}
     of_classes = F.cross_entropy(predict(model, **cells, predicted=batch["predicted"])[:, 0], batch["labels"])
-    alone = built(family(**SMALL))(**cells)[:, :-1]
+    alone = predict(built(family(**SMALL)), **cells)[:, :-1]
     real = batch["segments"][:, 1:] > 0
     of_tokens = F.cross_entropy(alone[real], batch["tokens"][:, 1:][real].long())
     torch.testing.assert_close(loss.total, of_classes + 0.5 * of_tokens)

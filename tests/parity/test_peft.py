@@ -154,7 +154,7 @@ def test_lora_is_that_of_peft_and_can_be_merged_and_read_back(family: str, tmp_p
     plain = replace(config, peft=None)
     merged = plain.build().eval()
     merged.load_state_dict(config.peft.merge(model, tensors))
-    torch.testing.assert_close(real_cells(config, merged(**ours)), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(real_cells(config, predict(merged, **ours)), expected, rtol=1e-5, atol=1e-5)
     without = auto(config, save(config, tensors, tmp_path / "plain"))
     assert not torch.allclose(found, real_cells(config, logits_of(without(**theirs))), atol=1e-3)
 

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
+from tests.outputs import predict
 from trainer.checkpoint.huggingface import load_folder, save_folder
 from trainer.errors import CheckpointError, ConfigError
-from trainer.models import t5
+from trainer.models import Inputs, t5
 from trainer.models.encoder_decoder import EncoderDecoder
 from trainer.training.weights import load_weights
 
@@ -67,7 +68,7 @@ def test_logits_loss_and_gradients_are_equal(pair):
     tokens, segments = padded(150, 13, 1)
     labels, is_label = padded(140, 3, 9)
     theirs = reference(input_ids=tokens, attention_mask=segments, decoder_input_ids=shift(labels)).logits
-    ours = model(tokens, segments, shift(labels), is_label)
+    ours = predict(model, tokens=tokens, segments=segments, target_tokens=shift(labels), target_segments=is_label)
     used = is_label.bool()
     torch.testing.assert_close(ours[used], theirs[used], rtol=1e-5, atol=1e-5)
     losses = [F.cross_entropy(logits[used], labels[used]) for logits in (theirs, ours)]
@@ -83,11 +84,12 @@ def test_packed_pairs_get_the_logits_they_get_alone(pair):
     reference, _, model = pair
     sources, targets = texts(9, 12), [shift(target[None])[0] for target in texts(5, 8)]
     pad = torch.zeros(2, dtype=torch.int64)
-    ours = model(
-        torch.cat(sources)[None],
-        torch.tensor([[1] * 9 + [2] * 12]),
-        torch.cat([*targets, pad])[None],
-        torch.tensor([[1] * 5 + [2] * 8 + [0] * 2]),
+    ours = predict(
+        model,
+        tokens=torch.cat(sources)[None],
+        segments=torch.tensor([[1] * 9 + [2] * 12]),
+        target_tokens=torch.cat([*targets, pad])[None],
+        target_segments=torch.tensor([[1] * 5 + [2] * 8 + [0] * 2]),
     )
     alone = [
         reference(input_ids=source[None], decoder_input_ids=target[None]).logits[0]
@@ -108,7 +110,8 @@ def test_greedy_tokens_are_those_of_generate(pair):
         eos_token_id=None,
         use_cache=False,  # its cache takes stacks of one depth only
     )
-    logits, cache = model.start(tokens, segments, torch.zeros(3, 1, dtype=torch.int64), capacity=20)
+    begin = torch.zeros(3, 1, dtype=torch.int64)
+    logits, cache = model.start(Inputs(tokens, segments, target_tokens=begin), capacity=20)
     ours = [torch.zeros(3, dtype=torch.int64), logits.argmax(-1)]
     for _ in range(19):
         ours.append(model.step(ours[-1], cache).argmax(-1))
@@ -124,7 +127,7 @@ def test_transformers_loads_what_we_export(pair, tmp_path: Path):
     theirs, report = T5ForConditionalGeneration.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values()), report
     tokens, targets = padded(20, 20)[0], shift(padded(7, 7)[0])
-    ours = model(tokens, None, targets, None)
+    ours = predict(model, tokens=tokens, target_tokens=targets)
     logits = theirs.eval()(input_ids=tokens, decoder_input_ids=targets).logits
     torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5)
     assert t5.Config.from_huggingface(load_folder(tmp_path / "ours")[0]) == config

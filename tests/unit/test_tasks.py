@@ -1,4 +1,4 @@
-"""The table of kinds of tasks: every part of the code that knows a kind knows it by the same name."""
+"""The table of task kinds agrees with the sources, objectives and heads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_kind_is_a_source_and_an_objective_and_has_a_head(kind: TaskKind) -> N
     objective = schema().build(Vocabulary(50, **SPECIAL))
     parts = objective.pack_spec(384).parts
     assert (parts.kind, parts.layout) == (kind, TASKS[kind].layout)
-    assert objective.model_settings["head"] == TASKS[kind].head
+    assert objective.predicts == TASKS[kind].head
     assert set(objective.score_names) <= set(TASKS[kind].metrics)
     module = sources.__name__ + f".{kind}"
     Kinds(sources.__name__).schema(kind, "source")

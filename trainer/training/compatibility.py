@@ -105,9 +105,10 @@ def _check_needs(experiment: Experiment, objective: Objective, model: Model) -> 
             f"{', '.join(offers)}; {fix}choose another model or objective"
         )
     if untrained := sorted(model.trains.keys() - objective.needs):
+        setting = model.trains[untrained[0]]
         raise ConfigError(
             f"the model, {kinds['model']}, has parameters for {untrained[0]}, which the objective, "
-            f"{kinds['objective']}, does not train; set {model.trains[untrained[0]]}, or choose another objective"
+            f"{kinds['objective']}, does not train; {f'set {setting}, or ' if setting else ''}choose another objective"
         )
     if absent := sorted(model.reads - objective.columns):
         raise ConfigError(

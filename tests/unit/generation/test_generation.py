@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.outputs import predict
 from trainer.errors import ConfigError
 from trainer.examples import Vocabulary
 from trainer.generation import Config, Generator
@@ -95,13 +96,14 @@ def test_greedy_tokens_are_those_of_whole_forward_passes(config: Any):
         expected: list[int] = []
         while len(expected) < 8 and expected[-1:] != [1]:
             if config is not BERT and config.encoder_decoder:
-                logits = model(torch.tensor([source]), None, torch.tensor([[0, *expected]]), None)
+                targets = torch.tensor([[0, *expected]])
+                logits = predict(model, tokens=torch.tensor([source]), target_tokens=targets)
             else:
                 row = torch.tensor([source + expected])
                 prefix = torch.arange(row.shape[1])[None] < len(source)
                 positions = torch.arange(row.shape[1])[None]
                 is_prefix_lm = getattr(config, "prefix_lm", False)
-                logits = model(row, None, positions, prefix=prefix if is_prefix_lm else None)
+                logits = predict(model, tokens=row, positions=positions, prefix=prefix if is_prefix_lm else None)
             expected.append(int(logits[0, -1, :30].argmax()))
         assert text == [token for token in expected if token != 1]
 

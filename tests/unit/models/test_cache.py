@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from trainer.models.model import Model
 
-from trainer.models import gpt2, openai_gpt, t5
+from tests.outputs import predict
+from trainer.models import Inputs, Model, gpt2, openai_gpt, t5
 
 SHAPE = {"vocab_size": 97, "layers": 2, "width": 32, "heads": 4, "ffn_width": 48}
 T5 = t5.Config(**SHAPE, head_width=12)
@@ -42,8 +42,9 @@ def test_decoders(build: Callable[..., Model], config: Any):
     prefix = None
     if getattr(config, "architecture", None) == "prefix_lm":
         prefix = (torch.arange(15) < 5).expand(3, -1)
-    whole = model(text, segments, positions, prefix=prefix)
-    logits, cache = model.start(text[:, :5], segments[:, :5], 15, prefix=None if prefix is None else prefix[:, :5])
+    whole = predict(model, tokens=text, segments=segments, positions=positions, prefix=prefix)
+    first = Inputs(text[:, :5], segments[:, :5], prefix=None if prefix is None else prefix[:, :5])
+    logits, cache = model.start(first, 15)
     steps = [logits] + [model.step(text[:, cell], cache) for cell in range(5, 15)]
     torch.testing.assert_close(torch.stack(steps, 1), whole[:, 4:], rtol=1e-5, atol=1e-5)
 
@@ -54,8 +55,9 @@ def test_encoder_decoders(build: Callable[..., Model], architecture: str):
     model = make(build, dataclasses.replace(T5, architecture=architecture))
     source, target = tokens(3, 12), tokens(3, 12)
     segments = (torch.arange(12) < torch.tensor([12, 7, 1])[:, None]).int()
-    whole = model(source, segments, target, torch.ones_like(target))
-    logits, cache = model.start(source, segments, target[:, :2], capacity=12)
+    of_target = {"target_tokens": target, "target_segments": torch.ones_like(target)}
+    whole = predict(model, tokens=source, segments=segments, **of_target)
+    logits, cache = model.start(Inputs(source, segments, target_tokens=target[:, :2]), capacity=12)
     steps = [logits] + [model.step(target[:, cell], cache) for cell in range(2, 12)]
     torch.testing.assert_close(torch.stack(steps, 1), whole[:, 1:], rtol=1e-5, atol=1e-5)
 
@@ -65,14 +67,14 @@ def test_rows_can_be_repeated_moved_and_dropped(build: Callable[..., Model]):
     for config in (T5, DECODERS[0]):
         model, text = make(build, config), tokens(3, 9)
         segments = (torch.arange(4) >= torch.tensor([[0], [1], [2]])).int()
-        start = (text[:, :4], segments) if config is not T5 else (text[:, :4], segments, text[:, :1])
-        _, cache = model.start(*start, capacity=8)
+        start = Inputs(text[:, :4], segments, target_tokens=text[:, :1] if config is T5 else None)
+        _, cache = model.start(start, capacity=8)
         model.step(text[:, 4], cache)
         rows, after = torch.tensor([2, 0, 2, 2]), text[:, 5]
         cache.select(rows)
         expected = []
         for row in rows.tolist():
-            _, alone = model.start(*(each[row : row + 1] for each in start), capacity=8)
+            _, alone = model.start(start.map(lambda column, row=row: column[row : row + 1]), capacity=8)
             model.step(text[row : row + 1, 4], alone)
             expected.append(model.step(after[row : row + 1], alone))
         torch.testing.assert_close(model.step(after[rows], cache), torch.cat(expected), rtol=1e-5, atol=1e-5)

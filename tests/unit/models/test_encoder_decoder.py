@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from trainer.models.model import Model
 
 from tests.outputs import predict
 from trainer.errors import ConfigError
-from trainer.models import gpt2, openai_gpt, t5
+from trainer.models import Model, gpt2, openai_gpt, t5
 
 Build = Callable[..., Model]
 Batch = dict[str, Tensor]
@@ -176,14 +175,14 @@ def test_the_step_is_the_same_however_the_batch_is_split(
 
 def test_each_dropout_probability_acts_in_training_only(config: t5.Config, build: Build, batch: Batch):
     no_dropout = dataclasses.replace(config, dropout=0.0, attention_dropout=0.0)
-    reference = build(no_dropout)(**batch)
+    reference = predict(build(no_dropout), **batch)
     for name in ("dropout", "attention_dropout"):
         model = build(dataclasses.replace(no_dropout, **{name: 0.1}))
         assert (predict(model, **batch) != reference).any()
         torch.testing.assert_close(predict(model, **{**batch, "dropout_key": None}), reference)
         torch.testing.assert_close(predict(model.eval(), **batch), reference)
     barely = build(dataclasses.replace(no_dropout, attention_dropout=1e-12))  # the slow path, without dropping a cell
-    torch.testing.assert_close(barely(**batch), reference, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(predict(barely, **batch), reference, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "language_model", "prefix_lm"])

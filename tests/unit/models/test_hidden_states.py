@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.outputs import predict
+from tests.outputs import outputs, predict
 from trainer.models import bert, gpt2, t5
 
 SHAPE: dict[str, Any] = {"vocab_size": 50, "layers": 2, "width": 16, "heads": 2, "ffn_width": 32, "dropout": 0.2}
@@ -36,7 +36,7 @@ def test_logits_do_not_depend_on_whether_hidden_states_are_returned(name: str) -
         given |= {"target_tokens": tokens[:, :7], "target_segments": torch.ones(3, 7, dtype=torch.int32)}
     predicted = torch.tensor([[0, 2], [5, 1], [3, 3]])
     for cells in (predicted, None) if name != "bert, classes" else (predicted[:, :1],):
-        logits, states = predict(model, **given, predicted=cells, hidden_states=True)
+        logits, states = outputs(model, config.predicts, "hidden", **given, predicted=cells)
         alone = predict(model, **given, predicted=cells)
         torch.testing.assert_close(logits, alone, rtol=0, atol=3e-6 * float(alone.detach().abs().max()))
         assert states.shape == (3, 7 if name == "t5" else 12, 16)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.outputs import predict
 from trainer.errors import ConfigError
-from trainer.models import bert, gpt2, t5
+from trainer.models import Inputs, bert, gpt2, t5
 from trainer.models.peft import adapters, lora, prefix, prompt
 
 SHAPE: dict[str, Any] = {"vocab_size": 60, "layers": 2, "width": 32, "heads": 2, "ffn_width": 64}
@@ -47,9 +47,9 @@ def batch(family: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("family", CONFIGS)
 @torch.no_grad()
 def test_lora_begins_with_the_model_as_it_is_and_adapters_nearly(family: str) -> None:
-    expected = make(family, None)(**batch(family))
-    assert torch.equal(make(family, "lora")(**batch(family)), expected)
-    adapted = make(family, "adapters")(**batch(family))
+    expected = predict(make(family, None), **batch(family))
+    assert torch.equal(predict(make(family, "lora"), **batch(family)), expected)
+    adapted = predict(make(family, "adapters"), **batch(family))
     torch.testing.assert_close(adapted, expected, rtol=0.1, atol=0.1)
     assert not torch.equal(adapted, expected)
 
@@ -77,16 +77,16 @@ def test_writing_goes_on_as_reading_does(family: str, method: str) -> None:
     model, inputs = make(family, method), batch(family)
     if family == "t5":
         whole = predict(model, **inputs)
-        found, cache = model.start(inputs["tokens"], None, inputs["target_tokens"][:, :3], 8)
+        found, cache = model.start(Inputs(inputs["tokens"], target_tokens=inputs["target_tokens"][:, :3]), 8)
         torch.testing.assert_close(found, whole[:, 2])
         for place in range(3, 8):
             torch.testing.assert_close(model.step(inputs["target_tokens"][:, place], cache), whole[:, place])
         return
     tokens = inputs["tokens"]
-    whole = [model(tokens=row[None], segments=None, positions=torch.arange(len(row))[None])[0]
+    whole = [predict(model, tokens=row[None], positions=torch.arange(len(row))[None])[0]
              for row in (tokens[0], tokens[1, 2:])]  # fmt: skip
     segments = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
-    found, cache = model.start(tokens[:, :4], segments, 8)
+    found, cache = model.start(Inputs(tokens[:, :4], segments), 8)
     torch.testing.assert_close(found, torch.stack([whole[0][3], whole[1][1]]))
     for place in range(4, 8):
         found = model.step(tokens[:, place], cache)

@@ -109,7 +109,7 @@ def test_dropout_is_where_transformers_has_it(
     head, seen, keys = HEADS[name], [], []
     model = build(FAMILIES[family](**{**dataclasses.asdict(config), **head, "dropout": 0.5}))
     for layer in model.layers:
-        layer.register_forward_pre_hook(lambda _, inputs: keys.append(inputs[2].flatten()))
+        layer.register_forward_pre_hook(lambda _, inputs: keys.append(inputs[3].keys.flatten()))
     model.head.register_forward_pre_hook(lambda _, inputs: keys.append(inputs[2]))
     for linear in model.head.children():
         linear.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0] == 0))

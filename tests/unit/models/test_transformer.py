@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.outputs import predict
+from tests.outputs import outputs, predict
 from trainer.errors import ConfigError
 from trainer.models import bert, roberta
 from trainer.models.transformer import Transformer
@@ -68,8 +68,8 @@ def test_predicted_cells_alone_give_what_all_cells_give(
 
     def run(predicted: Tensor | None) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         model.zero_grad()
-        out = predict(model, **{**batch, "predicted": predicted}, next_sentence=next_sentence)
-        logits, *rest = out if next_sentence else (out,)
+        names = ("tokens", "next_sentence") if next_sentence else ("tokens",)
+        logits, *rest = outputs(model, *names, **{**batch, "predicted": predicted})
         if predicted is None:
             assert logits.shape == (4, 20, 97)
             logits = logits.take_along_dim(batch["predicted"][..., None], dim=1)
@@ -123,7 +123,7 @@ def test_the_step_is_the_same_however_the_batch_is_split(
 
 def test_each_dropout_probability_acts_in_training_only(config: bert.Config, build: Build, batch: Batch):
     no_dropout = dataclasses.replace(config, dropout=0.0, attention_dropout=0.0)
-    reference = build(no_dropout)(**batch)
+    reference = predict(build(no_dropout), **batch)
     for name in ("dropout", "attention_dropout"):
         model = build(dataclasses.replace(no_dropout, **{name: 0.1}))
         assert (predict(model, **batch) != reference).any()
@@ -136,7 +136,7 @@ def test_dropout_differs_between_layers_and_rows(config: bert.Config, build: Bui
     alike = {name: values[:1].expand(2, -1) for name, values in batch.items() if values.ndim == 2}
     masks = []
     for layer in model.layers:
-        layer.register_forward_pre_hook(lambda _, inputs: masks.append(inputs[2]))
+        layer.register_forward_pre_hook(lambda _, inputs: masks.append(inputs[3].keys))
     out = predict(model, **alike, dropout_key=batch["dropout_key"][:2])
     assert (out[0] != out[1]).any()
     keys = torch.cat(masks).flatten()
@@ -146,7 +146,7 @@ def test_dropout_differs_between_layers_and_rows(config: bert.Config, build: Bui
 def test_eager_attention_computes_what_the_fused_kernel_does(config: bert.Config, build: Build, batch: Batch):
     fused = build(dataclasses.replace(config, dropout=0.0, attention_dropout=0.0))
     eager = build(dataclasses.replace(config, dropout=0.0, attention_dropout=1e-12))  # rounds to no cell at all
-    torch.testing.assert_close(eager(**batch), fused(**batch), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(predict(eager, **batch), predict(fused, **batch), rtol=1e-5, atol=1e-6)
 
 
 def test_token_types_default_to_0(config: bert.Config, build: Build, batch: Batch):

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.outputs import predict
 from tests.unit.objectives.texts import pack
 from trainer.errors import ConfigError
 from trainer.examples import Examples, Vocabulary
-from trainer.models import bert
+from trainer.models import Inputs, Outputs, bert
 from trainer.objectives.causal_lm import Config
 
 VOCABULARY = Vocabulary(size=50, pad=0, cls=1, sep=2, mask=3, special=(0, 1, 2, 3))
@@ -74,10 +75,11 @@ def test_no_prediction_sees_what_it_predicts() -> None:
     batch = {
         name: torch.from_numpy(array) for name, array in Config().build(VOCABULARY).collate(_examples(True), 12).items()
     }
-    before = model(batch["tokens"], batch["segments"], batch["positions"])
+    rows = {name: batch[name] for name in ("tokens", "segments", "positions")}
+    before = predict(model, **rows)
     changed = batch["tokens"].clone()
     changed[0, 2] = 20
-    after = model(changed, batch["segments"], batch["positions"])
+    after = predict(model, **rows | {"tokens": changed})
     differs = (before != after).any(-1)[0]
     assert differs.tolist() == [False, False, True, True, True] + [False] * 7
 
@@ -90,8 +92,8 @@ def test_loss_is_the_mean_over_predictions_that_count() -> None:
     logits = torch.randn(2, 11, 50, generator=torch.Generator().manual_seed(0))
 
     class Fixed(torch.nn.Module):
-        def forward(self, **_: object) -> torch.Tensor:
-            return logits.clone()
+        def forward(self, _inputs: Inputs, _outputs: Outputs) -> dict[str, torch.Tensor]:
+            return {"next_tokens": logits.clone()}
 
     loss = objective.loss(Fixed(), tensors, {"lm": torch.tensor(7.0)})
     used = tensors["weights"] > 0

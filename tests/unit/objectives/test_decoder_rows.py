@@ -9,15 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from data_pipeline.format.manifest import TaskLabels
+from data_pipeline.reading.config import Config as DataConfig
 from tests.unit.objectives import test_task_objectives as of_bert
 from tests.unit.objectives.test_task_objectives import make, predictions
 from trainer.errors import ConfigError
 from trainer.examples import TaskRow, Vocabulary
-from trainer.models import bert, gpt2, roberta, t5
+from trainer.models import Inputs, Outputs, bert, gpt2, roberta, t5
 from trainer.objectives import classification, multiple_choice, question_answering, regression, tagging
+from trainer.optim import adamw
 from trainer.training.compatibility import check_compatibility
+from trainer.training.experiment import Experiment
+from trainer.training.settings import Config as TrainingConfig
 
 PAD, END, BEGIN = 0, 1, 2
 T5 = Vocabulary(100, PAD, None, END, None, (PAD, END), eos=END, sentinels=(98, 99))
@@ -71,7 +76,7 @@ def test_an_encoders_rows_stay_as_they_are() -> None:
     for vocabulary in (ROBERTA, of_bert.VOCABULARY, of_bert.ROBERTA):
         objective = classification.Config().build(vocabulary)
         assert objective.pack_spec(8).prefix == 1
-        assert objective.model_settings == {"head": "classification", "decoder": False}
+        assert objective.needs == {"classification", "first_position"}
         assert not objective.collate(PAIRS, 8)["predicted"].any()
 
 
@@ -135,8 +140,10 @@ class Stub(of_bert.Stub):
         super().__init__(3)
         self.of_tokens = torch.nn.Parameter(torch.randn(100, 100, generator=torch.Generator().manual_seed(1)))
 
-    def forward(self, tokens: Any, predicted: Any, next_tokens: bool, **rest: Any) -> Any:
-        return super().forward(tokens, predicted, **rest), self.of_tokens[tokens][:, :-1]
+    def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
+        assert outputs == {"classification", "next_tokens"}
+        found = super().forward(inputs, frozenset({"classification"}))
+        return {**found, "next_tokens": self.of_tokens[inputs.tokens][:, :-1]}
 
 
 def test_the_auxiliary_losses_of_micro_batches_add_up() -> None:
@@ -182,16 +189,24 @@ CLASSES: dict[str, Any] = {"head": "classification", "labels": ("a", "b")}
 def test_models_that_read_other_cells_are_refused(
     model: Any, config: dict[str, Any], vocabulary: Vocabulary, message: str | None
 ) -> None:
-    data = SimpleNamespace(packing="padded")
-    experiment: Any = SimpleNamespace(model=model, resolved_phases=list, strategy=None, data=data)
+    experiment = Experiment(
+        "run",
+        model,
+        classification.Config(**config),
+        DataConfig("rows", sequence_length=8, packing="padded"),
+        TrainingConfig(steps=1, global_batch_size=1, micro_batch_size=1),
+        adamw.Config(),
+    )
+    with torch.device("meta"):
+        built = experiment.build_model()
     task = SimpleNamespace(task=TaskLabels("classification", ("a", "b")))
     dataset: Any = SimpleNamespace(name="rows", manifest=task, tokenizer=SimpleNamespace(vocabulary=vocabulary))
-    objective: Any = classification.Config(**config).build(vocabulary)
+    objective = experiment.objective.build(vocabulary)
     if message is None:
-        check_compatibility(experiment, dataset, objective, None)
+        check_compatibility(experiment, dataset, objective, built)
     else:
         with pytest.raises(ConfigError, match=message):
-            check_compatibility(experiment, dataset, objective, None)
+            check_compatibility(experiment, dataset, objective, built)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.outputs import outputs
 from tests.unit.objectives.texts import pack
 from trainer.config import decode
 from trainer.errors import ConfigError
@@ -73,7 +74,9 @@ def test_the_loss_is_that_of_the_papers(cells: str) -> None:
     loss = objective.loss(model, batch, totals_of(objective, batch))
     given = {name: batch[name] for name in ("tokens", "segments", "positions")}
     with torch.no_grad():
-        (own, own_states), (taught, taught_states) = (each(**given, hidden_states=True) for each in (model, teacher))
+        (own, own_states), (taught, taught_states) = (
+            outputs(each, "tokens", "hidden", **given) for each in (model, teacher)
+        )
     terms: dict[str, list[float]] = {"soft": [], "hard": [], "mse": [], "cosine": []}
     for row in range(4):  # without the one that only pads
         predicted = batch["predicted"][row][batch["weights"][row] > 0].tolist()
@@ -176,6 +179,6 @@ def test_scores_and_layout_are_the_inner_objectives_and_need_no_teacher() -> Non
         soft = 0.0 if isinstance(of, regression.Config) else 1.0
         objective, own = distillation.Config("a", of, soft=soft, mse=1.0).build(VOCABULARY), of.build(VOCABULARY)
         assert objective.pack_spec(LENGTH) == own.pack_spec(LENGTH)
-        assert objective.model_settings == own.model_settings
+        assert (objective.needs, objective.predicts) == (own.needs, own.predicts)
         assert hasattr(objective, "scores")
     assert not hasattr(distillation.Config("a", mlm.Config()).build(VOCABULARY), "scores")

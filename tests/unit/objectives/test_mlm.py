@@ -13,6 +13,7 @@ from trainer.config import decode
 from trainer.errors import ConfigError
 from trainer.examples import Examples, Vocabulary
 from trainer.hashing import mix
+from trainer.models import Inputs, Outputs
 from trainer.objectives.mlm import Config
 
 PAD, CLS, SEP, MASK = 0, 1, 2, 3
@@ -187,11 +188,11 @@ class Embedder(torch.nn.Module):
         super().__init__()
         self.table = torch.nn.Parameter(torch.randn(width, 1000, generator=torch.Generator().manual_seed(0)))
 
-    def forward(self, **inputs: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, torch.Tensor]:
+        assert outputs == {"tokens"}
         self.inputs = inputs
-        predicted = inputs["predicted"]
-        assert predicted is not None
-        return self.table[predicted]
+        assert inputs.predicted is not None
+        return {"tokens": self.table[inputs.predicted]}
 
 
 def tensors(examples: Examples, width: int) -> dict[str, torch.Tensor]:
@@ -240,11 +241,11 @@ def test_the_model_gets_the_batch_and_the_dropout_key_where_there_is_one():
     objective, model = Config().build(VOCABULARY), Embedder(16)
     batch = tensors(random_examples(2, 16, False), 16)
     objective.loss(model, batch, {"mlm": torch.tensor(1.0)})
-    assert model.inputs["dropout_key"] is None
+    assert model.inputs.dropout_key is None
     key = torch.tensor([1, 2], dtype=torch.int32)
     objective.loss(model, {**batch, "dropout_key": key}, {"mlm": torch.tensor(1.0)})
-    assert model.inputs["dropout_key"] is key
-    assert model.inputs["segments"] is batch["segments"]
+    assert model.inputs.dropout_key is key
+    assert model.inputs.segments is batch["segments"]
 
 
 @pytest.mark.parametrize("missing", ["pad", "cls", "sep", "mask"])

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from trainer.examples import Examples, Vocabulary
 from trainer.hashing import mix
+from trainer.models import Inputs, Outputs
 from trainer.objectives import mlm, mlm_nsp
 
 PAD, CLS, SEP, MASK = 0, 1, 2, 3
@@ -73,10 +74,12 @@ class TwoTables(torch.nn.Module):
         self.words = torch.nn.Parameter(torch.randn(width, 100, generator=generator))
         self.next = torch.nn.Parameter(torch.randn(100, 2, generator=generator))
 
-    def forward(self, next_sentence: bool, **inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        assert next_sentence
-        assert inputs["token_types"].any()
-        return self.words[inputs["predicted"]].clone(), self.next[inputs["tokens"][:, -2].long()].clone()
+    def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, torch.Tensor]:
+        assert outputs == {"tokens", "next_sentence"}
+        assert inputs.token_types is not None
+        assert inputs.token_types.any()
+        words, following = self.words[inputs.predicted], self.next[inputs.tokens[:, -2].long()]
+        return {"tokens": words.clone(), "next_sentence": following.clone()}
 
 
 def test_the_loss_is_the_sum_of_two_means_over_the_whole_step() -> None:
@@ -92,7 +95,8 @@ def test_the_loss_is_the_sum_of_two_means_over_the_whole_step() -> None:
     losses = [objective.loss(model, part, totals) for part in parts]
 
     whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    logits, next_logits = model(next_sentence=True, **whole)
+    both = model(Inputs.of(whole), frozenset({"tokens", "next_sentence"}))
+    logits, next_logits = both["tokens"], both["next_sentence"]
     used, real = whole["weights"] > 0, whole["next_weights"] > 0
     of_words = F.cross_entropy(logits[used], whole["labels"][used])
     of_pairs = F.cross_entropy(next_logits[real], whole["next_labels"][real])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.outputs import predict
 from tests.unit.objectives.texts import EOS, VOCABULARY, only, pack, pairs_of
 from trainer.errors import ConfigError
 from trainer.models import bert
@@ -93,11 +94,12 @@ def test_no_prediction_sees_what_it_predicts() -> None:
     batch = {name: torch.from_numpy(a) for name, a in objective.collate(examples, spec.sequence_length).items()}
     config = bert.Config(vocab_size=1100, layers=2, width=16, heads=2, ffn_width=32, max_positions=24, causal=True)
     model = config.build().eval()
-    before = model(batch["tokens"], batch["segments"], batch["positions"], batch["predicted"])
+    rows = {name: batch[name] for name in ("tokens", "segments", "positions", "predicted")}
+    before = predict(model, **rows)
     last = int((batch["weights"][0] > 0).sum()) - 1
     changed = batch["tokens"].clone()
     changed[0, batch["predicted"][0, last]] += 1  # what the prediction before it is about
-    after = model(changed, batch["segments"], batch["positions"], batch["predicted"])
+    after = predict(model, **rows | {"tokens": changed})
     differs = (before != after).any(-1)[0]
     assert not differs[:last].any()
     assert differs[last]

@@ -14,6 +14,7 @@ from benchmarks import span_corruption as benchmark
 from tests.unit.objectives.texts import EOS, SENTINELS, VOCABULARY, only, pack, pairs_of
 from trainer.errors import ConfigError
 from trainer.hashing import mix
+from trainer.models import Inputs, Outputs
 from trainer.objectives.span_corruption import Config, SpanCorruption, random_parts
 
 LAYOUTS = ("encoder_decoder", "prefix_lm", "language_model")
@@ -225,10 +226,13 @@ def test_the_z_loss_is_added_to_the_loss_and_is_a_metric_of_its_own() -> None:
     logits = torch.randn(*batch["labels"].shape, 1100, generator=torch.Generator().manual_seed(0)) * 3
 
     class Fixed(torch.nn.Module):
-        def forward(self, **columns: object) -> torch.Tensor:
-            assert columns["predicted"] is None
-            assert {"tokens", "segments", "target_tokens", "target_segments"} <= columns.keys()
-            return logits.clone()
+        def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, torch.Tensor]:
+            assert outputs == {"target_tokens"}
+            assert inputs.predicted is None
+            assert inputs.tokens is batch["tokens"]
+            for name in ("segments", "target_tokens", "target_segments"):
+                assert getattr(inputs, name) is batch[name]
+            return {"target_tokens": logits.clone()}
 
     total = batch["weights"].sum()
     loss = objective.loss(Fixed(), batch, {"lm": total})

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, Labels, TaskRow, Vocabulary
 from trainer.hashing import mix
+from trainer.models import Inputs, Outputs
 from trainer.objectives import (
     Predictions,
     Task,
@@ -208,15 +209,17 @@ class Stub(nn.Module):
         self.table = nn.Parameter(torch.randn(100, outputs, generator=generator))
         self.mix = nn.Parameter(torch.randn(100, outputs, generator=generator))
 
-    def forward(self, tokens: Tensor, predicted: Tensor | None, **rest: Tensor | None) -> Tensor:
-        assert all(array is None or array.shape == tokens.shape for name, array in rest.items() if name in ROW_ARRAYS)
-        key = rest.get("dropout_key")
-        assert key is None or key.shape == tokens.shape[:1]
+    def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
+        rows, key = inputs.tokens.shape, inputs.dropout_key
+        of_rows = (inputs.segments, inputs.positions, inputs.token_types)
+        assert all(array is None or array.shape == rows for array in of_rows)
+        assert key is None or key.shape == rows[:1]
+        (name,) = outputs
+        return {name: self.scores(inputs.tokens, inputs.predicted)}
+
+    def scores(self, tokens: Tensor, predicted: Tensor | None = None) -> Tensor:
         logits = self.table[tokens] + self.mix[tokens].mean(dim=1, keepdim=True)
         return logits if predicted is None else logits.gather(1, predicted[..., None].expand(-1, -1, logits.shape[-1]))
-
-
-ROW_ARRAYS = ("segments", "positions", "token_types")
 
 
 def as_tensors(batch: Batch, **more: Tensor) -> dict[str, Tensor]:
@@ -260,7 +263,7 @@ def test_a_batch_needs_no_segments_where_nothing_is_padding(
     """They are left out then, so that attention needs no mask."""
     objective, model = config.build(VOCABULARY), Stub(outputs)
     batch = as_tensors(objective.collate(only(examples, [0]), width))
-    key = torch.zeros(batch["predicted"].shape if "choice" in objective.model_settings["head"] else 1)
+    key = torch.zeros(batch["predicted"].shape if objective.predicts == "multiple_choice" else 1)
     without = {name: array for name, array in batch.items() if name != "segments"} | {"dropout_key": key}
     totals = {name: torch.tensor(1.0) for name in objective.weights(batch)}
     full = batch | {"segments": torch.ones_like(batch["segments"])}
@@ -269,7 +272,8 @@ def test_a_batch_needs_no_segments_where_nothing_is_padding(
 
 def test_losses_are_those_of_pytorch() -> None:
     model, one = Stub(3), {"examples": torch.tensor(3.0)}
-    logits = model(torch.from_numpy(classification.Config().build(VOCABULARY).collate(PAIRS, 8)["tokens"]), None)[:, 0]
+    batch = as_tensors(classification.Config().build(VOCABULARY).collate(PAIRS, 8))
+    logits = model.scores(batch["tokens"])[:, 0]
     label = torch.tensor([1, 0, 2])
     for smoothing in (0.0, 0.2):
         objective = classification.Config(label_smoothing=smoothing).build(VOCABULARY)
@@ -291,12 +295,12 @@ def test_losses_are_those_of_pytorch() -> None:
 def test_losses_of_choices_and_of_tags_are_those_of_pytorch() -> None:
     choice, model = multiple_choice.Config(choices=2).build(VOCABULARY), Stub(1)
     batch = as_tensors(choice.collate(CHOICES, 8), dropout_key=torch.zeros(2, 2, dtype=torch.int32))
-    logits = model(batch["tokens"].view(4, 8), None)[:, 0].view(2, 2)  # a row of each choice
+    logits = model.scores(batch["tokens"].view(4, 8))[:, 0].view(2, 2)  # a row of each choice
     loss = choice.loss(model, batch, {"examples": torch.tensor(2.0)})
     torch.testing.assert_close(loss.total, F.cross_entropy(logits, torch.tensor([1, 0])))
     tags, model = tagging.Config().build(VOCABULARY), Stub(4)
     batch = as_tensors(tags.collate(TAGS, 8))
-    logits = model(batch["tokens"], None)
+    logits = model.scores(batch["tokens"])
     labels = torch.tensor([[-1, 0, -1, 3, *[-1] * 4], [-1, -1, 1, *[-1] * 5], [-1, 2, *[-1] * 6]])
     loss = tags.loss(model, batch, {"tags": torch.tensor(float((labels >= 0).sum()))})
     torch.testing.assert_close(loss.total, F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-1))
@@ -305,7 +309,7 @@ def test_losses_of_choices_and_of_tags_are_those_of_pytorch() -> None:
 def test_the_loss_of_spans_is_that_of_pytorch_where_no_cell_is_padding() -> None:
     objective, model = QA.build(VOCABULARY), Stub(2)
     batch = as_tensors(objective.collate(only(WINDOWS, [0, 1]), 8))
-    begin, end = model(batch["tokens"], None).unbind(-1)
+    begin, end = model.scores(batch["tokens"]).unbind(-1)
     loss = objective.loss(model, batch, {"examples": torch.tensor(2.0)})
     expected = (F.cross_entropy(begin, torch.tensor([0, 4])) + F.cross_entropy(end, torch.tensor([0, 5]))) / 2
     torch.testing.assert_close(loss.total, expected)
@@ -331,7 +335,7 @@ def test_rows_of_a_teacher_and_rows_of_people_go_together() -> None:
 def test_padding_has_no_part_in_the_softmax_of_a_span() -> None:
     objective, model = QA.build(VOCABULARY), Stub(2)
     batch, one = as_tensors(objective.collate(only(WINDOWS, [2]), 8)), {"examples": torch.tensor(1.0)}
-    logits = model(batch["tokens"], None)[:, :5]  # [CLS] 30 31 32 [SEP]
+    logits = model.scores(batch["tokens"])[:, :5]  # [CLS] 30 31 32 [SEP]
     nll = [F.cross_entropy(logits[:, :, side], torch.tensor([0])) for side in (0, 1)]
     torch.testing.assert_close(objective.loss(model, batch, one).total, (nll[0] + nll[1]) / 2)
 
@@ -341,7 +345,7 @@ def test_each_choice_is_scored_by_itself() -> None:
     batch = as_tensors(objective.collate(CHOICES, 8), dropout_key=torch.zeros(2, 2, dtype=torch.int32))
     logits = objective.loss(model, batch, {"examples": torch.tensor(2.0)}).outputs
     assert logits is not None
-    alone = [model(batch["tokens"][:, at : at + 8], None)[:, 0, 0] for at in (0, 8)]
+    alone = [model.scores(batch["tokens"][:, at : at + 8])[:, 0, 0] for at in (0, 8)]
     torch.testing.assert_close(logits, torch.stack(alone, dim=1).detach())
 
 
@@ -614,4 +618,5 @@ def test_a_task_says_what_it_needs(config: Any, examples: Examples, width: int, 
     spec = objective.pack_spec(32)
     assert spec.parts is not None
     assert (spec.prefix, spec.suffix, spec.parts.between) == (1, 1, 2)
-    assert objective.model_settings["head"] in ("classification", "multiple_choice", "tagging", "question_answering")
+    assert objective.predicts in ("classification", "multiple_choice", "tagging", "question_answering")
+    assert objective.predicts in objective.needs
