@@ -106,6 +106,11 @@ class XlaSpmd(Strategy):
         runs: dict[Stack, list[ScannedGroup]] = {}
         stacked: set[str] = set()
         groups = model.scan_groups() if self._scan_layers and isinstance(model, Model) else ()
+        if isinstance(model, Model) and model.activation_checkpointing and not groups:
+            raise ConfigError(
+                "training.activation_checkpointing recomputes layers that run as a loop, and this model has no such "
+                "layers; set it to false"
+            )
         for group in scanned_groups(groups):
             equal: dict[str, StackedParameter] = {}
             for own, each in group.stack[group.start].named_parameters():
