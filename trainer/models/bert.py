@@ -131,9 +131,11 @@ class Config(Family):
 
     @property
     def settings_for(self) -> Mapping[str, str]:
+        heads: dict[str, str] = {head: f"model.head={head}" for head in _TASKS}
+        if self.head != "language_model":
+            return heads | dict.fromkeys(("tokens", "next_tokens"), "model.head=language_model")
         tokens = {"tokens": "model.causal=false", "next_tokens": "model.causal=true"}
-        heads = {head: f"model.head={head}" for head in _TASKS}
-        return tokens | heads | {"next_sentence": "model.nsp=true"}
+        return heads | tokens | {"next_sentence": "model.nsp=true"}
 
     @property
     def normal_bound(self) -> float:
