@@ -1,7 +1,6 @@
-"""Kinds of fine-tuning tasks, and what there is to know of each.
+"""The kinds of fine-tuning tasks, and everything that depends on a task's kind alone.
 
-A kind has one name: that of its source, of the rows in a dataset, of its objective and, where it has one of its own, of
-the model's head.
+A kind has one name, used for sources, datasets, objectives and model heads alike.
 """
 
 from __future__ import annotations
@@ -15,31 +14,30 @@ TaskKind: TypeAlias = Literal["classification", "regression", "multiple_choice",
 Layout: TypeAlias = Literal["joined", "windows", "choices"]
 """How the texts of a row become sequences:
 
-joined: one sequence of all texts, the longest of which are truncated where they are too long.
-windows: one of the last text, behind the first where there are two; what is too long becomes several examples.
-choices: a sequence for each text but the first, behind the first, side by side in one example.
+joined: one sequence of all texts; if it is too long, the longest texts are truncated first.
+windows: the last text, after the first if there are two; a long last text becomes several examples.
+choices: a sequence for each text but the first, after the first; all of them form one example.
 """
 
 
 @dataclass(frozen=True)
 class TaskFacts:
-    """What there is to know of a kind of task.
+    """Facts about a kind of task.
 
     Attributes:
-        head: the head of a model for it; a regression's is a classification head with one label.
+        head: of the model; regression uses a classification head with one label.
         layout: how the texts of a row become sequences.
-        labelled: what a label belongs to: the row, each token of its last text, or the first and the last token of a
-            span in it.
-        metrics: the scores that its objective may have.
-        constant_answer: what a model without any knowledge says of every row, which gives the chance level: the same
-            label, the same choice, or that there is no answer; None where no such answer scores above 0.
-        pipeline: the `pipeline_tag` of the Hugging Face Hub.
-        architecture: what the names of its classes in `transformers` end with, as in AutoModelForTokenClassification.
+        labeled: what has a label: the row, each token of its last text, or a span of that text.
+        metrics: names of the scores that its objective supports.
+        constant_answer: the answer that gives the chance level when it is given to every row: one
+            label, one choice, or no answer ("none"); None where every constant answer scores 0.
+        pipeline: `pipeline_tag` on the Hugging Face Hub.
+        architecture: suffix of its model classes in `transformers`, as in BertForTokenClassification.
     """
 
     head: str
     layout: Layout
-    labelled: Literal["row", "tokens", "span"]
+    labeled: Literal["row", "tokens", "span"]
     metrics: tuple[str, ...]
     constant_answer: Literal["label", "choice", "none"] | None
     pipeline: str
@@ -50,7 +48,7 @@ TASKS: Mapping[TaskKind, TaskFacts] = {
     "classification": TaskFacts(
         head="classification",
         layout="joined",
-        labelled="row",
+        labeled="row",
         metrics=("accuracy", "f1", "macro_f1", "matthews", "group_exact_match", "group_first_right"),
         constant_answer="label",
         pipeline="text-classification",
@@ -59,7 +57,7 @@ TASKS: Mapping[TaskKind, TaskFacts] = {
     "regression": TaskFacts(
         head="classification",
         layout="joined",
-        labelled="row",
+        labeled="row",
         metrics=("pearson", "spearman"),
         constant_answer=None,
         pipeline="text-classification",
@@ -68,7 +66,7 @@ TASKS: Mapping[TaskKind, TaskFacts] = {
     "multiple_choice": TaskFacts(
         head="multiple_choice",
         layout="choices",
-        labelled="row",
+        labeled="row",
         metrics=("accuracy",),
         constant_answer="choice",
         pipeline="multiple-choice",
@@ -77,7 +75,7 @@ TASKS: Mapping[TaskKind, TaskFacts] = {
     "tagging": TaskFacts(
         head="tagging",
         layout="windows",
-        labelled="tokens",
+        labeled="tokens",
         metrics=("entity_precision", "entity_recall", "entity_f1"),
         constant_answer=None,
         pipeline="token-classification",
@@ -86,7 +84,7 @@ TASKS: Mapping[TaskKind, TaskFacts] = {
     "question_answering": TaskFacts(
         head="question_answering",
         layout="windows",
-        labelled="span",
+        labeled="span",
         metrics=(
             *("exact_match", "f1"),
             *("has_answer_exact_match", "has_answer_f1", "no_answer_accuracy", "best_exact_match", "best_f1"),
@@ -99,5 +97,5 @@ TASKS: Mapping[TaskKind, TaskFacts] = {
 
 
 def facts_of_head(head: str) -> TaskFacts | None:
-    """The facts of the kinds with a head, which share what a model card says; None for a language model's."""
+    """The facts of a kind with this head, None for a language model; what a model card says is the same for all."""
     return next((facts for facts in TASKS.values() if facts.head == head), None)

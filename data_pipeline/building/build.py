@@ -23,7 +23,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from data_pipeline.building import pool
 from data_pipeline.building.progress import Meter
@@ -31,7 +31,7 @@ from data_pipeline.building.slices import Claim, Slice
 from data_pipeline.building.units import Outcome, Unit, UnitWriter, cut, limited, outcome_path
 from data_pipeline.building.verify import verify
 from data_pipeline.format.manifest import FORMAT, MANIFEST, Manifest, ShardInfo, token_dtype
-from data_pipeline.sources import PairSource, Source, TaskSource
+from data_pipeline.sources import PairSource, Source, SourceConfig, TaskSource
 from data_pipeline.tokenizers.sentences import Splitter, splitter_version
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from data_pipeline.tokenizers.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ class Config:
             ("skip").
     """
 
-    source: Annotated[Any, Kinds("data_pipeline.sources")]
+    source: Annotated[SourceConfig, Kinds("data_pipeline.sources")]
     tokenizer: TokenizerConfig
     output: str
     heldout_fraction: float = 0.005
@@ -160,7 +160,7 @@ class _Build:
         self.source_tree: Tree = to_tree(config)["source"]
         for name in [name for name in self.source_tree if name.endswith("paths") or name == "heldout"]:
             self.source_tree[name] = [shown(path) for path in self.source_tree[name]]
-        recipe = [FORMAT, self.tokenizer.fingerprint, self.source_tree, _first_settings(self.settings)]
+        recipe = [FORMAT, self.tokenizer.fingerprint, self.source_tree, _original_settings(self.settings)]
         self.digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
         self.units: list[str] = []  # digest of each, of other slices too
         self.unknown = 0
@@ -363,10 +363,10 @@ class _Build:
         )
 
 
-def _first_settings(settings: Tree) -> Tree:
-    """The settings in the words that units were first stored under, so that a build begun with these goes on."""
-    first: Tree = renamed.first_words({"settings": settings})["settings"]
-    return first
+def _original_settings(settings: Tree) -> Tree:
+    """The settings with their original names, so that builds started before a renaming can resume."""
+    original: Tree = renamed.original({"settings": settings})["settings"]
+    return original
 
 
 def rejection(source: Source, file: int, line: int, reason: str) -> DataError:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 from trainer.errors import DataError
 
@@ -43,9 +43,9 @@ def process(
     Raises:
         DataError: a worker was killed. What the function raises is raised here too.
     """
-    started: list[_Worker] = []
+    started: list[_Worker[Item, Result]] = []
     first: deque[Item] = deque()
-    busy: dict[_Worker, Item] = {}
+    busy: dict[_Worker[Item, Result], Item] = {}
     try:
         # Sending an item waits for the worker to read it, so all of them start, and import, before the first is sent.
         for drawn in itertools.islice(items, workers):
@@ -72,10 +72,10 @@ def process(
             worker.stop()
 
 
-class _Worker:
+class _Worker(Generic[Item, Result]):
     """One process and the pipe to it."""
 
-    def __init__(self, start: Callable[[], Callable[[Any], Any]]) -> None:
+    def __init__(self, start: Callable[[], Callable[[Item], Result]]) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, start), daemon=True)
@@ -86,13 +86,14 @@ class _Worker:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
-    def send(self, item: Any) -> None:
+    def send(self, item: Item) -> None:
         try:
             self.connection.send(item)
         except ConnectionError:
             raise self._killed() from None
 
-    def receive(self) -> Any:
+    def receive(self) -> Result:
+        result: Result
         try:
             result, error = self.connection.recv()
         except (EOFError, ConnectionError):
@@ -114,7 +115,7 @@ class _Worker:
         )
 
 
-def _serve(connection: Connection, start: Callable[[], Callable[[Any], Any]]) -> None:
+def _serve(connection: Connection, start: Callable[[], Callable[[Item], Result]]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     function = None
     with suppress(EOFError, ConnectionError):  # the parent has ended

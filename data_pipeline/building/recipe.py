@@ -1,12 +1,13 @@
-"""The files that a dataset is built from: its own recipe, or a fine-tuning task, of which it has the rows."""
+"""Reads the file that `samestep data build` is given: a dataset's recipe, or a fine-tuning task."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from data_pipeline.building.build import Config
+from data_pipeline.sources import SourceConfig
 from trainer.config import Kinds, decode, read_tree
 from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError
@@ -15,31 +16,31 @@ OF_RUNS = (
     *("objective", "score", "epochs", "warmup", "sequence_length", "metrics", "grid", "evaluations", "patience"),
     *("start", "published", "published_by", "experiment", "also", "generation"),
 )
-"""The settings of a task's file that are about its runs and scores."""
+"""Settings of a task file that a dataset does not depend on."""
 
 
 @dataclass(frozen=True)
 class TaskData:
-    """The rows of a fine-tuning task: the part of its file that a dataset is built from.
+    """The rows of a fine-tuning task: the settings of a task file that its dataset is built from.
 
     Attributes:
-        source: its rows, held-out ones among them.
+        source: the rows, held-out ones included.
         heldout_fraction: share of the rows that is held out, where the source names none that are.
         on_error: whether a bad row stops the build or is left out ("skip"), counted and listed.
     """
 
-    source: Annotated[Any, Kinds("data_pipeline.sources")]
+    source: Annotated[SourceConfig, Kinds("data_pipeline.sources")]
     heldout_fraction: float = 0.1
     on_error: Literal["stop", "skip"] = "stop"
 
 
 def load_recipe(path: str, overrides: Sequence[str] = ()) -> Config:
-    """Reads what is to be built: a dataset, as in configs/data, or the rows of a task, as in configs/tasks.
+    """Reads a dataset's recipe, as in configs/data, or a task file, as in configs/tasks.
 
-    A task's file says nothing of a tokenizer, which is that of the model to fine-tune, nor where the dataset goes.
+    A task file names no tokenizer, as it is used with any model, and no output.
 
     Raises:
-        ConfigError: as for any configuration; or a task is given no tokenizer or output.
+        ConfigError: a setting is unknown or wrong, or a task is given no tokenizer or no output.
     """
     tree = read_tree(path)
     is_task = "objective" in tree
@@ -50,8 +51,8 @@ def load_recipe(path: str, overrides: Sequence[str] = ()) -> Config:
         tree = merge(tree, parse_override(override))
     if is_task and not {"tokenizer", "output"} <= tree.keys():
         raise ConfigError(
-            f"{path} is a task, which goes with any model; add tokenizer.path=FOLDER, the tokenizer of the model to "
-            "fine-tune, and output=FOLDER"
+            f"{path} is a task file, which names no tokenizer and no output. Add tokenizer.path=FOLDER, "
+            "the tokenizer of the model to fine-tune, and output=FOLDER"
         )
     config: Config = decode(Config, tree)
     return config

@@ -38,7 +38,7 @@ def encode(rows: Sequence[TaskRow], tokenizer: Tokenizer, kind: TaskKind) -> lis
     """Tokenises rows; where one has nothing to predict, or to predict it from, the reason stands in its place."""
     texts = list(itertools.chain.from_iterable(row.texts for row in rows))
     encoded: list[tuple[Tokens, Int64 | None]]
-    if TASKS[kind].labelled != "row":
+    if TASKS[kind].labeled != "row":
         encoded = list(tokenizer.encode_aligned(texts))
     else:
         encoded = [(tokens, None) for tokens in tokenizer.encode_batch(texts)]

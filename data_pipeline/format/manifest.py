@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -42,11 +41,11 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class TaskLabels:
-    """What the rows of a task are labeled with.
+    """Labels of the rows of a task.
 
     Attributes:
         kind: of the task.
-        labels: names of the classes or tags, or of the number; none for choices and answers.
+        labels: names of the classes or tags, or of the number; empty for choices and answers.
     """
 
     kind: TaskKind
@@ -89,7 +88,7 @@ class Manifest:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
-    def token_dtype(self) -> np.dtype[Any]:
+    def token_dtype(self) -> np.dtype[np.unsignedinteger]:
         """`dtype` as numpy's."""
         return np.dtype(self.dtype)
 
@@ -194,6 +193,6 @@ def _check_numbers(entries: Mapping[str, object]) -> None:
             raise ValueError(f"{entry} is {value!r}, not a whole number from 0")
 
 
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
     """The narrowest type of the shards' tokens that holds every id below `vocab_size`."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)

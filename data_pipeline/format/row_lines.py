@@ -56,9 +56,9 @@ def _pairs(values: Any, size: int) -> Any:
     return tuple(map(tuple, values))
 
 
-def _are(values: Any, kind: type) -> bool:
+def _are(values: object, kind: type) -> bool:
     return isinstance(values, tuple | list) and all(type(value) is kind for value in values)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return type(value) is int or (type(value) is float and math.isfinite(value))

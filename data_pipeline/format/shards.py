@@ -60,7 +60,7 @@ def write_shard(
     path: Path,
     documents: Sequence[Tokens],
     origin: npt.NDArray[np.uint32],
-    dtype: np.dtype[Any],
+    dtype: np.dtype[np.generic],
     sentences: Sequence[npt.NDArray[np.int64]] | None = None,
     labels: Sequence[npt.NDArray[np.float32]] | None = None,
     rows: Sequence[TaskRow] | None = None,
@@ -104,7 +104,7 @@ def write_shard(
     return ShardInfo(path.name, len(documents), int(offsets[-1]), size, file_sha256(path))
 
 
-def _add(tar: tarfile.TarFile, name: str, array: npt.NDArray[Any]) -> None:
+def _add(tar: tarfile.TarFile, name: str, array: npt.NDArray[np.generic]) -> None:
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, array, version=(1, 0), allow_pickle=False)
     _add_bytes(tar, name, buffer.getvalue())
@@ -264,8 +264,8 @@ def _failure_explained(name: str) -> Iterator[None]:
 
 
 def _read_chunks(
-    file: BinaryIO, dtype: np.dtype[Any], with_sentences: bool, with_labels: bool
-) -> Iterator[tuple[npt.NDArray[Any], ...]]:
+    file: BinaryIO, dtype: np.dtype[np.generic], with_sentences: bool, with_labels: bool
+) -> Iterator[tuple[npt.NDArray[np.generic], ...]]:
     """Yields the columns of a `ShardIndex` for each chunk; raises ValueError for what is no shard."""
     # A tar ends with two blocks of zeros: without them the file was cut short, perhaps between two members.
     size = file.seek(0, io.SEEK_END)
@@ -319,7 +319,7 @@ def _open_member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
     return stream
 
 
-def _open_npy(tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[Any]) -> IO[bytes]:
+def _open_npy(tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[np.generic]) -> IO[bytes]:
     """Opens a .npy member and reads up to its data."""
     stream = _open_member(tar, member)
     try:
@@ -333,11 +333,11 @@ def _open_npy(tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[Any
     return stream
 
 
-def _load(tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+def _load(tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
     return np.frombuffer(_open_npy(tar, member, dtype).read(), dtype)
 
 
-def _locate(tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[Any]) -> tuple[int, int]:
+def _locate(tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[np.generic]) -> tuple[int, int]:
     """Where a member's data begin in the file, and how many they are, both in units of `dtype`."""
     header = _open_npy(tar, member, dtype).tell()
     return (member.offset_data + header) // dtype.itemsize, (member.size - header) // dtype.itemsize

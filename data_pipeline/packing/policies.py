@@ -29,8 +29,8 @@ def packing_digest(spec: PackSpec, policy: Policy) -> str:
 
 
 def _description(parts: Parts) -> str:
-    """What is hashed of them; checkpoints and ledgers hold digests of this very text."""
-    stored = renamed.first_words({"settings": {"task": {"target": parts.kind}}})
+    """The text that is hashed. Checkpoints and ledgers hold digests of it, so it must never change."""
+    stored = renamed.original({"settings": {"task": {"target": parts.kind}}})
     target = stored["settings"]["task"]["target"]
     settings = f"between={parts.between}, choices={parts.choices}, stride={parts.stride}, most={parts.most}"
     return f"Parts(target={target!r}, layout={parts.layout!r}, {settings})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 from trainer.examples import TaskRow
 from trainer.tasks import TaskKind
@@ -72,6 +72,18 @@ class Source(ABC):
         if record.problem is not None:
             raise BadRecord(record.problem)
         return _checked(self.decode(record.data), "document")
+
+
+class SourceConfig(Protocol):
+    """The settings of a source: the `Config` of a module in here, or of a user's own."""
+
+    def build(self) -> Source:
+        """Finds the files.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        ...
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from data_pipeline.sources import BadRecord, Record, TaskSource
 from data_pipeline.sources.columns import (
@@ -141,12 +141,13 @@ class Classification(TableSource, TaskSource):
         except BadRecord:  # which whoever parses it is told
             return False
 
-    def _probabilities(self, values: list[Any]) -> tuple[float, ...]:
+    def _probabilities(self, values: list[object]) -> tuple[float, ...]:
         name = self.config.label
         if len(values) != len(self.labels):
             raise BadRecord(f"{name} has {len(values)} probabilities for {len(self.labels)} labels")
-        if not all(isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0 for value in values):
+        numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+        if len(numbers) < len(values) or not all(number >= 0 for number in numbers):
             raise BadRecord(f"{name} {brief(values)} holds what is no probability")
-        if not abs(sum(values) - 1) <= _SLACK:
-            raise BadRecord(f"probabilities of {name} sum to {sum(values):.6g} and not to 1")
-        return tuple(map(float, values))
+        if not abs(sum(numbers) - 1) <= _SLACK:
+            raise BadRecord(f"probabilities of {name} sum to {sum(numbers):.6g} and not to 1")
+        return tuple(map(float, numbers))

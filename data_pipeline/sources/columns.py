@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from data_pipeline.sources import BadRecord
 from data_pipeline.sources.jsonl import load_json
 from trainer.errors import ConfigError
 
-Row: TypeAlias = dict[str, Any]
+Row: TypeAlias = dict[str, object]
 
 _SHORT = 100  # characters of a value, or of a list of names, in a reason
 
@@ -29,7 +30,7 @@ def row_of(data: bytes) -> Row:
     return value
 
 
-def column(row: Row, name: str) -> Any:
+def column(row: Row, name: str) -> object:
     """What a row has in a column.
 
     Dots in the name reach into nested objects, and by number, from 0, into lists, unless a column has them in its own.
@@ -39,7 +40,7 @@ def column(row: Row, name: str) -> Any:
     """
     if name in row:
         return row[name]
-    value: Any = row
+    value: object = row
     for key in name.split("."):
         if isinstance(value, list) and key.isdecimal() and int(key) < len(value):
             value = value[int(key)]
@@ -67,7 +68,7 @@ def text(row: Row, name: str) -> str:
     return value
 
 
-def nested(row: Row, name: str) -> Any:
+def nested(row: Row, name: str) -> object:
     """What a row has in a column; a list or an object may be there as JSON, since CSV knows nothing but text.
 
     Raises:
@@ -80,7 +81,7 @@ def nested(row: Row, name: str) -> Any:
     return value
 
 
-def items(row: Row, name: str) -> list[Any]:
+def items(row: Row, name: str) -> list[object]:
     """The list in a column.
 
     Raises:
@@ -92,7 +93,7 @@ def items(row: Row, name: str) -> list[Any]:
     return value
 
 
-def whole(value: Any) -> int | None:
+def whole(value: object) -> int | None:
     """The whole number that a value is or that its digits say; None if there is none."""
     if isinstance(value, str):
         return int(value) if re.fullmatch(r"[0-9]{1,9}", value) else None
@@ -101,7 +102,15 @@ def whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def index_of(value: Any, labels: tuple[str, ...], name: str) -> int:
+def number(value: object) -> float:
+    """The number that a value is or that its text says; nan if there is none."""
+    try:
+        return float(value) if isinstance(value, (str, int, float)) else math.nan
+    except (ValueError, OverflowError):
+        return math.nan
+
+
+def index_of(value: object, labels: tuple[str, ...], name: str) -> int:
     """The index of a label, which a row gives as its text, or as that index.
 
     Raises:
@@ -117,12 +126,12 @@ def index_of(value: Any, labels: tuple[str, ...], name: str) -> int:
     return index
 
 
-def label_text(value: Any) -> str:
+def label_text(value: object) -> str:
     """A label as text; what is none in a row is spelt as in JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def brief(value: Any) -> str:
+def brief(value: object) -> str:
     """A value in a reason."""
     return cut if len(cut := repr(value)) <= _SHORT else cut[: _SHORT - 3] + "..."
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from data_pipeline.sources import BadRecord, Record, Source, decode_utf8
 from data_pipeline.sources.files import find, read_records
@@ -50,7 +50,7 @@ def lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     return ((number, line) for number, line in enumerate(file, start=1) if not line.isspace())
 
 
-def load_json(data: bytes) -> Any:
+def load_json(data: bytes) -> object:
     """The value of a line.
 
     Raises:
@@ -62,7 +62,7 @@ def load_json(data: bytes) -> Any:
         raise BadRecord("invalid JSON") from None
 
 
-def text_of(value: Any, field: str) -> str:
+def text_of(value: object, field: str) -> str:
     """The text in a field, in whose name dots reach into nested objects.
 
     Raises:

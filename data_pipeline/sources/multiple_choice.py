@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from data_pipeline.sources import BadRecord, TaskSource
 from data_pipeline.sources.columns import brief, column, items, row_of, whole
@@ -94,21 +94,22 @@ class MultipleChoice(TableSource, TaskSource):
         begun = (f"{question} {choice}" if question and choice.strip() else choice for choice in choices)
         return TaskRow((self._write(row, self.config.context), *begun), float(right))
 
-    def _write(self, row: dict[str, Any], template: str) -> str:
+    def _write(self, row: dict[str, object], template: str) -> str:
         return write(row, template, self.config.words)
 
-    def _choices(self, row: dict[str, Any]) -> list[str]:
+    def _choices(self, row: dict[str, object]) -> list[str]:
         if len(self.config.choices) > 1:
             return [self._write(row, name) for name in self.config.choices]
         name = self.config.choices[0]
         choices = items(row, name)
         if len(choices) < 2:
             raise BadRecord(f"fewer than 2 {name}")
-        if not all(isinstance(choice, str) for choice in choices):
+        texts = [choice for choice in choices if isinstance(choice, str)]
+        if len(texts) < len(choices):
             raise BadRecord(f"{name} holds what is not text")
-        return choices
+        return texts
 
-    def _index(self, label: Any) -> int | None:
+    def _index(self, label: object) -> int | None:
         if isinstance(label, str) and len(label) == 1 and "A" <= label <= "Z":
             return ord(label) - ord("A")
         number = whole(label)

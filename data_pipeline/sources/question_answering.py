@@ -59,7 +59,7 @@ class QuestionAnswering(TableSource, TaskSource):
     def optional(self) -> tuple[str, ...]:
         return (self.config.id,)
 
-    def rows_of(self, value: Any) -> Iterable[Any] | None:
+    def rows_of(self, value: object) -> Iterable[object] | None:
         articles = value.get("data") if isinstance(value, dict) else None
         if isinstance(articles, list) and articles and isinstance(articles[0], dict) and "paragraphs" in articles[0]:
             return _questions(articles)
@@ -76,7 +76,7 @@ class QuestionAnswering(TableSource, TaskSource):
         texts = (text(row, self.config.question), context)
         return TaskRow(texts, spans=tuple(spans), answers=tuple(answers), group=self._group(row))
 
-    def _group(self, row: dict[str, Any]) -> str:
+    def _group(self, row: dict[str, object]) -> str:
         try:
             name = column(row, self.config.id)
         except BadRecord:
@@ -84,7 +84,7 @@ class QuestionAnswering(TableSource, TaskSource):
         return "" if name is None else str(name)
 
 
-def _questions(articles: list[Any]) -> Iterable[dict[str, Any]]:
+def _questions(articles: list[Any]) -> Iterable[dict[str, object]]:
     """A row for each question of SQuAD's articles."""
     try:
         for article in articles:

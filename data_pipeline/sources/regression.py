@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from data_pipeline.sources import BadRecord, TaskSource
-from data_pipeline.sources.columns import brief, column, row_of
+from data_pipeline.sources.columns import brief, column, number, row_of
 from data_pipeline.sources.table import TableSource
 from data_pipeline.sources.templates import TemplateConfig, columns_of, write
 from trainer.errors import ConfigError
@@ -63,10 +63,7 @@ class Regression(TableSource, TaskSource):
         row = row_of(data)
         texts = tuple(write(row, template, self.config.words) for template in self.config.texts)
         value = column(row, self.config.label)
-        try:
-            number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if not math.isfinite(number):
+        label = math.nan if isinstance(value, bool) else number(value)
+        if not math.isfinite(label):
             raise BadRecord(f"{self.config.label} {brief(value)} is not a finite number")
-        return TaskRow(texts, number)
+        return TaskRow(texts, label)

@@ -211,7 +211,7 @@ class TableSource(Source):
                 else:
                     yield record._replace(file=first + record.file, read=read)
 
-    def rows_of(self, value: Any) -> Iterable[Any] | None:
+    def rows_of(self, value: object) -> Iterable[object] | None:
         """The rows in the value that is the whole of a .json file; None if it does not hold any."""
         return value if isinstance(value, list) else None
 
@@ -280,7 +280,7 @@ def _record(file: int, line: int, data: bytes, read: float) -> Record:
     return Record(file, line, b"", read, data.decode()) if isinstance(data, Problem) else Record(file, line, data, read)
 
 
-def _json_or_none(data: bytes) -> Any:
+def _json_or_none(data: bytes) -> object:
     try:
         return load_json(data)
     except BadRecord:
@@ -329,7 +329,7 @@ def _batch_rows(batch: Any) -> Iterator[bytes]:
                 yield from _batch_rows(batch.slice(index, 1))
 
 
-def encoded(row: Any, problem: str = "invalid Unicode") -> bytes:
+def encoded(row: object, problem: str = "invalid Unicode") -> bytes:
     """A row as the bytes of a record; a Problem if some text of it cannot be encoded."""
     try:
         return json.dumps(row, ensure_ascii=False, default=_plain).encode()

@@ -10,7 +10,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, ClassVar
+from typing import BinaryIO, ClassVar
 
 from data_pipeline.sources import BadRecord, TaskSource
 from data_pipeline.sources.columns import brief, check_labels, index_of, items, row_of
@@ -75,17 +75,17 @@ class Tagging(TableSource, TaskSource):
 
     def decode_row(self, data: bytes) -> TaskRow:
         row = row_of(data)
-        words, tags = items(row, self.config.tokens), items(row, self.config.tags)
-        if len(words) != len(tags):
-            raise BadRecord(f"{len(words)} {self.config.tokens} and {len(tags)} {self.config.tags}")
-        text = _joined(words)
+        tokens, tags = items(row, self.config.tokens), items(row, self.config.tags)
+        if len(tokens) != len(tags):
+            raise BadRecord(f"{len(tokens)} {self.config.tokens} and {len(tags)} {self.config.tags}")
+        words = _words(tokens)
         ends = list(itertools.accumulate(len(word) + 1 for word in words))
         spans = (
             (end - 1 - len(word), end - 1, self._index(tag)) for word, end, tag in zip(words, ends, tags, strict=True)
         )
-        return TaskRow((text,), spans=tuple(spans))
+        return TaskRow((" ".join(words),), spans=tuple(spans))
 
-    def _index(self, tag: Any) -> int:
+    def _index(self, tag: object) -> int:
         if isinstance(tag, str) and not tag.isdecimal() and not _BIO.fullmatch(tag):
             raise BadRecord(f"tag {brief(tag)} is not BIO")
         return index_of(tag, self.labels, "tag")
@@ -122,12 +122,13 @@ class Tagging(TableSource, TaskSource):
         return word, tag
 
 
-def _joined(words: list[Any]) -> str:
-    """The words, with a blank between any two of them."""
-    if wrong := [word for word in words if not isinstance(word, str)]:
-        raise BadRecord(f"word {brief(wrong[0])} is not text")
-    text = " ".join(words)
-    if text.split() != words:
+def _words(tokens: list[object]) -> list[str]:
+    """The tokens of a sentence, which must be words: a blank is put between any two of them."""
+    words = [token for token in tokens if isinstance(token, str)]
+    if len(words) < len(tokens):
+        wrong = next(token for token in tokens if not isinstance(token, str))
+        raise BadRecord(f"word {brief(wrong)} is not text")
+    if " ".join(words).split() != words:
         spaced = next(word for word in words if word.split() != [word])
         raise BadRecord(f"white space in the word {brief(spaced)}" if spaced.strip() else "empty word")
-    return text
+    return words

@@ -10,10 +10,10 @@ import re
 import string
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from data_pipeline.sources import BadRecord
-from data_pipeline.sources.columns import Row, brief, column, label_text, listed, nested, text, whole
+from data_pipeline.sources.columns import Row, brief, column, label_text, listed, nested, number, text, whole
 from data_pipeline.sources.table import TableConfig
 from trainer.errors import ConfigError
 
@@ -119,7 +119,7 @@ def write(row: Row, template: str, words: Words) -> str:
     return "".join(p.literal + ("" if p.column is None else _value(row, p.column, p.format, words)) for p in pieces)
 
 
-def value_of(row: Row, name: str, words: Words) -> Any:
+def value_of(row: Row, name: str, words: Words) -> object:
     """What a row has in a column, or the word for it; a list or an object may be there as JSON.
 
     Raises:
@@ -173,10 +173,10 @@ def _marked(written: str, index: int | None, name: str) -> str:
     return f"{written[:begin]}*{written[begin:end]}*{written[end:]}"
 
 
-def _rounded(value: Any, step: float, name: str) -> str:
+def _rounded(value: object, step: float, name: str) -> str:
     """The multiple of a step that is nearest to a number, with as many decimals as the step has."""
     try:
-        multiple = round(float(value) / step) * step
-    except (TypeError, ValueError, OverflowError):
+        multiple = round(number(value) / step) * step
+    except (ValueError, OverflowError):  # of what is not finite
         raise BadRecord(f"{name} {brief(value)} is not a finite number") from None
     return f"{multiple:.{len(str(step).rstrip('0').partition('.')[2])}f}"

@@ -19,7 +19,7 @@ from trainer.inspect.plan.batch import example, stand_in
 from trainer.inspect.plan.plan import divide
 from trainer.inspect.plan.strategies import Collective
 from trainer.inspect.plan.trace import Activations, Step
-from trainer.optim import groups
+from trainer.optim import Structure, groups
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
 
@@ -55,7 +55,7 @@ def _hold(experiment: Experiment, world: World) -> tuple[int, int, int]:
     strategy = experiment.strategy.build(CpuAccelerator(), world, "fp32")
     with torch.device("meta"):
         model = experiment.model.build()
-    build_optimizer = partial(experiment.optimizer.build, stacked=model.stacked())
+    build_optimizer = partial(experiment.optimizer.build, structure=Structure.of(model))
     wrapped, optimizer = strategy.prepare(model, build_optimizer, _zeros)
     groups.prime(optimizer)
     wrapped.train()

@@ -1,4 +1,4 @@
-"""The table of kinds of tasks: every part of the code that knows a kind knows it by the same name."""
+"""The table of task kinds agrees with the sources, objectives and heads."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ T = TypeVar("T")
 class Kinds:
     """Marks a field whose schema is the `Config` of the module that its `kind` names, inside `package`.
 
-    The field is `Annotated[protocol, Kinds(package)]`: the protocol tells what all those configurations have in
-    common, for the type checker. Decoding goes by the kind alone.
+    The field is `Annotated[Protocol, Kinds(package)]`. The protocol is for the type checker: what all
+    modules' `Config` have in common. Decoding depends on `kind` alone.
 
     A dash in a kind is an underscore in the module's name, as in Hugging Face's "openai-gpt".
     """
@@ -111,8 +111,8 @@ def _decode(schema: object, value: object, path: str) -> object:
         return _decode_union(arguments, value, path)
     if origin is Literal:
         if value not in arguments or type(value) not in {type(a) for a in arguments}:
-            if (word := renamed.word_now(path, value)) is not None:
-                raise ConfigError(f"{path} is {value!r}, which is now called {word!r}; set {path}={word}")
+            if (name := renamed.new_name(path, value)) is not None:
+                raise ConfigError(f"{path} is {value!r}, which is now called {name!r}; set {path}={name}")
             raise _Mismatch(path, value, "one of " * (len(arguments) > 1) + ", ".join(str(a) for a in arguments))
         return value
     if origin is tuple:

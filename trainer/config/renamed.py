@@ -1,7 +1,8 @@
-"""Words of settings that have been renamed.
+"""Values of settings that were renamed.
 
-Checkpoints, run folders and datasets that were written with an old word are read with the new one. A recipe is not:
-it is refused, and the message names the new word. Digests that are stored and compared go by the old words.
+Stored files (checkpoints, run folders, manifests of datasets) may hold an old name and are read
+with the new one. A user's recipe with an old name is rejected with a message that gives the new one.
+Digests that are stored and compared are computed from the old names, so they never change.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from trainer.config.tree import Tree, merge, parse_override, read_tree
 
-_NEW_WORDS: Mapping[str, Mapping[str, str]] = {
+_RENAMED: Mapping[str, Mapping[str, str]] = {
     "model.head": {"span": "question_answering"},
     "settings.task.target": {  # of a dataset's manifest
         "class": "classification",
@@ -21,11 +22,11 @@ _NEW_WORDS: Mapping[str, Mapping[str, str]] = {
         "span": "question_answering",
     },
 }
-"""The new word for each old one, by setting."""
+"""The new name of each old one, by setting."""
 
 
 def read_stored(path: str | Path, overrides: Iterable[str] = ()) -> Tree:
-    """Reads the config.yaml of a run in current words; overrides are a user's, and laid over it as they are."""
+    """Reads the config.yaml of a run with current names, then merges a user's overrides, unchanged."""
     tree = current(read_tree(path))
     for override in overrides:
         tree = merge(tree, parse_override(override))
@@ -33,32 +34,32 @@ def read_stored(path: str | Path, overrides: Iterable[str] = ()) -> Tree:
 
 
 def current(stored: Tree) -> Tree:
-    """A stored tree in current words; the argument stays as it is."""
-    for setting, words in _NEW_WORDS.items():
-        stored = _replaced(stored, setting.split("."), words)
+    """Returns a stored tree with current names; does not modify the argument."""
+    for setting, names in _RENAMED.items():
+        stored = _replaced(stored, setting.split("."), names)
     return stored
 
 
-def first_words(tree: Tree) -> Tree:
-    """A tree in the words that it was first stored in: digests of it stay the same when a word is renamed."""
-    for setting, words in _NEW_WORDS.items():
-        tree = _replaced(tree, setting.split("."), {new: old for old, new in words.items()})
+def original(tree: Tree) -> Tree:
+    """Returns a tree with the original names, the inverse of `current`; for digests."""
+    for setting, names in _RENAMED.items():
+        tree = _replaced(tree, setting.split("."), {new: old for old, new in names.items()})
     return tree
 
 
-def word_now(setting: str, word: object) -> str | None:
-    """The new word for an old one, where `setting` ends with the name of a setting that had it."""
-    for name, words in _NEW_WORDS.items():
-        if isinstance(word, str) and (setting == name or setting.endswith((f".{name}", f" {name}"))):
-            return words.get(word)
+def new_name(setting: str, value: object) -> str | None:
+    """Returns the new name of an old value of a setting, or None. `setting` may have a prefix."""
+    for name, names in _RENAMED.items():
+        if isinstance(value, str) and (setting == name or setting.endswith((f".{name}", f" {name}"))):
+            return names.get(value)
     return None
 
 
-def _replaced(tree: Tree, keys: list[str], words: Mapping[str, str]) -> Tree:
+def _replaced(tree: Tree, keys: list[str], names: Mapping[str, str]) -> Tree:
     key, *inner = keys
     value = tree.get(key)
     if inner and isinstance(value, dict):
-        return {**tree, key: _replaced(value, inner, words)}
-    if not inner and isinstance(value, str) and value in words:
-        return {**tree, key: words[value]}
+        return {**tree, key: _replaced(value, inner, names)}
+    if not inner and isinstance(value, str) and value in names:
+        return {**tree, key: names[value]}
     return tree

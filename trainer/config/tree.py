@@ -11,7 +11,7 @@ import yaml
 from trainer.errors import ConfigError
 
 Tree: TypeAlias = dict[str, Any]
-"""A section of YAML or JSON: plain values by key. Whoever looks one up checks what it finds, or knows who wrote it."""
+"""A section of YAML or JSON: plain values by key, of types that nobody has checked yet."""
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

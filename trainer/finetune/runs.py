@@ -16,6 +16,7 @@ from data_pipeline.building.build import build
 from data_pipeline.format.manifest import MANIFEST
 from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.reading.length_groups import can_group
+from data_pipeline.sources import SourceConfig
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.config import Kinds, Tree, decode, renamed, to_tree
@@ -122,7 +123,7 @@ def list_runs(
         raise ConfigError("training.best is for evaluations and patience in a task's file to set; leave it out")
     ordered = _in_order(tasks)
     weights = load_weights(checkpoint)
-    model = renamed.first_words({"model": to_tree(weights.config)})["model"]
+    model = renamed.original({"model": to_tree(weights.config)})["model"]
     runs: list[Run] = []
     with weights.tokenizer_files() as tokenizer:
         for task in ordered:
@@ -185,7 +186,15 @@ class _Point:
         return replace(self, experiment={**self.experiment, **changes})
 
 
-def _seeded(task: Task, folder: Path, point: _Point, of: Sequence[Any], seeds: int, **more: Any) -> Iterator[Run]:
+def _seeded(
+    task: Task,
+    folder: Path,
+    point: _Point,
+    of: Sequence[object],
+    seeds: int,
+    start: tuple[str, ...] = (),
+    scratch: bool = False,
+) -> Iterator[Run]:
     """The runs of a point: one for each seed.
 
     Args:
@@ -194,11 +203,11 @@ def _seeded(task: Task, folder: Path, point: _Point, of: Sequence[Any], seeds: i
         point: of the grid.
         of: what else their results depend on.
         seeds: how many.
-        more: what else `Run` has.
+        start, scratch: as in `Run`.
     """
     for seed in range(seeds):
         experiment = {**point.experiment, "seed": seed}
-        settings = renamed.first_words(_without_paths(experiment))
+        settings = renamed.original(_without_paths(experiment))
         content = json.dumps([settings, *point.of, *of], sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:16]
         run = Run(
@@ -212,7 +221,8 @@ def _seeded(task: Task, folder: Path, point: _Point, of: Sequence[Any], seeds: i
             metrics=point.metrics,
             chance=point.chance,
             evaluations=point.evaluations,
-            **more,
+            start=start,
+            scratch=scratch,
         )
         place = folder / "runs" / task.name / f"{run.name}-{digest[:8]}"
         yield replace(run, folder=place, experiment={"output": str(place), **experiment})
@@ -285,7 +295,7 @@ def _has(tree: Tree, name: str) -> bool:
     return True
 
 
-def _dataset(name: str, task: TaskConfig, source: Any, tokenizer: Path, folder: Path) -> Dataset:
+def _dataset(name: str, task: TaskConfig, source: SourceConfig, tokenizer: Path, folder: Path) -> Dataset:
     """The dataset of a task's source, in a folder that is named by all that it is made of."""
     config = BuildConfig(
         source,
@@ -298,7 +308,7 @@ def _dataset(name: str, task: TaskConfig, source: Any, tokenizer: Path, folder: 
     made_of = [tree["source"], tree["heldout_fraction"], tree["on_error"], Tokenizer.load(tokenizer).fingerprint]
     hub = tree["source"].get("dataset") or {}
     folder_files = sorted(Path(hub["path"]).rglob("*")) if Path(hub.get("path", "")).is_dir() and hub else []
-    made_of += [_stamp(Path(file)) for file in (*source.build().files, *folder_files)]
+    made_of += [_stamp(file) for file in (*map(Path, source.build().files), *folder_files)]
     digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:8]
     output = folder / "data" / f"{name}-{digest}"
     if not (output / MANIFEST).exists():

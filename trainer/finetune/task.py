@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import trainer
 from data_pipeline.building.recipe import TaskData
+from data_pipeline.sources import SourceConfig
 from trainer.config import Kinds, Tree, decode, read_tree
 from trainer.config.tree import merge
 from trainer.errors import ConfigError
@@ -17,7 +18,7 @@ from trainer.metrics.texts import METRICS
 
 _FOLDER = Path("configs", "tasks")
 _RECIPE = ("epochs", "warmup", "grid", "experiment")
-_SOURCE = Annotated[Any, Kinds("data_pipeline.sources")]
+_SOURCE = Annotated[SourceConfig, Kinds("data_pipeline.sources")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +102,8 @@ class Task:
     name: str
     config: Config
     experiment: Tree
-    also: Mapping[str, Any] = field(default_factory=dict)
-    generation: Mapping[str, Any] = field(default_factory=dict)
+    also: Mapping[str, SourceConfig] = field(default_factory=dict)
+    generation: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path, recipe: Tree | None = None) -> Task:
@@ -138,13 +139,14 @@ class Task:
             raise ConfigError(f"{path}: {error}") from error
 
 
-def _heldout_only(source: Tree, changes: Tree, name: str) -> Any:
+def _heldout_only(source: Tree, changes: Tree, name: str) -> SourceConfig:
     """A source like another, with nothing to train on."""
     if changes.get("paths") or (changes.get("dataset") or {}).get("split"):
         raise ConfigError(f"also.{name} is of held-out rows alone: name them in heldout, or in dataset.heldout")
     merged = merge(source, changes)
     nothing: Tree = {"paths": []} if merged.get("dataset") is None else {"dataset": {"split": None}}
-    return decode(_SOURCE, merge(merged, nothing), f"also.{name}")
+    config: SourceConfig = decode(_SOURCE, merge(merged, nothing), f"also.{name}")
+    return config
 
 
 def find_tasks(names: Sequence[str], recipe: str | None = None) -> list[Task]:

@@ -149,8 +149,8 @@ class Model(nn.Module, ABC):
 
     Attributes:
         offers: outputs that it can compute, and capabilities that an objective may need.
-        trains: offered outputs with parameters of their own, and the setting that removes them. An
-            objective has to need them, or these parameters would get no gradient.
+        trains: offered outputs with parameters of their own, and the setting that removes them if
+            there is one. An objective has to need them, or these parameters get no gradient.
         reads: columns of `Inputs.extra` that it needs.
     """
 

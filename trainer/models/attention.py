@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.accelerators.kernels import fuses_trained_bias
 from trainer.models.config import TransformerConfig
 from trainer.models.dropout import dropout
 from trainer.models.projections import Projection
@@ -73,9 +74,9 @@ class Attention(nn.Module):
             [B, H, T, S]. Or what the kernel takes instead.
         """
         drops = dropout_key is not None and self.dropout > 0
-        # SDPA has no fused kernel on CPUs for a mask with a gradient: it would compute the scores
-        # in full as well, and guard against empty rows, which our masks never have.
-        unfused = mask is not None and mask.requires_grad and mask.is_cpu
+        # Without a fused kernel SDPA computes the scores in full as well, and guards against empty
+        # rows, which our masks never have.
+        unfused = mask is not None and mask.requires_grad and not fuses_trained_bias(mask)
         if drops or unfused:
             mask = causal_mask(query[:, 0, :, 0]) if causal else mask
             mixed = self._eager(query, key, value, mask, dropout_key)

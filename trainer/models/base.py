@@ -43,8 +43,8 @@ class TransformerModel(Model):
         if config.head in POOLED:
             offers.add("last_position" if config.decoder else "first_position")
         self.offers: Outputs = frozenset(offers)
-        if config.head != "language_model":
-            self.trains = {config.predicts: "model.head=language_model"}
+        is_task = config.head != "language_model"
+        self.trains = {config.predicts: "model.head=language_model" if is_task else ""}
 
     @property
     def inserted(self) -> int:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.accelerators.kernels import autocast_dtype
+
 
 class RelativeBias(nn.Module):
     """One bias for each head and bucket of distances, shared by the layers of a stack.
@@ -38,8 +40,8 @@ class RelativeBias(nn.Module):
         """
         distance = torch.arange(1 - queries - before, keys - before, device=self.weight.device)
         by_distance = F.embedding(self._bucket(distance), self.weight).T  # [H, T + S - 1]
-        if torch.is_autocast_enabled(by_distance.device.type):
-            by_distance = by_distance.to(torch.get_autocast_dtype(by_distance.device.type))
+        if (dtype := autocast_dtype(by_distance.device)) is not None:
+            by_distance = by_distance.to(dtype)
         # Each row is the one above, moved by one: so are rows of n cells that are read as rows of n - 1. (`unfold` says
         # the same, takes longer forwards and backwards together, and is not known to XLA.)
         ring = F.pad(by_distance, (0, 1)).roll(1 - queries, 1)

@@ -58,7 +58,7 @@ class Transformer(TransformerModel):
         self.lm_head = lm_head
         if nsp_head is not None:
             self.offers |= {"next_sentence"}
-            self.trains = {"next_sentence": "model.nsp=false"}
+            self.trains = {**self.trains, "next_sentence": "model.nsp=false"}
         if lm_head is not None:
             self.offers |= {"next_tokens"}
 

@@ -1,25 +1,47 @@
-"""Optimizers (each module defines a `Config` that builds one), parameter groups and learning-rate schedules."""
+"""Optimizers, parameter groups and learning-rate schedules.
+
+Each optimizer is a module with a `Config` that builds it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, Self
 
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.models import Model
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What an optimizer may know about the parameters of a model, by name.
+
+    Attributes:
+        stacked: number of equally sized matrices stacked in a parameter's rows (3 for fused QKV),
+            where there are several. Optimizers that use norms of whole matrices treat each apart.
+        layers_above: number of layers between a parameter and the heads, its own included; 0 for
+            parameters that are not named.
+    """
+
+    stacked: Mapping[str, int] = field(default_factory=dict)
+    layers_above: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: Model) -> Self:
+        """The structure of a model."""
+        return cls(model.stacked(), model.layers_above())
+
 
 class Config(Protocol):
-    """What the module of each optimizer has under that name: the section `optimizer` of an experiment."""
+    """What the module of each optimizer has as `Config`: the section `optimizer` of an experiment."""
 
     def build(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], stacked: Mapping[str, int] = MappingProxyType({})
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        structure: Structure = Structure(),
     ) -> Optimizer:
-        """Makes the optimizer of these named parameters, on the device they are on.
-
-        Args:
-            parameters: by name.
-            stacked: how many tensors of equal size lie in a parameter's rows, by its name, where there are several.
-        """
+        """Makes the optimizer of these named parameters, on the device they are on."""
         ...

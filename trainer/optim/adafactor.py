@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigError
+from trainer.optim import Structure
 from trainer.optim.blockwise import MIN_RMS, Blockwise, number
 from trainer.optim.groups import Group, parameter_groups
 from trainer.partition import (
@@ -71,19 +71,15 @@ class Config:
             raise ConfigError(f"min_dim_size_to_factor is {self.min_dim_size_to_factor}; use 0 or more")
 
     def build(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], stacked: Mapping[str, int] = MappingProxyType({})
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        structure: Structure = Structure(),  # noqa: B008
     ) -> Optimizer:
-        """Makes the optimizer of these named parameters, on the device they are on.
-
-        Args:
-            parameters: by name.
-            stacked: how many tensors of equal size lie in a parameter's rows, by its name, where there are several.
-                Each is factored, clipped and scaled on its own.
-        """
+        """Makes the optimizer of these named parameters, on the device they are on."""
         named = list(parameters)
         return Adafactor(
             parameter_groups(named, self.weight_decay),
-            {parameter: stacked[name] for name, parameter in named if name in stacked},
+            {parameter: structure.stacked[name] for name, parameter in named if name in structure.stacked},
             self,
         )
 

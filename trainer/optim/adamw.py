@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch.optim import AdamW, Optimizer
 
 from trainer.accelerators import kernels
 from trainer.errors import ConfigError
+from trainer.optim import Structure
 from trainer.optim.blockwise import DecayedAdam
 from trainer.optim.groups import Group, parameter_groups
 
@@ -51,16 +51,12 @@ class Config:
             raise ConfigError(f"eps is {self.eps}; use a number above 0, as 1e-6")
 
     def build(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], stacked: Mapping[str, int] = MappingProxyType({})
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        structure: Structure = Structure(),  # noqa: B008
     ) -> Optimizer:
-        """Makes the optimizer of these named parameters, on the device they are on.
-
-        Args:
-            parameters: by name.
-            stacked: how many tensors of equal size lie in a parameter's rows, by its name, where there are several.
-                Each element has an update of its own here, so that makes no difference.
-        """
-        groups = parameter_groups(parameters, self.weight_decay, self.layer_decay)
+        """Makes the optimizer of these named parameters, on the device they are on."""
+        groups = parameter_groups(parameters, self.weight_decay, self.layer_decay, structure.layers_above)
         if not kernels.has_fused_optimizers(groups[0]["params"][0].device):
             return TracedAdamW(
                 groups, {}, lr=self.lr, betas=self.betas, eps=self.eps, bias_correction=self.bias_correction

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.optim import adamw
+from trainer.optim import Structure, adamw
 from trainer.optim.blockwise import MIN_RMS, BlockwiseAdam
 from trainer.optim.groups import Group, parameter_groups
 from trainer.partition import local_parts, whole_norms
@@ -29,19 +28,15 @@ class Config(adamw.Config):
     weight_decay: float = 0.0
 
     def build(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], stacked: Mapping[str, int] = MappingProxyType({})
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        structure: Structure = Structure(),  # noqa: B008
     ) -> Optimizer:
-        """Makes the optimizer of these named parameters, on the device they are on.
-
-        Args:
-            parameters: by name.
-            stacked: how many tensors of equal size lie in a parameter's rows, by its name, where there are several.
-                Each is scaled by its own weights.
-        """
+        """Makes the optimizer of these named parameters, on the device they are on."""
         named = list(parameters)
         return AdamWScale(
-            parameter_groups(named, self.weight_decay, self.layer_decay),
-            blocks={parameter: stacked[name] for name, parameter in named if name in stacked},
+            parameter_groups(named, self.weight_decay, self.layer_decay, structure.layers_above),
+            blocks={parameter: structure.stacked[name] for name, parameter in named if name in structure.stacked},
             lr=self.lr,
             betas=self.betas,
             eps=self.eps,

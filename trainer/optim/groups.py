@@ -5,8 +5,8 @@ Checkpoints hold the state under the parameters' names, whatever the groups they
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -15,30 +15,31 @@ from torch.optim import Optimizer
 
 from trainer.partition import layer_shape, state_like
 
-LAYER = re.compile(r"(layers|encoder|decoder)\.(\d+)\.")
-"""What the name of a layer's parameter begins with: the stack, and the layer's number in it."""
 Group: TypeAlias = dict[str, Any]
 """Of `torch.optim`: the parameters under "params", and their settings by name."""
 _WHOLE = ("exp_avg_sq_row", "exp_avg_sq_col")  # Adafactor's means, which every process has the whole of
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float, layer_decay: float = 1.0
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    layer_decay: float = 1.0,
+    layers_above: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Group]:
-    """Splits the trainable parameters: matrices decay; biases and norm weights, all of one dimension, do not.
+    """Splits the trainable parameters: matrices decay; biases and norm weights do not.
 
     Args:
         named_parameters: by name.
-        weight_decay: of matrices.
-        layer_decay: what the learning rate is multiplied by for each layer that is between a parameter and the heads
-            (Howard & Ruder 2018; Clark et al. 2020, appendix B): not at all for these and what follows the last layer,
-            once for the last layer, and once more than for the first layer for what comes before it.
+        weight_decay: of matrices; what has one dimension does not decay.
+        layer_decay: factor on the learning rate for each layer between a parameter and the heads,
+            its own layer included (Howard & Ruder 2018; Clark et al. 2020, appendix B).
+        layers_above: number of these layers, by name; 0 for names that are not in it.
 
     Returns:
         Groups for `torch.optim`, each with its `lr_scale`; none of them is empty.
     """
     named = list(named_parameters)
-    scale = _lr_scales([name for name, _ in named], layer_decay)
+    scale = {name: layer_decay ** layers_above.get(name, 0) for name, _ in named}
     named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for decays in (True, False):
@@ -49,25 +50,6 @@ def parameter_groups(
         {"params": parameters, "weight_decay": weight_decay if decays else 0.0, "lr_scale": factor}
         for (factor, decays), parameters in groups.items()
     ]
-
-
-def _lr_scales(names: list[str], layer_decay: float) -> dict[str, float]:
-    """By what the learning rate of each parameter is multiplied."""
-    in_layers = layers_from_last(names)
-    below = max(in_layers.values(), default=0) + 1
-    first = ("embeddings", "prompt.")
-    return {
-        name: layer_decay ** in_layers.get(name, below if any(part in name for part in first) else 0) for name in names
-    }
-
-
-def layers_from_last(names: Iterable[str]) -> dict[str, int]:
-    """Which layer of its stack each parameter is of, 1 for the last; without those that are of none."""
-    found = {name: match for name in names if (match := LAYER.match(name))}
-    depth: dict[str, int] = {}  # of each stack
-    for stack, number in (match.groups() for match in found.values()):
-        depth[stack] = max(depth.get(stack, 0), int(number) + 1)
-    return {name: depth[match[1]] - int(match[2]) for name, match in found.items()}
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

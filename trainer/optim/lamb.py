@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigError
-from trainer.optim import adamw
+from trainer.optim import Structure, adamw
 from trainer.optim.blockwise import DecayedAdam
 from trainer.optim.groups import parameter_groups
 from trainer.partition import layer_shape, whole_norms
@@ -42,19 +41,15 @@ class Config(adamw.Config):
             raise ConfigError(f"max_trust_ratio is {self.max_trust_ratio}; use a number above 0, or null for no bound")
 
     def build(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], stacked: Mapping[str, int] = MappingProxyType({})
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        structure: Structure = Structure(),  # noqa: B008
     ) -> Optimizer:
-        """Makes the optimizer of these named parameters, on the device they are on.
-
-        Args:
-            parameters: by name.
-            stacked: how many tensors of equal size lie in a parameter's rows, by its name, where there are several.
-                Each has a trust ratio of its own.
-        """
+        """Makes the optimizer of these named parameters, on the device they are on."""
         named = list(parameters)
         return Lamb(
-            parameter_groups(named, self.weight_decay, self.layer_decay),
-            blocks={parameter: stacked[name] for name, parameter in named if name in stacked},
+            parameter_groups(named, self.weight_decay, self.layer_decay, structure.layers_above),
+            blocks={parameter: structure.stacked[name] for name, parameter in named if name in structure.stacked},
             lr=self.lr,
             betas=self.betas,
             eps=self.eps,

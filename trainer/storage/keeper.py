@@ -82,8 +82,8 @@ def asking(address: str, do: str, name: str, **details: int) -> Iterator[tuple[A
         details: of the request.
 
     Yields:
-        The answer, and where to read the bytes from: sizes by name; whether each was there; the size of the whole, None
-        where `get` finds nothing of this name.
+        The answer, and a file to read the bytes from. The answer is sizes by name (`find`), whether each
+        name existed (`remove`), or the size of the whole, None if the name does not exist (`get`).
 
     Raises:
         OSError: there is no answer.

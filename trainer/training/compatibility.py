@@ -107,9 +107,10 @@ def check_needs(experiment: Experiment, objective: Objective, model: Model) -> N
             f"{kinds['model']}, offers {', '.join(offers)}; {_fixes(experiment, objective, model, missing)}"
         )
     if untrained := sorted(model.trains.keys() - objective.needs):
+        setting = model.trains[untrained[0]]
         raise ConfigError(
             f"the model, {kinds['model']}, has parameters for {untrained[0]}, which the objective, "
-            f"{kinds['objective']}, does not train; set {model.trains[untrained[0]]}, or choose another objective"
+            f"{kinds['objective']}, does not train; {f'set {setting}, or ' if setting else ''}choose another objective"
         )
     if absent := sorted(model.reads - objective.columns):
         raise ConfigError(

@@ -26,7 +26,7 @@ from trainer.metrics import check_installed
 from trainer.models import Model
 from trainer.monitoring import Tracker
 from trainer.objectives import Objective
-from trainer.optim import groups
+from trainer.optim import Structure, groups
 from trainer.strategies import InitialValues, Replica, Strategy
 from trainer.strategies.world import World
 from trainer.training import forecast, records
@@ -201,7 +201,7 @@ def build_trainer(
             logger.info("frozen       weights stay in %s: keep it as long as this run", base["path"])
     elif to_restore:
         initial = _zeros
-    build_optimizer = partial(experiment.optimizer.build, stacked=model.stacked())
+    build_optimizer = partial(experiment.optimizer.build, structure=Structure.of(model))
     with strategy.accelerator.graph("start"):
         wrapped, optimizer = strategy.prepare(model, build_optimizer, initial)
         groups.prime(optimizer)

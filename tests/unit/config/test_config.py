@@ -132,7 +132,7 @@ def test_a_dotted_kind_is_a_users_module(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_kind_may_be_declared_as_a_protocol() -> None:
-    """The protocol is for the type checker only: the class that is decoded is the one that `kind` names."""
+    """The protocol is for the type checker; `kind` alone decides which class is decoded."""
 
     @dataclass(frozen=True)
     class Declared:

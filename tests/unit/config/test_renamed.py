@@ -1,4 +1,4 @@
-"""Old words: what was stored with them is read in new words, and a recipe with one is told the new one."""
+"""Old names: stored files are read with the new ones; a recipe is rejected and told the new name."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from trainer.models import bert
         ({}, {}),
     ],
 )
-def test_only_the_settings_that_had_an_old_word_are_read_anew(stored: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_only_settings_that_had_an_old_name_change(stored: dict[str, Any], expected: dict[str, Any]) -> None:
     before = repr(stored)
     assert renamed.current(stored) == expected
     assert list(renamed.current(stored)) == list(stored)
     assert repr(stored) == before
-    assert renamed.first_words(expected) == stored
+    assert renamed.original(expected) == stored
 
 
-def test_the_settings_of_a_run_are_read_and_overrides_laid_over_them(tmp_path: Path) -> None:
+def test_overrides_of_a_stored_config_are_not_translated(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("model: {kind: bert, head: span, layers: 2}\nseed: 1\n")
     expected = {"model": {"kind": "bert", "head": "question_answering", "layers": 3}, "seed": 1}
     assert read_stored(path, ["model.layers=3"]) == expected
-    assert read_stored(path, ["model.head=span"])["model"]["head"] == "span"  # a user's, which is refused later
+    assert read_stored(path, ["model.head=span"])["model"]["head"] == "span"  # rejected when it is decoded
 
 
 @pytest.mark.parametrize("path", ["model", "runs/old/config.yaml: model"])
-def test_a_recipe_is_told_the_new_word(path: str) -> None:
+def test_a_recipe_is_told_the_new_name(path: str) -> None:
     with pytest.raises(ConfigError, match=f"^{path}.head is 'span', which is now called 'question_answering'; set "):
         decode(bert.Config, {"vocab_size": 64, "head": "span"}, path)
     with pytest.raises(ConfigError, match="head must be one of language_model, classification"):

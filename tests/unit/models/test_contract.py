@@ -272,25 +272,29 @@ def test_matrices_that_lie_in_one_parameter_are_counted(name: str) -> None:
 @pytest.mark.parametrize(
     ("config", "offers", "trains"),
     [
-        (BERT, {"tokens"}, {}),
-        (replace(BERT, causal=True), {"next_tokens"}, {}),
-        (replace(BERT, nsp=True), {"tokens", "next_sentence"}, {"next_sentence": "model.nsp=false"}),
+        (BERT, {"tokens"}, {"tokens": ""}),
+        (replace(BERT, causal=True), {"next_tokens"}, {"next_tokens": ""}),
+        (
+            replace(BERT, nsp=True),
+            {"tokens", "next_sentence"},
+            {"tokens": "", "next_sentence": "model.nsp=false"},
+        ),
         (
             replace(BERT, **CLASSES),
             {"classification", "first_position"},
             {"classification": "model.head=language_model"},
         ),
         (replace(BERT, head="tagging", labels=("O", "B")), {"tagging"}, {"tagging": "model.head=language_model"}),
-        (GPT2, {"next_tokens"}, {}),
+        (GPT2, {"next_tokens"}, {"next_tokens": ""}),
         (
             replace(GPT2, **CLASSES),
             {"classification", "last_position", "next_tokens"},
             {"classification": "model.head=language_model"},
         ),
-        (T5, {"target_tokens"}, {}),
-        (MODELS["t5, shared"], {"target_tokens"}, {}),
-        (MODELS["t5, left to right"], {"next_tokens"}, {}),
-        (MODELS["t5, prefix"], {"prefixed_tokens"}, {}),
+        (T5, {"target_tokens"}, {"target_tokens": ""}),
+        (MODELS["t5, shared"], {"target_tokens"}, {"target_tokens": ""}),
+        (MODELS["t5, left to right"], {"next_tokens"}, {"next_tokens": ""}),
+        (MODELS["t5, prefix"], {"prefixed_tokens"}, {"prefixed_tokens": ""}),
         (
             replace(T5, head="multiple_choice"),
             {"multiple_choice", "last_position"},

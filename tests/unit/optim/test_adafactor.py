@@ -12,7 +12,7 @@ from transformers.optimization import Adafactor
 
 from trainer.config import decode
 from trainer.errors import ConfigError
-from trainer.optim import groups
+from trainer.optim import Structure, groups
 from trainer.optim.adafactor import Config
 from trainer.optim.schedules import Schedule, lr_fraction
 from trainer.strategies.loss_scale import LossScale
@@ -131,7 +131,7 @@ def test_tensors_that_are_stacked_in_a_parameter_are_updated_as_if_each_were_one
         for name in stacked
         for i, block in enumerate(whole[name].chunk(stacked[name]))
     }
-    one, several = config.build(whole.items(), stacked), config.build(apart.items())
+    one, several = config.build(whole.items(), Structure(stacked)), config.build(apart.items())
     for step in range(20):
         for name, blocks in stacked.items():
             whole[name].grad = gradients(step)[name].float()
@@ -146,7 +146,7 @@ def test_tensors_that_are_stacked_in_a_parameter_are_updated_as_if_each_were_one
 
 def test_of_a_matrix_it_keeps_a_row_and_a_column() -> None:
     parameters = {"up": nn.Parameter(torch.ones(128, 300)), "qkv": nn.Parameter(torch.ones(381, 500))}
-    optimizer = Config().build(parameters.items(), {"qkv": 3})
+    optimizer = Config().build(parameters.items(), Structure({"qkv": 3}))
     groups.prime(optimizer)
     state = groups.state_tensors(optimizer, parameters.items())
     assert {name: list(tensor.shape) for name, tensor in state.items()} == {

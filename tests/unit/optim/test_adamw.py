@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainer.accelerators import kernels
 from trainer.config import decode
 from trainer.errors import ConfigError
-from trainer.optim import adamw, adamw_scale, groups, lamb
+from trainer.optim import Structure, adamw, adamw_scale, groups, lamb
 from trainer.optim.adamw import Config
 
 BERT_SHAPES = {
@@ -89,11 +89,12 @@ def test_matrices_decay_and_biases_and_norms_do_not():
 
 @pytest.mark.parametrize("config", [Config, lamb.Config, adamw_scale.Config])
 def test_the_learning_rate_decays_from_layer_to_layer(config):
-    """Heads learn at the full rate, the layers below at less and less; BERT's and T5's names both say how deep."""
+    """Heads learn at the full rate, the layers below at less and less."""
     names = ["embeddings.norm.bias", "encoder.0.ffn.up.weight", "encoder.2.ffn.up.bias", "decoder.1.ffn.up.weight",
              "layers.0.ffn.up.weight", "head.classifier.weight", "final_norm.weight"]  # fmt: skip
     parameters = {name: nn.Parameter(torch.zeros(2, 2) if "weight" in name else torch.zeros(2)) for name in names}
-    optimizer = config(lr=1.0, weight_decay=0.0, layer_decay=0.5).build(parameters.items())
+    above = Structure(layers_above=dict(zip(names, (4, 3, 1, 1, 1, 0, 0), strict=True)))
+    optimizer = config(lr=1.0, weight_decay=0.0, layer_decay=0.5).build(parameters.items(), above)
     groups.set_lr(optimizer, 8.0)
     rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
     assert [rates[id(parameter)] for parameter in parameters.values()] == [0.5, 1.0, 4.0, 4.0, 4.0, 8.0, 8.0]

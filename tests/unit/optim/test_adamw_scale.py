@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.optim import groups
+from trainer.optim import Structure, groups
 from trainer.optim.adamw_scale import Config
 
 SHAPES = {"table": (50, 8), "up": (31, 8), "bias": (31,), "zero": (8,)}
@@ -72,7 +72,7 @@ def test_it_is_the_optimizer_of_nanot5(settings: dict[str, Any], dtype: torch.dt
 def test_tensors_that_are_stacked_in_a_parameter_are_updated_as_if_each_were_one() -> None:
     whole = nn.Parameter(torch.cat([torch.full((3, 4), 0.1), torch.full((3, 4), 10.0)]))
     apart = [nn.Parameter(block.detach().clone()) for block in whole.chunk(2)]
-    one = Config().build([("qk", whole)], {"qk": 2})
+    one = Config().build([("qk", whole)], Structure({"qk": 2}))
     several = Config().build([("q", apart[0]), ("k", apart[1])])
     for step in range(20):
         whole.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from trainer.config import decode
 from trainer.errors import ConfigError
-from trainer.optim import groups
+from trainer.optim import Structure, groups
 from trainer.optim.lamb import Config
 
 SHAPES = {"table": (50, 8), "up": (31, 8), "bias": (31,), "norm": (8,), "zero": (8,)}
@@ -114,7 +114,7 @@ def test_tensors_that_are_stacked_in_a_parameter_are_updated_as_if_each_were_one
         for name in stacked
         for i, block in enumerate(whole[name].chunk(stacked[name]))
     }
-    one, several = Config().build(whole.items(), stacked), Config().build(apart.items())
+    one, several = Config().build(whole.items(), Structure(stacked)), Config().build(apart.items())
     for step in range(20):
         for name, blocks in stacked.items():
             whole[name].grad = gradients(step)[name].float()

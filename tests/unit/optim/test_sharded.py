@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.processes import run_ranks
 from trainer.checkpoint import layout
-from trainer.optim import adafactor, adamw, adamw_scale, groups, lamb
+from trainer.optim import Structure, adafactor, adamw, adamw_scale, groups, lamb
 from trainer.partition import Segment, SegmentParameter, whole_shape
 
 STEPS = 80
@@ -78,7 +78,7 @@ def segments(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def build(config: Any, parameters: Parameters) -> torch.optim.Optimizer:
     """The optimizer, with its state."""
-    optimizer: torch.optim.Optimizer = config.build(parameters.items(), {"qkv.weight": 3, "qkv.bias": 3})
+    optimizer: torch.optim.Optimizer = config.build(parameters.items(), Structure({"qkv.weight": 3, "qkv.bias": 3}))
     groups.prime(optimizer)
     return optimizer
 

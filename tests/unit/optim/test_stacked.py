@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.accelerators import kernels
-from trainer.optim import adafactor, adamw, adamw_scale, groups, lamb
+from trainer.optim import Structure, adafactor, adamw, adamw_scale, groups, lamb
 from trainer.partition import StackedParameter, squared_norms
 
 LAYERS, STEPS = 3, 12
@@ -39,7 +39,8 @@ def values(step: int, size: float) -> dict[str, Tensor]:
 
 def train(config: Any, named: dict[str, nn.Parameter], gradients: Any) -> dict[str, Tensor]:
     optimizer = config.build(
-        named.items(), {name: STACKED[kind] for name in named for kind in STACKED if name.endswith(kind)}
+        named.items(),
+        Structure({name: STACKED[kind] for name in named for kind in STACKED if name.endswith(kind)}),
     )
     groups.prime(optimizer)
     for step in range(STEPS):

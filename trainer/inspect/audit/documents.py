@@ -14,11 +14,11 @@ from trainer.training.ledger import Row
 Example = TypedDict(
     "Example", {"number": int, "source": str, "pass": int, "example": int, "documents": list[dict[str, str | int]]}
 )
-"""An example by its global number: the pass over its source, the number that it has in it, and its documents."""
+"""An example: its global number, its source, the pass over that, its number there, its documents."""
 
 
 class Seen(TypedDict):
-    """The examples of a step, in the order of their numbers, and the data order that they are of."""
+    """The examples of a step in ascending order, and the number of the data order."""
 
     step: int
     order: int

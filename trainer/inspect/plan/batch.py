@@ -65,6 +65,6 @@ def _labels(experiment: Experiment, kind: TaskKind, tokens: int) -> Labels:
     """Labels of a row: zeros, which every kind of task has, or of soft classes their probabilities."""
     soft = experiment.objective.task.reads_probabilities
     classes = len(experiment.model.labels) if soft else 1
-    count = {"row": classes, "tokens": tokens, "span": 2}[TASKS[kind].labelled]
+    count = {"row": classes, "tokens": tokens, "span": 2}[TASKS[kind].labeled]
     zeros = np.zeros(1, dtype=np.int64)
     return Labels(np.zeros(count, dtype=np.float32), np.array([count]), document=zeros, begin=zeros, examples=zeros + 1)

@@ -27,7 +27,7 @@ from trainer.accelerators.attention import GpuAttention
 from trainer.errors import ConfigError
 from trainer.examples import Batch
 from trainer.objectives import Objective, Taught
-from trainer.optim import groups
+from trainer.optim import Structure, groups
 from trainer.training.experiment import Experiment
 from trainer.training.weights import load_config
 
@@ -139,7 +139,7 @@ class Step:
             self._model.train()
             self._model.activation_checkpointing = experiment.training.activation_checkpointing
             named = dict(self._model.named_parameters())
-            optimizer = experiment.optimizer.build(named.items(), stacked=self._model.stacked())
+            optimizer = experiment.optimizer.build(named.items(), Structure.of(self._model))
             groups.prime(optimizer)
             trained = [parameter for parameter in named.values() if parameter.requires_grad]
             for parameter in trained:  # as from the second micro-batch of a step on

@@ -40,9 +40,9 @@ def test_every_task_is_a_recipe_of_the_rows_that_its_runs_have(name: str) -> Non
 @pytest.mark.parametrize(
     ("more", "overrides", "message"),
     [
-        ("", [], "a.yaml is a task, which goes with any model; add tokenizer.path=FOLDER, .* and output=FOLDER"),
-        ("", GIVEN[:1], "is a task"),
-        ("", GIVEN[1:], "is a task"),
+        ("", [], "a.yaml is a task file, .* Add tokenizer.path=FOLDER, .* and output=FOLDER"),
+        ("", GIVEN[:1], "is a task file"),
+        ("", GIVEN[1:], "is a task file"),
         ("heldout_fracton: 0.5", GIVEN, "heldout_fracton is not a known key; did you mean 'heldout_fraction'"),
         ("", [*GIVEN, "score=f1"], "score is not a known key"),
     ],

@@ -226,17 +226,16 @@ def test_the_manifest_says_what_rows_are_for_and_others_stay_as_they_are(built, 
         Manifest.parse(content, "m.json")
 
 
-OLD_WORDS = {"classification": "class", "soft": "class", "regression": "number", "multiple_choice": "choice",
+OLD_NAMES = {"classification": "class", "soft": "class", "regression": "number", "multiple_choice": "choice",
              "tagging": "tags", "question_answering": "span"}  # fmt: skip
 
 
-def test_a_dataset_of_the_time_when_kinds_had_other_words_is_what_a_build_makes(corpus, tmp_path, kind):
-    """It is read the same, not built again, and a build that was stopped then goes on with what it has."""
+def test_a_dataset_with_old_names_is_read_and_not_built_again(corpus, tmp_path, kind):
     config = config_of(corpus, kind, tmp_path / "data")
     expected = build(config)
     file = tmp_path / "data" / "manifest.json"
     new = file.read_text()
-    old = new.replace(f'"target": "{kind if kind != "soft" else "classification"}"', f'"target": "{OLD_WORDS[kind]}"')
+    old = new.replace(f'"target": "{kind if kind != "soft" else "classification"}"', f'"target": "{OLD_NAMES[kind]}"')
     assert old != new
     file.write_text(old)
     assert Manifest.load(tmp_path / "data") == expected
@@ -245,7 +244,7 @@ def test_a_dataset_of_the_time_when_kinds_had_other_words_is_what_a_build_makes(
     assert PackedSplit(Dataset.open(tmp_path / "data"), "train", SPECS[kind], "padded", 3).counts.sum() >= TRAIN
 
 
-def test_units_are_stored_under_the_digest_that_they_always_had(corpus, tmp_path):
+def test_a_build_that_was_started_with_old_names_resumes(corpus, tmp_path):
     (tmp_path / "bad.jsonl").write_text("{}\n")
     source = SOURCES["tagging"](paths=(f"{corpus}/tagging-train.jsonl", str(tmp_path / "bad.jsonl")))
     config = config_of(corpus, "tagging", tmp_path / "data", source=source)

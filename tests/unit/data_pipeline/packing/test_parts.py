@@ -211,7 +211,7 @@ def test_the_digest_tells_apart_all_that_changes_examples_and_is_what_it_was_wit
         (Parts("question_answering", stride=128, most=64), "4b49d8870713422d2a1ca0bc0c2581dc"),
     ],
 )
-def test_the_digest_is_what_checkpoints_hold_that_were_written_when_kinds_had_other_words(parts_of_row, digest):
+def test_the_digest_has_not_changed_since_kinds_had_other_names(parts_of_row, digest):
     assert packing_digest(PackSpec(128, 1, 1, parts=parts_of_row), "padded").startswith(digest)
 
 

@@ -12,7 +12,7 @@ from trainer.config import load
 from trainer.inspect.plan.batch import example, stand_in
 from trainer.inspect.plan.strategies import interpolate
 from trainer.inspect.plan.trace import LiveBytes, Step
-from trainer.optim import groups
+from trainer.optim import Structure, groups
 from trainer.training.experiment import Experiment
 
 _ROWS = 3
@@ -107,7 +107,7 @@ def test_interpolation_is_never_too_little(experiment_file: str) -> None:
 def test_the_optimizer_keeps_what_a_real_one_keeps(kind: str, experiment_file: str) -> None:
     experiment = load(Experiment, experiment_file, [f"optimizer.kind={kind}"])
     model: Any = experiment.model.build()
-    optimizer = experiment.optimizer.build(model.named_parameters(), stacked=model.stacked())
+    optimizer = experiment.optimizer.build(model.named_parameters(), Structure.of(model))
     groups.prime(optimizer)
     real = {name: list(optimizer.state[each].items()) for name, each in model.named_parameters()}
     planned = Step(experiment, on_cpu=True).parameters

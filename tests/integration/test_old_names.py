@@ -1,4 +1,4 @@
-"""Runs and datasets that were stored when the kinds of tasks had other words do all that others do."""
+"""Runs and datasets that hold old names work like new ones in every command."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ NEW, OLD = "question_answering", "span"
 SHORT = ("training.evaluate_every=6", "checkpoint.every=3", "schedule.warmup_steps=2")
 
 
-def write_old_words(run: Path) -> None:
-    """Makes of a run with its dataset beside it what they were, byte for byte but for the name of the kind."""
+def write_old_names(run: Path) -> None:
+    """Writes the old names into a run, its checkpoints included, and into its dataset."""
     replace(run.parent / f"data-{NEW}" / "manifest.json", f'"target": "{NEW}"', f'"target": "{OLD}"')
     replace(run / "config.yaml", f"  head: {NEW}", f"  head: {OLD}")
     for folder in (run / "checkpoints").glob("step-*"):
@@ -43,7 +43,7 @@ def replace(file: Path, new: str, old: str) -> None:
 
 @pytest.fixture(scope="module")
 def both(finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Sequence[Path]:
-    """The same folder twice, of a model that was fine-tuned to answer questions: as it is written now, and as once."""
+    """A folder with a run of question answering and its dataset, and a copy with the old names."""
     folder = tmp_path_factory.mktemp("words") / "folder_now"
     folder.mkdir()
     tasks.tune(NEW, folder, finished_run, dataset_folder / "tokenizer", "training.steps=6", *SHORT)
@@ -51,12 +51,12 @@ def both(finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.Temp
     shutil.copytree(folder, then)
     for file in (*then.rglob("*.yaml"), *then.rglob("meta.json"), then / f"data-{NEW}" / "manifest.json"):
         file.write_text(file.read_text().replace(str(folder), str(then)))
-    write_old_words(then / f"run-{NEW}")
+    write_old_names(then / f"run-{NEW}")
     return folder, then
 
 
 def same(results: Sequence[Result], folders: Sequence[Path]) -> None:
-    """That a command did the same in both folders."""
+    """Asserts that a command succeeded and printed the same for both folders."""
     now, then = (result.out.replace(folder.name, "") for result, folder in zip(results, folders, strict=True))
     assert [result.code for result in results] == [0, 0], [result.err for result in results]
     assert now == then
@@ -83,7 +83,7 @@ def test_commands_say_the_same(command: tuple[str, ...], both: Sequence[Path], s
     same(results, both)
 
 
-def test_a_run_goes_on_and_is_exported_as_ever(both: Sequence[Path], tmp_path: Path, samestep: Samestep) -> None:
+def test_a_run_continues_and_is_exported(both: Sequence[Path], tmp_path: Path, samestep: Samestep) -> None:
     folders = [shutil.copytree(folder, tmp_path / folder.name) for folder in both]
     metrics = []
     for folder in folders:
@@ -103,8 +103,8 @@ def test_a_run_goes_on_and_is_exported_as_ever(both: Sequence[Path], tmp_path: P
     assert yaml.safe_load((folders[1] / f"run-{NEW}" / "config.yaml").read_text())["model"]["head"] == NEW
 
 
-def test_the_digests_of_runs_of_a_suite_are_what_they_were(both: Sequence[Path], tmp_path: Path) -> None:
-    """Or a finished suite would be made again: its results go by these digests, which have the old words in them."""
+def test_digests_of_runs_of_a_suite_have_not_changed(both: Sequence[Path], tmp_path: Path) -> None:
+    """Results of a suite are found by digest: with another one, a finished suite would run again."""
     task = Task.read(tasks.write_task(NEW, tmp_path))
     weights = load_weights(both[1] / f"run-{NEW}")
     tuned, new = list_runs(weights.path, [task], tmp_path / "suite", 1, False, [], scratch=True)
