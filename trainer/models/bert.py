@@ -131,9 +131,9 @@ class Config(Family):
 
     @property
     def settings_for(self) -> Mapping[str, str]:
-        heads = {head: f"model.head={head}" for head in _TASKS}
+        heads: dict[str, str] = {head: f"model.head={head}" for head in _TASKS}
         if self.head != "language_model":
-            return heads | {"tokens": "model.head=language_model"}
+            return heads | dict.fromkeys(("tokens", "next_tokens"), "model.head=language_model")
         tokens = {"tokens": "model.causal=false", "next_tokens": "model.causal=true"}
         return heads | tokens | {"next_sentence": "model.nsp=true"}
 

@@ -140,7 +140,7 @@ class Config(Family):
         }
         heads = {head: f"model.head={head}" for head in _HEADS}
         if self.head != "language_model":
-            return heads | {"target_tokens": "model.head=language_model"}
+            return heads | dict.fromkeys(outputs.values(), "model.head=language_model")
         return heads | {out: f"model.architecture={name}" for name, out in outputs.items()}
 
     @property
