@@ -29,9 +29,7 @@ def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
         )
     with weights.tokenizer_files() as folder:
         tokenizer = Tokenizer.load(folder)
-    model = weights.config.build()
-    model.load_state_dict(dict(weights.tensors))
-    model.eval()
+    model = weights.model(frozenset({"tokens"}))
     console = Console(highlight=False)
     for text in texts:
         tokens, masked = _encode(tokenizer, text)

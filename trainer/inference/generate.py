@@ -154,9 +154,7 @@ class TextGenerator:
         with weights.tokenizer_files() as folder:
             self._tokenizer = Tokenizer.load(folder)
         device = for_any_shapes().device
-        model = weights.config.build()
-        model.load_state_dict(dict(weights.tensors))
-        self._generate = Generator(model.to(device), self._tokenizer.vocabulary, config, device)
+        self._generate = Generator(weights.model().to(device), self._tokenizer.vocabulary, config, device)
         self._prefix, self._done = prefix, 0
         end, begin = self._generate.end, self._tokenizer.vocabulary.cls
         reads_sources = weights.config.encoder_decoder or "layout" in weights.objective

@@ -128,9 +128,8 @@ class TextEncoder:
             self.tokenizer = Tokenizer.load(folder)
         accelerator = for_any_shapes()
         self._device, self.device = accelerator.device, accelerator.description
-        model = config.build()
-        model.load_state_dict(dict(weights.tensors))
-        self._model = model.to(self._device).eval()
+        model = weights.model(frozenset(f"layer.{number}" for number in range(config.layers + 1)))
+        self._model = model.to(self._device)
         self._is_prefix = config.prefix_lm
         self.sees_all = self._is_prefix or not config.causal
         self.layers, self.width = config.layers, config.width

@@ -66,9 +66,8 @@ class Labeller:
         self.device = self._accelerator.description
         with weights.tokenizer_files() as folder:
             self._tokenizer = Tokenizer.load(folder)
-        model = weights.config.build()
-        model.load_state_dict(dict(weights.tensors))
-        self._model = model.to(self._accelerator.device).eval()
+        model = weights.model(frozenset({"classification"}))
+        self._model = model.to(self._accelerator.device)
         length = _LONGEST
         if meta:
             phases = decode(Experiment, meta["config"]).resolved_phases()

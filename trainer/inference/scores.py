@@ -83,9 +83,8 @@ def evaluate(
         raise ConfigError(f"{dataset.name} holds documents, not pairs of texts; set data.path to a dataset of pairs")
     labels = tuple(dataset.manifest.source.get("labels", ()))
     scorers = {name: texts.build(name, labels) for name in metrics}  # a missing package is named before hours of work
-    model = weights.config.build()
+    model = weights.model()
     stored_values(weights, model, dataset)  # refuses another tokenizer
-    model.load_state_dict(dict(weights.tensors))
     accelerator = for_any_shapes(experiment.accelerator)
     device = accelerator.device
     generate = Generator(model.to(device), dataset.tokenizer.vocabulary, config, device)

@@ -206,6 +206,10 @@ class Model(nn.Module, ABC):
         """
         raise ConfigError(f"{type(self).__name__} has no table of token embeddings")
 
+    def columns(self, inputs: Inputs) -> dict[str, Tensor]:
+        """The columns that the model reads, for the `Context` of its layers."""
+        return {name: inputs.extra[name] for name in sorted(self.reads)}
+
     def scan_groups(self) -> Sequence[ScanGroup]:
         """Groups of layers that can run as a loop. They are declared from static configuration."""
         return ()

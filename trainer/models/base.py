@@ -39,6 +39,7 @@ class TransformerModel(Model):
         super().__init__()
         self.config = config
         self.prompt: nn.Module | None = None
+        self.reads = config.reads
         offers = {config.predicts, "hidden", *(f"layer.{n}" for n in range(config.layers + 1))}
         if config.head in POOLED:
             offers.add("last_position" if config.decoder else "first_position")
@@ -158,6 +159,11 @@ class TransformerModel(Model):
                 pooler = f"nsp_{name}" if name.startswith("head.pooler.") else ""
                 found[name] = pooler if stored.shapes.get(pooler) == shapes[name] else None
         return found
+
+    def embedding_flops(self) -> int:
+        """FLOPs of the projections in the embeddings, for each position; look-ups cost none."""
+        linear = (module for module in self.embeddings.modules() if isinstance(module, nn.Linear))
+        return sum(_flops(module.weight) for module in linear)
 
     def head_flops(self) -> int:
         """`matrix_flops` of the head for each position that it reads."""

@@ -157,6 +157,11 @@ class TransformerConfig(ModelConfig):
         return self.activation.startswith("geglu")
 
     @property
+    def reads(self) -> frozenset[str]:
+        """Columns of `Inputs.extra` that the layers read, as `Context.columns`."""
+        return frozenset()
+
+    @property
     def dropout_sites(self) -> tuple[str, ...]:
         """Where a layer applies dropout: the sites that its modules ask the context for.
 

@@ -81,17 +81,18 @@ class EncoderDecoder(TransformerModel):
         """
         tokens, segments = inputs.tokens, inputs.segments
         keys = self._keys(inputs.dropout_key)
+        found: dict[str, Tensor] = {}
         if numbers := layer_numbers(outputs):
-            if any(not name.startswith("layer.") for name in outputs):
-                raise ValueError("hidden states of layers are computed by themselves")
-            return self._layer_states(inputs, keys, numbers)
+            found = self._layer_states(inputs, keys, numbers)
+            if len(found) == len(outputs):
+                return found
         whole = "hidden" in outputs
         if not self.decoder:
-            source, matrix, segments = self._embed_source(tokens, segments, keys.embeddings)
+            source, matrix = self._embed_source(inputs, keys.embeddings)
             read = None if whole else self.pooled(inputs.predicted)
-            hidden = self._encode(source, segments, keys, read)
+            hidden = self._encode(inputs, source, keys, read)
             hidden = hidden if read is not None else hidden[:, self.inserted :]
-            return self._answer(hidden, matrix, keys.head, inputs.predicted, outputs)
+            return found | self._answer(hidden, matrix, keys.head, inputs.predicted, outputs)
         targets, target_segments = inputs.target_tokens, inputs.target_segments
         if self.config.head != "language_model":
             targets, target_segments = F.pad(tokens[:, :-1], (1, 0), value=START), segments
@@ -101,19 +102,20 @@ class EncoderDecoder(TransformerModel):
         # One look-up for both sides: its backward pass fills a table of gradients once.
         both, matrix = self.embeddings(torch.cat([tokens, targets], 1), None, dropout_key=keys.embeddings)
         source, hidden = both.split([tokens.shape[1], targets.shape[1]], 1)
-        source, segments = self._prompted(source), self.with_prompt(segments)
-        memory = self._encode(source, segments, keys)
+        source = self._prompted(source)
+        memory = self._encode(inputs, source, keys)
         context = Context(
             sites=self.config.dropout_sites,
             keys=keys.decoder,
-            memory_mask=_between(target_segments, segments),
+            memory_mask=_between(target_segments, self.with_prompt(segments)),
+            columns=self.columns(inputs),
         )
         bias = self._decoder_bias(targets, target_segments)
         read = None if whole else inputs.predicted
         hidden = self.decoder.run(hidden, memory, bias, context, read)
         after = keys.after_decoder
         hidden = dropout(self.decoder_norm(hidden), self.config.dropout, after, read)
-        return self._answer(hidden, matrix, keys.head, inputs.predicted, outputs)
+        return found | self._answer(hidden, matrix, keys.head, inputs.predicted, outputs)
 
     def _keys(self, key: Tensor | None) -> _Keys:
         if not self.training or key is None:
@@ -148,13 +150,10 @@ class EncoderDecoder(TransformerModel):
             found[self.config.predicts] = self.head(hidden, matrix, key)
         return found
 
-    def _embed_source(
-        self, tokens: Tensor, segments: Tensor | None, dropout_key: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What the encoder reads, with a prompt: embeddings [B, n + S, D], the token table [V, D],
-        and segments."""
-        hidden, matrix = self.embeddings(tokens, None, dropout_key=dropout_key)
-        return self._prompted(hidden), matrix, self.with_prompt(segments)
+    def _embed_source(self, inputs: Inputs, dropout_key: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What the encoder reads, with a prompt: embeddings [B, n + S, D], and the token table [V, D]."""
+        hidden, matrix = self.embeddings(inputs.tokens, None, dropout_key=dropout_key)
+        return self._prompted(hidden), matrix
 
     def _prompted(self, hidden: Tensor) -> Tensor:
         out: Tensor = hidden if self.prompt is None else self.prompt(hidden)
@@ -168,30 +167,31 @@ class EncoderDecoder(TransformerModel):
     def _encoder_norm(self) -> nn.Module:
         return self.decoder_norm if self.encoder_norm is None else self.encoder_norm
 
-    def _encoder_context(self, hidden: Tensor, segments: Tensor | None, keys: _Keys) -> tuple[Tensor, Context]:
+    def _encoder_context(self, inputs: Inputs, hidden: Tensor, keys: _Keys) -> tuple[Tensor, Context]:
         """The bias, which contains the mask, and the rest of what the encoder's layers need."""
-        length = hidden.shape[1]
+        length, segments = hidden.shape[1], self.with_prompt(inputs.segments)
         mask = None if segments is None else segment_mask(segments)
         bias = self.encoder_bias(length, length, mask)
-        return bias, Context(sites=self.config.dropout_sites, keys=keys.encoder)
+        sites, columns = self.config.dropout_sites, self.columns(inputs)
+        return bias, Context(sites=sites, keys=keys.encoder, columns=columns)
 
     def _encode(
         self,
+        inputs: Inputs,
         hidden: Tensor,
-        segments: Tensor | None,
         keys: _Keys,
         positions: Tensor | None = None,
     ) -> Tensor:
         """The encoder's output: [B, S, D] -> [B, S, D], or [B, P, D] for `positions` [B, P]."""
-        bias, context = self._encoder_context(hidden, segments, keys)
+        bias, context = self._encoder_context(inputs, hidden, keys)
         hidden = self._encoder_layers.run(hidden, None, bias, context, positions)
         hidden = self._encoder_norm(hidden)
         return dropout(hidden, self.config.dropout, keys.after_encoder, positions)
 
     def _layer_states(self, inputs: Inputs, keys: _Keys, numbers: list[int]) -> dict[str, Tensor]:
         """The encoder's hidden states after some of its layers, of the text's positions."""
-        source, _, segments = self._embed_source(inputs.tokens, inputs.segments, keys.embeddings)
-        bias, context = self._encoder_context(source, segments, keys)
+        source, _ = self._embed_source(inputs, keys.embeddings)
+        bias, context = self._encoder_context(inputs, source, keys)
         layers, last = self._encoder_layers, numbers[-1]
         _, states = layers.states(source, None, bias, context, numbers, last)
         if last == len(layers):
@@ -218,8 +218,9 @@ class EncoderDecoder(TransformerModel):
         """
         targets = inputs.target_tokens
         assert targets is not None, "a decoder reads at least the start token"
-        hidden, _, segments = self._embed_source(inputs.tokens, inputs.segments)
-        encoded = self._encode(hidden, segments, _Keys())
+        hidden, _ = self._embed_source(inputs)
+        encoded = self._encode(inputs, hidden, _Keys())
+        segments = self.with_prompt(inputs.segments)
         memory = Memory(encoded, None if segments is None else (segments > 0)[:, None, None, :])
         is_text = torch.ones_like(targets, dtype=torch.bool)
         cache = Cache(len(self.decoder), capacity, is_text, memory)
@@ -264,8 +265,10 @@ class EncoderDecoder(TransformerModel):
         targets_per_token = predicted_per_token if is_language_model else 1.0
         targets = targets_per_token * sequence_length
         layers = len(self._encoder_layers)
-        source = encoder + keys_values + per_position * layers * sequence_length
+        embeddings = self.embedding_flops()
+        source = embeddings + encoder + keys_values + per_position * layers * sequence_length
         target = decoder + per_position * len(self.decoder) * (targets + sequence_length)
+        target += embeddings if self.decoder else 0
         head = predicted_per_token * (for_predicted + self.head_flops())
         return source + targets_per_token * target + head
 

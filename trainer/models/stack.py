@@ -26,7 +26,8 @@ class Context:
 
     Attributes:
         mask: of self-attention: bool, True where attention is allowed; broadcasts to
-            [B, H, S, S]. None: nothing is masked, or with `causal` what is later.
+            [B, H, S, S]. None: nothing is masked, or with `causal` what is later. In a loop of
+            XLA, scores to add instead; for a kernel that takes them, int32 segments [B, S].
         causal: whether positions attend to those before them only. A `mask` of four dimensions
             already says so.
         segments: int [B, S], where they say all that `mask` does apart from `causal`, so that a

@@ -84,6 +84,7 @@ class Transformer(TransformerModel):
             segments=segments if prefix is None and bias is None and not self._has_prefix else None,
             sites=self.config.dropout_sites,
             keys=keys.layers,
+            columns=self.columns(inputs),
         )
         found: dict[str, Tensor] = {}
         if numbers:
@@ -228,4 +229,4 @@ class Transformer(TransformerModel):
         positions = sequence_length + self.config.virtual_tokens
         attention = 12 * len(self.layers) * positions * self.config.heads * self.config.head_width
         predicted = predicted_per_token * (for_predicted + self.head_flops())
-        return matrices - for_predicted + attention + predicted
+        return self.embedding_flops() + matrices - for_predicted + attention + predicted

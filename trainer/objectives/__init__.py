@@ -21,7 +21,8 @@ class Loss:
 
     Attributes:
         total: scalar to call `backward` on; over all micro-batches and replicas of a step these add up to the loss.
-        metrics: detached (sum, weight) scalars by name; a mean is the sum of sums over the sum of weights.
+        metrics: detached (sum, weight) scalars by name; a mean is the sum of sums over the sum of weights. One of them
+            is `loss`.
         outputs: float [B, ...], detached: what the scores of a `Task` are computed from; None for other objectives.
     """
 

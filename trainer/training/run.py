@@ -269,6 +269,9 @@ def build_model(experiment: Experiment, dataset: AnyDataset, objective: Objectiv
     """
     with torch.device("meta"):
         model = experiment.build_model()
+    own = [parameter for module in model.modules() for parameter in module.parameters(recurse=False)]
+    # Getting memory, each module would make a parameter of its own.
+    assert len(own) == len(set(own)), "two modules share a parameter; let them share the module that has it"
     check_compatibility(experiment, dataset, objective, model)
     model.activation_checkpointing = experiment.training.activation_checkpointing
     if experiment.training.compile:

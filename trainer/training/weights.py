@@ -21,8 +21,8 @@ from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import StoredTensors, group_by_name, local_pieces, stored_piece
 from trainer.checkpoint.together import gather, together
 from trainer.config import Kinds, decode, read_tree
-from trainer.errors import CheckpointError
-from trainer.models import ModelConfig
+from trainer.errors import CheckpointError, ConfigError
+from trainer.models import Model, ModelConfig, Outputs
 from trainer.models.peft.huggingface import import_adapter
 from trainer.storage import is_url
 from trainer.storage.hub import is_hub_path, model_folder
@@ -75,6 +75,29 @@ class Weights:
         assert isinstance(self.folder, Path)
         own = huggingface.identity(self.folder)
         return own if self.base is None else f"{own}+{self.base.identity()}"
+
+    def model(self, outputs: Outputs = frozenset()) -> Model:
+        """Builds the trained model on the CPU, in eval mode, to be used without its objective.
+
+        Args:
+            outputs: what will be asked of it.
+
+        Raises:
+            ConfigError: it does not offer them, or it reads columns that an objective has to make.
+        """
+        model = self.config.build()
+        if missing := sorted(outputs - model.offers):
+            raise ConfigError(f"the model of {self.folder} does not offer {missing[0]}; use another model")
+        if model.reads:
+            raise ConfigError(
+                f"the model of {self.folder} reads the column {min(model.reads)}, which only its objective makes; "
+                "use samestep evaluate"
+            )
+        # A shared parameter is stored once, and loaded under each of its names.
+        stored = {parameter: name for name, parameter in model.named_parameters()}
+        every = model.named_parameters(remove_duplicate=False)
+        model.load_state_dict({name: self.tensors[stored[parameter]] for name, parameter in every})
+        return model.eval()
 
     def tokenizer_files(self) -> AbstractContextManager[Path]:
         """The tokenizer's folder on this machine, while the context lasts."""

@@ -1,0 +1,61 @@
+"""Trained models that are used without their objective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.checkpoint.layout import StoredTensors, group_by_name, local_pieces, stored_piece
+from trainer.errors import ConfigError
+from trainer.models import Model, bert
+from trainer.training.weights import Weights
+
+
+@dataclass(frozen=True)
+class Shared(bert.Config):
+    """Token types are embedded by the table of positions."""
+
+    def build(self) -> Model:
+        model = super().build()
+        model.get_submodule("embeddings").types = model.get_submodule("embeddings.positions")
+        return model
+
+
+@dataclass(frozen=True)
+class Reading(bert.Config):
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset({"gap"})
+
+
+def trained(kind: type[bert.Config]) -> tuple[Weights, Model]:
+    config = kind(vocab_size=40, layers=1, width=8, heads=2, ffn_width=16, max_positions=4)
+    model = config.build()
+    pieces = [piece for name, parameter in model.named_parameters() for piece in local_pieces(name, parameter)]
+    tensors = StoredTensors(group_by_name([stored_piece(piece) for piece in pieces]))
+    return Weights(config, tensors, Path("w"), Path("t")), model
+
+
+@pytest.mark.parametrize("kind", [bert.Config, Shared])
+def test_it_has_the_trained_values(kind: type[bert.Config]) -> None:
+    weights, model = trained(kind)
+    loaded = weights.model(frozenset({"tokens", "layer.1"}))
+    assert not loaded.training
+    assert [name for name, _ in loaded.named_parameters()] == list(weights.tensors)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert torch.equal(loaded.get_parameter(name), parameter), name
+
+
+def test_it_has_to_offer_what_is_asked_of_it() -> None:
+    weights, _ = trained(bert.Config)
+    with pytest.raises(ConfigError, match="the model of w does not offer next_tokens; use another model"):
+        weights.model(frozenset({"tokens", "next_tokens"}))
+
+
+def test_it_must_not_read_columns_that_an_objective_makes() -> None:
+    weights, _ = trained(Reading)
+    with pytest.raises(ConfigError, match=r"reads the column gap, .* use samestep evaluate"):
+        weights.model()
