@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, TypeAlias
 
@@ -38,7 +38,7 @@ class _Objective(Protocol):
     """The part of an objective that lays out a batch."""
 
     @property
-    def model_settings(self) -> Mapping[str, bool | str]: ...
+    def needs(self) -> frozenset[str]: ...
 
     def pack_spec(self, sequence_length: int) -> PackSpec: ...
 
@@ -86,7 +86,7 @@ def show(folder: str, experiment: str, overrides: Iterable[str], index: int, cou
         row = {name: array[0] for name, array in objective.collate(examples, spec.sequence_length).items()}
         cells = sum(int((row[name] > 0).sum()) for name in ("segments", "target_segments") if name in row)
         predicted = int((row["weights"] > 0).sum())
-        if spec.sides is None and objective.model_settings.get("causal"):
+        if spec.sides is None and "next_tokens" in objective.needs:
             row["weights"] = np.zeros_like(row["weights"])  # labels are the next tokens: there is nothing to mark
         relation, names = "", [""] * len(examples.column)
         if examples.random is not None:

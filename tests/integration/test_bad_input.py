@@ -54,7 +54,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
             ["phases.1.sequence_length 64", "position table of 32", "model.max_positions to 64"],
         ),
         ("phases=[{steps: 8}]", 2, ["8 steps together", "set training.steps to 8"]),
-        ("objective=causal_lm", 2, ["bert, is an encoder", "set model.causal=true"]),
+        ("objective=causal_lm", 2, ["needs next_tokens, and the model, bert, offers", "set model.causal=true"]),
         ("data.sequence_length=2", 2, ["sequence_length is 2", "use 3 ("]),
         ("data.lanes=100000", 2, ["data.lanes is 100000", "set data.lanes to at most"]),
         ("data.path=nowhere", 1, ["nowhere holds no finished dataset", "samestep data build"]),

@@ -113,7 +113,7 @@ def test_cancelled(project: Path, samestep: Samestep, experiment_file: str) -> N
         (["data.path=nowhere"], "2", "nowhere holds no finished dataset"),
         (["data.sequence_length=64"], "2", "is over the model's position table of 32"),
         (["model.vocab_size=100"], "2", "set model.vocab_size to 600 or more"),
-        (["objective=causal_lm"], "2", "the model, bert, is an encoder"),
+        (["objective=causal_lm"], "2", "needs next_tokens, and the model, bert, offers"),
         (["data.lanes=100000"], "2", "lanes"),
         (["strategy={kind: fsdp, replicas: 4}"], "4,6,8", "strategy.replicas 4 does not divide the 6 devices"),
         (["init_from=nowhere"], "2", "nowhere is no run (no checkpoints in it), no checkpoint"),

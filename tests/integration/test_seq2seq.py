@@ -171,7 +171,11 @@ def test_empty_lines(samestep: Samestep, build, corpus: Path, tmp_path: Path) ->
         ),
         ("data.sequence_length=6", 1, ["train.en:", "the source takes", "set objective.truncate_sources=true"]),
         ("data.packing=concat", 2, ["pairs of texts and data.packing is concat", "data.packing=best_fit"]),
-        ("model.architecture=prefix_lm", 2, ["objective, seq2seq, is for", "objective.layout=prefix_lm"]),
+        (
+            "model.architecture=prefix_lm",
+            2,
+            ["the objective, seq2seq, needs target_tokens", "objective.layout=prefix_lm"],
+        ),
         ("objective={kind: span_corruption, mean_span_length: 1, noise_density: 0.5}", 2, ["spans", "sentinels"]),
     ],
 )

@@ -111,7 +111,7 @@ def test_text_is_shown_as_it_is_where_every_token_is_predicted(samestep: Sameste
         ),
         (
             ["objective.layout=prefix_lm"],
-            "is for a prefix language model; set model.architecture=prefix_lm or objective",
+            "offers hidden, target_tokens; set model.architecture=prefix_lm or objective",
         ),
         (["objective=causal_lm"], "set model.architecture=language_model, or choose"),
         ([*TASKS["causal_lm"], "objective={kind: prefix_lm, layout: prefix_lm}"], "choose another model or objective"),

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from trainer.config import decode
 from trainer.errors import ConfigError
 from trainer.models import huggingface
-from trainer.models.config import Activation, Head, Norm
+from trainer.models.config import Activation, Head, Norm, TaskHead
 from trainer.models.family import Family
 from trainer.models.heads import CellHead, MaskedLMHead, NextSentenceHead, PooledHead
 from trainer.models.transformer import Transformer
+from trainer.tasks import TASKS
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +54,7 @@ _LAYER = {
     "ffn.down": ("output.dense",),
     "ffn_norm": ("output.LayerNorm",),
 }
-_TASKS: dict[Head, str] = {  # what the architectures with these heads are for
-    "classification": "SequenceClassification",
-    "multiple_choice": "MultipleChoice",
-    "tagging": "TokenClassification",
-    "question_answering": "QuestionAnswering",
-}
+_TASKS: tuple[TaskHead, ...] = ("classification", "multiple_choice", "tagging", "question_answering")
 _NSP_HEAD = re.compile(r"(\w+\.)?(pooler\.dense|seq_relationship)\.\w+")
 _BUFFERS = re.compile(r"(\w+\.)?embeddings\.(position|token_type)_ids")  # older versions stored them
 
@@ -131,9 +127,9 @@ class Config(Family):
 
     @property
     def settings_for(self) -> Mapping[str, str]:
-        heads = {head: f"model.head={head}" for head in _TASKS}
+        heads: dict[str, str] = {head: f"model.head={head}" for head in _TASKS}
         if self.head != "language_model":
-            return heads | {"tokens": "model.head=language_model"}
+            return heads | dict.fromkeys(("tokens", "next_tokens"), "model.head=language_model")
         tokens = {"tokens": "model.causal=false", "next_tokens": "model.causal=true"}
         return heads | tokens | {"next_sentence": "model.nsp=true"}
 
@@ -178,7 +174,7 @@ class Config(Family):
         fields = huggingface.read_settings(config, _FIELDS, fixed, huggingface.ACTIVATIONS)
         decoded: Self = decode(cls, fields, "config.json")
         names = {cls._canonical(name) for name in tensors}
-        heads = {
+        heads: dict[Head, tuple[str, str]] = {
             head: (cls._task_architecture(head), f"{cls.task_names[head]['classifier']}.weight") for head in _TASKS
         }
         head, labels = huggingface.read_task(config, names, heads)
@@ -192,8 +188,8 @@ class Config(Family):
         )
 
     @classmethod
-    def _task_architecture(cls, head: Head) -> str:
-        return cls.architecture.replace("MaskedLM", _TASKS[head])
+    def _task_architecture(cls, head: TaskHead) -> str:
+        return cls.architecture.replace("MaskedLM", TASKS[head].architecture)
 
     def to_huggingface(self) -> dict[str, Any]:
         """The content of a `config.json` from which transformers' `Auto` class for the head builds the same model.

@@ -17,7 +17,8 @@ from trainer.models import Model, ModelConfig, Outputs, Peft
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "geglu", "geglu_tanh"]
 Norm: TypeAlias = Literal["post", "pre"]
 NormKind: TypeAlias = Literal["layer", "rms"]
-Head: TypeAlias = Literal["language_model", "classification", "multiple_choice", "tagging", "question_answering"]
+TaskHead: TypeAlias = Literal["classification", "multiple_choice", "tagging", "question_answering"]
+Head: TypeAlias = Literal["language_model", TaskHead]
 
 FEWEST_LABELS: dict[Head, int] = {"classification": 1, "tagging": 2}
 """Of the heads that have an output for each label."""
@@ -238,7 +239,7 @@ class TransformerConfig(ModelConfig):
         """The feed-forward network of layer `index`: called as ffn(hidden, context)."""
 
     def for_needs(self, needs: Outputs, labels: tuple[str, ...] = ()) -> Self:
-        head = next((head for head in get_args(Head) if head in needs), "language_model")
+        head = next((head for head in get_args(TaskHead) if head in needs), "language_model")
         settings = {field.name for field in fields(self)}
         changes: dict[str, Any] = {}
         if "head" in settings:

@@ -81,17 +81,18 @@ class EncoderDecoder(TransformerModel):
         """
         tokens, segments = inputs.tokens, inputs.segments
         keys = self._keys(inputs.dropout_key)
+        found: dict[str, Tensor] = {}
         if numbers := layer_numbers(outputs):
-            if any(not name.startswith("layer.") for name in outputs):
-                raise ValueError("hidden states of layers are computed by themselves")
-            return self._layer_states(inputs, keys, numbers)
+            found = self._layer_states(inputs, keys, numbers)
+            if len(found) == len(outputs):
+                return found
         whole = "hidden" in outputs
         if not self.decoder:
             source, matrix = self._embed_source(inputs, keys.embeddings)
             read = None if whole else self.pooled(inputs.predicted)
             hidden = self._encode(inputs, source, keys, read)
             hidden = hidden if read is not None else hidden[:, self.inserted :]
-            return self._answer(hidden, matrix, keys.head, inputs.predicted, outputs)
+            return found | self._answer(hidden, matrix, keys.head, inputs.predicted, outputs)
         targets, target_segments = inputs.target_tokens, inputs.target_segments
         if self.config.head != "language_model":
             targets, target_segments = F.pad(tokens[:, :-1], (1, 0), value=START), segments
@@ -114,7 +115,7 @@ class EncoderDecoder(TransformerModel):
         hidden = self.decoder.run(hidden, memory, bias, context, read)
         after = keys.after_decoder
         hidden = dropout(self.decoder_norm(hidden), self.config.dropout, after, read)
-        return self._answer(hidden, matrix, keys.head, inputs.predicted, outputs)
+        return found | self._answer(hidden, matrix, keys.head, inputs.predicted, outputs)
 
     def _keys(self, key: Tensor | None) -> _Keys:
         if not self.training or key is None:

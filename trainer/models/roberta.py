@@ -45,8 +45,7 @@ class Config(bert.Config):
 
     @property
     def settings_for(self) -> Mapping[str, str]:
-        own = super().settings_for
-        return {output: setting for output, setting in own.items() if output != "next_sentence"}
+        return {name: setting for name, setting in super().settings_for.items() if name != "next_sentence"}
 
     @property
     def head_activation(self) -> Activation:

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from trainer.config import decode
 from trainer.errors import ConfigError
 from trainer.models import huggingface
-from trainer.models.config import Activation, Head, NormKind
+from trainer.models.config import Activation, Head, NormKind, TaskHead
 from trainer.models.encoder_decoder import START, EncoderDecoder
 from trainer.models.family import Family
 from trainer.models.heads import CellHead, LanguageModelHead, PooledHead
 from trainer.models.relative import RelativeBias
 from trainer.models.transformer import Transformer
+from trainer.tasks import TASKS
 
 Architecture: TypeAlias = Literal["encoder_decoder", "shared_encoder_decoder", "language_model", "prefix_lm"]
 
@@ -39,11 +40,11 @@ _OFTEN_ABSENT = {"relative_attention_max_distance": 128, "feed_forward_proj": "r
 _ACTIVATIONS = {"relu": "relu", "gated-gelu": "geglu_tanh", "gelu": "gelu", "gelu_new": "gelu_tanh"}
 _ATTENTION = {"attention.qkv": ("q", "k", "v"), "attention.out": ("o",)}
 _CROSS_ATTENTION = {"cross_attention.query": ("q",), "cross_attention.kv": ("k", "v"), "cross_attention.out": ("o",)}
-_ARCHITECTURES: dict[Head, str] = {  # of transformers
+_EXPORTED: tuple[TaskHead, ...] = ("classification", "tagging", "question_answering")
+"""Tasks that transformers has a T5 for."""
+_ARCHITECTURES: dict[str, str] = {
     "language_model": "T5ForConditionalGeneration",
-    "classification": "T5ForSequenceClassification",
-    "tagging": "T5ForTokenClassification",
-    "question_answering": "T5ForQuestionAnswering",
+    **{kind: f"T5For{TASKS[kind].architecture}" for kind in _EXPORTED},
 }
 _POOLED = {"pooler": "classification_head.dense", "classifier": "classification_head.out_proj"}
 _HEADS: dict[Head, dict[str, str]] = {
@@ -140,7 +141,7 @@ class Config(Family):
         }
         heads = {head: f"model.head={head}" for head in _HEADS}
         if self.head != "language_model":
-            return heads | {"target_tokens": "model.head=language_model"}
+            return heads | dict.fromkeys(outputs.values(), "model.head=language_model")
         return heads | {out: f"model.architecture={name}" for name, out in outputs.items()}
 
     @property

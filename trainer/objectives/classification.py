@@ -73,7 +73,7 @@ class Config(ObjectiveConfig):
     def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
         if "next_tokens" in missing:
             return ("objective.lm_weight=0",)
-        return reads_for(offers)
+        return reads_for(missing, offers)
 
     def build(self, vocabulary: Vocabulary) -> Task:
         return Classification(self, vocabulary)

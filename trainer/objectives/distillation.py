@@ -89,7 +89,8 @@ class Config(ObjectiveConfig):
         return self.cosine > 0
 
     def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
-        return self.task.adapted(missing, offers)
+        settings = self.task.adapted(missing, offers)
+        return tuple(setting.replace("objective.", "objective.of.", 1) for setting in settings)
 
     def build(self, vocabulary: Vocabulary) -> Objective:
         objective: Objective = self.of.build(vocabulary)

@@ -53,7 +53,7 @@ class Config(ObjectiveConfig):
             raise ConfigError(f"choices is {self.choices}; there must be at least 2 to choose from")
 
     def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
-        return reads_for(offers)
+        return reads_for(missing, offers)
 
     def build(self, vocabulary: Vocabulary) -> Task:
         return MultipleChoice(self, vocabulary)

@@ -44,7 +44,7 @@ class Config(ObjectiveConfig):
         check_names(self.metrics, TASKS["regression"].metrics)
 
     def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
-        return reads_for(offers)
+        return reads_for(missing, offers)
 
     def build(self, vocabulary: Vocabulary) -> Task:
         return Regression(self, vocabulary)

@@ -136,10 +136,13 @@ def _usual_cell(vocabulary: Vocabulary) -> Cell:
     return "first" if has_own and (vocabulary.eos is None or vocabulary.mask is not None) else "last"
 
 
-def reads_for(offers: Outputs) -> tuple[str, ...]:
+def reads_for(missing: Outputs, offers: Outputs) -> tuple[str, ...]:
     """Settings, as key=value, that choose the position that a model's head reads."""
-    positions: tuple[Cell, ...] = ("first", "last")
-    return tuple(f"objective.reads={each}" for each in positions if f"{each}_position" in offers)
+    cells: tuple[Cell, ...] = ("first", "last")
+    positions = {f"{cell}_position": f"objective.reads={cell}" for cell in cells}
+    if missing.isdisjoint(positions):
+        return ()
+    return tuple(setting for position, setting in positions.items() if position in offers)
 
 
 def labels_of(examples: Examples) -> Labels:

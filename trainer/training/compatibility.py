@@ -16,7 +16,7 @@ from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.checkpoint.layout import StoredTensors
 from trainer.config import to_tree
 from trainer.errors import CheckpointError, ConfigError
-from trainer.models import Model, Start, Stored
+from trainer.models import Model, Outputs, Start, Stored
 from trainer.models.config import FEWEST_LABELS
 from trainer.objectives import Objective, Task
 from trainer.strategies import InitialValues
@@ -25,6 +25,8 @@ from trainer.training.experiment import Experiment
 from trainer.training.weights import Weights
 
 logger = logging.getLogger(__name__)
+
+_HEAD = "model.head="
 
 
 def check_compatibility(experiment: Experiment, dataset: AnyDataset, objective: Objective, model: Model) -> None:
@@ -50,7 +52,7 @@ def check_compatibility(experiment: Experiment, dataset: AnyDataset, objective: 
                 f"set model.max_positions to {phase.sequence_length + virtual} or more"
             )
     experiment.strategy.check(to_tree(experiment))
-    _check_needs(experiment, objective, model)
+    check_needs(experiment, objective, model)
     _check_labels(experiment, dataset)
     _check_start_token(experiment, dataset)
     check_one_text(experiment, virtual, "model.peft", "model.peft=lora")
@@ -87,22 +89,22 @@ def check_best(experiment: Experiment, objective: Objective) -> None:
         check_metric(best, ("loss", *objective.score_names))
 
 
-def _check_needs(experiment: Experiment, objective: Objective, model: Model) -> None:
-    """Rejects a model that does not offer what the objective needs, or that offers an output with
-    parameters which the objective would not train."""
+def check_needs(experiment: Experiment, objective: Objective, model: Model) -> None:
+    """Refuses a model that does not offer what the objective needs, or does not fit its batches.
+
+    Raises:
+        ConfigError: saying what is missing, or what has parameters that would not be trained.
+    """
     config, own = experiment.model, experiment.objective.task
     kinds = {name: type(part).__module__.rpartition(".")[2] for name, part in (("model", config), ("objective", own))}
-    missing = sorted(objective.needs - model.offers)
+    missing = objective.needs - model.offers
+    if objective.predicts in missing:
+        missing = frozenset({objective.predicts})  # the rest may come with it
     if missing:
-        settings = [config.settings_for[name] for name in missing if name in config.settings_for]
-        settings += own.adapted(frozenset(missing), model.offers)
-        if any(setting.startswith("model.head=") for setting in settings):
-            settings.append("no model.kind with init_from, which gives the model of the weights that head")
         offers = sorted(name for name in model.offers if not name.startswith("layer."))
-        fix = f"set {' or '.join(settings)}, or " if settings else ""
         raise ConfigError(
-            f"the objective, {kinds['objective']}, needs {', '.join(missing)}, and the model, {kinds['model']}, offers "
-            f"{', '.join(offers)}; {fix}choose another model or objective"
+            f"the objective, {kinds['objective']}, needs {', '.join(sorted(missing))}, and the model, "
+            f"{kinds['model']}, offers {', '.join(offers)}; {_fixes(experiment, objective, model, missing)}"
         )
     if untrained := sorted(model.trains.keys() - objective.needs):
         setting = model.trains[untrained[0]]
@@ -115,6 +117,19 @@ def _check_needs(experiment: Experiment, objective: Objective, model: Model) -> 
             f"the model, {kinds['model']}, reads the column {absent[0]}, which the objective, {kinds['objective']}, "
             "does not make; choose another model or objective"
         )
+
+
+def _fixes(experiment: Experiment, objective: Objective, model: Model, missing: Outputs) -> str:
+    """What to do about outputs that a model does not offer."""
+    config = experiment.model
+    settings = [config.settings_for[name] for name in sorted(missing) if name in config.settings_for]
+    if objective.predicts not in missing:  # it has the right head
+        settings = [setting for setting in settings if not setting.startswith(_HEAD)]
+    settings += experiment.objective.adapted(missing, model.offers)
+    fixes = [f"set {' or '.join(settings)}"] if settings else []
+    if any(setting.startswith(_HEAD) for setting in settings):
+        fixes.append("with init_from leave model.kind out, which gives the model of the weights that head")
+    return ", or ".join([*fixes, "choose another model or objective"])
 
 
 def _check_labels(experiment: Experiment, dataset: AnyDataset) -> None:

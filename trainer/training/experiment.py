@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from data_pipeline.reading.config import Config as DataConfig
-from trainer import accelerators, strategies
+from trainer import accelerators, optim, strategies
 from trainer.checkpoint import manager
 from trainer.config import Kinds
 from trainer.errors import ConfigError
@@ -70,7 +70,7 @@ class Experiment:
     objective: Annotated[ObjectiveConfig, Kinds("trainer.objectives")]
     data: DataConfig
     training: TrainingConfig
-    optimizer: Annotated[Any, Kinds("trainer.optim")]
+    optimizer: Annotated[optim.Config, Kinds("trainer.optim")]
     schedule: schedules.Schedule = field(default_factory=schedules.Schedule)
     phases: tuple[PhaseConfig, ...] = ()
     strategy: Annotated[strategies.Config, Kinds("trainer.strategies")] = field(default_factory=fsdp.Config)

@@ -170,19 +170,29 @@ CLASSES: dict[str, Any] = {"head": "classification", "labels": ("a", "b")}
     ("model", "config", "vocabulary", "message"),
     [
         (bert.Config(**CLASSES), {}, ROBERTA, None),
-        (roberta.Config(**CLASSES), {"reads": "last"}, ROBERTA, "reads the last cell .* set objective.reads=first"),
+        (roberta.Config(**CLASSES), {"reads": "last"}, ROBERTA, "needs last_position, .* set objective.reads=first"),
         (gpt2.Config(**CLASSES), {}, GPT2, None),
         (
             gpt2.Config(**CLASSES),
             {},
             ROBERTA,
-            "reads the first cell .* and the model, gpt2, .* set objective.reads=last",
+            "needs first_position, and the model, gpt2, .* set objective.reads=last",
         ),
         (gpt2.Config(**CLASSES), {"lm_weight": 0.5}, ROBERTA, None),
         (t5.Config(**CLASSES), {}, T5, None),
         (t5.Config(**CLASSES), {}, ROBERTA, "set objective.reads=last"),
-        (t5.Config(**CLASSES), {"lm_weight": 0.5}, T5, "the model, t5, does not; set objective.lm_weight=0"),
-        (bert.Config(**CLASSES), {"lm_weight": 0.5}, ROBERTA, "the model, bert, does not; set objective.lm_weight=0"),
+        (
+            t5.Config(**CLASSES),
+            {"lm_weight": 0.5},
+            T5,
+            "needs next_tokens, and the model, t5, .*; set objective.lm_weight=0",
+        ),
+        (
+            bert.Config(**CLASSES),
+            {"lm_weight": 0.5},
+            ROBERTA,
+            "next_tokens, and the model, bert, .*; set objective.lm_weight=0",
+        ),
         (t5.Config(**CLASSES), {}, dataclasses.replace(T5, pad=3), "begins with the token of padding, of id 0"),
     ],
 )

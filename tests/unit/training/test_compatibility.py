@@ -1,0 +1,113 @@
+"""What is said of a model and an objective that do not fit: what is missing, and a setting that helps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from data_pipeline.reading.config import Config as DataConfig
+from trainer.errors import ConfigError
+from trainer.examples import Vocabulary
+from trainer.models import bert, gpt2, roberta, t5
+from trainer.objectives import (
+    causal_lm,
+    classification,
+    distillation,
+    mlm,
+    mlm_nsp,
+    prefix_lm,
+    seq2seq,
+    span_corruption,
+    tagging,
+)
+from trainer.optim import adamw
+from trainer.training.compatibility import check_needs
+from trainer.training.experiment import Experiment
+from trainer.training.settings import Config as TrainingConfig
+
+VOCABULARY = Vocabulary(100, 0, 2, 1, 3, (0, 1, 2, 3), eos=1, sentinels=(98, 99))
+SHAPE: dict[str, Any] = {"vocab_size": 100, "layers": 1, "width": 8, "heads": 1, "ffn_width": 8}
+CLASSES: dict[str, Any] = {**SHAPE, "head": "classification", "labels": ("a", "b")}
+TAGS: dict[str, Any] = {**SHAPE, "head": "tagging", "labels": ("O", "B")}
+LEFT_TO_RIGHT = {**SHAPE, "architecture": "language_model"}
+
+
+def check(model: Any, objective: Any) -> None:
+    data = DataConfig("rows", sequence_length=8)
+    training = TrainingConfig(steps=1, global_batch_size=1, micro_batch_size=1)
+    experiment = Experiment("run", model, objective, data, training, adamw.Config())
+    with torch.device("meta"):
+        check_needs(experiment, objective.build(VOCABULARY), experiment.build_model())
+
+
+@pytest.mark.parametrize(
+    ("model", "objective"),
+    [
+        (bert.Config(**SHAPE), mlm.Config()),
+        (bert.Config(**SHAPE, causal=True), causal_lm.Config()),
+        (bert.Config(**SHAPE, causal=True), span_corruption.Config(layout="language_model")),
+        (bert.Config(**SHAPE, nsp=True), mlm_nsp.Config()),
+        (t5.Config(**SHAPE, architecture="shared_encoder_decoder"), seq2seq.Config()),
+        (t5.Config(**CLASSES), classification.Config(reads="last")),
+        (gpt2.Config(**CLASSES), classification.Config(lm_weight=0.5)),
+        (gpt2.Config(**CLASSES), distillation.Config("a", classification.Config(reads="last"), cosine=1.0)),
+    ],
+)
+def test_parts_that_fit(model: Any, objective: Any) -> None:
+    check(model, objective)
+
+
+OF_WEIGHTS = ", or with init_from leave model.kind out, which gives the model of the weights that head"
+
+
+@pytest.mark.parametrize(
+    ("model", "objective", "said"),
+    [
+        (bert.Config(**SHAPE, causal=True), mlm.Config(), "bert, offers hidden, next_tokens; set model.causal=false"),
+        (bert.Config(**SHAPE, causal=True), mlm_nsp.Config(), "needs tokens, .* set model.causal=false, or choose"),
+        (roberta.Config(**SHAPE), causal_lm.Config(), "needs next_tokens, .* set model.causal=true, or choose"),
+        (bert.Config(**SHAPE), mlm_nsp.Config(), "needs next_sentence, .* set model.nsp=true, or choose"),
+        (roberta.Config(**SHAPE), mlm_nsp.Config(), "offers hidden, tokens; choose another model or objective"),
+        (bert.Config(**SHAPE), prefix_lm.Config(layout="prefix_lm"), "offers hidden, tokens; choose another model"),
+        (bert.Config(**CLASSES), mlm.Config(), f"set model.head=language_model{OF_WEIGHTS}, or choose"),
+        (t5.Config(**TAGS), seq2seq.Config(), f"set model.head=language_model{OF_WEIGHTS}, or choose"),
+        (bert.Config(**CLASSES), tagging.Config(), f"set model.head=tagging{OF_WEIGHTS}, or choose"),
+        (gpt2.Config(**CLASSES), tagging.Config(), "last_position, next_tokens; choose another model or objective"),
+        (
+            bert.Config(**SHAPE),
+            classification.Config(reads="last"),
+            f"needs classification, and .*, offers hidden, tokens; set model.head=classification{OF_WEIGHTS}",
+        ),
+        (
+            t5.Config(**LEFT_TO_RIGHT),
+            span_corruption.Config(),
+            "set model.architecture=encoder_decoder or objective.layout=language_model, or choose",
+        ),
+        (
+            t5.Config(**LEFT_TO_RIGHT),
+            distillation.Config("a", seq2seq.Config()),
+            "the objective, seq2seq, .* set model.architecture=encoder_decoder or objective.of.layout=language_model",
+        ),
+        (t5.Config(**LEFT_TO_RIGHT), prefix_lm.Config(), "set model.architecture=encoder_decoder, or choose"),
+        (
+            bert.Config(**CLASSES),
+            distillation.Config("a", classification.Config(reads="last")),
+            "needs last_position, .* set objective.of.reads=first, or choose",
+        ),
+        (
+            bert.Config(**SHAPE, nsp=True),
+            mlm.Config(),
+            "bert, has parameters for next_sentence, which the objective, mlm, does not train; set model.nsp=false, or",
+        ),
+        (
+            gpt2.Config(**CLASSES),
+            causal_lm.Config(),
+            "parameters for classification, which the objective, causal_lm, .*; set model.head=language_model, or",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit(model: Any, objective: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check(model, objective)
