@@ -82,7 +82,7 @@ def mixture(parts: dict[str, Path], steps: int) -> tuple[str, ...]:
     ("seed", "steps", "pace", "each"),
     [
         (1, 24, 0.1, {"worker": 2, "kill": 1, "stop": 1}),
-        pytest.param(2, 300, 0.0, {"worker": 20, "kill": 15, "stop": 15}, marks=LONG),
+        pytest.param(2, 300, 0.1, {"worker": 20, "kill": 15, "stop": 15}, marks=LONG),
     ],
 )
 def test_random_events(

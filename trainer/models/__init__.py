@@ -79,11 +79,12 @@ Outputs: TypeAlias = frozenset[str]
     next_tokens        logits [B, P, V] of the tokens after the predicted positions; beside a
                        task's head [B, S - 1, V], after each position but the last
     prefixed_tokens    like next_tokens, for a model whose positions see a whole prefix
-    target_tokens      logits [B, T, V] of a decoder beside an encoder
+    target_tokens      logits [B, P, V], or [B, T, V], of a decoder beside an encoder
     next_sentence      logits [B, 2] of "B follows A" and "B is from elsewhere"
     classification, multiple_choice, tagging, question_answering
                        logits [B, P, C] of a task's head
-    hidden             [B, S, D], the hidden states that the head reads, of all positions
+    hidden             [B, S, D], the hidden states that the head reads, of all positions; a
+                       decoder's beside an encoder are [B, T, D]
     layer.N            [B, S, D], hidden states after layer N of the stack that reads `tokens`;
                        0 is the embeddings, and the last layer's include the final norm
 """

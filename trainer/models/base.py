@@ -76,7 +76,7 @@ class TransformerModel(Model):
 
     def sharding_units(self) -> list[nn.Module]:
         """The layers in order; embeddings and head share a matrix and stay in the root unit."""
-        return [layer for stack in self.stacks().values() for layer in stack]
+        return list(dict.fromkeys(layer for stack in self.stacks().values() for layer in stack))
 
     def scan_groups(self) -> list[ScanGroup]:
         return [group for name, stack in self.stacks().items() for group in stack.scan_groups(name)]

@@ -170,8 +170,11 @@ class Stack(nn.ModuleList):
     def scan_groups(self, name: str) -> list[ScanGroup]:
         """Runs of layers with equal static configuration.
 
-        Layers A A B A of two kinds are the groups A A, B and A.
+        Layers A A B A of two kinds are the groups A A, B and A. There are none where a layer is
+        used several times: a loop would give each use parameters of its own.
         """
+        if len(set(self)) < len(self):
+            return []
         groups, start = [], 0
         for _, members in groupby(self, key=_static):
             stop = start + len(list(members))

@@ -21,7 +21,7 @@ from trainer.objectives.rows import Rows, check_z_loss, language_model_loss, pac
 
 @dataclass(frozen=True)
 class Config(ObjectiveConfig):
-    """Left-to-right language modelling; needs a model with `causal: true`.
+    """Left-to-right language modelling; needs a model that is causal: gpt2, or bert with `causal: true`.
 
     Attributes:
         z_loss: coefficient of log(Z)^2, where Z is the softmax's denominator, in the loss; 1e-4 in T5 v1.1.

@@ -90,7 +90,8 @@ class Config(ObjectiveConfig):
 
     def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
         settings = self.task.adapted(missing, offers)
-        return tuple(setting.replace("objective.", "objective.of.", 1) for setting in settings)
+        own = ("objective.cosine=0",) if "hidden" in missing else ()
+        return own + tuple(setting.replace("objective.", "objective.of.", 1) for setting in settings)
 
     def build(self, vocabulary: Vocabulary) -> Objective:
         objective: Objective = self.of.build(vocabulary)
@@ -112,6 +113,7 @@ class Distillation(Taught):
         self.predicts = of.predicts
         self.outputs = frozenset({of.predicts, *(["hidden"] if config.cosine else [])})
         self.needs = of.needs | self.outputs
+        self.columns = of.columns
         self._all = config.cells == "all"
         self._teacher: nn.Module | None = None
 

@@ -43,6 +43,7 @@ class MaskedLMWithNextSentence(Objective):
 
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
         self._mlm = mlm.MaskedLM(config, vocabulary)
+        self.columns = self._mlm.columns
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
         """As for masked language modelling; examples must be pairs."""

@@ -176,7 +176,7 @@ def stored_values(weights: Weights, model: Model, dataset: AnyDataset, seed: int
         _check_peft(weights, model)
         start = model.start_from(stored)
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-        if absent := [name for name in frozen if start.sources[name] != name]:
+        if absent := [name for name in frozen if start.sources.get(name) != name]:
             raise ConfigError(
                 f"{absent[0]} is frozen, and {weights.folder} has no values for it; take it out of frozen"
             )

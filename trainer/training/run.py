@@ -271,9 +271,15 @@ def build_model(experiment: Experiment, dataset: AnyDataset, objective: Objectiv
         model = experiment.build_model()
     own = [parameter for module in model.modules() for parameter in module.parameters(recurse=False)]
     # Getting memory, each module would make a parameter of its own.
-    assert len(own) == len(set(own)), "two modules share a parameter; let them share the module that has it"
+    if len(own) > len(set(own)):
+        raise ConfigError("two modules of the model share a parameter; let them share the module that has it")
     check_compatibility(experiment, dataset, objective, model)
     model.activation_checkpointing = experiment.training.activation_checkpointing
+    if experiment.training.activation_checkpointing and not model.activation_checkpointing:
+        raise ConfigError(
+            "training.activation_checkpointing is true, and this model has no layers that can recompute; set it to "
+            "false"
+        )
     if experiment.training.compile:
         for unit in model.sharding_units():
             unit.compile()

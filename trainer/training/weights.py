@@ -84,6 +84,7 @@ class Weights:
 
         Raises:
             ConfigError: it does not offer them, or it reads columns that an objective has to make.
+            CheckpointError: the weights are not those of the model.
         """
         model = self.config.build()
         if missing := sorted(outputs - model.offers):
@@ -95,6 +96,10 @@ class Weights:
             )
         # A shared parameter is stored once, and loaded under each of its names.
         stored = {parameter: name for name, parameter in model.named_parameters()}
+        if wrong := sorted(set(stored.values()) ^ set(self.tensors)):
+            raise CheckpointError(
+                f"{self.folder} does not hold the weights of its model, first {wrong[0]}; export it anew"
+            )
         every = model.named_parameters(remove_duplicate=False)
         model.load_state_dict({name: self.tensors[stored[parameter]] for name, parameter in every})
         return model.eval()

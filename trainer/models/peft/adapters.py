@@ -45,9 +45,12 @@ class Config(Added):
         return True
 
     def add_to(self, model: nn.Module) -> None:
-        for name, module in list(model.named_modules()):
-            if isinstance(module, Projection) and module.into_residual:
-                put_in_place(model, name, AdaptedLinear(module, self))
+        projections = {name: module for name, module in model.named_modules() if isinstance(module, Projection)}
+        behind = {name: projection for name, projection in projections.items() if projection.into_residual}
+        if not behind:
+            raise ConfigError("model.peft is adapters, which this kind of model has no place for; use lora")
+        for name, projection in behind.items():
+            put_in_place(model, name, AdaptedLinear(projection, self))
 
     def owns(self, name: str) -> bool:
         return _ADDED.fullmatch(name) is not None

@@ -113,7 +113,7 @@ def can_export(config: ModelConfig) -> bool:
     if isinstance(config.peft, adapters.Config) or _task_type(config) is None:
         return False
     if isinstance(config.peft, prefix.Config):
-        return bool(config.projection_bias) and config.model_type != "openai-gpt"
+        return config.model_type not in ("t5", "openai-gpt")
     is_encoder = not (config.causal or config.encoder_decoder)
     return is_encoder or config.head in ("language_model", "tagging")
 

@@ -36,9 +36,11 @@ class Config(Added):
             raise ConfigError(f"length is {self.length}; use 1 or more, as 20")
 
     def add_to(self, model: nn.Module) -> None:
-        for module in list(model.modules()):
-            if isinstance(module, SelfAttention):
-                module.prefix = Prefix(self.length, module.heads, module.inner, module.out.weight.device)
+        attentions = [module for module in model.modules() if isinstance(module, SelfAttention)]
+        if not attentions:
+            raise ConfigError("model.peft is a prefix, which this kind of model has no place for; use lora")
+        for module in attentions:
+            module.prefix = Prefix(self.length, module.heads, module.inner, module.out.weight.device)
 
     def owns(self, name: str) -> bool:
         return _ADDED.fullmatch(name) is not None

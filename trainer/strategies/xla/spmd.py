@@ -105,13 +105,15 @@ class XlaSpmd(Strategy):
         self.parameters = {}
         runs: dict[Stack, list[ScannedGroup]] = {}
         stacked: set[str] = set()
-        groups = model.scan_groups() if self._scan_layers and isinstance(model, Model) else ()
-        if isinstance(model, Model) and model.activation_checkpointing and not groups:
+        declared = model.scan_groups() if self._scan_layers and isinstance(model, Model) else ()
+        groups = list(scanned_groups(declared))
+        recomputes = isinstance(model, Model) and model.activation_checkpointing
+        if recomputes and (not groups or len(groups) < len(declared)):
             raise ConfigError(
-                "training.activation_checkpointing recomputes layers that run as a loop, and this model has no such "
-                "layers; set it to false"
+                "training.activation_checkpointing recomputes layers that run as a loop, and some layers of this model "
+                "cannot, as layers of which only some are frozen; set it to false"
             )
-        for group in scanned_groups(groups):
+        for group in groups:
             equal: dict[str, StackedParameter] = {}
             for own, each in group.stack[group.start].named_parameters():
                 names = tuple(f"{group.name}.{number}.{own}" for number in range(group.start, group.stop))
