@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Annotated, Any
 
+import torch
+
 from data_pipeline.format.shards import Tokens
 from data_pipeline.packing import text_pairs
 from data_pipeline.reading.dataset import Dataset
@@ -83,8 +85,10 @@ def evaluate(
         raise ConfigError(f"{dataset.name} holds documents, not pairs of texts; set data.path to a dataset of pairs")
     labels = tuple(dataset.manifest.source.get("labels", ()))
     scorers = {name: texts.build(name, labels) for name in metrics}  # a missing package is named before hours of work
+    with torch.device("meta"):
+        shapes = weights.config.build()
+    stored_values(weights, shapes, dataset)  # refuses another tokenizer, before the weights are read
     model = weights.model()
-    stored_values(weights, model, dataset)  # refuses another tokenizer
     accelerator = for_any_shapes(experiment.accelerator)
     device = accelerator.device
     generate = Generator(model.to(device), dataset.tokenizer.vocabulary, config, device)

@@ -169,7 +169,7 @@ class TransformerModel(Model):
         """`matrix_flops` of the head for each position that it reads."""
         own = matrix_flops(self.head)
         shares = self.config.head == "language_model" and self.config.tied
-        return own + _flops(self.get_parameter("embeddings.tokens.weight")) if shares else own
+        return own + _flops(self.token_embeddings) if shares else own
 
 
 def layer_numbers(outputs: Outputs) -> list[int]:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,6 @@ NamedParameters: TypeAlias = Iterable[tuple[str, nn.Parameter]]
 BuildOptimizer: TypeAlias = Callable[[NamedParameters], torch.optim.Optimizer]
 InitialValues: TypeAlias = Callable[[str, int, int], Tensor]
 """(parameter name, start, stop) -> elements [start, stop) of the flattened whole parameter, fp32."""
-
-
-class Shardable(Protocol):
-    """What a strategy asks of a model."""
-
-    def sharding_units(self) -> list[nn.Module]:
-        """Sub-modules whose parameters are gathered and freed together, in the order of the forward pass."""
-        ...
 
 
 @dataclass(frozen=True)

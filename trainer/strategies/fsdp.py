@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainer import strategies
 from trainer.accelerators import DTYPES, Accelerator, Precision
-from trainer.strategies import BuildOptimizer, InitialValues, Shardable, Strategy
+from trainer.models import Model
+from trainer.strategies import BuildOptimizer, InitialValues, Strategy
 from trainer.strategies.world import World
 
 
@@ -62,7 +63,7 @@ class FullyShardedDataParallel(Strategy):
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         if self.precision != "fp32":
             policy = MixedPrecisionPolicy(DTYPES[self.precision], torch.float32, cast_forward_inputs=False)
-        for unit in cast(Shardable, model).sharding_units():
+        for unit in cast(Model, model).sharding_units():
             reshard = self._config.reshard_after_forward
             fully_shard(unit, mesh=self._mesh, reshard_after_forward=reshard, mp_policy=policy)
         fully_shard(model, mesh=self._mesh)

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from trainer.config import Tree
 from trainer.errors import CheckpointError, ConfigError
-from trainer.models.config import Head, TransformerConfig
+from trainer.models import Model
+from trainer.models.config import Head
 from trainer.models.peft import adapters, lora, prefix, prompt
 
 T = TypeVar("T")
-ModelConfig: TypeAlias = Any
+AnyConfig: TypeAlias = Any
 """The `Config` of a module in trainer/models."""
 
 _LORA = "base_model.model."
@@ -28,7 +29,7 @@ _TASKS: dict[Head, str] = {
     "question_answering": "QUESTION_ANS",
 }
 _HEADS: dict[str | None, Head] = {task: head for head, task in _TASKS.items()} | {None: "multiple_choice"}
-_Read: TypeAlias = tuple[ModelConfig, dict[str, Tensor], set[str]]
+_Read: TypeAlias = tuple[AnyConfig, dict[str, Tensor], set[str]]
 """The `Config` of a model with what was read, its parameters, and the tensors that they are made from."""
 _PLAIN = (True, False, "gaussian", "eva")  # ways to draw LoRA that leave the model as it is
 _OTHER = {  # of LoRA's settings in peft, what would compute something else
@@ -43,7 +44,7 @@ _OTHER = {  # of LoRA's settings in peft, what would compute something else
 }
 
 
-def export_adapter(config: ModelConfig, tensors: Mapping[str, Tensor], base: str) -> tuple[Tree, dict[str, Tensor]]:
+def export_adapter(config: AnyConfig, tensors: Mapping[str, Tensor], base: str) -> tuple[Tree, dict[str, Tensor]]:
     """What was added to a model and trained, as `peft.PeftModel.from_pretrained` reads it.
 
     Args:
@@ -61,7 +62,7 @@ def export_adapter(config: ModelConfig, tensors: Mapping[str, Tensor], base: str
     added, names = config.peft, config.tensor_names()
     with torch.device("meta"):
         model = config.build()
-    head = _of_head(config) if config.head != "language_model" else []
+    head = _of_head(model) if config.head != "language_model" else []
     saved = {theirs: tensors[name] for name in head for theirs in names[name]}
     modules = list(dict.fromkeys(_saved_module(name) for name in saved))
     content: Tree = {
@@ -101,7 +102,7 @@ def export_adapter(config: ModelConfig, tensors: Mapping[str, Tensor], base: str
     return content | virtual | own, {**found, **_named(saved, _PROMPT)}
 
 
-def can_export(config: ModelConfig) -> bool:
+def can_export(config: AnyConfig) -> bool:
     """Whether the library computes what a model does with what was added to it.
 
     A prompt's embeddings go where tokens would: T5's heads need these, and a GPT's then reads the last cell, be it
@@ -119,8 +120,8 @@ def can_export(config: ModelConfig) -> bool:
 
 
 def import_adapter(
-    content: Tree, tensors: Mapping[str, Tensor], base: ModelConfig
-) -> tuple[ModelConfig, dict[str, Tensor]]:
+    content: Tree, tensors: Mapping[str, Tensor], base: AnyConfig
+) -> tuple[AnyConfig, dict[str, Tensor]]:
     """Reads LoRA, a prompt or a prefix as the library has saved it.
 
     Args:
@@ -144,7 +145,9 @@ def import_adapter(
     base = _with_head(base, content, found)
     config, parameters, used = read(content, found, base)
     table = base.tensor_names()
-    names = {ours: table[ours] for ours in _of_head(base)}
+    with torch.device("meta"):
+        plain = base.without_peft().build()
+    names = {ours: table[ours] for ours in _of_head(plain)}
     if others := sorted(found.keys() - used - {each for theirs in names.values() for each in theirs}):
         raise CheckpointError(
             f"adapter_model.safetensors holds {others[0]}, which is neither LoRA of a layer's projections nor a prompt "
@@ -157,7 +160,7 @@ def import_adapter(
     return config, parameters
 
 
-def _import_lora(content: Tree, found: Mapping[str, Tensor], base: ModelConfig) -> _Read:
+def _import_lora(content: Tree, found: Mapping[str, Tensor], base: AnyConfig) -> _Read:
     for key, expected in _OTHER.items():
         if content.get(key, expected) not in (expected, None):
             raise CheckpointError(
@@ -194,7 +197,7 @@ def _import_lora(content: Tree, found: Mapping[str, Tensor], base: ModelConfig) 
     return config, parameters, {f"{module}.lora_{matrix}.weight" for module in wide for matrix in "AB"}
 
 
-def _import_virtual(content: Tree, found: Mapping[str, Tensor], base: ModelConfig) -> _Read:
+def _import_virtual(content: Tree, found: Mapping[str, Tensor], base: AnyConfig) -> _Read:
     """A prompt or a prefix; one that is made by a network is saved as what that has made."""
     if _EMBEDDINGS not in found:
         raise CheckpointError(f"adapter_model.safetensors holds no {_EMBEDDINGS}; export or download it again")
@@ -224,7 +227,7 @@ def _import_virtual(content: Tree, found: Mapping[str, Tensor], base: ModelConfi
     return config, dict(zip(names, found[_EMBEDDINGS].chunk(len(names), 1), strict=True)), {_EMBEDDINGS}
 
 
-_READERS: dict[str, tuple[str, Callable[[Tree, Mapping[str, Tensor], ModelConfig], _Read]]] = {
+_READERS: dict[str, tuple[str, Callable[[Tree, Mapping[str, Tensor], AnyConfig], _Read]]] = {
     "LORA": (_LORA, _import_lora),
     "PROMPT_TUNING": (_PROMPT, _import_virtual),
     "PREFIX_TUNING": (_PROMPT, _import_virtual),
@@ -313,7 +316,7 @@ def _matching(pattern: Mapping[str, T], module: str, default: T) -> T:
     return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
-def _with_head(base: Any, content: Tree, found: Mapping[str, Tensor]) -> ModelConfig:
+def _with_head(base: Any, content: Tree, found: Mapping[str, Tensor]) -> AnyConfig:
     """The base's `Config`, with the head that was saved beside what was added."""
     task = content.get("task_type")
     head = _HEADS.get(task)
@@ -326,9 +329,10 @@ def _with_head(base: Any, content: Tree, found: Mapping[str, Tensor]) -> ModelCo
         except ConfigError:
             continue
         with torch.device("meta"):
-            shapes = {name: tuple(p.shape) for name, p in config.build_base().named_parameters()}
+            model = config.build_base()
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         names = config.tensor_names()
-        own = _of_head(config)
+        own = _of_head(model)
         if all(
             theirs in found and tuple(found[theirs].shape) == shapes[name] for name in own for theirs in names[name]
         ):
@@ -341,12 +345,9 @@ def _with_head(base: Any, content: Tree, found: Mapping[str, Tensor]) -> ModelCo
     )
 
 
-def _of_head(config: TransformerConfig) -> list[str]:
+def _of_head(model: Model) -> list[str]:
     """The parameters of a model's head."""
-    with torch.device("meta"):
-        model = config.without_peft().build()
-    every = [name for name, _ in model.named_parameters()]
-    return [name for name in every if model.role(name).part == "head"]
+    return [name for name, _ in model.named_parameters() if model.role(name).part == "head"]
 
 
 def _saved_module(name: str) -> str:
@@ -355,7 +356,7 @@ def _saved_module(name: str) -> str:
     return "classifier" if module.startswith("classifier.") else module
 
 
-def _task_type(config: ModelConfig) -> str | None:
+def _task_type(config: AnyConfig) -> str | None:
     if config.head != "language_model":
         return _TASKS.get(config.head)
     return "SEQ_2_SEQ_LM" if config.encoder_decoder else "CAUSAL_LM" if config.causal else None
