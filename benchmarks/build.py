@@ -51,10 +51,13 @@ def with_datasets(corpus: Path, tokenizer: Path, folder: Path) -> None:
         joined = {name: list(itertools.chain(*lists)) for name, lists in examples.items()}
         total = len(joined["input_ids"]) // LENGTH * LENGTH
         return {
-            name: [ids[first : first + LENGTH] for first in range(0, total, LENGTH)] for name, ids in joined.items()
+            name: [ids[first : first + LENGTH] for first in range(0, total, LENGTH)]
+            for name, ids in joined.items()
         }
 
-    raw = datasets.load_dataset("json", data_files=str(corpus), split="train", cache_dir=str(folder))
+    raw = datasets.load_dataset(
+        "json", data_files=str(corpus), split="train", cache_dir=str(folder)
+    )
     tokenized = raw.map(tokenize, batched=True, remove_columns=raw.column_names)
     tokenized.map(group, batched=True)
 
@@ -79,7 +82,9 @@ def _batches(corpus: Path) -> Iterator[list[str]]:
             yield batch
 
 
-def compare_builds(corpus: Path, megabytes: float, algorithm: str, folder: Path, repeats: int) -> Comparison:
+def compare_builds(
+    corpus: Path, megabytes: float, algorithm: str, folder: Path, repeats: int
+) -> Comparison:
     """Measures all three on one corpus."""
     tokenizer = make_tokenizer(corpus, algorithm, folder / algorithm)
     number = itertools.count()
@@ -97,16 +102,25 @@ def compare_builds(corpus: Path, megabytes: float, algorithm: str, folder: Path,
         contender("datasets.map, as run_mlm.py", with_datasets),
         contender("encode_batch_fast and numpy", with_a_bare_loop),
     ]
-    return compare(f"Build, {algorithm}, {megabytes:.0f} MB of text", "MB", contenders, repeats, warm=False)
+    return compare(
+        f"Build, {algorithm}, {megabytes:.0f} MB of text", "MB", contenders, repeats, warm=False
+    )
 
 
 def peak_memory(corpus: Path, tokenizer: Path, folder: Path) -> float:
     """Most memory that any process of a build had, in MB."""
-    settings = [f"source.paths=[{corpus}]", f"tokenizer.path={tokenizer}", f"output={folder}", "workers=1"]
+    settings = [
+        f"source.paths=[{corpus}]",
+        f"tokenizer.path={tokenizer}",
+        f"output={folder}",
+        "workers=1",
+    ]
     command = ["data", "build", "configs/data/jsonl.yaml", *settings, f"shard_bytes={_SHARD_BYTES}"]
     # A process's peak counts that of the one that started it, so a small one stands between the build and this one.
     program = [sys.executable, "-c", _PEAK_OF_CHILD, sys.executable, "-m", "trainer.cli", *command]
-    done = subprocess.run(program, cwd=_ROOT, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    done = subprocess.run(
+        program, cwd=_ROOT, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
     return int(done.stdout) / 1e3
 
 
@@ -117,9 +131,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = Path(temporary)
         corpus, large = folder / "corpus.jsonl", folder / "large.jsonl"
         megabytes = write_corpus(args.corpus, args.megabytes, corpus)
-        compared = [compare_builds(corpus, megabytes, name, folder, args.repeats) for name in ("wordpiece", "bpe")]
+        compared = [
+            compare_builds(corpus, megabytes, name, folder, args.repeats)
+            for name in ("wordpiece", "bpe")
+        ]
         more = write_corpus(args.corpus, 4 * args.megabytes, large)
-        once, times_four = (peak_memory(c, folder / "wordpiece", folder / c.stem) for c in (corpus, large))
+        once, times_four = (
+            peak_memory(c, folder / "wordpiece", folder / c.stem) for c in (corpus, large)
+        )
     memory = f"peak memory {once:.0f} MB; with {more:.0f} MB of text {times_four:.0f} MB"
     compared[0] = dataclasses.replace(compared[0], notes={"samestep data build": memory})
     publish(compared, args.json)

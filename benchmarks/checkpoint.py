@@ -44,7 +44,10 @@ class Run:
     def of(cls, rows: Sequence[dict[str, Any]], saves: int) -> Run:
         """Reads the rows of all steps; what follows step n is in the row of step n + 1."""
         seconds = {now["step"]: now["time"] - before["time"] for before, now in pairwise(rows)}
-        stall = {row["step"]: row.get("time/checkpoint", 0.0) * seconds.get(row["step"], 0.0) for row in rows}
+        stall = {
+            row["step"]: row.get("time/checkpoint", 0.0) * seconds.get(row["step"], 0.0)
+            for row in rows
+        }
         at = [_EVERY * (number + 1) for number in range(saves)]
         return cls(
             [stall[step + 1] for step in at],
@@ -67,7 +70,16 @@ checkpoint: {{every: {_EVERY}, asynchronous: {str(asynchronous).lower()}}}
 strategy: ddp
 """)
     with tempfile.TemporaryDirectory(dir=folder) as output:
-        command = [sys.executable, "-m", "trainer.cli", "train", str(file), f"output={output}", "--processes", "2"]
+        command = [
+            sys.executable,
+            "-m",
+            "trainer.cli",
+            "train",
+            str(file),
+            f"output={output}",
+            "--processes",
+            "2",
+        ]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         return Run.of(list(read_rows(Path(output) / "metrics.jsonl")), saves)
 
@@ -75,30 +87,45 @@ strategy: ddp
 def compare(runs: dict[str, Run]) -> list[Comparison]:
     """The stalls of both ways of saving, first saves apart; and steps beside a save in the background and alone."""
     background, _ = runs.values()
-    kinds = {"The stall of the first save": slice(0, 1), "The stall of each further save": slice(1, None)}
+    kinds = {
+        "The stall of the first save": slice(0, 1),
+        "The stall of each further save": slice(1, None),
+    }
     found = []
     for title, which in kinds.items():
         rates = {name: [1 / stall for stall in run.stalls[which]] for name, run in runs.items()}
         found.append(_explained(Comparison(title, "saves", "wall", rates)))
     steps = {"beside a save": background.beside[1:], "alone": background.alone[1:]}
     rates = {name: [1 / seconds for seconds in taken] for name, taken in steps.items()}
-    return [*found, _explained(Comparison("Steps while a save goes on in the background", "steps", "wall", rates))]
+    return [
+        *found,
+        _explained(
+            Comparison("Steps while a save goes on in the background", "steps", "wall", rates)
+        ),
+    ]
 
 
 def _explained(compared: Comparison) -> Comparison:
-    compared.notes.update({name: f"{1 / compared.rate(name):.3g} s each" for name in compared.rates})
+    compared.notes.update(
+        {name: f"{1 / compared.rate(name):.3g} s each" for name in compared.rates}
+    )
     return compared
 
 
 def main(given: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--model", choices=SHAPES, default="base", help="which BERT (default: base)")
+    parser.add_argument(
+        "--model", choices=SHAPES, default="base", help="which BERT (default: base)"
+    )
     parser.add_argument("--batch", type=int, default=4, help="examples of a step (default: 4)")
     args = parser.parse_args(given)
     with tempfile.TemporaryDirectory() as folder:
         write_dataset(Path(folder))
         ways = {"in the background": True, "in place": False}
-        runs = {name: train(Path(folder), args.model, args.batch, 1 + args.repeats, way) for name, way in ways.items()}
+        runs = {
+            name: train(Path(folder), args.model, args.batch, 1 + args.repeats, way)
+            for name, way in ways.items()
+        }
     publish(compare(runs), args.json)
 
 

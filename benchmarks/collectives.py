@@ -41,7 +41,9 @@ _OPERATORS: dict[str, tuple[Kind, int]] = {
     "c10d::allreduce_coalesced_": ("all-reduce", 0),
     "c10d::broadcast_": ("broadcast", 0),
 }
-_LARGE = 2**10  # bytes; below are norms and counts (and biases, in models as small as those of tests)
+_LARGE = (
+    2**10
+)  # bytes; below are norms and counts (and biases, in models as small as those of tests)
 
 
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -56,11 +58,17 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.nbytes: dict[Kind, int] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if (name := func.name().partition(".")[0]) in _OPERATORS:
             kind, place = _OPERATORS[name]
-            size = sum(tensor.nbytes for tensor in tree_leaves(args[place]) if isinstance(tensor, Tensor))
+            size = sum(
+                tensor.nbytes for tensor in tree_leaves(args[place]) if isinstance(tensor, Tensor)
+            )
             if size >= _LARGE:
                 self.nbytes[kind] = self.nbytes.get(kind, 0) + size
         return func(*args, **(kwargs or {}))
@@ -83,7 +91,8 @@ def count_step(
     objective = experiment.objective.build(stand_in(experiment.model.vocab_size))
     made = example(experiment, objective, phase)
     columns = {
-        name: torch.from_numpy(column).expand(rows, *column.shape[1:]).contiguous() for name, column in made.items()
+        name: torch.from_numpy(column).expand(rows, *column.shape[1:]).contiguous()
+        for name, column in made.items()
     }
     model: Any = experiment.model.build()
     model.activation_checkpointing = experiment.training.activation_checkpointing
@@ -117,7 +126,9 @@ def count_fake(
         devices: ranks.
     """
     with _fake_world(devices) as world:
-        built = strategy.build(CpuAccelerator(), world, experiment.training.precision)  # its mesh has real tensors
+        built = strategy.build(
+            CpuAccelerator(), world, experiment.training.precision
+        )  # its mesh has real tensors
         with FakeTensorMode(allow_non_fake_inputs=True):
             return count_step(experiment, phase, built, 1, micro_batches)
 

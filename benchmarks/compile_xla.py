@@ -24,9 +24,15 @@ LAYERS = (4, 12, 24)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=128, help="of hidden states; heads are 64 wide")
-    parser.add_argument("--one", nargs=3, metavar=("FOLDER", "LAYERS", "SCAN"), help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--width", type=int, default=128, help="of hidden states; heads are 64 wide"
+    )
+    parser.add_argument(
+        "--one", nargs=3, metavar=("FOLDER", "LAYERS", "SCAN"), help=argparse.SUPPRESS
+    )
     args = parser.parse_args()
     if args.one is not None:
         compile_one(Path(args.one[0]), int(args.one[1]), args.one[2], args.width)
@@ -35,11 +41,23 @@ def main() -> None:
         write_dataset(Path(folder) / "dataset", 2**18)
         for scan in ("true", "false"):
             for layers in LAYERS:
-                command = [sys.executable, "-m", "benchmarks.compile_xla", "--width", str(args.width)]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.compile_xla",
+                    "--width",
+                    str(args.width),
+                ]
                 done = subprocess.run(
-                    [*command, "--one", folder, str(layers), scan], stdout=subprocess.PIPE, text=True, check=True
+                    [*command, "--one", folder, str(layers), scan],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    check=True,
                 )
-                print(f"scan_layers={scan}, {layers} layers: {done.stdout.splitlines()[-1]}", flush=True)
+                print(
+                    f"scan_layers={scan}, {layers} layers: {done.stdout.splitlines()[-1]}",
+                    flush=True,
+                )
 
 
 def compile_one(folder: Path, layers: int, scan: str, width: int) -> None:
@@ -63,7 +81,9 @@ training: {{steps: 1, global_batch_size: 8, micro_batch_size: 2}}
     world = World.start(60)
     world.connect("gloo")
     strategy = experiment.strategy.build(xla.Config().build(), world, "fp32")
-    trainer = build_trainer(experiment, experiment.data.open(), strategy, open_checkpointer(experiment, world))
+    trainer = build_trainer(
+        experiment, experiment.data.open(), strategy, open_checkpointer(experiment, world)
+    )
     before = metrics.metric_data("CompileTime")[1]
     trainer.train_step(next(iter(trainer.loader)))
     trainer.close()

@@ -23,7 +23,9 @@ VOCAB_SIZE = {"wordpiece": 30_522, "bpe": 50_265}  # BERT's and RoBERTa's
 def data_arguments(description: str | None) -> argparse.ArgumentParser:
     """A parser with what all data benchmarks take."""
     parser = arguments(description)
-    parser.add_argument("--corpus", nargs="+", default=[], help="JSON Lines; Python's documentation if left out")
+    parser.add_argument(
+        "--corpus", nargs="+", default=[], help="JSON Lines; Python's documentation if left out"
+    )
     parser.add_argument("--megabytes", type=float, default=16, help="text to work on (default: 16)")
     return parser
 
@@ -71,7 +73,10 @@ def read_texts(corpus: Path) -> list[str]:
 def make_tokenizer(corpus: Path, algorithm: str, folder: Path) -> Path:
     """Trains a tokenizer of BERT's or RoBERTa's size."""
     config = TokenizerConfig(
-        str(folder), "bpe" if algorithm == "bpe" else "wordpiece", VOCAB_SIZE[algorithm], lowercase=algorithm != "bpe"
+        str(folder),
+        "bpe" if algorithm == "bpe" else "wordpiece",
+        VOCAB_SIZE[algorithm],
+        lowercase=algorithm != "bpe",
     )
     config.train(read_texts(corpus)).save(folder)
     return folder
@@ -88,6 +93,8 @@ def prepare_dataset(args: argparse.Namespace, folder: Path, shard_bytes: int) ->
 def make_dataset(corpus: Path, tokenizer: Path, folder: Path, shard_bytes: int = 2**25) -> Path:
     """Builds a dataset with one worker process."""
     source = jsonl.Config((str(corpus),))
-    config = build.Config(source, TokenizerConfig(str(tokenizer)), str(folder), shard_bytes=shard_bytes, workers=1)
+    config = build.Config(
+        source, TokenizerConfig(str(tokenizer)), str(folder), shard_bytes=shard_bytes, workers=1
+    )
     build.build(config)
     return folder

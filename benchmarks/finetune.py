@@ -64,7 +64,9 @@ def theirs(job: Job, commands: Connection) -> None:
     from transformers import BertForSequenceClassification
 
     model = BertForSequenceClassification(config)
-    step.train_theirs(job, commands, model, ready_batches(job), itemgetter(0), per_device_train_batch_size=1)
+    step.train_theirs(
+        job, commands, model, ready_batches(job), itemgetter(0), per_device_train_batch_size=1
+    )
 
 
 def ready_batches(job: Job, steps: int = 512) -> list[dict[str, Tensor]]:
@@ -94,10 +96,16 @@ def measure(job: Job, repeats: int) -> Comparison:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("dataset", help="a built dataset of a classification")
-    parser.add_argument("--model", choices=step.SHAPES, nargs="+", default=["mini"], help="(default: mini)")
+    parser.add_argument(
+        "--model", choices=step.SHAPES, nargs="+", default=["mini"], help="(default: mini)"
+    )
     parser.add_argument("--batch", type=int, default=32, help="examples of a step (default: 32)")
-    parser.add_argument("--turn", type=int, default=25, help="steps that a side takes in its turn (default: 25)")
-    parser.add_argument("--threads", type=int, default=2, help="of the CPU, for each side (default: 2)")
+    parser.add_argument(
+        "--turn", type=int, default=25, help="steps that a side takes in its turn (default: 25)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=2, help="of the CPU, for each side (default: 2)"
+    )
     options = parser.parse_args()
     manifest = Dataset.open(options.dataset).manifest
     comparisons = []

@@ -30,16 +30,23 @@ def measure(beams: int, size: int, repeats: int) -> Comparison:
     import transformers
 
     torch.manual_seed(0)
-    reference: Any = transformers.T5ForConditionalGeneration(transformers.T5Config(**MINI.to_huggingface()))
+    reference: Any = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**MINI.to_huggingface())
+    )
     reference.eval()
     model = MINI.build()
     model.load_state_dict(MINI.import_tensors(reference.state_dict()))
     random = np.random.default_rng(0)
-    sources = [random.integers(3, VOCABULARY.size, length) for length in np.linspace(16, 128, size).astype(int)]
+    sources = [
+        random.integers(3, VOCABULARY.size, length)
+        for length in np.linspace(16, 128, size).astype(int)
+    ]
     tokens = pad_sequence([torch.from_numpy(source) for source in sources], batch_first=True)
     lists = [source.tolist() for source in sources]
     generate = Generator(
-        model, VOCABULARY, Config(NEW_TOKENS, NEW_TOKENS - 1, beams=beams, length_penalty=0.6, batch_size=size)
+        model,
+        VOCABULARY,
+        Config(NEW_TOKENS, NEW_TOKENS - 1, beams=beams, length_penalty=0.6, batch_size=size),
     )
 
     def theirs() -> list[list[int]]:
@@ -61,7 +68,9 @@ def measure(beams: int, size: int, repeats: int) -> Comparison:
         Contender("transformers", lambda: NEW_TOKENS * len(theirs())),
     ]
     title = f"Generation with T5-mini, batch {size}, beams {beams}, {equal} texts equal"
-    return compare(f"{title}, threads: {torch.get_num_threads()}", "tokens", contenders, repeats, warm=False)
+    return compare(
+        f"{title}, threads: {torch.get_num_threads()}", "tokens", contenders, repeats, warm=False
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

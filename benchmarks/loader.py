@@ -38,7 +38,9 @@ Collate: TypeAlias = Callable[[Sequence[Rows]], object]
 SHAPES = ((128, 64), (512, 32))  # sequence length, batch size
 _SHARD_BYTES = 2**17  # so that there are as many shards as a large dataset has in use at a time
 _ROWS_AN_ITEM = 500
-_SETTLE = 0.3  # seconds, after which threads have made what they make ahead, and nobody else pays for it
+_SETTLE = (
+    0.3  # seconds, after which threads have made what they make ahead, and nobody else pays for it
+)
 
 
 def open_loader(
@@ -61,7 +63,9 @@ def save_rows(dataset: Dataset, length: int, file: Path) -> Path:
     rows = []
     for (batch,) in open_loader(dataset, length, 1024, finite=True):
         tokens, cells = batch["tokens"], batch["predicted"]
-        originals = torch.where(batch["weights"] > 0, batch["labels"].to(tokens.dtype), tokens.gather(1, cells))
+        originals = torch.where(
+            batch["weights"] > 0, batch["labels"].to(tokens.dtype), tokens.gather(1, cells)
+        )
         tokens.scatter_(1, cells, originals)
         rows.append(tokens[batch["example"] >= 0].numpy().astype(np.uint16))
     np.save(file, np.concatenate(rows))
@@ -89,8 +93,15 @@ def from_webdataset(file: Path, batch_size: int, collate: Collate) -> Iterator[o
             for number, row in enumerate(np.load(file)):
                 out.write({"__key__": f"{number:08d}", "npy": row})
     shards = [str(path) for path in sorted(folder.iterdir())]
-    rows = webdataset.WebDataset(shards, shardshuffle=len(shards)).shuffle(1000).decode().to_tuple("npy")
-    return _endless(rows.map(lambda sample: sample[0]).batched(batch_size, collation_fn=collate, partial=False))
+    rows = (
+        webdataset.WebDataset(shards, shardshuffle=len(shards))
+        .shuffle(1000)
+        .decode()
+        .to_tuple("npy")
+    )
+    return _endless(
+        rows.map(lambda sample: sample[0]).batched(batch_size, collation_fn=collate, partial=False)
+    )
 
 
 def from_litdata(file: Path, batch_size: int, collate: Collate) -> Iterator[object]:
@@ -104,10 +115,18 @@ def from_litdata(file: Path, batch_size: int, collate: Collate) -> Iterator[obje
         firsts = list(range(0, count, _ROWS_AN_ITEM))
         write = partial(_rows_of_item, file)
         litdata.optimize(
-            write, firsts, str(folder), chunk_bytes="8MB", item_loader=blocks(), num_workers=1, verbose=False
+            write,
+            firsts,
+            str(folder),
+            chunk_bytes="8MB",
+            item_loader=blocks(),
+            num_workers=1,
+            verbose=False,
         )
     rows = litdata.StreamingDataset(str(folder), item_loader=blocks(), shuffle=True)
-    return _endless(litdata.StreamingDataLoader(rows, batch_size=batch_size, collate_fn=collate, drop_last=True))
+    return _endless(
+        litdata.StreamingDataLoader(rows, batch_size=batch_size, collate_fn=collate, drop_last=True)
+    )
 
 
 def _rows_of_item(file: Path, first: int) -> Rows:
@@ -159,12 +178,18 @@ def compare_loaders(
     slow = max(1, batches // 16)
     contenders = [
         contender("our loader", open_loader(dataset, length, batch_size), batches),
-        contender("our loader, one thread", open_loader(dataset, length, batch_size, threads=1), batches),
+        contender(
+            "our loader, one thread", open_loader(dataset, length, batch_size, threads=1), batches
+        ),
         contender("memory map, our masking", from_memory_map(rows, batch_size, ours), batches),
         contender("litdata, our masking", from_litdata(rows, batch_size, ours), batches // 4),
         contender("litdata, Hugging Face's masking", from_litdata(rows, batch_size, theirs), slow),
-        contender("litdata, Hugging Face's collator", from_litdata(rows, batch_size, collator), slow),
-        contender("webdataset, Hugging Face's collator", from_webdataset(rows, batch_size, collator), slow),
+        contender(
+            "litdata, Hugging Face's collator", from_litdata(rows, batch_size, collator), slow
+        ),
+        contender(
+            "webdataset, Hugging Face's collator", from_webdataset(rows, batch_size, collator), slow
+        ),
     ]
     title = f"Loader, {length} tokens, batches of {batch_size}"
     return compare(title, "examples", contenders, repeats)

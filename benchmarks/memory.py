@@ -77,7 +77,9 @@ def held(strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer)
     # Under ZeRO the model's own tensors are others than those that are updated; in stage 3, partitions and few whole.
     copies = list(model.parameters())
     copies += [each.ds_tensor for each in copies if hasattr(each, "ds_tensor")]
-    state = [value for each in optimizer.state.values() for key, value in each.items() if key != "step"]
+    state = [
+        value for each in optimizer.state.values() for key, value in each.items() if key != "step"
+    ]
     return Held(
         _bytes([*parameters, *copies]),
         _bytes(each.grad for each in parameters if each.grad is not None),
@@ -155,13 +157,27 @@ def measure(folder: Path, file: Path, strategy: str, processes: int) -> list[dic
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = 1 if strategy == "single" else processes
-    shared = {**os.environ, **_MALLOC, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "DS_ACCELERATOR": "cpu"}
+    shared = {
+        **os.environ,
+        **_MALLOC,
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(ranks),
+        "DS_ACCELERATOR": "cpu",
+    }
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     overrides = [f"output={folder / strategy}", f"strategy={STRATEGIES[strategy]}"]
     results = [folder / f"{strategy}-{rank}.json" for rank in range(ranks)]
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.memory", *overrides, "--work", str(file), str(result)],
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.memory",
+                *overrides,
+                "--work",
+                str(file),
+                str(result),
+            ],
             env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank, result in enumerate(results)
@@ -190,7 +206,9 @@ def table(found: dict[str, list[dict[str, float]]], file: str) -> str:
         )
         state = plan.state + partition
         real = most["tensor_parameters"] + most["tensor_gradients"] + most["tensor_optimizer"]
-        sizes = [most[f"tensor_{kind}"] for kind in ("parameters", "gradients", "optimizer")] + [state]
+        sizes = [most[f"tensor_{kind}"] for kind in ("parameters", "gradients", "optimizer")] + [
+            state
+        ]
         cells = [
             name,
             *map(_mb, sizes),
@@ -198,7 +216,11 @@ def table(found: dict[str, list[dict[str, float]]], file: str) -> str:
             _mb(most["steady_bytes"]),
             _mb(most["peak_bytes"]),
         ]
-        cells += [f"{most['stall_seconds']:.2f} s", f"{most['save_seconds']:.2f} s", _mb(most["save_bytes"])]
+        cells += [
+            f"{most['stall_seconds']:.2f} s",
+            f"{most['save_seconds']:.2f} s",
+            _mb(most["save_bytes"]),
+        ]
         cells += [f"{most['restore_seconds']:.2f} s", _mb(most["restore_bytes"])]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -209,9 +231,15 @@ def _mb(nbytes: float) -> str:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="base", help="which BERT (default: base)")
-    parser.add_argument("--processes", type=int, default=4, metavar="N", help="of each strategy (default: 4)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", choices=SHAPES, default="base", help="which BERT (default: base)"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=4, metavar="N", help="of each strategy (default: 4)"
+    )
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--work", nargs=2, metavar=("FILE", "RESULT"), help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", help=argparse.SUPPRESS)

@@ -74,14 +74,20 @@ class Comparison:
         table = Table(*columns, title=self.title, title_justify="left")
         for name, rates in self.rates.items():
             figures = [
-                f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}" for rate in (self.rate(name), min(rates), max(rates))
+                f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+                for rate in (self.rate(name), min(rates), max(rates))
             ]
             table.add_row(name, *figures, f"{self.ratio(name):.2f} x", self.notes.get(name, ""))
         return table
 
 
 def compare(
-    title: str, unit: str, contenders: Sequence[Contender], repeats: int, clock: Clock = "CPU", warm: bool = True
+    title: str,
+    unit: str,
+    contenders: Sequence[Contender],
+    repeats: int,
+    clock: Clock = "CPU",
+    warm: bool = True,
 ) -> Comparison:
     """Measures contenders in turn, ours first.
 
@@ -113,7 +119,9 @@ def cpu_seconds() -> float:
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """A parser with what all benchmarks take."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=3, help="measured rounds (default: 3)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser
@@ -125,10 +133,14 @@ def publish(comparisons: Sequence[Comparison], path: Path | None) -> None:
     console = Console()
     for comparison in comparisons:
         console.print(comparison.table())
-    console.print(*(f"{name}: {value}" for name, value in conditions.items()), sep="\n", highlight=False)
+    console.print(
+        *(f"{name}: {value}" for name, value in conditions.items()), sep="\n", highlight=False
+    )
     if path is not None:
         measured = [dataclasses.asdict(comparison) for comparison in comparisons]
-        path.write_text(json.dumps({**conditions, "measured": measured}, indent=1) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps({**conditions, "measured": measured}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def hardware() -> str:
@@ -144,4 +156,9 @@ def versions() -> str:
     """Python and the packages that matter here, as far as they are installed."""
     packages = ("torch", "numpy", "tokenizers", "transformers", "datasets", "webdataset", "litdata")
     found = {dist.name.lower(): dist.version for dist in metadata.distributions()}
-    return ", ".join([f"Python {platform.python_version()}", *(f"{p} {found[p]}" for p in packages if p in found)])
+    return ", ".join(
+        [
+            f"Python {platform.python_version()}",
+            *(f"{p} {found[p]}" for p in packages if p in found),
+        ]
+    )

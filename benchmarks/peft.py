@@ -54,7 +54,11 @@ def work(file: str, overrides: Sequence[str]) -> dict[str, Any]:
         if peak is None:
             peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         state = [value for each in trainer.optimizer.state.values() for value in each.values()]
-        sizes = [parameter.numel() for parameter in strategy.parameters.values() if parameter.requires_grad]
+        sizes = [
+            parameter.numel()
+            for parameter in strategy.parameters.values()
+            if parameter.requires_grad
+        ]
         last = experiment.resolved_phases()[-1]
         found = {
             "trained": sum(sizes),
@@ -74,13 +78,22 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in newest.iterdir())
 
 
-def measure(file: str, method: str, args: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
+def measure(
+    file: str, method: str, args: argparse.Namespace, overrides: Sequence[str]
+) -> dict[str, Any]:
     """Runs a method with each seed: the median of each score, and the costs of the last run."""
     lr, added = METHODS[method]
     settings = [f"optimizer.lr={lr * args.rates}", added, "training.evaluate_every=null"]
-    runs = [run(file, method, [*settings, f"seed={seed}", *overrides]) for seed in range(args.seeds)]
+    runs = [
+        run(file, method, [*settings, f"seed={seed}", *overrides]) for seed in range(args.seeds)
+    ]
     names = runs[0]["scores"]
-    return {**runs[-1], "scores": {name: statistics.median(each["scores"][name] for each in runs) for name in names}}
+    return {
+        **runs[-1],
+        "scores": {
+            name: statistics.median(each["scores"][name] for each in runs) for name in names
+        },
+    }
 
 
 def run(file: str, method: str, settings: Sequence[str]) -> dict[str, Any]:
@@ -88,7 +101,16 @@ def run(file: str, method: str, settings: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
         result = Path(temporary) / "result.json"
         output = f"output={temporary}/run"
-        command = [sys.executable, "-m", "benchmarks.peft", file, output, *settings, "--result", str(result)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.peft",
+            file,
+            output,
+            *settings,
+            "--result",
+            str(result),
+        ]
         if subprocess.run(command).returncode:
             raise SystemExit(f"{method} failed on {file}")
         found: dict[str, Any] = json.loads(result.read_text())
@@ -97,8 +119,18 @@ def run(file: str, method: str, settings: Sequence[str]) -> dict[str, Any]:
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     """The methods, one a line, as Markdown."""
-    names = [name for name, value in next(iter(found.values()))["scores"].items() if math.isfinite(value)]
-    heading = ["method", *names, "trained parameters", "optimizer, MB", "peak memory, MB", "checkpoint, MB", "seconds"]
+    names = [
+        name for name, value in next(iter(found.values()))["scores"].items() if math.isfinite(value)
+    ]
+    heading = [
+        "method",
+        *names,
+        "trained parameters",
+        "optimizer, MB",
+        "peak memory, MB",
+        "checkpoint, MB",
+        "seconds",
+    ]
     lines = [f"| {' | '.join(heading)} |", f"|---{(len(heading) - 1) * '|---:'}|"]
     for method, each in found.items():
         cells = [method, *(f"{each['scores'][name]:.4f}" for name in names), f"{each['trained']:,}"]
@@ -109,21 +141,37 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="experiments; key=value: settings of all of them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help="experiments; key=value: settings of all of them"
+    )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--rates", type=float, default=1, help="learning rates times this: 10 for models of width 256")
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each method, whose median scores are printed")
+    parser.add_argument(
+        "--rates",
+        type=float,
+        default=1,
+        help="learning rates times this: 10 for models of width 256",
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="runs of each method, whose median scores are printed"
+    )
     parser.add_argument("--result", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(given)
-    files, overrides = ([each for each in args.files if ("=" in each) == is_setting] for is_setting in (False, True))
+    files, overrides = (
+        [each for each in args.files if ("=" in each) == is_setting] for is_setting in (False, True)
+    )
     if args.result:
         Path(args.result).write_text(json.dumps(work(files[0], overrides)))
         return
     print(f"{date.today()}, {os.cpu_count()} cores, {platform.machine()}")
     for file in files:
         print(f"\n{file}\n")
-        print(table({method: measure(file, method, args, overrides) for method in args.methods}), flush=True)
+        print(
+            table({method: measure(file, method, args, overrides) for method in args.methods}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

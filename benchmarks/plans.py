@@ -22,7 +22,12 @@ from trainer.training.experiment import Experiment
 from trainer.training.phases import Phase
 
 _CONFIGS = Path(__file__).parents[1] / "configs" / "pretrain"
-RECIPES = {"BERT-large": "bert_large", "RoBERTa-large": "roberta_large", "T5-3B": "t5_3b", "T5-11B": "t5_11b"}
+RECIPES = {
+    "BERT-large": "bert_large",
+    "RoBERTa-large": "roberta_large",
+    "T5-3B": "t5_3b",
+    "T5-11B": "t5_11b",
+}
 DEVICES = (8, 64, 512)
 _ROWS = 8
 _NODES = 64  # of 512 devices
@@ -37,13 +42,19 @@ def recipe(name: str) -> tuple[Experiment, Phase]:
 def plans() -> str:
     """Peaks and traffic of each model, strategy and number of devices, in GiB."""
     columns = [f"{what} {devices}" for what in ("peak,", "sent,") for devices in DEVICES]
-    lines = [f"| model | strategy | activations | {' | '.join(columns)} |", f"|---|---|{'---:|' * 7}"]
+    lines = [
+        f"| model | strategy | activations | {' | '.join(columns)} |",
+        f"|---|---|{'---:|' * 7}",
+    ]
     for name in RECIPES:
         experiment, phase = recipe(name)
         step = Step(experiment, on_cpu=False)
         planners = [
             Planner(
-                experiment, replace(phase, micro_batch_size=_ROWS, global_batch_size=_ROWS * devices), devices, step
+                experiment,
+                replace(phase, micro_batch_size=_ROWS, global_batch_size=_ROWS * devices),
+                devices,
+                step,
             )
             for devices in DEVICES
         ]
@@ -64,7 +75,9 @@ def counts() -> str:
         for strategy, copies in (("fsdp", 1), ("hsdp", _NODES)):
             config = fsdp.Config(replicas=copies)
             counted = count_fake(experiment, phase, config, DEVICES[-1], micro_batches=1)
-            for each in divide(strategy, replace(experiment, strategy=config), step, DEVICES[-1]).exchanged(1):
+            for each in divide(
+                strategy, replace(experiment, strategy=config), step, DEVICES[-1]
+            ).exchanged(1):
                 both = f"{counted.get(each.kind, 0) / 2**30:.3f} | {each.nbytes / 2**30:.3f}"
                 lines.append(f"| {name} | {strategy} | {each.kind} | {both} |")
     return "\n".join(lines)
@@ -76,7 +89,9 @@ def _gib(nbytes: int) -> str:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", action="store_true", help="count collectives instead")
     print(counts() if parser.parse_args(given).count else plans())
 

@@ -48,13 +48,17 @@ class Recoveries:
     stalls: list[float] = field(default_factory=list)
 
 
-def recover(folder: Path, model: str, processes: int, way: str, every: int, kills: int) -> Recoveries:
+def recover(
+    folder: Path, model: str, processes: int, way: str, every: int, kills: int
+) -> Recoveries:
     """Trains and kills so many times, each time when there is something new to go on from."""
     found = Recoveries()
     with tempfile.TemporaryDirectory(dir=folder) as output:
         metrics = Path(output) / "metrics.jsonl"
         steps = 3 * every * (kills + 1)  # more than are needed
-        with _training(folder, Path(output), model, processes, steps, WAYS[way].format(every=every)) as pid:
+        with _training(
+            folder, Path(output), model, processes, steps, WAYS[way].format(every=every)
+        ) as pid:
             reached = 0
             for _ in range(kills):
                 last = reached + 2 * every + every // 2
@@ -70,7 +74,9 @@ def recover(folder: Path, model: str, processes: int, way: str, every: int, kill
 
 
 @contextmanager
-def _training(folder: Path, output: Path, model: str, processes: int, steps: int, checkpoint: str) -> Iterator[int]:
+def _training(
+    folder: Path, output: Path, model: str, processes: int, steps: int, checkpoint: str
+) -> Iterator[int]:
     """A run that goes on in the process whose number this is, and ends with the block."""
     file = folder / "experiment.yaml"
     file.write_text(f"""
@@ -82,7 +88,16 @@ optimizer: {{kind: adamw, lr: 1e-4}}
 training: {{steps: {steps}, global_batch_size: {processes}, micro_batch_size: 1, log_every: 1}}
 checkpoint: {{{checkpoint}}}
 """)
-    command = [sys.executable, "-m", "trainer.cli", "train", str(file), f"output={output}", "--elastic", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "trainer.cli",
+        "train",
+        str(file),
+        f"output={output}",
+        "--elastic",
+        "1",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([*command, "--processes", str(processes)], env=environment) as process:
         try:
@@ -119,17 +134,30 @@ def _children(pid: int) -> list[int]:
 
 def main(given: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--model", choices=SHAPES, default="base", help="which BERT (default: base)")
+    parser.add_argument(
+        "--model", choices=SHAPES, default="base", help="which BERT (default: base)"
+    )
     parser.add_argument("--processes", type=int, default=4, help="workers (default: 4)")
     parser.add_argument(
-        "--every", type=int, default=5, help="steps between snapshots, or checkpoints; 3 or more (default: 5)"
+        "--every",
+        type=int,
+        default=5,
+        help="steps between snapshots, or checkpoints; 3 or more (default: 5)",
     )
     args = parser.parse_args(given)
     with tempfile.TemporaryDirectory() as folder:
         write_dataset(Path(folder))
-        runs = {way: recover(Path(folder), args.model, args.processes, way, args.every, args.repeats) for way in WAYS}
+        runs = {
+            way: recover(Path(folder), args.model, args.processes, way, args.every, args.repeats)
+            for way in WAYS
+        }
     title = f"Recovery of BERT-{args.model} from the death of one of {args.processes} workers"
-    compared = Comparison(title, "recoveries", "wall", {way: [1 / s for s in run.seconds] for way, run in runs.items()})
+    compared = Comparison(
+        title,
+        "recoveries",
+        "wall",
+        {way: [1 / s for s in run.seconds] for way, run in runs.items()},
+    )
     for way, run in runs.items():
         compared.notes[way] = (
             f"{1 / compared.rate(way):.2f} s each, {max(run.redone)} of at most {args.every} steps redone, "

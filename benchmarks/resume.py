@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = data_arguments(__doc__).parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         folder = prepare_dataset(args, Path(temporary), _SHARD_BYTES)
-        compared = compare_places(folder, max(args.repeats, 25))  # each takes a fraction of a second
+        compared = compare_places(
+            folder, max(args.repeats, 25)
+        )  # each takes a fraction of a second
     publish([compared], args.json)
 
 

@@ -24,7 +24,14 @@ Array: TypeAlias = npt.NDArray[Any]
 BATCH_SIZE = 64
 SENTINELS = tuple(range(32_099, 31_999, -1))
 VOCABULARY = Vocabulary(
-    size=32_128, pad=0, cls=None, sep=None, mask=None, special=(0, 1, 2, *SENTINELS), eos=1, sentinels=SENTINELS
+    size=32_128,
+    pad=0,
+    cls=None,
+    sep=None,
+    mask=None,
+    special=(0, 1, 2, *SENTINELS),
+    eos=1,
+    sentinels=SENTINELS,
 )
 
 
@@ -55,7 +62,9 @@ class PublishedCollator:
         """Which of `length` tokens are corrupted."""
         noise = min(max(int(np.round(length * 0.15)), 1), length - 1)
         spans = max(int(np.round(noise / 3.0)), 1)
-        lengths = np.stack([self._segments(length - noise, spans), self._segments(noise, spans)], axis=1)
+        lengths = np.stack(
+            [self._segments(length - noise, spans), self._segments(noise, spans)], axis=1
+        )
         starts = np.cumsum(lengths.reshape(-1))[:-1]
         is_start = np.zeros((length,), dtype=np.int8)
         is_start[starts] = True
@@ -77,7 +86,9 @@ class PublishedCollator:
         sentinels -= mask - first
         tokens = np.where(sentinels != 0, sentinels, rows)
         kept = tokens[tokens >= 0].reshape((len(rows), -1))
-        return np.concatenate([kept, np.full((len(rows), 1), VOCABULARY.eos, dtype=np.int32)], axis=-1)
+        return np.concatenate(
+            [kept, np.full((len(rows), 1), VOCABULARY.eos, dtype=np.int32)], axis=-1
+        )
 
 
 def rows_of_text(length: int, count: int) -> Array:
@@ -97,7 +108,15 @@ def measure(batches: int, repeats: int) -> Comparison:
         for step in range(batches):
             key, weight = mix(row + BATCH_SIZE * step), np.ones(BATCH_SIZE, dtype=np.float32)
             objective.collate(
-                Examples(rows.reshape(-1), row, np.zeros_like(row), np.full_like(row, length), key, weight, False),
+                Examples(
+                    rows.reshape(-1),
+                    row,
+                    np.zeros_like(row),
+                    np.full_like(row, length),
+                    key,
+                    weight,
+                    False,
+                ),
                 length,
             )
         return batches * BATCH_SIZE
@@ -108,7 +127,12 @@ def measure(batches: int, repeats: int) -> Comparison:
         return batches * BATCH_SIZE
 
     contenders = [Contender("samestep", ours), Contender("run_t5_mlm_flax.py", theirs)]
-    return compare(f"Span corruption, 512 and 114 cells, batches of {BATCH_SIZE}", "examples", contenders, repeats)
+    return compare(
+        f"Span corruption, 512 and 114 cells, batches of {BATCH_SIZE}",
+        "examples",
+        contenders,
+        repeats,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -162,7 +162,9 @@ def ours(job: Job, commands: Connection) -> None:
     world, accelerator = World.start(60), job.accelerator()
     world.connect(accelerator.collective_backend)
     strategy = experiment.strategy.build(accelerator, world, experiment.training.precision)
-    trainer = build_trainer(experiment, experiment.data.open(), strategy, open_checkpointer(experiment, world))
+    trainer = build_trainer(
+        experiment, experiment.data.open(), strategy, open_checkpointer(experiment, world)
+    )
     trainer.model.train()
     turns, batches, waited = Turns(job, commands), iter(trainer.loader), 0.0
     going = turns.wait()
@@ -183,14 +185,23 @@ def theirs(job: Job, commands: Connection, compiled: bool = False) -> None:
 
     model = transformers.BertForMaskedLM(config)
     train_theirs(
-        job, commands, model, ready_examples(job), per_device_train_batch_size=job.batch, torch_compile=compiled
+        job,
+        commands,
+        model,
+        ready_examples(job),
+        per_device_train_batch_size=job.batch,
+        torch_compile=compiled,
     )
 
 
 def their_config(job: Job, **settings: Any) -> Any:
     """The `BertConfig` of a job's model."""
     layers, width = SHAPES[job.model]
-    shape: dict[str, Any] = {"hidden_size": width, "num_attention_heads": width // 64, "intermediate_size": 4 * width}
+    shape: dict[str, Any] = {
+        "hidden_size": width,
+        "num_attention_heads": width // 64,
+        "intermediate_size": 4 * width,
+    }
     sys.modules["torchvision"] = None  # type: ignore[assignment]  # unused; litdata's need not fit this torch
     import transformers
 
@@ -198,7 +209,12 @@ def their_config(job: Job, **settings: Any) -> Any:
 
 
 def train_theirs(
-    job: Job, commands: Connection, model: Any, examples: list[Any], collate: Any = None, **settings: Any
+    job: Job,
+    commands: Connection,
+    model: Any,
+    examples: list[Any],
+    collate: Any = None,
+    **settings: Any,
 ) -> None:
     """Hugging Face's `Trainer` in turns, with further `TrainingArguments`."""
     import transformers
@@ -230,7 +246,9 @@ def train_theirs(
         disable_tqdm=True,
         **settings,
     )
-    InOrder(model, arguments, data_collator=collate, train_dataset=examples, callbacks=[InTurns()]).train()
+    InOrder(
+        model, arguments, data_collator=collate, train_dataset=examples, callbacks=[InTurns()]
+    ).train()
     turns.report()
 
 
@@ -245,8 +263,14 @@ def ready_examples(job: Job) -> list[dict[str, Tensor]]:
             labels = torch.full_like(batch["tokens"], -100, dtype=torch.int64)
             labels.scatter_(1, batch["predicted"], batch["labels"])
             attended = (batch["segments"] > 0).long()
-            columns = {"input_ids": batch["tokens"].long(), "attention_mask": attended, "labels": labels}
-            examples += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+            columns = {
+                "input_ids": batch["tokens"].long(),
+                "attention_mask": attended,
+                "labels": labels,
+            }
+            examples += [
+                dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+            ]
     return examples
 
 
@@ -254,12 +278,16 @@ def write_dataset(folder: Path, tokens: int = 2**22, documents: int = 16) -> Non
     """Random tokens of a vocabulary of BERT's size, as long documents."""
     special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
     words = [*special, *(f"w{i}" for i in range(VOCAB_SIZE - len(special)))]
-    model = tokenizers.models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    model = tokenizers.models.WordPiece(
+        {word: i for i, word in enumerate(words)}, unk_token="[UNK]"
+    )
     tokenizer = Tokenizer(HuggingFace(tokenizers.Tokenizer(model), {}))
     tokenizer.save(folder / "tokenizer")
     values = np.random.default_rng(0).integers(len(special), VOCAB_SIZE, tokens, dtype=np.uint16)
     origin = np.array([(0, i) for i in range(documents)], dtype=np.uint32)
-    shard = write_shard(folder / "train-000000.tar", np.split(values, documents), origin, values.dtype)
+    shard = write_shard(
+        folder / "train-000000.tar", np.split(values, documents), origin, values.dtype
+    )
     Manifest(
         format=FORMAT,
         tokenizer_fingerprint=tokenizer.fingerprint,
@@ -309,7 +337,9 @@ def measure(job: Job, repeats: int) -> Comparison:
     return in_turns(title, sides, job, repeats)
 
 
-def in_turns(title: str, sides: Mapping[str, Callable[[Any, Connection], None]], job: Job, repeats: int) -> Comparison:
+def in_turns(
+    title: str, sides: Mapping[str, Callable[[Any, Connection], None]], job: Job, repeats: int
+) -> Comparison:
     """Lets sides train a job in turn, each in a process of its own."""
     started = {name: Side(serve, job) for name, serve in sides.items()}
     contenders = [Contender(name, side.turn) for name, side in started.items()]
@@ -322,10 +352,21 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--device", choices=CASES, default="cpu")
     parser.add_argument("--model", choices=SHAPES, nargs="+", help="instead of both")
-    parser.add_argument("--length", type=int, nargs="+", help="cells of an example (default: 128, on a GPU 512, too)")
-    parser.add_argument("--batch", type=int, help="examples of a step (default: so many that a step takes a while)")
-    parser.add_argument("--turn", type=int, help="steps that a side takes in its turn (default: 2, on a GPU 50)")
-    parser.add_argument("--threads", type=int, default=2, help="of the CPU, for each side (default: 2)")
+    parser.add_argument(
+        "--length",
+        type=int,
+        nargs="+",
+        help="cells of an example (default: 128, on a GPU 512, too)",
+    )
+    parser.add_argument(
+        "--batch", type=int, help="examples of a step (default: so many that a step takes a while)"
+    )
+    parser.add_argument(
+        "--turn", type=int, help="steps that a side takes in its turn (default: 2, on a GPU 50)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=2, help="of the CPU, for each side (default: 2)"
+    )
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
     if on_gpu and not torch.cuda.is_available():

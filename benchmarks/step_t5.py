@@ -24,7 +24,14 @@ from trainer.models import t5
 from trainer.objectives import span_corruption
 
 MINI = t5.Config(
-    layers=4, width=256, heads=4, ffn_width=512, activation="geglu_tanh", tied=False, dropout=0.0, attention_dropout=0.0
+    layers=4,
+    width=256,
+    heads=4,
+    ffn_width=512,
+    activation="geglu_tanh",
+    tied=False,
+    dropout=0.0,
+    attention_dropout=0.0,
 )
 
 
@@ -37,10 +44,14 @@ def measure(size: int, dropout: float, repeats: int) -> Comparison:
     objective = span_corruption.SpanCorruption(span_corruption.Config(), VOCABULARY)
     length, row = objective.pack_spec(512).sequence_length, np.arange(size)
     tokens, ones = rows_of_text(length, size).reshape(-1), np.ones(size, dtype=np.float32)
-    made = objective.collate(Examples(tokens, row, row * 0, row * 0 + length, mix(row), ones, False), length)
+    made = objective.collate(
+        Examples(tokens, row, row * 0, row * 0 + length, mix(row), ones, False), length
+    )
     made["dropout_key"] = mix(row).astype(np.uint32).view(np.int32)
     batch = {name: torch.from_numpy(np.ascontiguousarray(column)) for name, column in made.items()}
-    rows = {name: column for name, column in batch.items() if "segments" not in name}  # each is one sequence
+    rows = {
+        name: column for name, column in batch.items() if "segments" not in name
+    }  # each is one sequence
     totals = {name: torch.tensor(total) for name, total in objective.weights(batch).items()}
 
     model = replace(MINI, dropout=dropout).build()
@@ -51,8 +62,12 @@ def measure(size: int, dropout: float, repeats: int) -> Comparison:
     model.load_state_dict(initial)
     their_config = transformers.T5Config(**replace(MINI, dropout=dropout).to_huggingface())
     their_model = transformers.T5ForConditionalGeneration(their_config)
-    their_model.lm_head.weight = torch.nn.Parameter(their_model.lm_head.weight.clone())  # it only unties what it reads
-    their_model.load_state_dict(MINI.export_tensors(initial), strict=False)  # the token table has several names
+    their_model.lm_head.weight = torch.nn.Parameter(
+        their_model.lm_head.weight.clone()
+    )  # it only unties what it reads
+    their_model.load_state_dict(
+        MINI.export_tensors(initial), strict=False
+    )  # the token table has several names
     for module in their_model.modules():
         if isinstance(module, T5Attention):
             module.dropout = 0.0
@@ -69,7 +84,9 @@ def measure(size: int, dropout: float, repeats: int) -> Comparison:
     def theirs() -> torch.Tensor:
         their_model.zero_grad()
         loss: torch.Tensor = their_model(
-            input_ids=batch["tokens"].long(), decoder_input_ids=batch["target_tokens"].long(), labels=batch["labels"]
+            input_ids=batch["tokens"].long(),
+            decoder_input_ids=batch["target_tokens"].long(),
+            labels=batch["labels"],
         ).loss
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
@@ -92,7 +109,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1, help="of the CPU (default: 1)")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
-    publish([measure(options.batch, dropout, options.repeats) for dropout in (0.0, 0.1)], options.json)
+    publish(
+        [measure(options.batch, dropout, options.repeats) for dropout in (0.0, 0.1)], options.json
+    )
 
 
 if __name__ == "__main__":

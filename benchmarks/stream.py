@@ -86,15 +86,22 @@ def compare_streaming(folder: Path, repeats: int) -> Comparison:
         contenders = [
             Contender("S3, cold cache", cold),
             Contender("local files", lambda: one_pass(Dataset.open(folder))),
-            Contender("S3, warm cache", lambda: one_pass(Dataset.open(url, ShardCache.open_folder(cache, "100GB")))),
+            Contender(
+                "S3, warm cache",
+                lambda: one_pass(Dataset.open(url, ShardCache.open_folder(cache, "100GB"))),
+            ),
         ]
-        return compare(f"Streaming, {_LENGTH} tokens", "examples", contenders, repeats, clock="wall")
+        return compare(
+            f"Streaming, {_LENGTH} tokens", "examples", contenders, repeats, clock="wall"
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = data_arguments(__doc__).parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary, object_store():
-        compared = compare_streaming(prepare_dataset(args, Path(temporary), _SHARD_BYTES), args.repeats)
+        compared = compare_streaming(
+            prepare_dataset(args, Path(temporary), _SHARD_BYTES), args.repeats
+        )
     publish([compared], args.json)
 
 

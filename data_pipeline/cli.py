@@ -37,7 +37,9 @@ def register(commands: Commands) -> None:
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of a command that reads a dataset's configuration."""
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file: the dataset, or a task as in configs/tasks/")
+    parser.add_argument(
+        "config", metavar="CONFIG", help="a YAML file: the dataset, or a task as in configs/tasks/"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
 
 
@@ -72,9 +74,17 @@ def add_build(commands: Commands) -> None:
         "  samestep data build configs/tasks/glue/cola.yaml tokenizer.path=runs/bert/tokenizer output=datasets/cola",
     )
     add_config(parser)
-    parser.add_argument("--slice", metavar="I/N", help="make one of N equal shares only, I from 1 to N")
-    parser.add_argument("--force", action="store_true", help="replace the finished dataset that is there")
-    parser.add_argument("--check", action="store_true", help="look whether it could begin: source, tokenizer, settings")
+    parser.add_argument(
+        "--slice", metavar="I/N", help="make one of N equal shares only, I from 1 to N"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace the finished dataset that is there"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="look whether it could begin: source, tokenizer, settings",
+    )
 
 
 def add_verify(commands: Commands) -> None:
@@ -118,10 +128,23 @@ def add_show(commands: Commands) -> None:
         "--objective configs/debug/bert_mini.yaml --index 1000",
     )
     parser.add_argument("folder", metavar="DIR", help="the dataset's folder or address")
-    parser.add_argument("--objective", metavar="CONFIG", required=True, help="an experiment, as for `samestep train`")
-    parser.add_argument("--index", type=int, default=0, metavar="N", help="the first example, in the order of training")
+    parser.add_argument(
+        "--objective",
+        metavar="CONFIG",
+        required=True,
+        help="an experiment, as for `samestep train`",
+    )
+    parser.add_argument(
+        "--index",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the first example, in the order of training",
+    )
     parser.add_argument("--count", type=int, default=3, metavar="K", help="how many")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the experiment's")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that replace the experiment's"
+    )
 
 
 def add_push(commands: Commands) -> None:
@@ -137,7 +160,9 @@ def add_push(commands: Commands) -> None:
     )
     parser.add_argument("folder", metavar="DIR", help="the dataset's folder")
     parser.add_argument("url", metavar="URL", help="s3://BUCKET/NAME or gs://BUCKET/NAME")
-    parser.add_argument("--force", action="store_true", help="replace the other dataset that is there")
+    parser.add_argument(
+        "--force", action="store_true", help="replace the other dataset that is there"
+    )
 
 
 def _tokenizer(args: argparse.Namespace) -> int:
@@ -170,7 +195,9 @@ def _verify(args: argparse.Namespace) -> int:
     for problem in problems:
         console.print(problem)
     if problems:
-        console.print(f"{location} is damaged ({len(problems)} problems): copy it again, or build it again (--force)")
+        console.print(
+            f"{location} is damaged ({len(problems)} problems): copy it again, or build it again (--force)"
+        )
         return EXIT_FAILED
     manifest = load_manifest(location)
     console.print(f"{location} is whole: {len(manifest.shards)} shards, digest {manifest.digest}")
@@ -186,7 +213,9 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from data_pipeline.looking.show import show  # objectives import torch, which the other commands do without
+    from data_pipeline.looking.show import (
+        show,
+    )  # objectives import torch, which the other commands do without
 
     show(args.folder, args.objective, args.overrides, args.index, args.count, Console())
     return EXIT_DONE

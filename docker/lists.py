@@ -33,7 +33,9 @@ def requirements(extras: list[str]) -> list[str]:
     needed = list(project["dependencies"])
     for extra in extras:
         if extra not in project["optional-dependencies"]:
-            sys.exit(f"samestep has no extra {extra!r}; it has {', '.join(project['optional-dependencies'])}")
+            sys.exit(
+                f"samestep has no extra {extra!r}; it has {', '.join(project['optional-dependencies'])}"
+            )
         needed += project["optional-dependencies"][extra]
     return needed
 

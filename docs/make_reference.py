@@ -39,7 +39,11 @@ def _clusters() -> Iterator[str]:
 
 
 def _section(
-    schema: type[Any], path: str, title: str, listed: set[tuple[str, type[Any]]], above: tuple[Kinds, ...] = ()
+    schema: type[Any],
+    path: str,
+    title: str,
+    listed: set[tuple[str, type[Any]]],
+    above: tuple[Kinds, ...] = (),
 ) -> Iterator[str]:
     """The table of a dataclass, then those of the sections inside it that are not `listed` yet.
 
@@ -48,7 +52,11 @@ def _section(
     if (title, schema) in listed:
         return
     listed.add((title, schema))
-    hints, texts, fields = get_type_hints(schema, include_extras=True), _attributes(schema), dataclasses.fields(schema)
+    hints, texts, fields = (
+        get_type_hints(schema, include_extras=True),
+        _attributes(schema),
+        dataclasses.fields(schema),
+    )
     summary = inspect.cleandoc(schema.__doc__ or "").partition("\n\n")[0]
     yield f"{'###' if path else '##'} {title}\n\n{summary}\n"
     if fields:
@@ -61,7 +69,9 @@ def _section(
         if kinds := kinds_of(hint):
             for kind in kinds.available() if kinds not in above else ():
                 title = f"`{inner}: {{kind: {kind}}}`"
-                yield from _section(kinds.schema(kind, inner), inner, title, listed, (*above, kinds))
+                yield from _section(
+                    kinds.schema(kind, inner), inner, title, listed, (*above, kinds)
+                )
         elif section := next(filter(dataclasses.is_dataclass, (hint, *get_args(hint))), None):
             yield from _section(cast(type[Any], section), inner, f"`{inner}`", listed, above)
 

@@ -35,7 +35,9 @@ console = Console(highlight=False)
 
 def start(*arguments: str) -> subprocess.Popen[bytes]:
     """Starts a samestep command as a user would type it."""
-    console.print(f"\n[bold cyan]$ samestep {' '.join(repr(a) if ' ' in a else a for a in arguments)}")
+    console.print(
+        f"\n[bold cyan]$ samestep {' '.join(repr(a) if ' ' in a else a for a in arguments)}"
+    )
     return subprocess.Popen([str(Path(sys.executable).with_name("samestep")), *arguments])
 
 
@@ -65,7 +67,11 @@ def family(pid: int) -> list[int]:
 
 
 def heldout_losses() -> list[float]:
-    return [row["heldout/loss"] for row in read_rows(FOLDER / "run" / "metrics.jsonl") if "heldout/loss" in row]
+    return [
+        row["heldout/loss"]
+        for row in read_rows(FOLDER / "run" / "metrics.jsonl")
+        if "heldout/loss" in row
+    ]
 
 
 def summary(seconds: float) -> Table:
@@ -76,9 +82,12 @@ def summary(seconds: float) -> Table:
     speeds = sorted(row["perf/tokens_per_second"] for row in train)
     table = Table(show_header=False, title="the run", title_justify="left")
     table.add_row(
-        "training loss, first and last 20 steps", f"{train[0]['train/loss']:.2f} -> {train[-1]['train/loss']:.2f}"
+        "training loss, first and last 20 steps",
+        f"{train[0]['train/loss']:.2f} -> {train[-1]['train/loss']:.2f}",
     )
-    table.add_row("held-out loss, first and last evaluation", f"{heldout[0]:.2f} -> {heldout[-1]:.2f}")
+    table.add_row(
+        "held-out loss, first and last evaluation", f"{heldout[0]:.2f} -> {heldout[-1]:.2f}"
+    )
     table.add_row("tokens a second (median)", f"{speeds[len(speeds) // 2]:,.0f}")
     table.add_row("time, all steps together", f"{seconds:.0f} s")
     table.add_row("loss curve", str(FOLDER / "loss.png"))
@@ -97,11 +106,15 @@ def main() -> int:
     run("export", str(FOLDER / "run"), str(FOLDER / "exported"))
     run("fill", str(FOLDER / "exported"), "--top", "3", *MASKED)
     plot_loss(FOLDER / "run" / "metrics.jsonl", FOLDER / "loss.png")
-    run("ledger", "verify", str(FOLDER / "run"))  # over the restart, no example was lost or fed twice
+    run(
+        "ledger", "verify", str(FOLDER / "run")
+    )  # over the restart, no example was lost or fed twice
     console.print()
     console.print(summary(time.monotonic() - began))
     if not HELDOUT_RANGE[0] <= heldout_losses()[-1] <= HELDOUT_RANGE[1]:
-        sys.exit(f"the demo fails: the held-out loss must end between {HELDOUT_RANGE[0]} and {HELDOUT_RANGE[1]}")
+        sys.exit(
+            f"the demo fails: the held-out loss must end between {HELDOUT_RANGE[0]} and {HELDOUT_RANGE[1]}"
+        )
     return 0
 
 

@@ -31,12 +31,24 @@ def register_launch(commands: Commands) -> None:
         "  samestep launch configs/launch/slurm.yaml configs/data/c4_en.yaml --tasks 64",
         "Submits a run, or the build of a dataset, to a cluster: to this machine, Slurm, Kubernetes or Cloud TPU.",
     )
-    parser.add_argument("cluster", metavar="CLUSTER", help="the cluster, a YAML file as in configs/launch")
-    parser.add_argument("file", metavar="CONFIG", help="an experiment to train, or a dataset to build")
+    parser.add_argument(
+        "cluster", metavar="CLUSTER", help="the cluster, a YAML file as in configs/launch"
+    )
+    parser.add_argument(
+        "file", metavar="CONFIG", help="an experiment to train, or a dataset to build"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
-    parser.add_argument("--tasks", type=int, metavar="N", help="build a dataset by N jobs at once (default: 1)")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and do nothing")
-    parser.add_argument("--follow", action="store_true", help="print the job's log until it ends, and exit as it does")
+    parser.add_argument(
+        "--tasks", type=int, metavar="N", help="build a dataset by N jobs at once (default: 1)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be submitted, and do nothing"
+    )
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="print the job's log until it ends, and exit as it does",
+    )
 
 
 def register_jobs(commands: Commands) -> None:
@@ -48,7 +60,9 @@ def register_jobs(commands: Commands) -> None:
         "list the jobs submitted from here, and how they stand",
         "example:\n  samestep jobs",
     )
-    parser.add_argument("--all", action="store_true", help="also those that ended, beyond the newest ten")
+    parser.add_argument(
+        "--all", action="store_true", help="also those that ended, beyond the newest ten"
+    )
 
 
 def register_logs(commands: Commands) -> None:
@@ -61,7 +75,9 @@ def register_logs(commands: Commands) -> None:
         "example:\n  samestep logs 1234 --follow",
     )
     parser.add_argument("job", metavar="JOB", help=_JOB)
-    parser.add_argument("--follow", action="store_true", help="go on until the job ends, and exit as it does")
+    parser.add_argument(
+        "--follow", action="store_true", help="go on until the job ends, and exit as it does"
+    )
 
 
 def register_cancel(commands: Commands) -> None:
@@ -85,10 +101,14 @@ def _launch(args: argparse.Namespace) -> int:
         return EXIT_DONE
     submit.check(launch)
     record = submit.submit(launch)
-    sys.stdout.write(f"submitted {record.name} as {record.kind} job {record.id}; kept in {record.folder}\n")
+    sys.stdout.write(
+        f"submitted {record.name} as {record.kind} job {record.id}; kept in {record.folder}\n"
+    )
     if args.follow:
         return _follow(record)
-    sys.stdout.write(f"  samestep logs {record.id} --follow\n  samestep jobs\n  samestep cancel {record.id}\n")
+    sys.stdout.write(
+        f"  samestep logs {record.id} --follow\n  samestep jobs\n  samestep cancel {record.id}\n"
+    )
     return EXIT_DONE
 
 

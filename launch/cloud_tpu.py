@@ -43,7 +43,9 @@ _WORD = {
     "subnetwork": re.compile(r"[\w./-]+"),
     "user": re.compile(r"[a-z_][a-z0-9_-]{0,31}"),
 }
-_ADDRESS = re.compile(r"gs://[a-z0-9][\w.-]*(/[^*?#\[\]{}]*)?")  # without what gcloud takes for a pattern
+_ADDRESS = re.compile(
+    r"gs://[a-z0-9][\w.-]*(/[^*?#\[\]{}]*)?"
+)  # without what gcloud takes for a pattern
 _LABEL = re.compile(r"[a-z0-9_-]{0,63}")
 _SECRET = re.compile(r"[\w-]{1,255}")
 
@@ -117,18 +119,30 @@ class Config(Cluster):
         for name, form in _WORD.items():
             value = getattr(self, name)
             if value is not None and not form.fullmatch(value):
-                raise ConfigError(f"{name} {value!r} is nothing that Google Cloud would have a name for")
-        addresses = {"staging": self.staging} | {f"mounts.{where}": address for where, address in self.mounts.items()}
+                raise ConfigError(
+                    f"{name} {value!r} is nothing that Google Cloud would have a name for"
+                )
+        addresses = {"staging": self.staging} | {
+            f"mounts.{where}": address for where, address in self.mounts.items()
+        }
         for name, address in addresses.items():
             if not _ADDRESS.fullmatch(address) or not address.isprintable():
-                raise ConfigError(f"{name} must be gs://BUCKET/FOLDER, without any of *?#[]{{}}, not {address!r}")
+                raise ConfigError(
+                    f"{name} must be gs://BUCKET/FOLDER, without any of *?#[]{{}}, not {address!r}"
+                )
         if not self.staging.removeprefix("gs://").strip("/").partition("/")[2]:
-            raise ConfigError(f"staging {self.staging} is a whole bucket; name a folder in it: gs://BUCKET/FOLDER")
+            raise ConfigError(
+                f"staging {self.staging} is a whole bucket; name a folder in it: gs://BUCKET/FOLDER"
+            )
         if relative := [where for where in self.mounts if not where.startswith("/")]:
-            raise ConfigError(f"mounts: {relative[0]!r} does not begin with /, as a folder of the machines has to")
+            raise ConfigError(
+                f"mounts: {relative[0]!r} does not begin with /, as a folder of the machines has to"
+            )
         for key, value in self.labels.items():
             if not _LABEL.fullmatch(value) or not _LABEL.fullmatch(key) or not key[:1].isalpha():
-                raise ConfigError(f"labels: {key}={value} has more in it than small letters, digits, - and _")
+                raise ConfigError(
+                    f"labels: {key}={value} has more in it than small letters, digits, - and _"
+                )
         for variable, secret in self.secrets.items():
             if not VARIABLE.fullmatch(variable) or not _SECRET.fullmatch(secret):
                 raise ConfigError(
@@ -139,9 +153,13 @@ class Config(Cluster):
         check_setup(self.setup)
         command_line.check_options(self.options, "gcloud")
         if self.reservation is not None and self.capacity != "reserved":
-            raise ConfigError(f"reservation {self.reservation} needs capacity=reserved, not {self.capacity}")
+            raise ConfigError(
+                f"reservation {self.reservation} needs capacity=reserved, not {self.capacity}"
+            )
         if self.package is None and self.code == "installed":
-            raise ConfigError("code=installed needs package: what the machines are to install, as samestep[gcs,tpu]")
+            raise ConfigError(
+                "code=installed needs package: what the machines are to install, as samestep[gcs,tpu]"
+            )
         for name in ("poll_seconds", "silence_minutes"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
@@ -206,13 +224,24 @@ class Config(Cluster):
     def _create(self, name: str, job: str, mark: str) -> tuple[str, ...]:
         """The command; of gcloud's alpha only where nothing else has the option."""
         alpha = ["alpha"] if self.reservation or self.topology else []
-        words = ["gcloud", *alpha, "compute", "tpus", "queued-resources", "create", name, f"--node-id={name}"]
+        words = [
+            "gcloud",
+            *alpha,
+            "compute",
+            "tpus",
+            "queued-resources",
+            "create",
+            name,
+            f"--node-id={name}",
+        ]
         words += [f"--project={self.project}", f"--zone={self.zone}"]
         if self.topology:
             words += [f"--type={self.accelerator_type}", f"--topology={self.topology}"]
         else:
             words.append(f"--accelerator-type={self.accelerator_type}")
-        words.append(f"--runtime-version={self.runtime_version or tpu_types.image(self.accelerator_type)}")
+        words.append(
+            f"--runtime-version={self.runtime_version or tpu_types.image(self.accelerator_type)}"
+        )
         if self.capacity != "on_demand":
             words.append(f"--{self.capacity}")
         if alpha and self.capacity == "spot":
@@ -228,13 +257,20 @@ class Config(Cluster):
     def check(self) -> None:
         """Asks which types the zone has, which needs an account, the interface, the project and the zone."""
         command_line.require("gcloud", "install it: https://cloud.google.com/sdk/docs/install")
-        words = tpu_slice.tpus(self.project, self.zone, "tpu-vm", "accelerator-types", "list", "--format=value(type)")
+        words = tpu_slice.tpus(
+            self.project, self.zone, "tpu-vm", "accelerator-types", "list", "--format=value(type)"
+        )
         types = command_line.run(words, HINTS).split()
         if self.topology is None and self.accelerator_type not in types:
             kind = self.accelerator_type.partition("-")[0]
-            known = sorted((each for each in types if each.startswith(f"{kind}-")), key=lambda each: (len(each), each))
+            known = sorted(
+                (each for each in types if each.startswith(f"{kind}-")),
+                key=lambda each: (len(each), each),
+            )
             has = f"of these it has {', '.join(known)}" if known else f"it has none of {kind}"
-            raise LaunchError(f"zone {self.zone} has no {self.accelerator_type}: {has}; choose another type or zone")
+            raise LaunchError(
+                f"zone {self.zone} has no {self.accelerator_type}: {has}; choose another type or zone"
+            )
 
     def submit(self, submission: Submission, folder: Path) -> tuple[str, Mapping[str, str]]:
         """Uploads what the machines need, asks for them, and starts the supervisor."""
@@ -293,13 +329,17 @@ class Config(Cluster):
         """Gives the run its time for a checkpoint, then deletes the slice; returns when it is gone."""
         place = Slice.of(record.folder)
         resource = place.queued()
-        if resource is None and ((record.folder / EXIT).exists() or Memory.of(record.folder).phase != "recreating"):
+        if resource is None and (
+            (record.folder / EXIT).exists() or Memory.of(record.folder).phase != "recreating"
+        ):
             raise LaunchError(f"{record.id} has ended already")
         (record.folder / CANCEL).touch()
         place.ask_to_stop()  # before anything is deleted: a supervisor must not ask for it again
         code = place.end_run() if tpu_slice.state_of(resource) == "ACTIVE" else None
         place.delete()
-        if not tpu_slice.comes_true(lambda: not (place.queued() or place.queued()), _DELETION_SECONDS):
+        if not tpu_slice.comes_true(
+            lambda: not (place.queued() or place.queued()), _DELETION_SECONDS
+        ):
             raise LaunchError(
                 f"{place.name} is still being deleted after {_DELETION_SECONDS:.0f} s, and may cost money until it is "
                 f"gone: gcloud compute tpus queued-resources describe {place.name} --project={place.project} "
@@ -344,14 +384,19 @@ def _refuse_what_is_lost(experiment: Tree, folders_come: bool) -> None:
     strategy = experiment.get("strategy")
     kind = strategy.get("kind") if isinstance(strategy, dict) else strategy
     if kind != "xla_spmd":
-        raise ConfigError(f"strategy {kind or 'fsdp'} is not for XLA: add accelerator=xla strategy=xla_spmd")
+        raise ConfigError(
+            f"strategy {kind or 'fsdp'} is not for XLA: add accelerator=xla strategy=xla_spmd"
+        )
 
     def stays(path: object) -> bool:
         return not isinstance(path, str) or "://" in path or (path.startswith("/") and folders_come)
 
     data, checkpoint = experiment.get("data") or {}, experiment.get("checkpoint") or {}
     read = {"init_from": experiment.get("init_from"), "data.path": data.get("path")}
-    read |= {f"data.sources.{i}.path": each.get("path") for i, each in enumerate(data.get("sources") or ())}
+    read |= {
+        f"data.sources.{i}.path": each.get("path")
+        for i, each in enumerate(data.get("sources") or ())
+    }
     for name, path in read.items():
         if not stays(path):
             raise ConfigError(

@@ -31,7 +31,9 @@ def check_options(options: Iterable[str], client: str) -> None:
     """
     for option in options:
         if not option.startswith("--") or not option.isprintable():
-            raise ConfigError(f"options: {option!r} is no option of {client}; write each one as --name=value")
+            raise ConfigError(
+                f"options: {option!r} is no option of {client}; write each one as --name=value"
+            )
 
 
 def run(
@@ -74,12 +76,18 @@ def run(
         ) from error
     if done.returncode == 0:
         return done.stdout
-    lines = (done.stderr.strip() or done.stdout.strip() or f"it exited with {done.returncode}").splitlines()
-    said = ". ".join(re.sub(r"^(\w+: )?(error|fatal): ", "", line.strip(), flags=re.IGNORECASE) for line in lines)
+    lines = (
+        done.stderr.strip() or done.stdout.strip() or f"it exited with {done.returncode}"
+    ).splitlines()
+    said = ". ".join(
+        re.sub(r"^(\w+: )?(error|fatal): ", "", line.strip(), flags=re.IGNORECASE) for line in lines
+    )
     raise LaunchError(f"{command[0]}: {with_hint(said, hints)}")
 
 
 def with_hint(said: str, hints: Mapping[str, str]) -> str:
     """What a client has said, and what to do then, by the first pattern that is in it."""
-    hint = next((hint for pattern, hint in hints.items() if re.search(pattern, said, re.IGNORECASE)), "")
+    hint = next(
+        (hint for pattern, hint in hints.items() if re.search(pattern, said, re.IGNORECASE)), ""
+    )
     return f"{said}; {hint}" if hint else said

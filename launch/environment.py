@@ -21,8 +21,12 @@ SECRET_ADDRESS = re.compile(
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 """The name of an environment variable."""
 
-_SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
-_HARMLESS = re.compile(r"(^|_)(FILE|PATH|DIR|DISABLE)(_|$)|^GOOGLE_APPLICATION_CREDENTIALS$", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE
+)
+_HARMLESS = re.compile(
+    r"(^|_)(FILE|PATH|DIR|DISABLE)(_|$)|^GOOGLE_APPLICATION_CREDENTIALS$", re.IGNORECASE
+)
 _PLAIN = re.compile(r"[~.]*/\S*|\d{1,3}|true|false", re.IGNORECASE)  # a path, a number, a switch
 _OPTION = re.compile(r"--?[\w-]*(api[-_]?key|token|secret|password|passwd)", re.IGNORECASE)
 # A value, not where it is found.
@@ -80,9 +84,14 @@ class Environment:
         """
         lines = [f"module load {shlex.quote(module)}" for module in self.modules]
         if self.conda:
-            lines += ['eval "$(conda shell.bash hook)"', f"conda activate {shlex.quote(self.conda)}"]
+            lines += [
+                'eval "$(conda shell.bash hook)"',
+                f"conda activate {shlex.quote(self.conda)}",
+            ]
         elif self.venv:
-            lines.append(f"source {shlex.quote(str(Path(self.venv).absolute() / 'bin' / 'activate'))}")
+            lines.append(
+                f"source {shlex.quote(str(Path(self.venv).absolute() / 'bin' / 'activate'))}"
+            )
         elif own:
             lines.append(f'export PATH={shlex.quote(str(Path(sys.prefix, "bin")))}:"$PATH"')
         lines += self.setup
@@ -108,7 +117,9 @@ def check_variables(variables: Mapping[str, str]) -> None:
         if _is_secret(name, value):
             raise ConfigError(f"variables.{name} looks like a secret, {_KEPT}")
         if SECRET_ADDRESS.search(value):
-            raise ConfigError(f"variables.{name} has a password or a signature in an address, {_KEPT}")
+            raise ConfigError(
+                f"variables.{name} has a password or a signature in an address, {_KEPT}"
+            )
 
 
 def check_setup(lines: Iterable[str]) -> None:

@@ -60,7 +60,9 @@ class JobSpec:
         """Lines of shell that tell the command where it belongs, on machines that see `folder`."""
         lines = [f"export SAMESTEP_LOGS={shlex.quote(str(self.folder / 'logs'))}"]
         if self.code:
-            lines.append(f'export PYTHONPATH={shlex.quote(str(self.folder / CODE))}"${{PYTHONPATH:+:$PYTHONPATH}}"')
+            lines.append(
+                f'export PYTHONPATH={shlex.quote(str(self.folder / CODE))}"${{PYTHONPATH:+:$PYTHONPATH}}"'
+            )
         return lines
 
 

@@ -27,7 +27,9 @@ _MOUNT = "/etc/samestep"
 _USER = 10001  # that of the images of docker/
 
 _SECRET = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._A-Za-z0-9]+")
-_KEY = re.compile(r"([a-z0-9]([-.a-z0-9]*[a-z0-9])?/)?[A-Za-z0-9]([-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?")
+_KEY = re.compile(
+    r"([a-z0-9]([-.a-z0-9]*[a-z0-9])?/)?[A-Za-z0-9]([-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?"
+)
 _VALUE = re.compile(r"([A-Za-z0-9]([-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?)?")
 _NAME = re.compile(r"[a-z0-9]([-_.a-z0-9]*[a-z0-9])?")
 _WORDS = {
@@ -54,7 +56,9 @@ class Tpu:
 
     def __post_init__(self) -> None:
         if not _VALUE.fullmatch(self.accelerator):
-            raise ConfigError(f"accelerator {self.accelerator!r} is nothing that GKE would have a name for")
+            raise ConfigError(
+                f"accelerator {self.accelerator!r} is nothing that GKE would have a name for"
+            )
         if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", self.topology):
             raise ConfigError(f"topology must be written as 4x4 or 2x2x4, not {self.topology}")
         if self.chips_per_node < 1 or self.chips % self.chips_per_node:
@@ -87,18 +91,31 @@ class Volume:
     def __post_init__(self) -> None:
         if (self.claim is None) == (self.bucket is None):
             raise ConfigError(f"the volume at {self.mount} needs either claim or bucket")
-        if not self.mount.startswith("/") or ":" in self.mount or posixpath.normpath(self.mount) != self.mount:
-            raise ConfigError(f"mount must be a folder such as /data, without a colon, not {self.mount!r}")
+        if (
+            not self.mount.startswith("/")
+            or ":" in self.mount
+            or posixpath.normpath(self.mount) != self.mount
+        ):
+            raise ConfigError(
+                f"mount must be a folder such as /data, without a colon, not {self.mount!r}"
+            )
         if self.mount in ("/", _MOUNT, "/dev/shm"):
-            raise ConfigError(f"mount {self.mount} would hide what a pod needs there; choose another folder")
+            raise ConfigError(
+                f"mount {self.mount} would hide what a pod needs there; choose another folder"
+            )
         if not _NAME.fullmatch(name := self.claim or self.bucket or ""):
-            raise ConfigError(f"{name!r} is no name of a claim or bucket; leave out gs:// and folders")
+            raise ConfigError(
+                f"{name!r} is no name of a claim or bucket; leave out gs:// and folders"
+            )
 
     def source(self, user: int) -> Object:
         """As manifests have it; a bucket's files have no owner of their own."""
         if self.claim is not None:
             return {"persistentVolumeClaim": {"claimName": self.claim}}
-        attributes = {"bucketName": self.bucket, "mountOptions": f"implicit-dirs,uid={user},gid={user}"}
+        attributes = {
+            "bucketName": self.bucket,
+            "mountOptions": f"implicit-dirs,uid={user},gid={user}",
+        }
         return {"csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes}}
 
 
@@ -170,7 +187,13 @@ class Config(Cluster):
 
     def __post_init__(self) -> None:
         self._check_words()
-        smallest = {"processes_per_node": 1, "cpus_per_node": 1, "gpus_per_node": 0, "user": 0, "restarts": 0}
+        smallest = {
+            "processes_per_node": 1,
+            "cpus_per_node": 1,
+            "gpus_per_node": 0,
+            "user": 0,
+            "restarts": 0,
+        }
         for name, least in smallest.items():
             if (value := getattr(self, name)) is not None and value < least:
                 raise ConfigError(f"{name} must be at least {least}, not {value}")
@@ -180,7 +203,9 @@ class Config(Cluster):
                 "launched on Kubernetes; leave out nodes and gpus_per_node"
             )
         if self.directory is not None and not self.directory.startswith("/"):
-            raise ConfigError(f"directory must be a folder of the pods such as /work, not {self.directory}")
+            raise ConfigError(
+                f"directory must be a folder of the pods such as /work, not {self.directory}"
+            )
         mounts = [volume.mount for volume in self.volumes]
         if twice := next((mount for mount in mounts if mounts.count(mount) > 1), None):
             raise ConfigError(f"volumes: two of them are mounted at {twice}")
@@ -192,7 +217,9 @@ class Config(Cluster):
                 raise ConfigError(f"{name} {value!r} is nothing that Kubernetes would take for one")
         for key, value in (*self.labels.items(), *self.node_selector.items()):
             if not _KEY.fullmatch(key) or not _VALUE.fullmatch(value):
-                raise ConfigError(f"{key}={value!r} is no label: letters, digits, dashes and dots, at most 63")
+                raise ConfigError(
+                    f"{key}={value!r} is no label: letters, digits, dashes and dots, at most 63"
+                )
         check_variables(self.variables)
         for name, value in self.secrets.items():
             if not VARIABLE.fullmatch(name) or not _SECRET.fullmatch(value):
@@ -218,12 +245,20 @@ class Config(Cluster):
     def render(self, job: JobSpec) -> Submission:
         """One manifest: the configuration, what gives pods names where that is needed, and the job."""
         if job.action == "train" and job.stop_signals and "SIGTERM" not in job.stop_signals:
-            raise ConfigError("Kubernetes ends pods by SIGTERM, which training.preemption.signals lacks: add it")
+            raise ConfigError(
+                "Kubernetes ends pods by SIGTERM, which training.preemption.signals lacks: add it"
+            )
         self._check_kept(yaml.safe_load(job.config))
         name = objects.name_of(job)
         labels = {**self.labels, JOB_LABEL: name, ACTION_LABEL: job.action}
         config_map = new("v1", "ConfigMap", name, labels, immutable=True, data={CONFIG: job.config})
-        make = self._build if job.action == "build" else self._jobset if self.controller == "jobset" else self._job
+        make = (
+            self._build
+            if job.action == "build"
+            else self._jobset
+            if self.controller == "jobset"
+            else self._job
+        )
         text = objects.manifest([config_map, *make(job, name, labels)])
         command = (*objects.arguments(self.context, self.namespace), "create", "-f", MANIFEST)
         return Submission({MANIFEST: text}, command)
@@ -234,7 +269,9 @@ class Config(Cluster):
         folder = checkpoint.get("folder") if isinstance(checkpoint, dict) else None
         if "://" in str(folder):
             return
-        name, folder = ("output", tree["output"]) if folder is None else ("checkpoint.folder", str(folder))
+        name, folder = (
+            ("output", tree["output"]) if folder is None else ("checkpoint.folder", str(folder))
+        )
         place = posixpath.normpath(posixpath.join(self.directory or "", folder))
         around = [volume for volume in self.volumes if f"{place}/".startswith(f"{volume.mount}/")]
         if not around or max(around, key=lambda volume: len(volume.mount)).claim is None:
@@ -246,25 +283,42 @@ class Config(Cluster):
 
     def _jobset(self, job: JobSpec, name: str, labels: dict[str, str]) -> list[Object]:
         spec = self._train(job, name, labels, f"{name}-{GROUP}-0-0.{name}")
-        group = {"name": GROUP, "replicas": 1, "template": {"metadata": {"labels": labels}, "spec": spec}}
+        group = {
+            "name": GROUP,
+            "replicas": 1,
+            "template": {"metadata": {"labels": labels}, "spec": spec},
+        }
         jobset_spec = {
             # Pods have names before they are ready.
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
+            "network": {
+                "enableDNSHostnames": True,
+                "publishNotReadyAddresses": True,
+                "subdomain": name,
+            },
             "failurePolicy": {"maxRestarts": self.restarts, "rules": objects.JOBSET_RULES},
             "replicatedJobs": [group],
         }
         jobset = self._queued("jobset.x-k8s.io/v1alpha2", "JobSet", name, labels, jobset_spec)
         if self.tpu is not None and self.node_range[1] > 1:  # all pods on machines of one slice
-            exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+            exclusive = {
+                "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+            }
             jobset["metadata"]["annotations"] = exclusive
         return [jobset]
 
     def _job(self, job: JobSpec, name: str, labels: dict[str, str]) -> list[Object]:
         # Without an address of its own, the service gives each pod a name: JOB-INDEX.SERVICE.
-        service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {JOB_LABEL: name}}
+        service = {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {JOB_LABEL: name},
+        }
         spec = self._train(job, name, labels, f"{name}-0.{name}")
         spec["template"]["spec"]["subdomain"] = name
-        return [new("v1", "Service", name, labels, spec=service), self._queued("batch/v1", "Job", name, labels, spec)]
+        return [
+            new("v1", "Service", name, labels, spec=service),
+            self._queued("batch/v1", "Job", name, labels, spec),
+        ]
 
     def _build(self, job: JobSpec, name: str, labels: dict[str, str]) -> list[Object]:
         """One slice a pod; the last one that is done merges and verifies."""
@@ -276,12 +330,27 @@ class Config(Cluster):
 
     def _train(self, job: JobSpec, name: str, labels: dict[str, str], first: str) -> Object:
         (fewest, most), tpu = self.node_range, self.tpu
-        devices = {"google.com/tpu": tpu.chips_per_node} if tpu else {self.gpu_resource: self.gpus_per_node}
-        processes = [] if tpu or self.gpus_per_node else ["--processes", str(self.processes_per_node)]
+        devices = (
+            {"google.com/tpu": tpu.chips_per_node}
+            if tpu
+            else {self.gpu_resource: self.gpus_per_node}
+        )
+        processes = (
+            [] if tpu or self.gpus_per_node else ["--processes", str(self.processes_per_node)]
+        )
         elastic = ["--elastic", f"{fewest}:{most}", "--rendezvous", f"{first}:{_PORT}"]
-        command = [*job.command, f"{_MOUNT}/{CONFIG}", *processes, *elastic]  # ranks come from the meeting
+        command = [
+            *job.command,
+            f"{_MOUNT}/{CONFIG}",
+            *processes,
+            *elastic,
+        ]  # ranks come from the meeting
         command = [*objects.LOCKING_MEMORY, *command] if tpu else command
-        sockets = {f"{library}_SOCKET_IFNAME": self.interface for library in ("NCCL", "GLOO") if self.interface}
+        sockets = {
+            f"{library}_SOCKET_IFNAME": self.interface
+            for library in ("NCCL", "GLOO")
+            if self.interface
+        }
         pod = self._pod(job, labels, command, sockets, devices if tpu or self.gpus_per_node else {})
         if tpu is not None:
             chips = {"accelerator": tpu.accelerator, "topology": tpu.topology}
@@ -294,7 +363,9 @@ class Config(Cluster):
             spec["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
         return spec
 
-    def _queued(self, version: str, kind: str, name: str, labels: dict[str, str], spec: Object) -> Object:
+    def _queued(
+        self, version: str, kind: str, name: str, labels: dict[str, str], spec: Object
+    ) -> Object:
         """What Kueue starts once it has admitted it; should it not be installed, nothing starts outside its queues."""
         if self.queue is None:
             return new(version, kind, name, labels, spec=spec)
@@ -303,10 +374,20 @@ class Config(Cluster):
 
     def _indexed(self, pod: Object, pods: int) -> Object:
         numbers = {"completions": pods, "parallelism": pods, "backoffLimit": self.restarts}
-        return {"completionMode": "Indexed", **numbers, "podFailurePolicy": {"rules": objects.RULES}, "template": pod}
+        return {
+            "completionMode": "Indexed",
+            **numbers,
+            "podFailurePolicy": {"rules": objects.RULES},
+            "template": pod,
+        }
 
     def _pod(
-        self, job: JobSpec, labels: dict[str, str], command: list[str], variables: dict[str, str], devices: Object
+        self,
+        job: JobSpec,
+        labels: dict[str, str],
+        command: list[str],
+        variables: dict[str, str],
+        devices: Object,
     ) -> Object:
         name = labels[JOB_LABEL]
         tpu = job.action == "train" and self.tpu is not None
@@ -317,13 +398,17 @@ class Config(Cluster):
         variables = {"SAMESTEP_JOB": name, **hidden, **variables, **self.variables}
         promised = {"cpu": self.cpus_per_node, "memory": self.memory}
         requests = {key: value for key, value in promised.items() if value is not None}
-        resources = {key: value for key, value in (("requests", requests), ("limits", devices)) if value}
+        resources = {
+            key: value for key, value in (("requests", requests), ("limits", devices)) if value
+        }
         memory = {"emptyDir": {"medium": "Memory", "sizeLimit": self.shm}}
         files: list[tuple[str, str, Object]] = [
             ("config", _MOUNT, {"configMap": {"name": name}}),
             ("shm", "/dev/shm", memory),
         ]
-        files += [(f"files-{i}", each.mount, each.source(user)) for i, each in enumerate(self.volumes)]
+        files += [
+            (f"files-{i}", each.mount, each.source(user)) for i, each in enumerate(self.volumes)
+        ]
         container = {
             "name": CONTAINER,
             "image": self.image,
@@ -336,7 +421,12 @@ class Config(Cluster):
             "volumeMounts": [{"name": volume, "mountPath": mount} for volume, mount, _ in files],
         }
         whose: Object = {"runAsNonRoot": True} if user else {}
-        whose |= {"runAsUser": user, "runAsGroup": user, "fsGroup": user, "fsGroupChangePolicy": "OnRootMismatch"}
+        whose |= {
+            "runAsUser": user,
+            "runAsGroup": user,
+            "fsGroup": user,
+            "fsGroupChangePolicy": "OnRootMismatch",
+        }
         optional = {
             "serviceAccountName": self.service_account,
             "priorityClassName": self.priority_class,
@@ -360,14 +450,19 @@ class Config(Cluster):
 
     def check(self) -> None:
         """Looks for kubectl."""
-        command_line.require("kubectl", "install it (https://kubernetes.io/docs/tasks/tools) and log in to the cluster")
+        command_line.require(
+            "kubectl",
+            "install it (https://kubernetes.io/docs/tasks/tools) and log in to the cluster",
+        )
 
     def submit(self, submission: Submission, folder: Path) -> tuple[str, Mapping[str, str]]:
         """All objects, or none: the server looks at all of them before it makes the first."""
         place, what = submission.command[:-3], ("-f", MANIFEST)
         objects.run([*place, "create", "--dry-run=server", *what], folder)
         name, controller, action = objects.labels_of(submission.files[MANIFEST])
-        context = self.context or objects.current_context()  # which is another one once the user has switched
+        context = (
+            self.context or objects.current_context()
+        )  # which is another one once the user has switched
         undo = (*place, "delete", "--ignore-not-found", "--wait=false", *what)
         try:
             objects.run(submission.command, folder)

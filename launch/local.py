@@ -41,7 +41,9 @@ class Config(Cluster):
 
     def __post_init__(self) -> None:
         if self.processes is not None and self.processes < 1:
-            raise ConfigError(f"processes must be at least 1, not {self.processes}; leave it out for one a GPU")
+            raise ConfigError(
+                f"processes must be at least 1, not {self.processes}; leave it out for one a GPU"
+            )
 
     @property
     def devices(self) -> tuple[int | Literal["here"], ...]:
@@ -59,14 +61,35 @@ class Config(Cluster):
     def render(self, job: JobSpec) -> Submission:
         """One script: a shell that becomes the command, within one that writes down how it has ended."""
         if job.tasks > 1:
-            raise ConfigError("this machine builds a dataset by one job with many processes; leave --tasks out")
-        train = ["--elastic", "1", *(["--processes", str(self.processes)] if self.processes else [])]
+            raise ConfigError(
+                "this machine builds a dataset by one job with many processes; leave --tasks out"
+            )
+        train = [
+            "--elastic",
+            "1",
+            *(["--processes", str(self.processes)] if self.processes else []),
+        ]
         more = train if job.action == "train" else []
         write_down = f"echo $? > {shlex.quote(str(job.folder / EXIT))}"
-        lines = ["#!/bin/bash", "# Written by samestep launch.", f"trap {shlex.quote(write_down)} EXIT"]
+        lines = [
+            "#!/bin/bash",
+            "# Written by samestep launch.",
+            f"trap {shlex.quote(write_down)} EXIT",
+        ]
         lines += ["trap : TERM  # which is for the command to heed"]
-        lines += ['export SAMESTEP_JOB="local-$$"', "(", f"cd -- {shlex.quote(str(job.directory))} || exit 1"]
-        lines += [*self.environment.lines(), *job.exports(), "", f"exec {job.shell_command(*more)}", ")", "code=$?"]
+        lines += [
+            'export SAMESTEP_JOB="local-$$"',
+            "(",
+            f"cd -- {shlex.quote(str(job.directory))} || exit 1",
+        ]
+        lines += [
+            *self.environment.lines(),
+            *job.exports(),
+            "",
+            f"exec {job.shell_command(*more)}",
+            ")",
+            "code=$?",
+        ]
         lines += [
             f"if [ $code = {128 + signal.SIGTERM} ]; then  # before the run could heed it: what sets up ends, too",
             "  trap '' TERM",
@@ -79,7 +102,9 @@ class Config(Cluster):
     def check(self) -> None:
         """Looks for what tells whether jobs live."""
         if not _stat(os.getpid()):
-            raise LaunchError("kind local needs Linux, whose /proc says which jobs live; use samestep train instead")
+            raise LaunchError(
+                "kind local needs Linux, whose /proc says which jobs live; use samestep train instead"
+            )
 
     def submit(self, submission: Submission, folder: Path) -> tuple[str, Mapping[str, str]]:
         """Starts it in a session of its own."""
@@ -92,7 +117,11 @@ class Config(Cluster):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        about = {"pid": str(process.pid), "started": _started(process.pid), "host": socket.gethostname()}
+        about = {
+            "pid": str(process.pid),
+            "started": _started(process.pid),
+            "host": socket.gethostname(),
+        }
         return f"local-{process.pid}", about
 
     def states(self, records: Iterable[Record]) -> Mapping[str, State]:
@@ -126,7 +155,9 @@ def _state(record: Record) -> State:
     host = record.about.get("host", "another machine")
     if _is_alive(record):
         return State("running", True)
-    here = host == socket.gethostname() or record.about.get("started", "").startswith(_boot())  # names may change
+    here = host == socket.gethostname() or record.about.get("started", "").startswith(
+        _boot()
+    )  # names may change
     if here or (record.folder / EXIT).exists():
         return logs.state_of_ended(record.folder)
     return State(f"on {host}", True)

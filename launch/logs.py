@@ -36,13 +36,17 @@ def read(folder: Path, goes_on: Callable[[], bool], every: float = _POLL_SECONDS
         for file in sorted(folder.glob("job*.log"), key=lambda path: (len(path.name), path.name)):
             while text := _from(file, places.get(file, 0)):
                 places[file] = places.get(file, 0) + len(text)
-                decoder = decoders.setdefault(file, codecs.getincrementaldecoder("utf-8")("replace"))
+                decoder = decoders.setdefault(
+                    file, codecs.getincrementaldecoder("utf-8")("replace")
+                )
                 yield decoder.decode(text)
         if last_look:
             break
         time.sleep(_POLL_SECONDS)
     if not places:
-        raise LaunchError(f"the job has written no log into {folder} yet; `samestep jobs` says whether it has started")
+        raise LaunchError(
+            f"the job has written no log into {folder} yet; `samestep jobs` says whether it has started"
+        )
 
 
 def _from(file: Path, start: int) -> bytes:
@@ -54,7 +58,11 @@ def _from(file: Path, start: int) -> bytes:
 def state_of_ended(folder: Path, tasks: int = 1) -> State:
     """How a job that waits and runs no more has ended, by the code that its script has left, or each of its tasks."""
     try:
-        codes = [int(file.read_text()) for file in (folder / EXIT, *folder.glob(f"{EXIT}-*")) if file.exists()]
+        codes = [
+            int(file.read_text())
+            for file in (folder / EXIT, *folder.glob(f"{EXIT}-*"))
+            if file.exists()
+        ]
     except (OSError, ValueError):
         codes = []
     code = max(codes) if len(codes) == tasks else None

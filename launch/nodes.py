@@ -16,7 +16,9 @@ def node_range(nodes: str | int) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(nodes))
     fewest, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= fewest <= most:
-        raise ConfigError(f"nodes must be a number of nodes such as 4, or a range such as 2-8, not {nodes}")
+        raise ConfigError(
+            f"nodes must be a number of nodes such as 4, or a range such as 2-8, not {nodes}"
+        )
     return fewest, most
 
 

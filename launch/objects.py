@@ -32,7 +32,10 @@ GROUP = "node"  # a JobSet's only group of pods
 RULES = [
     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     *(
-        {"action": action, "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": codes}}
+        {
+            "action": action,
+            "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": codes},
+        }
         for action, codes in (
             ("Ignore", [EXIT_UNAVAILABLE, EXIT_PREEMPTED]),
             ("FailJob", [EXIT_FAILED, EXIT_USAGE]),
@@ -40,7 +43,9 @@ RULES = [
     ),
 ]
 # What podFailurePolicy has called final is final for the JobSet, too.
-JOBSET_RULES = [{"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
+JOBSET_RULES = [
+    {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+]
 
 UNPRIVILEGED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
@@ -59,11 +64,17 @@ _PLAIN = re.compile(r"[A-Za-z/]{2}.*")
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _POLL_SECONDS = 2.0
 _DETAIL_WIDTH = 120
-_ENDED = {"Completed": "done", "Complete": "done", "Failed": "failed"}  # by a condition of a JobSet or a Job
+_ENDED = {
+    "Completed": "done",
+    "Complete": "done",
+    "Failed": "failed",
+}  # by a condition of a JobSet or a Job
 _STAMPED = re.compile(r"(\d{4}-\d\d-\d\dT\S+) (.*)", re.DOTALL)
 
 # What kubectl says of each of its own attempts, before what it says of the command.
-_NOISE = re.compile(r"[EWIF]\d{4} [\d:.]+ +\d+ \S+\] (\"[^\"]*\" err=\"([^\"\\]|\\.)*\"|.*?)(\. |(?=; )|$)")
+_NOISE = re.compile(
+    r"[EWIF]\d{4} [\d:.]+ +\d+ \S+\] (\"[^\"]*\" err=\"([^\"\\]|\\.)*\"|.*?)(\. |(?=; )|$)"
+)
 _HINTS = {
     "provide credentials|unauthorized|logged in to the server|getting credentials|expired": (
         "your credentials are not valid there (any more): log in again, as with `gcloud container clusters "
@@ -118,7 +129,9 @@ def name_of(job: JobSpec) -> str:
     """Unique in a namespace that several users share, whose launches are numbered each by themselves."""
     digest = hashlib.sha256(f"{job.folder}\0{job.config}".encode()).hexdigest()[:4]
     tail = f"-{job.folder.name}-{digest}"
-    head = job.name if job.name[0].isalpha() else f"run-{job.name}"  # as names of services have to begin
+    head = (
+        job.name if job.name[0].isalpha() else f"run-{job.name}"
+    )  # as names of services have to begin
     return head[: _NAME_LENGTH - len(tail)].rstrip("-") + tail
 
 
@@ -132,7 +145,12 @@ def new(version: str, kind: str, name: str, labels: dict[str, str], **parts: obj
         labels: that it is found by.
         **parts: what else it consists of, as `spec`.
     """
-    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "labels": labels}, **parts}
+    return {
+        "apiVersion": version,
+        "kind": kind,
+        "metadata": {"name": name, "labels": labels},
+        **parts,
+    }
 
 
 def environment(variables: Mapping[str, str], secrets: Mapping[str, str]) -> list[Object]:
@@ -140,13 +158,27 @@ def environment(variables: Mapping[str, str], secrets: Mapping[str, str]) -> lis
     # Kubernetes takes $(NAME) in a value for that variable, and $$ for $.
     plain = [{"name": name, "value": value.replace("$", "$$")} for name, value in variables.items()]
     pod = {"name": "SAMESTEP_NODES", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
-    places = {name: dict(zip(("name", "key"), place.split("/"), strict=True)) for name, place in secrets.items()}
-    return [pod, *plain, *({"name": name, "valueFrom": {"secretKeyRef": place}} for name, place in places.items())]
+    places = {
+        name: dict(zip(("name", "key"), place.split("/"), strict=True))
+        for name, place in secrets.items()
+    }
+    return [
+        pod,
+        *plain,
+        *({"name": name, "valueFrom": {"secretKeyRef": place}} for name, place in places.items()),
+    ]
 
 
 def manifest(documents: Iterable[Object]) -> str:
     """Objects as a file that kubectl creates them from."""
-    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, explicit_start=True)
+    return yaml.dump_all(
+        documents,
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=120,
+        explicit_start=True,
+    )
 
 
 def labels_of(text: str) -> tuple[str, str, str]:
@@ -204,9 +236,16 @@ def states(records: Iterable[Record]) -> dict[str, State]:
         places[_about(record)].append(record)
     found: dict[str, State] = {}
     for place, there in places.items():
-        kinds = ",".join(sorted({_RESOURCES[record.about["controller"]] for record in there} | {"jobs.batch", "pods"}))
+        kinds = ",".join(
+            sorted(
+                {_RESOURCES[record.about["controller"]] for record in there}
+                | {"jobs.batch", "pods"}
+            )
+        )
         objects: dict[str, list[Object]] = defaultdict(list)
-        for item in _items(run([*place, "get", kinds, "--selector", JOB_LABEL, "--output", "json"])):
+        for item in _items(
+            run([*place, "get", kinds, "--selector", JOB_LABEL, "--output", "json"])
+        ):
             objects[item["metadata"]["labels"][JOB_LABEL]].append(item)
         for record in there:
             if (state := _state(record, objects[record.about["name"]])) is not None:
@@ -229,18 +268,31 @@ def _state(record: Record, objects: list[Object]) -> State | None:
     for condition in status.get("conditions", []):
         if condition["type"] in _ENDED and condition["status"] == "True":
             return State(
-                _ENDED[condition["type"]], False, restarts=restarts, detail=_short(condition.get("message", ""))
+                _ENDED[condition["type"]],
+                False,
+                restarts=restarts,
+                detail=_short(condition.get("message", "")),
             )
     if "deletionTimestamp" in own[0]["metadata"]:
         return State("ending", True, _nodes(pods), restarts)
     if own[0]["spec"].get("suspend"):
         queue = own[0]["metadata"]["labels"].get("kueue.x-k8s.io/queue-name")
-        return State("suspended", True, "", restarts, f"waits for its turn in queue {queue}" if queue else "")
+        return State(
+            "suspended", True, "", restarts, f"waits for its turn in queue {queue}" if queue else ""
+        )
     running = [pod for pod in pods if _phase(pod) == "Running"]
     waiting = [detail for pod in pods if _phase(pod) == "Pending" and (detail := _why_pending(pod))]
     if not pods:
-        waiting = [f"no pod has been made yet: see `kubectl describe {_RESOURCES[record.about['controller']]} {name}`"]
-    return State("running" if running else "pending", True, _nodes(running), restarts, next(iter(waiting), ""))
+        waiting = [
+            f"no pod has been made yet: see `kubectl describe {_RESOURCES[record.about['controller']]} {name}`"
+        ]
+    return State(
+        "running" if running else "pending",
+        True,
+        _nodes(running),
+        restarts,
+        next(iter(waiting), ""),
+    )
 
 
 def _phase(pod: Object) -> str:
@@ -254,7 +306,10 @@ def _nodes(pods: Iterable[Object]) -> str:
 
 def _why_pending(pod: Object) -> str:
     status = pod.get("status", {})
-    for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
+    for container in [
+        *status.get("initContainerStatuses", []),
+        *status.get("containerStatuses", []),
+    ]:
         if waiting := container.get("state", {}).get("waiting"):
             reason, message = waiting.get("reason", ""), waiting.get("message", "")
             if "Image" in reason:
@@ -284,11 +339,15 @@ def logs(record: Record, goes_on: Callable[[], bool]) -> Iterator[str]:
         LaunchError: there is nothing, and nothing will come; or the cluster does not answer.
     """
     selector = f"{JOB_LABEL}={record.about['name']}"
-    read: dict[str, tuple[str, int]] = {}  # the time of each pod's last line, and how many lines are of that time
+    read: dict[
+        str, tuple[str, int]
+    ] = {}  # the time of each pod's last line, and how many lines are of that time
     ended: set[str] = set()
     while True:
         last_look = not goes_on()
-        pods = _items(run([*_about(record), "get", "pods", "--selector", selector, "--output", "json"]))
+        pods = _items(
+            run([*_about(record), "get", "pods", "--selector", selector, "--output", "json"])
+        )
         pods.sort(key=lambda pod: (_index(pod), pod["metadata"]["creationTimestamp"]))
         if record.about["action"] == "train":
             pods = [pod for pod in pods if _index(pod) == 0] or pods
@@ -296,13 +355,17 @@ def logs(record: Record, goes_on: Callable[[], bool]) -> Iterator[str]:
             name = pod["metadata"]["name"]
             if name not in ended and _has_started(pod):
                 follow = [] if last_look else ["--follow"]
-                yield from _lines([*_about(record), "logs", name, "--container", CONTAINER, *follow], name, read)
+                yield from _lines(
+                    [*_about(record), "logs", name, "--container", CONTAINER, *follow], name, read
+                )
                 ended |= {name} if _phase(pod) in ("Succeeded", "Failed") else set()
         if last_look:
             break
         time.sleep(_POLL_SECONDS)
     if not read:
-        raise LaunchError(f"no pod of {record.id} has written anything yet; `samestep jobs` says what it waits for")
+        raise LaunchError(
+            f"no pod of {record.id} has written anything yet; `samestep jobs` says what it waits for"
+        )
 
 
 def _index(pod: Object) -> int:
@@ -312,7 +375,8 @@ def _index(pod: Object) -> int:
 def _has_started(pod: Object) -> bool:
     containers = pod.get("status", {}).get("containerStatuses", [])
     return any(
-        container["name"] == CONTAINER and {"running", "terminated"} & container.get("state", {}).keys()
+        container["name"] == CONTAINER
+        and {"running", "terminated"} & container.get("state", {}).keys()
         for container in containers
     )
 
@@ -336,7 +400,10 @@ def _lines(command: list[str], pod: str, read: dict[str, tuple[str, int]]) -> It
             if match := _STAMPED.fullmatch(text):
                 stamp, text = match.groups()
                 here = (stamp, here[1] + 1 if stamp == here[0] else 1)
-                again, last = here <= last, last if here < last else ("", 0)  # later ones are new, whatever the clock
+                again, last = (
+                    here <= last,
+                    last if here < last else ("", 0),
+                )  # later ones are new, whatever the clock
                 if again:
                     continue
             if not text.endswith("\n") and "--follow" in command:
@@ -353,10 +420,14 @@ def _lines(command: list[str], pod: str, read: dict[str, tuple[str, int]]) -> It
 
 def taken_back(error: LaunchError, command: tuple[str, ...], folder: Path) -> LaunchError:
     """Deletes what a manifest has created before its creation failed; returns the error to raise."""
-    if "AlreadyExists" in str(error):  # somebody has made them since the server looked: they are not ours
+    if "AlreadyExists" in str(
+        error
+    ):  # somebody has made them since the server looked: they are not ours
         return error
     try:
         run(command, folder)
     except LaunchError as second:
-        return LaunchError(f"{error}. What had been created by then could not be taken back: {second}")
+        return LaunchError(
+            f"{error}. What had been created by then could not be taken back: {second}"
+        )
     return error

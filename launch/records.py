@@ -51,7 +51,11 @@ def newest_first() -> list[Record]:
             try:
                 found.append(_parse(line))
             except (ValueError, TypeError, KeyError):
-                logger.warning("%s, line %d is no job of this version of samestep; passing over it", file, number)
+                logger.warning(
+                    "%s, line %d is no job of this version of samestep; passing over it",
+                    file,
+                    number,
+                )
     return [record for record in reversed(found) if record.folder.is_dir()]
 
 
@@ -75,7 +79,11 @@ def find(job: str) -> Record:
     number, place = re.sub(r"_\d+$", "", job), os.path.abspath(job)
     for record in newest_first():
         ids = (record.id, *record.about.get("segments", "").split())
-        if number in ids or job.rstrip("/") == record.output or place in (str(record.folder), record.output):
+        if (
+            number in ids
+            or job.rstrip("/") == record.output
+            or place in (str(record.folder), record.output)
+        ):
             return record
     raise LaunchError(
         f"no job {job} has been submitted from here by you; `samestep jobs` lists yours. Others' jobs, and those "

@@ -23,7 +23,18 @@ _WORD = re.compile(r"[\w.:,@+\-*/&|()\[\]=%]+")
 _FOREIGN = re.compile(r"SLURM_(?!CONF$)|SBATCH_|SRUN_|SQUEUE_|SCANCEL_")
 _ASK_SECONDS = 15.0  # between two questions whether a job that is followed goes on
 _TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?")
-_OURS = {"array", "clusters", "job-name", "nodes", "ntasks", "open-mode", "output", "parsable", "signal", "wait"}
+_OURS = {
+    "array",
+    "clusters",
+    "job-name",
+    "nodes",
+    "ntasks",
+    "open-mode",
+    "output",
+    "parsable",
+    "signal",
+    "wait",
+}
 _STARTUP = 60  # seconds beyond those for a checkpoint: Slurm may be late with its signal
 _STOPS = 5  # in a row from the same step, after which a run is not requeued
 _HINTS = {
@@ -64,7 +75,9 @@ class Container:
         folders = dict.fromkeys((str(job.directory), str(job.folder.parents[1])))
         mounts = [*(f"{folder}:{folder}" for folder in folders), *self.mounts]
         if wrong := [mount for mount in mounts if "," in mount or mount.count(":") > 1]:
-            raise ConfigError(f"container.mounts: {wrong[0]!r} has a comma or colon in it, which separate mounts")
+            raise ConfigError(
+                f"container.mounts: {wrong[0]!r} has a comma or colon in it, which separate mounts"
+            )
         if self.kind == "apptainer":
             place = ["--pwd", str(job.directory), "--bind", ",".join(mounts)]
             return ["apptainer", "exec", *["--nv"] * gpus, *place, self.image]
@@ -136,7 +149,9 @@ class Config(Cluster):
         command_line.check_options(self.options, "sbatch")
         for option in self.options:
             if option.removeprefix("--").partition("=")[0] in _OURS:
-                raise ConfigError(f"options: {option!r} would undo what samestep launch sets; leave it out")
+                raise ConfigError(
+                    f"options: {option!r} would undo what samestep launch sets; leave it out"
+                )
         for name in ("processes_per_node", "segments", "cpus_per_node"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
@@ -181,23 +196,43 @@ class Config(Cluster):
         """One batch script."""
         build = job.action == "build"
         lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in self._options(job))]
-        lines += ["", "# Written by samestep launch. Slurm runs it on the first node, again after each requeue."]
+        lines += [
+            "",
+            "# Written by samestep launch. Slurm runs it on the first node, again after each requeue.",
+        ]
         ended = f'"$launch/{EXIT}{"-$SLURM_ARRAY_TASK_ID" if build else ""}"'
-        lines += [f"launch={shlex.quote(str(job.folder))}", f"rm -f -- {ended}", f"trap 'echo 1 > {ended}' EXIT"]
+        lines += [
+            f"launch={shlex.quote(str(job.folder))}",
+            f"rm -f -- {ended}",
+            f"trap 'echo 1 > {ended}' EXIT",
+        ]
         lines += [f"cd -- {shlex.quote(str(job.directory))} || exit 1"]
         lines += [*self.environment.lines(own=self.container is None), "trap - EXIT", "set +eu"]
-        lines += [*job.exports(), 'export SAMESTEP_JOB="$SLURM_JOB_ID" SAMESTEP_NODES="$SLURM_JOB_NODELIST"']
+        lines += [
+            *job.exports(),
+            'export SAMESTEP_JOB="$SLURM_JOB_ID" SAMESTEP_NODES="$SLURM_JOB_NODELIST"',
+        ]
         if self.interface:
-            lines += [f"export {name}_SOCKET_IFNAME={shlex.quote(self.interface)}" for name in ("NCCL", "GLOO")]
+            lines += [
+                f"export {name}_SOCKET_IFNAME={shlex.quote(self.interface)}"
+                for name in ("NCCL", "GLOO")
+            ]
         lines.append("")
         lines += self._build(job, ended) if build else self._train(job, ended)
         log = _pattern(job.folder / ("job-%a.log" if build else LOG))
-        return Submission({SCRIPT: "\n".join(lines) + "\n"}, ("sbatch", "--parsable", f"--output={log}", SCRIPT))
+        return Submission(
+            {SCRIPT: "\n".join(lines) + "\n"}, ("sbatch", "--parsable", f"--output={log}", SCRIPT)
+        )
 
     def _options(self, job: JobSpec) -> list[str]:
         build, (fewest, most) = job.action == "build", self.node_range
-        chain = hashlib.sha256(str(job.folder).encode()).hexdigest()[:6]  # whose name no other jobs may have
-        options = [f"--job-name={job.name}" + f"-{chain}" * (self.segments > 1), "--open-mode=append"]
+        chain = hashlib.sha256(str(job.folder).encode()).hexdigest()[
+            :6
+        ]  # whose name no other jobs may have
+        options = [
+            f"--job-name={job.name}" + f"-{chain}" * (self.segments > 1),
+            "--open-mode=append",
+        ]
         options += ["--dependency=singleton"] * (self.segments > 1)
         if build:
             options += ["--nodes=1", f"--array=1-{job.tasks}"]
@@ -205,7 +240,9 @@ class Config(Cluster):
             options += [f"--nodes={fewest}-{most}" if most > fewest else f"--nodes={fewest}"]
         if self.gpus_per_node and not build:
             of_type = f"{self.gpu_type}:" if self.gpu_type else ""
-            options.append(f"--gres=gpu:{of_type}{self.gpus_per_node}")  # which every select plugin takes
+            options.append(
+                f"--gres=gpu:{of_type}{self.gpus_per_node}"
+            )  # which every select plugin takes
         named = {"mincpus": self.cpus_per_node, "mem": self.memory, "partition": self.partition}
         named |= {"account": self.account, "qos": self.qos, "constraint": self.constraint}
         options += [f"--{name}={value}" for name, value in named.items() if value is not None]
@@ -226,7 +263,10 @@ class Config(Cluster):
         named_by_user = (option.partition("=") for option in self.options)
         return [
             *options,
-            *(f"{name}{equals}{shlex.quote(value) if value else ''}" for name, equals, value in named_by_user),
+            *(
+                f"{name}{equals}{shlex.quote(value) if value else ''}"
+                for name, equals, value in named_by_user
+            ),
         ]
 
     @property
@@ -249,7 +289,12 @@ class Config(Cluster):
 
     def _train(self, job: JobSpec, ended: str) -> list[str]:
         processes = [] if self.gpus_per_node else ["--processes", str(self.processes_per_node)]
-        elastic = ["--elastic", f'"{self.node_range[0]}:$SLURM_JOB_NUM_NODES"', "--rendezvous", '"$rendezvous"']
+        elastic = [
+            "--elastic",
+            f'"{self.node_range[0]}:$SLURM_JOB_NUM_NODES"',
+            "--rendezvous",
+            '"$rendezvous"',
+        ]
         srun = self._srun(job, gpus=bool(self.gpus_per_node))
         cancel, stops = (f'"$launch/{name}"' for name in (CANCEL, "stops"))
         lines = [
@@ -316,7 +361,9 @@ class Config(Cluster):
 
     def logs(self, record: Record, follow: bool) -> Iterable[str]:
         """The log of the first segment or task on; all nodes write into one."""
-        return logs.read(record.folder, lambda: follow and self.states([record])[record.id].active, _ASK_SECONDS)
+        return logs.read(
+            record.folder, lambda: follow and self.states([record])[record.id].active, _ASK_SECONDS
+        )
 
     def cancel(self, record: Record) -> None:
         """A run that goes on saves a checkpoint, however long that takes; asked twice, it is ended at once."""
@@ -324,7 +371,9 @@ class Config(Cluster):
         states = {job: queue[job][0][0] for job in record.about["segments"].split() if job in queue}
         if not states:
             raise LaunchError(f"{record.id} has ended already")
-        saves = re.search(r"^#SBATCH --signal=(\w+)@", (record.folder / SCRIPT).read_text(encoding="utf-8"), re.M)
+        saves = re.search(
+            r"^#SBATCH --signal=(\w+)@", (record.folder / SCRIPT).read_text(encoding="utf-8"), re.M
+        )
         again = mark.exists()
         gently = saves is not None and not again
         told = [job for job, state in states.items() if state == "RUNNING" and gently]
@@ -361,7 +410,11 @@ def _state(record: Record, queue: Mapping[str, list[list[str]]]) -> State:
     if not found:
         return logs.state_of_ended(record.folder, int(record.about["tasks"]))
     words = Counter(word.lower() for word, *_ in found)
-    word = next(iter(words)) if len(words) == 1 else ", ".join(f"{count} {word}" for word, count in words.items())
+    word = (
+        next(iter(words))
+        if len(words) == 1
+        else ", ".join(f"{count} {word}" for word, count in words.items())
+    )
     _, nodes, restarts, reason = next((each for each in found if each[0] == "RUNNING"), found[0])
     return State(word, True, nodes, int(restarts or 0), "" if reason == "None" else reason)
 
@@ -387,5 +440,7 @@ def _pattern(path: Path) -> str:
         ConfigError: there is no way to write it.
     """
     if "\\" in str(path):
-        raise ConfigError(f"output {path} has a backslash in it, which Slurm takes for something else; choose another")
+        raise ConfigError(
+            f"output {path} has a backslash in it, which Slurm takes for something else; choose another"
+        )
     return str(path.parent).replace("%", "%%") + "/" + path.name

@@ -28,11 +28,16 @@ def files_of(directory: Path, without: Sequence[Path]) -> list[Path] | None:
     try:
         known, others = _known(directory)
     except LaunchError as error:
-        logger.info("no snapshot of the code is taken, so the job runs what is installed: %s", error)
+        logger.info(
+            "no snapshot of the code is taken, so the job runs what is installed: %s", error
+        )
         return None
-    kept_out = [place.relative_to(directory) for place in without if place.is_relative_to(directory)]
+    kept_out = [
+        place.relative_to(directory) for place in without if place.is_relative_to(directory)
+    ]
     files, left_out = (
-        [path for path in paths if not any(map(path.is_relative_to, kept_out))] for paths in (known, others)
+        [path for path in paths if not any(map(path.is_relative_to, kept_out))]
+        for paths in (known, others)
     )
     if left_out:
         logger.warning(
@@ -60,13 +65,17 @@ def _known(directory: Path) -> tuple[list[Path], list[Path]]:
     files: list[Path] = []
     links: list[Path] = []
     others: list[Path] = []
-    for name in _git(directory, "ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0")[:-1]:
+    for name in _git(
+        directory, "ls-files", "--cached", "--others", "--exclude-standard", "-z"
+    ).split("\0")[:-1]:
         path, place = Path(name), directory / name
         if place.is_file():
             files.append(path)
         elif place.is_symlink() and place.exists():
             links.append(path)
-        elif (place / ".git").exists() and not name.endswith("/"):  # as repositories do that are no submodules
+        elif (place / ".git").exists() and not name.endswith(
+            "/"
+        ):  # as repositories do that are no submodules
             try:
                 of_submodule = _known(place)
             except LaunchError:  # it is broken, or belongs to somebody else
@@ -78,7 +87,9 @@ def _known(directory: Path) -> tuple[list[Path], list[Path]]:
     root, behind = directory.resolve(), []
     for link in links:
         target = (directory / link).resolve()
-        inside = target.relative_to(root) if target.is_relative_to(root) else root  # where none of them is
+        inside = (
+            target.relative_to(root) if target.is_relative_to(root) else root
+        )  # where none of them is
         reached = [link / each.relative_to(inside) for each in files if each.is_relative_to(inside)]
         behind += reached
         others += [link] * (not reached)
@@ -91,7 +102,9 @@ def _git(directory: Path, *arguments: str) -> str:
     except FileNotFoundError as error:
         raise LaunchError("git is not on this machine") from error
     if done.returncode:
-        raise LaunchError(done.stderr.decode(errors="replace").strip().partition("\n")[0].removeprefix("fatal: "))
+        raise LaunchError(
+            done.stderr.decode(errors="replace").strip().partition("\n")[0].removeprefix("fatal: ")
+        )
     return done.stdout.decode(errors="surrogateescape")
 
 
@@ -101,6 +114,8 @@ def take(directory: Path, files: list[Path], target: Path) -> None:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(directory / path, target / path)
     commit = subprocess.run(
-        ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True
+        ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40"],
+        capture_output=True,
+        text=True,
     )
     (target.parent / "commit").write_text(commit.stdout)

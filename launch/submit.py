@@ -54,7 +54,9 @@ class Launch:
     code: tuple[Path, ...] | None
 
 
-def prepare(cluster_file: str, file: str, overrides: Sequence[str], tasks: int | None = None) -> Launch:
+def prepare(
+    cluster_file: str, file: str, overrides: Sequence[str], tasks: int | None = None
+) -> Launch:
     """Renders a job; writes nothing and asks nobody.
 
     Args:
@@ -81,11 +83,17 @@ def prepare(cluster_file: str, file: str, overrides: Sequence[str], tasks: int |
             "read; let the store's own tools find the credentials (docs/object_stores.md)"
         )
     if action == "train" and tasks is not None:
-        raise ConfigError(f"--tasks is for building a dataset, and {file} is an experiment; leave it out")
+        raise ConfigError(
+            f"--tasks is for building a dataset, and {file} is an experiment; leave it out"
+        )
     if tasks is not None and tasks < 1:
         raise ConfigError(f"--tasks must be at least 1, not {tasks}")
     name = re.sub(r"[^a-z0-9]+", "-", Path(output).name.lower()).strip("-")[:40].strip("-") or "run"
-    folder = _folder(output, action) if cluster.shares_files else records.state_folder() / "launches" / name
+    folder = (
+        _folder(output, action)
+        if cluster.shares_files
+        else records.state_folder() / "launches" / name
+    )
     written = (Path(output).absolute(), folder)
     files = snapshot.files_of(Path.cwd(), written) if cluster.takes_snapshot else None
     _check_names(files or [])
@@ -132,7 +140,9 @@ def _stop(tree: Tree) -> _Stop:
 def _check_names(files: Sequence[Path]) -> None:
     """Refuses code that would be taken for this program's own, unless it is."""
     names = {path.parts[0].removesuffix(".py") for path in files}
-    if Path("trainer/cli.py") not in files and (clash := [name for name in _PACKAGES if name in names]):
+    if Path("trainer/cli.py") not in files and (
+        clash := [name for name in _PACKAGES if name in names]
+    ):
         raise ConfigError(
             f"the folder that you submit from has a {clash[0]} of its own, which would hide samestep's module of that "
             "name from the job; rename it, or set cluster.code=installed"
@@ -178,12 +188,17 @@ def check(launch: Launch) -> None:
     if later and isinstance(model, dict) and "kind" not in model:  # which those weights are to tell
         elsewhere, without = True, ["init_from=of_the_job_before"]
     flags = ["--elsewhere"] if elsewhere else []
-    _ask(["config", *launch.arguments, *without, "--devices", devices, *flags], launch.cluster.exported)
+    _ask(
+        ["config", *launch.arguments, *without, "--devices", devices, *flags],
+        launch.cluster.exported,
+    )
 
 
 def _place(launch: Launch) -> str:
     """The output, written in one way only."""
-    return os.path.abspath(launch.output) if launch.cluster.shares_files else launch.output.rstrip("/")
+    return (
+        os.path.abspath(launch.output) if launch.cluster.shares_files else launch.output.rstrip("/")
+    )
 
 
 def _ask(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
@@ -209,7 +224,9 @@ def submit(launch: Launch) -> Record:
     with _uninterrupted(), _made(folder):
         _write(launch)
         identity, about = launch.cluster.submit(launch.submission, folder)
-        record = Record(identity, launch.kind, launch.job.name, _place(launch), folder, time.time(), about)
+        record = Record(
+            identity, launch.kind, launch.job.name, _place(launch), folder, time.time(), about
+        )
         try:
             records.add(record)
         except OSError as error:
@@ -232,7 +249,9 @@ def _write(launch: Launch) -> None:
             (folder / name).write_text(text, encoding="utf-8")
         (folder / CONFIG).write_text(launch.job.config, encoding="utf-8")
         described = {"kind": launch.kind, **to_tree(launch.cluster)}
-        (folder / records.CLUSTER).write_text(yaml.safe_dump(described, sort_keys=False), encoding="utf-8")
+        (folder / records.CLUSTER).write_text(
+            yaml.safe_dump(described, sort_keys=False), encoding="utf-8"
+        )
         if launch.code is not None:
             snapshot.take(launch.job.directory, list(launch.code), folder / CODE)
     except OSError as error:
@@ -246,9 +265,14 @@ def _uninterrupted() -> Iterator[None]:
 
     def hold(number: int, _: object) -> None:
         held.append(number)
-        logger.warning("waiting for the cluster's answer; `samestep jobs` will list the job if it takes it")
+        logger.warning(
+            "waiting for the cluster's answer; `samestep jobs` will list the job if it takes it"
+        )
 
-    before = {number: signal.signal(number, hold) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.signal(number, hold)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:
@@ -268,7 +292,9 @@ def _made(folder: Path) -> Iterator[None]:
     try:
         (folder / "logs").mkdir(parents=True)
     except OSError as error:
-        raise LaunchError(f"cannot write {folder}: {error.strerror}; choose another output") from error
+        raise LaunchError(
+            f"cannot write {folder}: {error.strerror}; choose another output"
+        ) from error
     try:
         yield
     except BaseException:

@@ -43,7 +43,16 @@ def show(console: Console, everything: bool) -> None:
         if newest[record.output] is record:  # whose the run's files are now
             step, restarts = _step(record), _restarts(record) if restarts is None else restarts
         age = _age(time.time() - record.time)
-        table.add_row(record.id, record.kind, word, step, str(restarts or ""), state.nodes, age, _shown(record))
+        table.add_row(
+            record.id,
+            record.kind,
+            word,
+            step,
+            str(restarts or ""),
+            state.nodes,
+            age,
+            _shown(record),
+        )
     console.print(table)
 
 
@@ -74,14 +83,24 @@ def _cluster(of_kind: list[Record]) -> Cluster:
 def _step(record: Record) -> str:
     """The last step that was logged, of how many; empty where that cannot be seen from here."""
     try:
-        training = yaml.safe_load((record.folder / CONFIG).read_text(encoding="utf-8")).get("training") or {}
+        training = (
+            yaml.safe_load((record.folder / CONFIG).read_text(encoding="utf-8")).get("training")
+            or {}
+        )
         with (Path(record.output) / "metrics.jsonl").open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _TAIL_BYTES))
             rows = file.read().splitlines()
         last: Mapping[str, float] = json.loads(rows[-1])
         return f"{last['step']}/{training.get('steps', '?')}"
-    except (OSError, ValueError, LookupError, AttributeError, TypeError, yaml.YAMLError):  # cut short, perhaps
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        TypeError,
+        yaml.YAMLError,
+    ):  # cut short, perhaps
         return ""
 
 

@@ -23,14 +23,18 @@ from trainer.cli import main
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; commands would inherit it
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as in the background of a shell; commands would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VOCAB_SIZE = 600
 
 
 def make_dataset(
-    folder: Path, algorithm: Literal["wordpiece", "unigram"] = "wordpiece", vocabulary: int = VOCAB_SIZE
+    folder: Path,
+    algorithm: Literal["wordpiece", "unigram"] = "wordpiece",
+    vocabulary: int = VOCAB_SIZE,
 ) -> Path:
     """About 1,300 paragraphs of English in 5 train shards and 1 held-out shard, WordPiece tokens, with sentences.
 
@@ -43,17 +47,23 @@ def make_dataset(
     from data_pipeline.tokenizers.tokenizer import Tokenizer
 
     folder.mkdir()
-    paragraphs = [p for name in sorted(topics) for p in topics[name].split("\n\n") if p.strip()][::2]
+    paragraphs = [p for name in sorted(topics) for p in topics[name].split("\n\n") if p.strip()][
+        ::2
+    ]
     tokenizer = TokenizerConfig("", algorithm, vocabulary, lowercase=True).train(paragraphs[:400])
     tokenizer.save(folder / "tokenizer")
     documents = tokenizer.encode_batch(paragraphs)
-    sizes = [[len(part) for part in tokenizer.encode_batch(split(text, "rules"))] for text in paragraphs]
+    sizes = [
+        [len(part) for part in tokenizer.encode_batch(split(text, "rules"))] for text in paragraphs
+    ]
     sentences = [np.cumsum([0, *size[:-1]]) for size in sizes]
     origin = np.array([(0, line) for line in range(len(documents))], dtype=np.uint32)
     dtype = np.dtype(np.uint16)
 
     def write(name: str, chosen: slice) -> ShardInfo:
-        return write_shard(folder / name, documents[chosen], origin[chosen], dtype, sentences[chosen])
+        return write_shard(
+            folder / name, documents[chosen], origin[chosen], dtype, sentences[chosen]
+        )
 
     train = tuple(write(f"train-{i:06d}.tar", slice(1 + i, None, 6)) for i in range(5))
     heldout = (write("heldout-000000.tar", slice(None, None, 60)),)
@@ -125,7 +135,9 @@ checkpoint: {{every: 1000}}
 def t5_experiment(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Span corruption, on a dataset with a SentencePiece tokenizer."""
     folder = tmp_path_factory.mktemp("t5")
-    return write_t5_experiment(make_dataset(folder / "dataset", "unigram"), folder / "experiment.yaml")
+    return write_t5_experiment(
+        make_dataset(folder / "dataset", "unigram"), folder / "experiment.yaml"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -138,7 +150,9 @@ def parts(dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
         made[name] = parent / name
         shutil.copytree(dataset_folder, made[name], ignore=shutil.ignore_patterns(".cache"))
         heldout = whole.splits["heldout"] if name == "a" else ()
-        replace(whole, splits={"train": whole.splits["train"][chosen], "heldout": heldout}).save(made[name])
+        replace(whole, splits={"train": whole.splits["train"][chosen], "heldout": heldout}).save(
+            made[name]
+        )
     return made
 
 
@@ -148,7 +162,9 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
     folder = tmp_path / "disk"
     folder.mkdir()
     size = f"size={getattr(request, 'param', '256k')}"
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("needs the right to mount a small file system")
     yield folder
@@ -199,7 +215,10 @@ def faulty_s3(s3_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> FaultyP
     import fsspec
 
     s3_proxy.behave()
-    settings = {"endpoint_url": s3_proxy.url, "config_kwargs": {"retries": {"total_max_attempts": 1}}}
+    settings = {
+        "endpoint_url": s3_proxy.url,
+        "config_kwargs": {"retries": {"total_max_attempts": 1}},
+    }
     monkeypatch.setitem(fsspec.config.conf, "s3", settings)
     monkeypatch.setattr("trainer.storage.attempts._DELAYS", (0.01,) * 5)
     return s3_proxy

@@ -51,7 +51,9 @@ class FaultyProxy(QuietServer):
 def faulty_proxy(upstream: str) -> Iterator[FaultyProxy]:
     """Runs a proxy in a thread."""
     with FaultyProxy(upstream) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        )
         thread.start()
         yield server
         server.shutdown()
@@ -80,7 +82,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _pass_on(self, body: bytes, cut: bool) -> None:
         headers = {"Authorization": "AWS anybody:nothing"}  # S3 shows an object to nobody else
-        headers |= {name: value for name, value in self.headers.items() if self.server.ranges or name != "Range"}
+        headers |= {
+            name: value
+            for name, value in self.headers.items()
+            if self.server.ranges or name != "Range"
+        }
         connection = http.client.HTTPConnection(self.server.upstream)
         connection.request(self.command, self.path, body, headers)
         answer = connection.getresponse()
@@ -88,13 +94,21 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(answer.status, answer.getheaders(), content, cut)
         connection.close()
 
-    def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes, cut: bool = False) -> None:
+    def _answer(
+        self, status: int, headers: list[tuple[str, str]], content: bytes, cut: bool = False
+    ) -> None:
         self.send_response(status)
         length = str(len(content))
         for name, value in headers:
             if name.lower() == "content-length" and self.command == "HEAD":
                 length = value
-            elif name.lower() not in ("content-length", "transfer-encoding", "connection", "date", "server"):
+            elif name.lower() not in (
+                "content-length",
+                "transfer-encoding",
+                "connection",
+                "date",
+                "server",
+            ):
                 self.send_header(name, value)
         self.send_header("Content-Length", length)
         self.end_headers()

@@ -18,7 +18,9 @@ import pytest
 from tests.server import QuietServer
 
 COMMIT = hashlib.sha1(b"what main points to").hexdigest()
-_API = re.compile(r"/api/(models|datasets)/([\w.-]+(?:/[\w.-]+)?)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?")
+_API = re.compile(
+    r"/api/(models|datasets)/([\w.-]+(?:/[\w.-]+)?)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?"
+)
 _FILE = re.compile(r"/(datasets/)?([\w.-]+(?:/[\w.-]+)?)/resolve/([^/]+)/(.+)")
 
 
@@ -36,7 +38,9 @@ class Hub:
         self.cut = 0
         self._server = QuietServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}
+        )
         self._thread.start()
 
     def write(self, path: str, data: bytes) -> None:
@@ -64,7 +68,9 @@ def running_hub(folder: Path, cache: Path) -> Iterator[Hub]:
         patch.setenv("HF_HOME", str(cache))
         patch.setattr(constants, "ENDPOINT", hub.endpoint)
         patch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
         )
         patch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
         patch.setattr(constants, "HF_URL_HOSTS", frozenset({"127.0.0.1"}), raising=False)
@@ -111,11 +117,21 @@ class _Handler(BaseHTTPRequestHandler):
                     return self._fail(404, "EntryNotFound")
                 found = top.rglob("*") if "recursive=true" in self.path.lower() else top.iterdir()
                 return self._json([_entry(repository, file) for file in sorted(found)])
-            files = [{"rfilename": str(f.relative_to(repository))} for f in repository.rglob("*") if f.is_file()]
-            return self._json({"id": name, "sha": COMMIT, "siblings": files, "private": False, "tags": []})
+            files = [
+                {"rfilename": str(f.relative_to(repository))}
+                for f in repository.rglob("*")
+                if f.is_file()
+            ]
+            return self._json(
+                {"id": name, "sha": COMMIT, "siblings": files, "private": False, "tags": []}
+            )
         match = _FILE.fullmatch(path)
         file = self.hub.folder / (match[1] or "models/") / match[2] / match[4] if match else None
-        return self._file(file, with_body) if file and file.is_file() else self._fail(404, "EntryNotFound")
+        return (
+            self._file(file, with_body)
+            if file and file.is_file()
+            else self._fail(404, "EntryNotFound")
+        )
 
     def _file(self, file: Path, with_body: bool) -> None:
         data = file.read_bytes()

@@ -20,13 +20,17 @@ _CONTEXT.set_forkserver_preload(
 )  # the last one for FSDP2
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 200) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 200
+) -> list[Any]:
     """Calls `function(*arguments)` in every process, RANK and WORLD_SIZE set; returns the results by rank.
 
     `function` must be importable by name. Raises the first failure, with the child's own traceback. The processes end
     with their groups: one that destroys its group before a DDP module is gone may hang (see `World.close`).
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+    )
     environment = {
         **os.environ,  # what has been set since the server was started
         "WORLD_SIZE": str(world_size),
@@ -40,7 +44,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, ti
     for rank in range(world_size):
         receiver, sender = _CONTEXT.Pipe(duplex=False)
         process = _CONTEXT.Process(
-            target=_child, args=(sender, {**environment, "RANK": str(rank)}, function, arguments), daemon=True
+            target=_child,
+            args=(sender, {**environment, "RANK": str(rank)}, function, arguments),
+            daemon=True,
         )
         process.start()
         sender.close()
@@ -69,8 +75,14 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     silent: list[int] = []
     while len(results) + len(silent) < len(pipes):
-        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results and rank not in silent}
-        patience = 5.0 if silent else deadline - time.monotonic()  # a death is often the echo of another rank's failure
+        waiting = {
+            pipe: rank
+            for rank, pipe in enumerate(pipes)
+            if rank not in results and rank not in silent
+        }
+        patience = (
+            5.0 if silent else deadline - time.monotonic()
+        )  # a death is often the echo of another rank's failure
         ready = wait(list(waiting), max(0.0, patience))
         if not ready:
             break
@@ -86,11 +98,15 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
             results[rank] = result
     if len(results) < len(pipes):
         missing = sorted(set(range(len(pipes))) - results.keys())
-        raise AssertionError(f"of {len(pipes)} ranks, {missing} did not answer in time; {silent} died without a word")
+        raise AssertionError(
+            f"of {len(pipes)} ranks, {missing} did not answer in time; {silent} died without a word"
+        )
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _child(pipe: Any, environment: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _child(
+    pipe: Any, environment: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     import torch
 
     os.environ.update(environment)

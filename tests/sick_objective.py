@@ -44,7 +44,9 @@ class SickObjective(mlm.MaskedLM):
             self._sick = [number for number in self._sick if number not in found]
         return super().weights(batch)
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
+    def loss(
+        self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]
+    ) -> Loss:
         loss = super().loss(model, batch, totals)
         ill, self._ill = self._ill, False
         return replace(loss, total=loss.total * self._factor) if ill else loss

@@ -31,7 +31,9 @@ class WebServer:
         self.released = threading.Condition()
         self._server = QuietServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"web": self}))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}
+        )
         self._thread.start()
 
     def release(self) -> None:
@@ -77,7 +79,9 @@ class _Handler(BaseHTTPRequestHandler):
             content = content[int(wanted[1]) : int(wanted[2]) + 1]
         self.send_response(206 if wanted else 200)
         if wanted:
-            self.send_header("Content-Range", f"bytes {wanted[1]}-{int(wanted[1]) + len(content) - 1}/{total}")
+            self.send_header(
+                "Content-Range", f"bytes {wanted[1]}-{int(wanted[1]) + len(content) - 1}/{total}"
+            )
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()

@@ -31,7 +31,18 @@ _USERS_ERRNO = {
 }
 
 _METRICS = (  # trainer.metrics.texts.METRICS, which takes longer to import
-    *("bleu", "bleu_intl", "chrf", "rouge_1", "rouge_2", "rouge_l", "rouge_lsum", "accuracy", "f1", "macro_f1"),
+    *(
+        "bleu",
+        "bleu_intl",
+        "chrf",
+        "rouge_1",
+        "rouge_2",
+        "rouge_l",
+        "rouge_lsum",
+        "accuracy",
+        "f1",
+        "macro_f1",
+    ),
     *("matthews", "pearson", "spearman", "answer_exact_match", "answer_f1"),
 )
 
@@ -119,7 +130,9 @@ def _add_evaluate(commands: Commands) -> None:
     )
     evaluate.add_argument("run_folder", metavar="RUN", help="the output folder of a run")
     evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-    evaluate.add_argument("--step", metavar="N|best", help="the checkpoint to score (default: the newest)")
+    evaluate.add_argument(
+        "--step", metavar="N|best", help="the checkpoint to score (default: the newest)"
+    )
     evaluate.add_argument(
         "--predictions",
         type=Path,
@@ -131,7 +144,12 @@ def _add_evaluate(commands: Commands) -> None:
     generated.add_argument("--generate", nargs="*", metavar="key=value", help=help_)
     help_ = f"out of: {', '.join(_METRICS)} (default: bleu chrf)"
     generated.add_argument(
-        "--metrics", nargs="+", choices=_METRICS, default=["bleu", "chrf"], metavar="METRIC", help=help_
+        "--metrics",
+        nargs="+",
+        choices=_METRICS,
+        default=["bleu", "chrf"],
+        metavar="METRIC",
+        help=help_,
     )
     help_ = "files of pairs like those of the run's dataset (default: its held-out split)"
     generated.add_argument("--pairs", nargs="+", metavar="FILE", default=[], help=help_)
@@ -169,10 +187,14 @@ def _add_fill(commands: Commands) -> None:
         'example:\n  samestep fill runs/bert_mini "the man went to the [MASK]"',
     )
     fill.add_argument(
-        "checkpoint", metavar="CKPT", help="a run or a step, its folder or address; a Hugging Face folder or hf://NAME"
+        "checkpoint",
+        metavar="CKPT",
+        help="a run or a step, its folder or address; a Hugging Face folder or hf://NAME",
     )
     fill.add_argument("text", nargs="+", help="texts with [MASK] (or <mask>) in them")
-    fill.add_argument("--top", type=int, default=5, metavar="K", help="candidates a mask (default: 5)")
+    fill.add_argument(
+        "--top", type=int, default=5, metavar="K", help="candidates a mask (default: 5)"
+    )
 
 
 def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
@@ -188,10 +210,21 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"samestep {__version__}")
-    parser.add_argument("--traceback", action="store_true", help="show the Python stack of an error")
+    parser.add_argument(
+        "--traceback", action="store_true", help="show the Python stack of an error"
+    )
     parser.add_argument("--verbose", action="store_true", help="log details")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_train, _add_config, _add_evaluate, _add_export, _add_fill, add_fetch, add_report, add_doctor):
+    for add in (
+        _add_train,
+        _add_config,
+        _add_evaluate,
+        _add_export,
+        _add_fill,
+        add_fetch,
+        add_report,
+        add_doctor,
+    ):
         add(commands)
     others = entry_points(group="samestep.commands")
     for entry_point in [each for each in others if each.name == wanted] or others:
@@ -224,7 +257,9 @@ def _processes_to_start(args: argparse.Namespace, experiment: Experiment) -> int
 
     if agent.under_launcher():
         return 0
-    processes: int = len(detect.processes(experiment.accelerator)) if args.processes is None else args.processes
+    processes: int = (
+        len(detect.processes(experiment.accelerator)) if args.processes is None else args.processes
+    )
     if processes < 1:
         raise ConfigError(f"--processes must be at least 1, not {processes}")
     return processes
@@ -241,13 +276,19 @@ def _train(args: argparse.Namespace) -> int:
 
     experiment = load_experiment(args.file, args.overrides)
     if args.rendezvous and not args.elastic:
-        raise ConfigError("--rendezvous is where the machines of an elastic run meet; add --elastic MIN:MAX")
+        raise ConfigError(
+            "--rendezvous is where the machines of an elastic run meet; add --elastic MIN:MAX"
+        )
     snapshots = experiment.checkpoint.snapshot_every is not None
-    elastic = agent.Elastic.parse(args.elastic, args.rendezvous, snapshots) if args.elastic else None
+    elastic = (
+        agent.Elastic.parse(args.elastic, args.rendezvous, snapshots) if args.elastic else None
+    )
     processes = _processes_to_start(args, experiment)
     if processes > 1 or (processes and elastic):
         signals = experiment.training.preemption.numbers
-        return agent.run_workers(main, _worker_arguments(args, "train", args.file), processes, elastic, signals)
+        return agent.run_workers(
+            main, _worker_arguments(args, "train", args.file), processes, elastic, signals
+        )
     from trainer.training.run import train
 
     return train(experiment)
@@ -261,9 +302,13 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     file = os.path.join(args.run_folder, "config.yaml")
     if not os.path.isfile(file):
-        raise ConfigError(f"{args.run_folder} is no run (no config.yaml in it); name the output folder of a run")
+        raise ConfigError(
+            f"{args.run_folder} is no run (no config.yaml in it); name the output folder of a run"
+        )
     experiment = decode(Experiment, read_stored(file, args.overrides))
-    experiment = dataclasses.replace(experiment, output=args.run_folder)  # wherever the run was when it was trained
+    experiment = dataclasses.replace(
+        experiment, output=args.run_folder
+    )  # wherever the run was when it was trained
     step = _step(args.step, experiment)
     if args.generate is not None:
         from trainer.inference import scores
@@ -273,12 +318,16 @@ def _evaluate(args: argparse.Namespace) -> int:
                 "--predictions writes what a head predicts, and with --generate texts are written; leave one out, or "
                 "let samestep generate write texts to a file"
             )
-        return _print_scores(scores.evaluate(experiment, step, args.generate, args.metrics, args.pairs, args.limit))
+        return _print_scores(
+            scores.evaluate(experiment, step, args.generate, args.metrics, args.pairs, args.limit)
+        )
     processes = _processes_to_start(args, experiment)
     if processes > 1:
         flags = [] if step is None else [f"--step={step}"]
         flags += [] if args.predictions is None else [f"--predictions={args.predictions}"]
-        return agent.run_workers(main, _worker_arguments(args, "evaluate", args.run_folder, *flags), processes)
+        return agent.run_workers(
+            main, _worker_arguments(args, "evaluate", args.run_folder, *flags), processes
+        )
     if processes == 1:
         experiment = experiment.in_one_process()
     from trainer.inference.evaluate import evaluate
@@ -296,7 +345,9 @@ def _step(said: str | None, experiment: Experiment) -> int | None:
     from trainer.training.run import checkpoint_folder
 
     if (step := retention.best_step(checkpoint_folder(experiment))) is None:
-        raise ConfigError(f"{experiment.output} was trained without training.best; name a step by its number")
+        raise ConfigError(
+            f"{experiment.output} was trained without training.best; name a step by its number"
+        )
     return step
 
 
@@ -324,14 +375,20 @@ def _fill(args: argparse.Namespace) -> int:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parses the command line; overrides, texts and flags may stand anywhere, as argparse alone does not allow."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = build_parser(next((argument for argument in arguments if not argument.startswith("-")), None))
+    parser = build_parser(
+        next((argument for argument in arguments if not argument.startswith("-")), None)
+    )
     args, rest = parser.parse_known_args(arguments)
     for flag in ("--traceback", "--verbose"):
         if flag in rest:
             rest.remove(flag)
             setattr(args, flag[2:], True)
     listed = "text" if hasattr(args, "text") else "overrides"
-    more = [argument for argument in rest if not argument.startswith("-") and ("=" in argument or listed == "text")]
+    more = [
+        argument
+        for argument in rest
+        if not argument.startswith("-") and ("=" in argument or listed == "text")
+    ]
     if rest != more or (more and not hasattr(args, listed)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if more:
@@ -344,7 +401,9 @@ def _nobody_reads() -> bool:
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own end would fail to flush, too
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # or Python's own end would fail to flush, too
         return True
     return False
 
@@ -353,7 +412,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a sub-command; users' mistakes become one paragraph on stderr and an exit code, not a stack trace."""
     # Huge pages, a tenth of a small model's step on a CPU; torch looks when it is imported.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    sys.path.append(os.getcwd())  # a dotted kind may be a module of the user's own; last, so that it shadows nothing
+    sys.path.append(
+        os.getcwd()
+    )  # a dotted kind may be a module of the user's own; last, so that it shadows nothing
     args = _parse(arguments)
     under_launcher = "RANK" in os.environ
     log.set_up(rank=int(os.environ.get("RANK", "0")), verbose=args.verbose)
@@ -367,14 +428,20 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads():
             return 128 + signal.SIGPIPE
-        explained = isinstance(error, SamestepError) or (isinstance(error, OSError) and error.errno in _USERS_ERRNO)
+        explained = isinstance(error, SamestepError) or (
+            isinstance(error, OSError) and error.errno in _USERS_ERRNO
+        )
         logger.error("error: %s", error, exc_info=args.traceback or not explained)
         code = EXIT_FAILED if explained else EXIT_CRASHED
         if isinstance(error, SamestepError):
             code = error.exit_code
-        if code == EXIT_CRASHED and not under_launcher:  # the code is between workers and their agent
+        if (
+            code == EXIT_CRASHED and not under_launcher
+        ):  # the code is between workers and their agent
             code = EXIT_FAILED
-    if code and under_launcher:  # other ranks may wait in a collective: leave without the farewells they'd need
+    if (
+        code and under_launcher
+    ):  # other ranks may wait in a collective: leave without the farewells they'd need
         logging.shutdown()
         os._exit(code)
     return code

@@ -7,7 +7,9 @@ Programmer errors stay plain `assert`s and exceptions: they keep their stack tra
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-EXIT_UNAVAILABLE = 69  # too few machines have met: run it again when there are more (EX_UNAVAILABLE of sysexits.h)
+EXIT_UNAVAILABLE = (
+    69  # too few machines have met: run it again when there are more (EX_UNAVAILABLE of sysexits.h)
+)
 EXIT_CRASHED = 70  # a process of a run failed in a way that starting again may cure (EX_SOFTWARE)
 EXIT_PREEMPTED = 75  # stopped on request, with a checkpoint saved: run it again (EX_TEMPFAIL)
 EXIT_REGROUP = 76  # a process of a run stopped only because others did, or because others come
@@ -71,4 +73,6 @@ class MissingExtra(ConfigError):
     """An optional package is needed and not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs the package {package!r}; install it with: pip install 'samestep[{extra}]'")
+        super().__init__(
+            f"{purpose} needs the package {package!r}; install it with: pip install 'samestep[{extra}]'"
+        )

@@ -29,9 +29,15 @@ def set_up(rank: int = 0, verbose: bool = False) -> None:
     stderr = _StderrHandler(logging.WARNING if rank else level)
     stderr.setFormatter(logging.Formatter(f"%(asctime)s {who}%(message)s", datefmt="%H:%M:%S"))
     handlers: list[logging.Handler] = [stderr]
-    if (folder := Path(os.environ.get(FILES, ""))).name and "RANK" in os.environ and folder.is_dir():
+    if (
+        (folder := Path(os.environ.get(FILES, ""))).name
+        and "RANK" in os.environ
+        and folder.is_dir()
+    ):
         handlers.append(logging.FileHandler(folder / f"rank-{rank:05}.log"))
-        handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handlers[-1].setFormatter(
+            logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        )
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
     for package in ("trainer", "data_pipeline", "launch"):
         logging.getLogger(package).setLevel(level)
@@ -40,5 +46,7 @@ def set_up(rank: int = 0, verbose: bool = False) -> None:
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it shows the stack of every failure
     if not verbose:
         warnings.filterwarnings("ignore", module=r"torch\..*")
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # C++ stack traces when another process has died
+        os.environ.setdefault(
+            "TORCH_CPP_LOG_LEVEL", "ERROR"
+        )  # C++ stack traces when another process has died
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -43,9 +43,13 @@ class SegmentParameter(nn.Parameter):
 
     segment: Segment
 
-    def __new__(cls, data: Tensor, segment: Segment, requires_grad: bool = True) -> SegmentParameter:
+    def __new__(
+        cls, data: Tensor, segment: Segment, requires_grad: bool = True
+    ) -> SegmentParameter:
         assert data.ndim == 1, f"{list(data.shape)} is not flat"
-        assert 0 <= segment.start <= math.prod(segment.shape) - len(data), f"{len(data)} elements do not fit {segment}"
+        assert 0 <= segment.start <= math.prod(segment.shape) - len(data), (
+            f"{len(data)} elements do not fit {segment}"
+        )
         parameter = super().__new__(cls, data, requires_grad)
         parameter.segment = segment
         return parameter
@@ -66,7 +70,9 @@ class StackedParameter(nn.Parameter):
 
     members: tuple[str, ...]
 
-    def __new__(cls, data: Tensor, names: tuple[str, ...], requires_grad: bool = True) -> StackedParameter:
+    def __new__(
+        cls, data: Tensor, names: tuple[str, ...], requires_grad: bool = True
+    ) -> StackedParameter:
         assert len(data) == len(names), f"{list(data.shape)} for {len(names)} names"
         parameter = super().__new__(cls, data, requires_grad)
         parameter.members = names
@@ -143,7 +149,9 @@ def _offset(tensor: Tensor) -> tuple[int, ...]:
             offset[placement.dim] += start
             shape[placement.dim] = min(chunk, length - start)
     local = tensor.to_local().shape
-    assert local == tuple(shape), f"{list(local)} here, {shape} by its placements {tensor.placements}"
+    assert local == tuple(shape), (
+        f"{list(local)} here, {shape} by its placements {tensor.placements}"
+    )
     return tuple(offset)
 
 
@@ -151,7 +159,9 @@ def flat_start(tensor: Tensor) -> int:
     """Where in the flattened whole the part of a tensor begins that this process holds; it must be one flat range."""
     if isinstance(tensor, SegmentParameter):
         return tensor.segment.start
-    assert _local(tensor).shape[1:] == tensor.shape[1:], "it is split over another dimension than its first"
+    assert _local(tensor).shape[1:] == tensor.shape[1:], (
+        "it is split over another dimension than its first"
+    )
     return math.prod(tensor.shape[1:]) * next(iter(_offset(tensor)), 0)
 
 
@@ -168,7 +178,9 @@ def block_bounds(tensor: Tensor, blocks: int) -> list[int]:
     return [min(max(block * size - start, 0), len(part)) for block in range(blocks + 1)]
 
 
-def rectangles(part: Tensor, start: int, shape: Sequence[int]) -> list[tuple[Tensor, tuple[int, ...]]]:
+def rectangles(
+    part: Tensor, start: int, shape: Sequence[int]
+) -> list[tuple[Tensor, tuple[int, ...]]]:
     """Cuts a flat range of a tensor of n dimensions into rectangles of it: at most 2n - 1.
 
     Args:
@@ -185,7 +197,9 @@ def rectangles(part: Tensor, start: int, shape: Sequence[int]) -> list[tuple[Ten
     return [(view.view(size), offset) for view, (offset, size) in zip(views, found, strict=True)]
 
 
-def _cut(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _cut(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The offset and size of each rectangle of [start, stop): of a row's end, whole rows, and a row's beginning."""
     if start == stop:
         return
@@ -258,7 +272,9 @@ def add_up(values: Tensor, like: Tensor) -> Tensor:
     return values
 
 
-def whole_norms(tensors: Iterable[Tensor], like: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+def whole_norms(
+    tensors: Iterable[Tensor], like: Tensor, counts: Sequence[int] | None = None
+) -> Tensor:
     """The L2 norms of whole tensors, with one collective for all of them.
 
     Args:

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-TaskKind: TypeAlias = Literal["classification", "regression", "multiple_choice", "tagging", "question_answering"]
+TaskKind: TypeAlias = Literal[
+    "classification", "regression", "multiple_choice", "tagging", "question_answering"
+]
 
 Layout: TypeAlias = Literal["joined", "windows", "choices"]
 """How the texts of a row become sequences:
@@ -49,7 +51,14 @@ TASKS: Mapping[TaskKind, TaskFacts] = {
         head="classification",
         layout="joined",
         labeled="row",
-        metrics=("accuracy", "f1", "macro_f1", "matthews", "group_exact_match", "group_first_right"),
+        metrics=(
+            "accuracy",
+            "f1",
+            "macro_f1",
+            "matthews",
+            "group_exact_match",
+            "group_first_right",
+        ),
         constant_answer="label",
         pipeline="text-classification",
         architecture="SequenceClassification",
@@ -87,7 +96,13 @@ TASKS: Mapping[TaskKind, TaskFacts] = {
         labeled="span",
         metrics=(
             *("exact_match", "f1"),
-            *("has_answer_exact_match", "has_answer_f1", "no_answer_accuracy", "best_exact_match", "best_f1"),
+            *(
+                "has_answer_exact_match",
+                "has_answer_f1",
+                "no_answer_accuracy",
+                "best_exact_match",
+                "best_f1",
+            ),
         ),
         constant_answer="none",
         pipeline="question-answering",

@@ -78,11 +78,17 @@ class Config:
 
     def __post_init__(self) -> None:
         if not 0 <= self.heldout_fraction < 1:
-            raise ConfigError(f"heldout_fraction is a share of the documents in [0, 1), not {self.heldout_fraction}")
+            raise ConfigError(
+                f"heldout_fraction is a share of the documents in [0, 1), not {self.heldout_fraction}"
+            )
         if self.shard_bytes < 1:
-            raise ConfigError(f"shard_bytes must be at least 1, not {self.shard_bytes}; the default is {2**25}")
+            raise ConfigError(
+                f"shard_bytes must be at least 1, not {self.shard_bytes}; the default is {2**25}"
+            )
         if self.workers is not None and self.workers < 1:
-            raise ConfigError(f"workers must be at least 1, not {self.workers}; leave it out for one a core")
+            raise ConfigError(
+                f"workers must be at least 1, not {self.workers}; leave it out for one a core"
+            )
         _ = self.limit_bytes  # refuses what is no size
 
     @property
@@ -142,32 +148,52 @@ class _Build:
         self.folder = Path(config.output)
         self.tokenizer = Tokenizer.load(config.tokenizer.path)
         self.source: Source = config.source.build()
-        self.settings: Tree = {"heldout_fraction": config.heldout_fraction, "shard_bytes": config.shard_bytes}
+        self.settings: Tree = {
+            "heldout_fraction": config.heldout_fraction,
+            "shard_bytes": config.shard_bytes,
+        }
         if config.limit_bytes is not None:  # so that datasets built without one are what they were
             self.settings["limit"] = config.limit_bytes
         if config.sentences is not None:
             self.settings["sentences"] = splitter_version(config.sentences)
         if isinstance(self.source, PairSource):
             if config.sentences is not None:
-                raise ConfigError(f"sentences is {config.sentences}, and pairs of texts have none; leave it out")
+                raise ConfigError(
+                    f"sentences is {config.sentences}, and pairs of texts have none; leave it out"
+                )
             self.settings["target_file"] = self.source.target_file
         if isinstance(self.source, TaskSource):
             if config.sentences is not None:
-                raise ConfigError(f"sentences is {config.sentences}, and rows of a task have none; leave it out")
+                raise ConfigError(
+                    f"sentences is {config.sentences}, and rows of a task have none; leave it out"
+                )
             self.settings["task"] = {"target": self.source.kind, "labels": list(self.source.labels)}
         # Not the signatures of addresses: datasets are passed on, and the next signature names the same text.
         self.files = tuple(map(shown, self.source.files))
         self.source_tree: Tree = to_tree(config)["source"]
-        for name in [name for name in self.source_tree if name.endswith("paths") or name == "heldout"]:
+        for name in [
+            name for name in self.source_tree if name.endswith("paths") or name == "heldout"
+        ]:
             self.source_tree[name] = [shown(path) for path in self.source_tree[name]]
-        recipe = [FORMAT, self.tokenizer.fingerprint, self.source_tree, _original_settings(self.settings)]
+        recipe = [
+            FORMAT,
+            self.tokenizer.fingerprint,
+            self.source_tree,
+            _original_settings(self.settings),
+        ]
         self.digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
         self.units: list[str] = []  # digest of each, of other slices too
         self.unknown = 0
-        self.stopped_by: list[tuple[int, tuple[int, int, str]]] = []  # unit, its first rejected record
+        self.stopped_by: list[
+            tuple[int, tuple[int, int, str]]
+        ] = []  # unit, its first rejected record
 
     def run(self, force: bool = False) -> Manifest | None:
-        if not force and (self.folder / MANIFEST).exists() and not (self.folder / ".build").exists():
+        if (
+            not force
+            and (self.folder / MANIFEST).exists()
+            and not (self.folder / ".build").exists()
+        ):
             return self._finished_already()
         before = _cpu_seconds()
         with Claim(self.folder, self.part) as claim:
@@ -206,7 +232,10 @@ class _Build:
                 f"{self.folder} holds a finished dataset that was built from another source, tokenizer or settings; "
                 f"choose another folder with output=DIR, or replace it with --force"
             )
-        logger.info("%s is built already; if the source files have changed, build it again with --force", self.folder)
+        logger.info(
+            "%s is built already; if the source files have changed, build it again with --force",
+            self.folder,
+        )
         return found
 
     def _make_units(self) -> Meter:
@@ -223,16 +252,26 @@ class _Build:
                     self._check(unit.index, outcome)
                     meter.advance(unit.share, unit.size, outcome.documents_in)
         except KeyboardInterrupt:
-            logger.warning("stopped; the shards finished so far are kept: run the same command again to go on")
+            logger.warning(
+                "stopped; the shards finished so far are kept: run the same command again to go on"
+            )
             raise
         self._stop_if_rejected()
         if self.part is not None and self.part.index > len(self.units):
-            logger.info("slice %s has nothing to make: the source gives %d units only", self.part, len(self.units))
+            logger.info(
+                "slice %s has nothing to make: the source gives %d units only",
+                self.part,
+                len(self.units),
+            )
         return meter
 
     def _missing_units(self, meter: Meter) -> Iterator[Unit]:
-        for unit in cut(limited(self.source.records(), self.config.limit_bytes), self.config.shard_bytes):
-            if self.stopped_by:  # units that came before are finished still: the first bad record of all is reported
+        for unit in cut(
+            limited(self.source.records(), self.config.limit_bytes), self.config.shard_bytes
+        ):
+            if (
+                self.stopped_by
+            ):  # units that came before are finished still: the first bad record of all is reported
                 return
             self.units.append(unit.digest)
             if self.part is not None and not self.part.has(unit.index):
@@ -249,7 +288,11 @@ class _Build:
         if outcome is None or (outcome.build, outcome.digest) != (self.digest, self.units[index]):
             return None
         paths = {self.folder / shard.name: shard.bytes for shard in outcome.shards.values()}
-        return outcome if all(path.exists() and path.stat().st_size == size for path, size in paths.items()) else None
+        return (
+            outcome
+            if all(path.exists() and path.stat().st_size == size for path, size in paths.items())
+            else None
+        )
 
     def _check(self, index: int, outcome: Outcome) -> None:
         if outcome.rejected and self.config.on_error == "stop":
@@ -270,7 +313,9 @@ class _Build:
         for index in range(len(self.units)):
             if outcome_path(self.folder, index).name not in there:
                 missing += 1
-            elif alone:  # else others may wait at the door meanwhile, and the last of them looks closely
+            elif (
+                alone
+            ):  # else others may wait at the door meanwhile, and the last of them looks closely
                 if outcome := self._outcome(index):
                     self._check(index, outcome)
                 else:
@@ -279,9 +324,13 @@ class _Build:
             self._stop_if_rejected()
             return True
         left = (
-            f"others still have to make {missing} of {len(self.units)} units" if missing else "others are at work still"
+            f"others still have to make {missing} of {len(self.units)} units"
+            if missing
+            else "others are at work still"
         )
-        logger.info("slice %s of %s is done: %s, and the last one merges", self.part, self.folder, left)
+        logger.info(
+            "slice %s of %s is done: %s, and the last one merges", self.part, self.folder, left
+        )
         return False
 
     def _gather(self) -> Manifest:
@@ -303,17 +352,23 @@ class _Build:
                     file.write(json.dumps(entry).encode() + b"\n")
         if not reasons:
             (self.folder / "rejected.jsonl").unlink()
-        first_heldout = self.source.first_heldout if isinstance(self.source, (TaskSource, PairSource)) else None
+        first_heldout = (
+            self.source.first_heldout if isinstance(self.source, (TaskSource, PairSource)) else None
+        )
         counts = f"{documents_in} read, {reasons.total()} rejected ({dict(reasons)})"
         if first_heldout is not None and not splits["heldout"]:
-            limit = "" if self.config.limit is None else f", raise limit, which is {self.config.limit},"
+            limit = (
+                "" if self.config.limit is None else f", raise limit, which is {self.config.limit},"
+            )
             names = ", ".join(self.files[first_heldout : first_heldout + _MOST_NAMED])
             raise DataError(
                 f"the source's files of held-out rows give none: {names}{' ...' * (len(self.files) > _MOST_NAMED)} "
                 f"({counts}); correct them{limit} or leave them out"
             )
         if not splits["train"] and first_heldout != 0:  # unless it was given nothing to train on
-            raise DataError(f"the source holds no document to train on: {counts}; correct source or heldout_fraction")
+            raise DataError(
+                f"the source holds no document to train on: {counts}; correct source or heldout_fraction"
+            )
         vocab_size = self.tokenizer.vocabulary.size
         return Manifest(
             format=FORMAT,
@@ -332,13 +387,17 @@ class _Build:
         """Removes the outcomes, and shards and temporary files that stopped builds of other settings or input left."""
         names = {shard.name for shard in built.shards}
         for path in self.folder.iterdir():
-            if path.name.endswith(".tmp") or (_SHARD_NAME.fullmatch(path.name) and path.name not in names):
+            if path.name.endswith(".tmp") or (
+                _SHARD_NAME.fullmatch(path.name) and path.name not in names
+            ):
                 path.unlink()
         shutil.rmtree(self.folder / ".build", ignore_errors=True)  # of NFS, for one: see Claim
 
     def _report(self, built: Manifest, meter: Meter, cpu_seconds: float) -> None:
         for reason, count in built.documents_rejected.items():
-            logger.warning("rejected %d: %s (each listed in %s/rejected.jsonl)", count, reason, self.folder)
+            logger.warning(
+                "rejected %d: %s (each listed in %s/rejected.jsonl)", count, reason, self.folder
+            )
         tokens = sum(shard.tokens for shard in built.shards)
         if self.unknown > _MANY_UNKNOWN * tokens:
             logger.warning(
@@ -351,7 +410,9 @@ class _Build:
         if not built.splits["train"]:
             logger.warning("all rows are held out: this dataset is for evaluation only")
         if not built.splits["heldout"]:
-            logger.warning("no document is held out for evaluation; raise heldout_fraction to have some")
+            logger.warning(
+                "no document is held out for evaluation; raise heldout_fraction to have some"
+            )
         logger.info(
             "built %s: %s documents, %s tokens, %d shards in %.1f s, %.2f MB per CPU-second",
             self.folder,

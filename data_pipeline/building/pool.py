@@ -126,7 +126,9 @@ def _serve(connection: Connection, start: Callable[[], Callable[[Item], Result]]
                 connection.send((function(item), None))
             except Exception as error:
                 if not isinstance(error, DataError):
-                    error.add_note(traceback.format_exc())  # a pickled exception loses its traceback
+                    error.add_note(
+                        traceback.format_exc()
+                    )  # a pickled exception loses its traceback
                 connection.send((None, error))
 
 

@@ -23,10 +23,16 @@ class Meter:
         self._title = title
         self._share, self._documents = 0.0, 0
         self._started = self._shown = time.monotonic()
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:3.0f}%"),
+        )
         times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
         console = Console(stderr=True)
-        self._bar = Progress(*columns, *times, console=console, disable=not console.is_terminal, transient=True)
+        self._bar = Progress(
+            *columns, *times, console=console, disable=not console.is_terminal, transient=True
+        )
         self._task = self._bar.add_task(title, total=1.0)
 
     def __enter__(self) -> Meter:
@@ -34,7 +40,10 @@ class Meter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._bar.stop()
 
@@ -52,7 +61,9 @@ class Meter:
         if now - self._shown < (_LOG_EVERY if self._bar.disable else _DRAW_EVERY):
             return
         self._shown = now
-        text = f"{self._title} {self.megabytes / self.seconds:.2f} MB/s, {self._documents:,} documents"
+        text = (
+            f"{self._title} {self.megabytes / self.seconds:.2f} MB/s, {self._documents:,} documents"
+        )
         if self._bar.disable:
             left = self.seconds * (1 - self._share) / max(self._share, 1e-9)
             logger.info("%s, %.0f%%, %.0f s left", text, 100 * self._share, left)

@@ -60,7 +60,13 @@ def push(folder: Path, url: str, force: bool = False) -> None:
     storage.upload(folder / MANIFEST, f"{url}/{MANIFEST}")
     storage.remove(f"{url}/{PARTIAL_MANIFEST}")
     kept = len(manifest.shards) - sent
-    logger.info("pushed %s: %d shards sent, %d were there; train on it with data.path=%s", folder, sent, kept, url)
+    logger.info(
+        "pushed %s: %d shards sent, %d were there; train on it with data.path=%s",
+        folder,
+        sent,
+        kept,
+        url,
+    )
 
 
 def _small_files(folder: Path) -> Iterator[str]:
@@ -77,12 +83,16 @@ def _free(url: str, manifest: Manifest, force: bool) -> None:
     Raises:
         DataError: it is not, and is no other dataset that may be replaced.
     """
-    found = [there for name in (MANIFEST, PARTIAL_MANIFEST) if (there := _manifest_at(f"{url}/{name}"))]
+    found = [
+        there for name in (MANIFEST, PARTIAL_MANIFEST) if (there := _manifest_at(f"{url}/{name}"))
+    ]
     if not found and storage.names(url):
         raise DataError(f"{url} is neither empty nor a dataset; push to another address")
     others = [there for there in found if there.digest != manifest.digest]
     if others and not force:
-        raise DataError(f"{url} holds another dataset; push to another address, or replace it with --force")
+        raise DataError(
+            f"{url} holds another dataset; push to another address, or replace it with --force"
+        )
     for other in others:
         with ThreadPoolExecutor(_TRANSFERS) as threads:
             list(threads.map(lambda shard: storage.remove(f"{url}/{shard.name}"), other.shards))
@@ -108,5 +118,7 @@ def _send(folder: Path, url: str, shard: ShardInfo) -> bool:
         pass
     if storage.upload(folder / shard.name, address).sha256 != shard.sha256:
         storage.remove(address)
-        raise DataError(f"the bytes of {folder / shard.name} have changed (SHA-256 differs); build the dataset again")
+        raise DataError(
+            f"the bytes of {folder / shard.name} have changed (SHA-256 differs); build the dataset again"
+        )
     return True

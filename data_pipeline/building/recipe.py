@@ -13,7 +13,17 @@ from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError
 
 OF_RUNS = (
-    *("objective", "score", "epochs", "warmup", "sequence_length", "metrics", "grid", "evaluations", "patience"),
+    *(
+        "objective",
+        "score",
+        "epochs",
+        "warmup",
+        "sequence_length",
+        "metrics",
+        "grid",
+        "evaluations",
+        "patience",
+    ),
     *("start", "published", "published_by", "experiment", "also", "generation"),
 )
 """Settings of a task file that a dataset does not depend on."""

@@ -51,7 +51,9 @@ class Slice:
         """
         match = _FORM.fullmatch(text)
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            raise ConfigError(f"--slice takes I/N, the I-th of N slices with I from 1 to N, such as 3/8; not {text!r}")
+            raise ConfigError(
+                f"--slice takes I/N, the I-th of N slices with I from 1 to N, such as 3/8; not {text!r}"
+            )
         return cls(int(match[1]), int(match[2]))
 
     def has(self, unit: int) -> bool:
@@ -77,7 +79,10 @@ class Claim:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._held.close()
         # NFS keeps a removed file in its folder under another name for as long as it is open.
@@ -112,7 +117,9 @@ class Claim:
         """
         try:
             if self._part is not None:
-                own = self._held.enter_context(self._open(f"slice-{self._part.index}-of-{self._part.count}"))
+                own = self._held.enter_context(
+                    self._open(f"slice-{self._part.index}-of-{self._part.count}")
+                )
                 if not self._lock(own, fcntl.LOCK_EX | fcntl.LOCK_NB):
                     raise DataError(
                         f"slice {self._part} of {self._folder} is being built by another process; wait for that one, "
@@ -141,9 +148,13 @@ class Claim:
             except OSError as error:
                 raise self._unwritable(error) from error
         # Nobody can come between the whole lock and the shared one, since all wait at the door.
-        fits = alone if self._part is None else self._lock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fits = (
+            alone if self._part is None else self._lock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        )
         if not fits:
-            raise DataError(f"another build is writing {self._folder}; wait for it, or choose another output=DIR")
+            raise DataError(
+                f"another build is writing {self._folder}; wait for it, or choose another output=DIR"
+            )
         self._file.seek(0)
         if self._file.read() != build.encode():
             raise DataError(
@@ -154,7 +165,9 @@ class Claim:
 
     def end(self) -> bool:
         """Says, behind the door, that the slice is made; returns whether nobody else is at work."""
-        fcntl.flock(self._file, fcntl.LOCK_UN)  # on NFS, asking for more in vain would keep what there is
+        fcntl.flock(
+            self._file, fcntl.LOCK_UN
+        )  # on NFS, asking for more in vain would keep what there is
         return self._lock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _open_door(self) -> BinaryIO:
@@ -162,7 +175,9 @@ class Claim:
             try:
                 self._check_free()
                 return self._open("door")
-            except OSError as error:  # perhaps only since a build that ends has removed .build at this moment
+            except (
+                OSError
+            ) as error:  # perhaps only since a build that ends has removed .build at this moment
                 problem = error
         raise self._unwritable(problem) from problem
 
@@ -174,7 +189,9 @@ class Claim:
             and not self._mark.exists()
             and not (self._folder / MANIFEST).exists()
         ):
-            raise DataError(f"{self._folder} is neither empty nor a dataset; choose another folder with output=DIR")
+            raise DataError(
+                f"{self._folder} is neither empty nor a dataset; choose another folder with output=DIR"
+            )
 
     def _open(self, name: str) -> BinaryIO:
         self._mark.mkdir(parents=True, exist_ok=True)
@@ -193,7 +210,9 @@ class Claim:
                     f"where files can be locked, or build it in one process, without --slice"
                 ) from error
             if self._is_lockable:
-                logger.warning("%s cannot be locked (%s): let no other build write in it", self._folder, error)
+                logger.warning(
+                    "%s cannot be locked (%s): let no other build write in it", self._folder, error
+                )
             self._is_lockable = False
         return True
 
@@ -204,4 +223,6 @@ class Claim:
             return False
 
     def _unwritable(self, error: OSError) -> DataError:
-        return DataError(f"cannot write the dataset {self._folder}: {error.strerror}; choose another output=DIR")
+        return DataError(
+            f"cannot write the dataset {self._folder}: {error.strerror}; choose another output=DIR"
+        )

@@ -55,8 +55,12 @@ def pack(documents: Sequence[Encoded], spec: PackSpec) -> Examples:
     """
     length = np.array([len(document.tokens) for document in documents], dtype=np.int64)
     start = np.cumsum(length) - length
-    sentences = np.concatenate([first + document.parts for first, document in zip(start, documents, strict=True)])
-    packed = parts.plan(ShardIndex(start, length, np.zeros((len(documents), 2), np.uint32), sentences), spec)
+    sentences = np.concatenate(
+        [first + document.parts for first, document in zip(start, documents, strict=True)]
+    )
+    packed = parts.plan(
+        ShardIndex(start, length, np.zeros((len(documents), 2), np.uint32), sentences), spec
+    )
     first, number = start[packed.document] + packed.begin, np.arange(len(documents))
     tokens = np.concatenate([document.tokens for document in documents])
     zeros = np.zeros_like(number)
@@ -78,13 +82,17 @@ def pack(documents: Sequence[Encoded], spec: PackSpec) -> Examples:
     )
 
 
-def _encode(row: TaskRow, texts: Sequence[tuple[Tokens, Int64 | None]], kind: TaskKind) -> Encoded | str:
+def _encode(
+    row: TaskRow, texts: Sequence[tuple[Tokens, Int64 | None]], kind: TaskKind
+) -> Encoded | str:
     length = np.array([len(tokens) for tokens, _ in texts], dtype=np.int64)
     if not length.all():
         return "no tokens in a text"
     first_of_text, offsets = np.cumsum(length) - length, texts[-1][1]
     if offsets is None:
-        labels = np.array(row.probabilities or [np.nan if row.label is None else row.label], dtype=np.float64)
+        labels = np.array(
+            row.probabilities or [np.nan if row.label is None else row.label], dtype=np.float64
+        )
     else:
         begin, end, tag = np.array(row.spans, dtype=np.int64).reshape(-1, 3).T
         first, last = _tokens_of(offsets, begin, end)
@@ -94,7 +102,9 @@ def _encode(row: TaskRow, texts: Sequence[tuple[Tokens, Int64 | None]], kind: Ta
         else:
             if (first[:1] > last[:1]).any():
                 return "answer without tokens"
-            labels = first_of_text[-1] + np.stack((first[:1], last[:1]), axis=1).reshape(-1).astype(np.float64)
+            labels = first_of_text[-1] + np.stack((first[:1], last[:1]), axis=1).reshape(-1).astype(
+                np.float64
+            )
         row = replace(row, offsets=tuple((a, b) for a, b in offsets.tolist()))
     with np.errstate(over="ignore"):
         values = labels.astype(np.float32)
@@ -110,7 +120,9 @@ def _tokens_of(offsets: Int64, begin: Int64, end: Int64) -> tuple[Int64, Int64]:
         offsets: int64 [T, 2], the characters of each token, ascending.
         begin, end: int64 [N], of the spans.
     """
-    visible = np.flatnonzero(offsets[:, 0] < offsets[:, 1])  # what is white space alone belongs to no word
+    visible = np.flatnonzero(
+        offsets[:, 0] < offsets[:, 1]
+    )  # what is white space alone belongs to no word
     if not len(visible):
         return np.ones_like(begin), np.zeros_like(begin)
     # An empty span has no characters; it would find a token around it.

@@ -120,7 +120,14 @@ class Outcome:
             tree = json.loads(path.read_bytes())
             shards = {split: ShardInfo(**shard) for split, shard in tree["shards"].items()}
             rejected = tuple((file, line, reason) for file, line, reason in tree["rejected"])
-            return cls(tree["build"], tree["digest"], tree["documents_in"], rejected, shards, tree["unknown"])
+            return cls(
+                tree["build"],
+                tree["digest"],
+                tree["documents_in"],
+                rejected,
+                shards,
+                tree["unknown"],
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -155,7 +162,12 @@ class UnitWriter:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
         self._tokenizer = Tokenizer.load(folder / "tokenizer")
         self._dtype = token_dtype(self._tokenizer.vocabulary.size)
-        self._folder, self._source, self._heldout_fraction, self._build = folder, source, heldout_fraction, build
+        self._folder, self._source, self._heldout_fraction, self._build = (
+            folder,
+            source,
+            heldout_fraction,
+            build,
+        )
         self._splitter = splitter
 
     def __call__(self, unit: Unit) -> Outcome:
@@ -182,11 +194,17 @@ class UnitWriter:
         shards, unknown = {}, 0
         for split, heldout in (("train", False), ("heldout", True)):
             if members[heldout]:
-                shards[split] = self._write(f"{split}-{unit.index:06d}.tar", *zip(*members[heldout], strict=True))
+                shards[split] = self._write(
+                    f"{split}-{unit.index:06d}.tar", *zip(*members[heldout], strict=True)
+                )
             # Of the special tokens, text produces no other.
             special = self._tokenizer.vocabulary.special
-            unknown += sum(int(np.isin(document.tokens, special).sum()) for _, document in members[heldout])
-        outcome = Outcome(self._build, unit.digest, len(unit.records), tuple(sorted(rejected)), shards, unknown)
+            unknown += sum(
+                int(np.isin(document.tokens, special).sum()) for _, document in members[heldout]
+            )
+        outcome = Outcome(
+            self._build, unit.digest, len(unit.records), tuple(sorted(rejected)), shards, unknown
+        )
         outcome.save(outcome_path(self._folder, unit.index))
         return outcome
 
@@ -213,14 +231,23 @@ class UnitWriter:
         if isinstance(self._source, TaskSource):
             rows = [parsed.row for parsed in batch if parsed.row is not None]
             return encode(rows, self._tokenizer, self._source.kind)
-        remaining = iter(self._tokenizer.encode_batch([text for parsed in batch for text in parsed.texts]))
-        documents = [_join(list(itertools.islice(remaining, len(parsed.texts)))) for parsed in batch]
+        remaining = iter(
+            self._tokenizer.encode_batch([text for parsed in batch for text in parsed.texts])
+        )
+        documents = [
+            _join(list(itertools.islice(remaining, len(parsed.texts)))) for parsed in batch
+        ]
         # Text of nothing but control characters, say, normalises to nothing.
         if isinstance(self._source, PairSource):
-            return [each if len(each.parts) == 2 else "no tokens in the source or the target" for each in documents]
+            return [
+                each if len(each.parts) == 2 else "no tokens in the source or the target"
+                for each in documents
+            ]
         return [each if len(each.tokens) else "no tokens" for each in documents]
 
-    def _write(self, name: str, origins: Sequence[_Parsed], documents: Sequence[Encoded]) -> ShardInfo:
+    def _write(
+        self, name: str, origins: Sequence[_Parsed], documents: Sequence[Encoded]
+    ) -> ShardInfo:
         is_task = isinstance(self._source, TaskSource)
         has_parts = is_task or isinstance(self._source, PairSource) or self._splitter is not None
         rows = [document.row for document in documents if document.row is not None]

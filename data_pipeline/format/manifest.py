@@ -83,7 +83,9 @@ class Manifest:
     @property
     def digest(self) -> str:
         """Hex SHA-256 over what determines the content: tokenizer, dtype and every shard's checksum, in order."""
-        shards = {split: [shard.sha256 for shard in shards] for split, shards in self.splits.items()}
+        shards = {
+            split: [shard.sha256 for shard in shards] for split, shards in self.splits.items()
+        }
         content = [self.format, self.tokenizer_fingerprint, self.dtype, shards]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -115,7 +117,9 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         """Writes `manifest.json`, atomically; its bytes depend on the content only."""
-        write_text(folder / MANIFEST, json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n")
+        write_text(
+            folder / MANIFEST, json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+        )
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
@@ -149,9 +153,14 @@ class Manifest:
             raise DataError(f"cannot read {path}: {error}; build the dataset again") from error
         version = tree.get("format") if isinstance(tree, dict) else None
         if version != FORMAT:
-            raise DataError(f"{path} is of format {version!r}, this program reads {FORMAT}; build the dataset again")
+            raise DataError(
+                f"{path} is of format {version!r}, this program reads {FORMAT}; build the dataset again"
+            )
         try:
-            splits = {name: tuple(ShardInfo(**shard) for shard in shards) for name, shards in tree["splits"].items()}
+            splits = {
+                name: tuple(ShardInfo(**shard) for shard in shards)
+                for name, shards in tree["splits"].items()
+            }
             tree = renamed.current(tree)
             manifest = cls(**{**tree, "splits": splits, "files": tuple(tree["files"])})
             _check(manifest)
@@ -174,8 +183,13 @@ def _check(manifest: Manifest) -> None:
         labels = task["labels"] if task["target"] in TASKS else None
         if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
             raise ValueError(f"settings.task is {task!r}")
-    rejected = {f"documents_rejected.{reason}": number for reason, number in manifest.documents_rejected.items()}
-    _check_numbers({"vocab_size": manifest.vocab_size, "documents_in": manifest.documents_in, **rejected})
+    rejected = {
+        f"documents_rejected.{reason}": number
+        for reason, number in manifest.documents_rejected.items()
+    }
+    _check_numbers(
+        {"vocab_size": manifest.vocab_size, "documents_in": manifest.documents_in, **rejected}
+    )
     for split, shards in manifest.splits.items():
         for index, shard in enumerate(shards):
             entry = f"splits.{split}.{index}"

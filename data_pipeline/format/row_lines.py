@@ -29,7 +29,9 @@ def load(line: bytes) -> TaskRow:
         raise ValueError("a row has objects in objects without end") from None
     if not isinstance(tree, dict) or not tree.keys() <= _NAMES or "texts" not in tree:
         raise ValueError("a row is no object with the fields of one")
-    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()}
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()
+    }
     row = TaskRow(**fields)
     row = dataclasses.replace(row, spans=_pairs(row.spans, 3), offsets=_pairs(row.offsets, 2))
     sound = {
@@ -37,12 +39,15 @@ def load(line: bytes) -> TaskRow:
         "label": row.label is None or _is_number(row.label),
         "answers": _are(row.answers, str),
         "group": isinstance(row.group, str),
-        "probabilities": isinstance(row.probabilities, tuple) and all(map(_is_number, row.probabilities)),
+        "probabilities": isinstance(row.probabilities, tuple)
+        and all(map(_is_number, row.probabilities)),
     }
     if wrong := [name for name, good in sound.items() if not good]:
         raise ValueError(f"the {wrong[0]} of a row are not of their type")
     end = len(row.texts[-1])
-    if not all(0 <= span[0] <= span[1] <= end and span[-1] >= 0 for span in (*row.spans, *row.offsets)):
+    if not all(
+        0 <= span[0] <= span[1] <= end and span[-1] >= 0 for span in (*row.spans, *row.offsets)
+    ):
         raise ValueError("a row has spans outside of its text")
     return row
 

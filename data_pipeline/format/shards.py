@@ -80,7 +80,9 @@ def write_shard(
         DataError: the disk does not take it.
     """
     assert len(documents) == len(origin) > 0
-    offsets = np.concatenate(([0], np.cumsum([len(document) for document in documents], dtype=np.int64)))
+    offsets = np.concatenate(
+        ([0], np.cumsum([len(document) for document in documents], dtype=np.int64))
+    )
     # Documents belong to the chunk in which they begin, so a chunk is as long as its last document makes it.
     bounds = [*np.flatnonzero(np.diff(offsets[:-1] // CHUNK_TOKENS, prepend=-1)), len(documents)]
     with atomic_write(path) as file:
@@ -89,17 +91,35 @@ def write_shard(
                 tokens = np.concatenate(documents[first:end]).astype(dtype, copy=False)
                 _add(tar, f"{chunk:06d}.tokens.npy", tokens)
                 _add(tar, f"{chunk:06d}.offsets.npy", offsets[first : end + 1] - offsets[first])
-                _add(tar, f"{chunk:06d}.origin.npy", origin[first:end].astype(np.uint32, copy=False))
+                _add(
+                    tar, f"{chunk:06d}.origin.npy", origin[first:end].astype(np.uint32, copy=False)
+                )
                 if sentences is not None:
                     begin = offsets[first:end] - offsets[first]
-                    starts = [at + starts for at, starts in zip(begin, sentences[first:end], strict=True)]
-                    _add(tar, f"{chunk:06d}.sentences.npy", np.concatenate(starts).astype(np.uint32))
+                    starts = [
+                        at + starts for at, starts in zip(begin, sentences[first:end], strict=True)
+                    ]
+                    _add(
+                        tar, f"{chunk:06d}.sentences.npy", np.concatenate(starts).astype(np.uint32)
+                    )
                 if labels is not None:
                     counts = [len(numbers) for numbers in labels[first:end]]
-                    _add(tar, f"{chunk:06d}.labels.npy", np.concatenate(labels[first:end]).astype(np.float32))
-                    _add(tar, f"{chunk:06d}.label_offsets.npy", np.cumsum([0, *counts], dtype=np.int64))
+                    _add(
+                        tar,
+                        f"{chunk:06d}.labels.npy",
+                        np.concatenate(labels[first:end]).astype(np.float32),
+                    )
+                    _add(
+                        tar,
+                        f"{chunk:06d}.label_offsets.npy",
+                        np.cumsum([0, *counts], dtype=np.int64),
+                    )
                 if rows is not None:
-                    _add_bytes(tar, f"{chunk:06d}.rows.jsonl", b"".join(map(row_lines.dump, rows[first:end])))
+                    _add_bytes(
+                        tar,
+                        f"{chunk:06d}.rows.jsonl",
+                        b"".join(map(row_lines.dump, rows[first:end])),
+                    )
         size = file.tell()
     return ShardInfo(path.name, len(documents), int(offsets[-1]), size, file_sha256(path))
 
@@ -145,7 +165,12 @@ class ShardIndex:
 
     @classmethod
     def read(
-        cls, file: BinaryIO, name: str, dtype: npt.DTypeLike, sentences: bool = False, labels: bool = False
+        cls,
+        file: BinaryIO,
+        name: str,
+        dtype: npt.DTypeLike,
+        sentences: bool = False,
+        labels: bool = False,
     ) -> ShardIndex:
         """Reads the index of an open shard whose tokens are of type `dtype`, going through it once.
 
@@ -199,7 +224,12 @@ class Shard(ShardIndex):
 
     @classmethod
     def map(
-        cls, file: BinaryIO, name: str, dtype: npt.DTypeLike, sentences: bool = False, labels: bool = False
+        cls,
+        file: BinaryIO,
+        name: str,
+        dtype: npt.DTypeLike,
+        sentences: bool = False,
+        labels: bool = False,
     ) -> Shard:
         """Maps an open shard; the map shares the file's locks and keeps them when the file is closed."""
         index = ShardIndex.read(file, name, dtype, sentences, labels)
@@ -235,7 +265,9 @@ def read_rows(file: BinaryIO, name: str, documents: int) -> list[TaskRow]:
     with _failure_explained(name):
         file.seek(0)
         with tarfile.open(fileobj=file, mode="r:") as tar:
-            members = [_open_member(tar, member) for member in tar if member.name.endswith(".rows.jsonl")]
+            members = [
+                _open_member(tar, member) for member in tar if member.name.endswith(".rows.jsonl")
+            ]
             rows = [row_lines.load(line) for member in members for line in member]
         if len(rows) != documents:
             raise ValueError(f"it keeps {len(rows)} rows of {documents}")
@@ -248,7 +280,9 @@ def _failure_explained(name: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise DataError(f"the shard {name} is missing; copy it back or build the dataset again") from None
+        raise DataError(
+            f"the shard {name} is missing; copy it back or build the dataset again"
+        ) from None
     except (OSError, ValueError, tarfile.TarError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -279,7 +313,9 @@ def _read_chunks(
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for key, chunk in itertools.groupby(tar, lambda member: member.name.partition(".")[0]):
             parts: dict[str, Any] = {}
-            for member in chunk:  # read as it is met, since going back in a remote file would cost a request
+            for (
+                member
+            ) in chunk:  # read as it is met, since going back in a remote file would cost a request
                 name = member.name.removeprefix(f"{key}.").removesuffix(".npy")
                 if name == "tokens":
                     parts[name] = _locate(tar, member, dtype)
@@ -290,13 +326,19 @@ def _read_chunks(
             start, count = parts["tokens"]
             offsets, origin = parts["offsets"], parts["origin"].reshape(-1, 2)
             length = np.diff(offsets)
-            if len(offsets) != len(origin) + 1 or length.min(initial=0) < 0 or (offsets[0], offsets[-1]) != (0, count):
+            if (
+                len(offsets) != len(origin) + 1
+                or length.min(initial=0) < 0
+                or (offsets[0], offsets[-1]) != (0, count)
+            ):
                 raise ValueError(f"the arrays of chunk {key} do not fit together")
             sentences = np.empty(0, dtype=np.int64)
             if with_sentences:
                 sentences = parts["sentences"].astype(np.int64)
                 documents = offsets[:-1][length > 0]
-                if (np.diff(sentences, append=count) < 1).any() or not np.isin(documents, sentences).all():
+                if (np.diff(sentences, append=count) < 1).any() or not np.isin(
+                    documents, sentences
+                ).all():
                     raise ValueError(f"the sentences of chunk {key} do not fit its documents")
             labels, label_counts = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int64)
             if with_labels:
@@ -319,25 +361,33 @@ def _open_member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
     return stream
 
 
-def _open_npy(tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[np.generic]) -> IO[bytes]:
+def _open_npy(
+    tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[np.generic]
+) -> IO[bytes]:
     """Opens a .npy member and reads up to its data."""
     stream = _open_member(tar, member)
     try:
         np.lib.format.read_magic(stream)
         with _PARSER:
             _, fortran_order, found = np.lib.format.read_array_header_1_0(stream)
-    except Exception as error:  # numpy parses the header as Python: damage raises anything from its tokenizer up
+    except (
+        Exception
+    ) as error:  # numpy parses the header as Python: damage raises anything from its tokenizer up
         raise ValueError(f"{member.name} has no readable header") from error
     if fortran_order or found != dtype:
         raise ValueError(f"{member.name} holds {found}, not {dtype}")
     return stream
 
 
-def _load(tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
+def _load(
+    tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[np.generic]
+) -> npt.NDArray[np.generic]:
     return np.frombuffer(_open_npy(tar, member, dtype).read(), dtype)
 
 
-def _locate(tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[np.generic]) -> tuple[int, int]:
+def _locate(
+    tar: tarfile.TarFile, member: tarfile.TarInfo, dtype: np.dtype[np.generic]
+) -> tuple[int, int]:
     """Where a member's data begin in the file, and how many they are, both in units of `dtype`."""
     header = _open_npy(tar, member, dtype).tell()
     return (member.offset_data + header) // dtype.itemsize, (member.size - header) // dtype.itemsize

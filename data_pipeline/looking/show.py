@@ -58,7 +58,9 @@ class _View:
     seed: int = 0
 
 
-def show(folder: str, experiment: str, overrides: Iterable[str], index: int, count: int, console: Console) -> None:
+def show(
+    folder: str, experiment: str, overrides: Iterable[str], index: int, count: int, console: Console
+) -> None:
     """Prints what a run of `experiment` on the dataset in `folder` consumes as global example index, index + 1, ...
 
     Raises:
@@ -83,14 +85,25 @@ def show(folder: str, experiment: str, overrides: Iterable[str], index: int, cou
     for number in range(index, index + count):
         at = order.locate([number])
         examples = packed.read(at, np.ones(1, dtype=np.float32))
-        row = {name: array[0] for name, array in objective.collate(examples, spec.sequence_length).items()}
-        cells = sum(int((row[name] > 0).sum()) for name in ("segments", "target_segments") if name in row)
+        row = {
+            name: array[0]
+            for name, array in objective.collate(examples, spec.sequence_length).items()
+        }
+        cells = sum(
+            int((row[name] > 0).sum()) for name in ("segments", "target_segments") if name in row
+        )
         predicted = int((row["weights"] > 0).sum())
         if spec.sides is None and "next_tokens" in objective.needs:
-            row["weights"] = np.zeros_like(row["weights"])  # labels are the next tokens: there is nothing to mark
+            row["weights"] = np.zeros_like(
+                row["weights"]
+            )  # labels are the next tokens: there is nothing to mark
         relation, names = "", [""] * len(examples.column)
         if examples.random is not None:
-            relation = ", NotNext: B is from elsewhere" if examples.random[0] else ", IsNext: B is the text after A"
+            relation = (
+                ", NotNext: B is from elsewhere"
+                if examples.random[0]
+                else ", IsNext: B is the text after A"
+            )
             names = ["A  ", "B  "]
         console.print(
             f"\nexample {number}: epoch {at.epoch[0]}, {len(examples.tokens)} tokens, {predicted} predicted, "
@@ -109,9 +122,14 @@ def show(folder: str, experiment: str, overrides: Iterable[str], index: int, cou
         # A piece is shown with the special tokens around it: up to where the next piece, or its prefix, begins.
         prefix = spec.prefix if examples.isolated else 0
         begin = [0, *(examples.column[1:] - prefix).tolist()]
-        for name, first, end, (file, line) in zip(names, begin, [*begin[1:], cells], sources, strict=True):
+        for name, first, end, (file, line) in zip(
+            names, begin, [*begin[1:], cells], sources, strict=True
+        ):
             source = f"{name}{file}:{line}  "
-            console.print(Text.assemble((source, "dim blue"), *_render(row, first, end, tokenizer)), soft_wrap=True)
+            console.print(
+                Text.assemble((source, "dim blue"), *_render(row, first, end, tokenizer)),
+                soft_wrap=True,
+            )
 
 
 def _print_row(
@@ -124,7 +142,9 @@ def _print_row(
 ) -> None:
     """Prints the texts of a row of a task, a line each, and what is to be predicted, in them or below them."""
     labels: Any = row.get("labels")
-    texts = [[(tokens, "")] for tokens in np.split(examples.tokens, np.cumsum(examples.length)[:-1])]
+    texts = [
+        [(tokens, "")] for tokens in np.split(examples.tokens, np.cumsum(examples.length)[:-1])
+    ]
     last, column, below = texts[-1][0][0], int(examples.column[-1]), ""
     if task.kind == "multiple_choice":
         texts = [texts[0], *texts[1::2]]  # the first one is in front of each of the others
@@ -135,13 +155,18 @@ def _print_row(
         marks = ["" if task.labels[tag] == "O" else task.labels[tag] for tag in tags[at].tolist()]
         texts[-1] = list(zip(np.split(last, at), ["", *marks], strict=True))
     elif task.kind == "question_answering" and labels.any():
-        texts[-1] = list(zip(np.split(last, labels - column + np.array([0, 1])), ("", "→", ""), strict=True))
+        texts[-1] = list(
+            zip(np.split(last, labels - column + np.array([0, 1])), ("", "→", ""), strict=True)
+        )
     elif task.kind == "question_answering":
         below = "no answer here"
     elif task.kind == "regression":
         below = f"{labels:g}"
     elif "probabilities" in row:
-        below = ", ".join(f"{name} {share:g}" for name, share in zip(task.labels, row["probabilities"], strict=True))
+        below = ", ".join(
+            f"{name} {share:g}"
+            for name, share in zip(task.labels, row["probabilities"], strict=True)
+        )
     else:
         below = task.labels[labels]
     console.print(Text(f"{source[0]}:{source[1]}", "dim blue"), soft_wrap=True)
@@ -150,14 +175,18 @@ def _print_row(
         for tokens, mark in text:
             if len(tokens):
                 part = tokenizer.decode(tokens.tolist()).strip().replace("\n", "↵")
-                line.append(f"{part} " if not mark else f"[{mark} {part}] ", "bold green" if mark else "")
+                line.append(
+                    f"{part} " if not mark else f"[{mark} {part}] ", "bold green" if mark else ""
+                )
         line.rstrip()
         console.print(line, soft_wrap=True)
     if below:
         console.print(Text(f"→ {below}", "bold green"), soft_wrap=True)
 
 
-def _print_pairs(row: Row, sources: list[tuple[str, int]], tokenizer: Tokenizer, console: Console) -> None:
+def _print_pairs(
+    row: Row, sources: list[tuple[str, int]], tokenizer: Tokenizer, console: Console
+) -> None:
     """Prints each source with its target, which are the cells of one segment."""
     where = ", ".join(f"{file}:{line}" for file, line in dict.fromkeys(sources))
     console.print(Text(where, "dim blue"), soft_wrap=True)
@@ -165,7 +194,10 @@ def _print_pairs(row: Row, sources: list[tuple[str, int]], tokenizer: Tokenizer,
     segments = row["segments"]
     of_target = row["target_segments"] if "target_segments" in row else segments[row["predicted"]]
     for number in range(1, segments.max() + 1):
-        read, labels = row["tokens"][segments == number], row["labels"][counts & (of_target == number)]
+        read, labels = (
+            row["tokens"][segments == number],
+            row["labels"][counts & (of_target == number)],
+        )
         if "predicted" in row:  # the target goes on in the same row
             read = read[: len(read) - len(labels) + 1]
         for tokens, style in ((read, ""), (labels, "bold green")):

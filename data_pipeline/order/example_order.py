@@ -19,12 +19,16 @@ from data_pipeline.packing.plans import Int64, ranges
 from trainer.errors import ConfigError
 from trainer.hashing import U64, combine, mix, name_key
 
-ORDER_VERSION = 1  # part of the loader's state: raise it when `Order` gives other examples for the same input
+ORDER_VERSION = (
+    1  # part of the loader's state: raise it when `Order` gives other examples for the same input
+)
 
 _SHARDS = name_key("shards")
 _WINDOW = name_key("window")
 _SAMPLE = name_key("sample")
-_FEISTEL_ROUNDS = 4  # as many as make a Feistel network of random functions look random (Luby and Rackoff 1988)
+_FEISTEL_ROUNDS = (
+    4  # as many as make a Feistel network of random functions look random (Luby and Rackoff 1988)
+)
 _NEXT_ROUNDS = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -100,7 +104,9 @@ class Lanes:
 
     def _find_lanes(self, size: int, index: int, count: int) -> Int64:
         """The lanes whose examples replica `index` of `count` takes from global batches of `size`."""
-        batches = max(1, min(self.lanes // math.gcd(size, self.lanes), 2**20 // size))  # until they repeat, or many
+        batches = max(
+            1, min(self.lanes // math.gcd(size, self.lanes), 2**20 // size)
+        )  # until they repeat, or many
         number = np.arange(batches * size).reshape(batches, size)
         return np.unique(np.sort(number % self.lanes)[:, share(size, index, count)])
 
@@ -122,7 +128,9 @@ class Order(Lanes):
         ConfigError: there are fewer examples than lanes.
     """
 
-    def __init__(self, counts: npt.ArrayLike, *, seed: int, lanes: int = 64, window: int = 4) -> None:
+    def __init__(
+        self, counts: npt.ArrayLike, *, seed: int, lanes: int = 64, window: int = 4
+    ) -> None:
         super().__init__(lanes)
         self._counts = np.asarray(counts, dtype=np.int64)
         self._seed = seed
@@ -136,7 +144,9 @@ class Order(Lanes):
         together = window * self.examples / len(self._counts)
         self._windows = min(max(1, round(self._span / together)), self._span)
         self._window_key = combine(seed, _WINDOW)
-        self._line = functools.lru_cache(maxsize=8)(self._lay_line)  # one or two epochs are in use at any time
+        self._line = functools.lru_cache(maxsize=8)(
+            self._lay_line
+        )  # one or two epochs are in use at any time
 
     @property
     def shards(self) -> int:
@@ -145,8 +155,12 @@ class Order(Lanes):
 
     def working_set(self, size: int, index: int, count: int) -> int:
         """As in `ExampleOrder`."""
-        window = self._span / self._windows * len(self._counts) / self.examples  # in shards; it overlaps one more
-        return min(len(self._counts), math.ceil(len(self.lanes_of(size, index, count)) * (window + 1)))
+        window = (
+            self._span / self._windows * len(self._counts) / self.examples
+        )  # in shards; it overlaps one more
+        return min(
+            len(self._counts), math.ceil(len(self.lanes_of(size, index, count)) * (window + 1))
+        )
 
     def shards_ahead(self, start: int, size: int, index: int, count: int) -> Int64:
         """As in `ExampleOrder`."""
@@ -162,7 +176,10 @@ class Order(Lanes):
         for _ in range(2):
             found = []
             first = lane * self._span + np.minimum(lane, self._longer_spans)
-            begin, end = first + window * span // self._windows, first + (window + 1) * span // self._windows
+            begin, end = (
+                first + window * span // self._windows,
+                first + (window + 1) * span // self._windows,
+            )
             for e in sorted(set(epoch.tolist())):
                 shards, ends = self._line(e)
                 cells = begin[epoch == e], end[epoch == e] - 1
@@ -193,7 +210,9 @@ class Order(Lanes):
 
     def _lay_line(self, epoch: int) -> tuple[Int64, Int64]:
         """The epoch's shards in order, and the line's cell after each."""
-        shards = np.argsort(combine(self._seed, _SHARDS, epoch, np.arange(len(self._counts))), kind="stable")
+        shards = np.argsort(
+            combine(self._seed, _SHARDS, epoch, np.arange(len(self._counts))), kind="stable"
+        )
         return shards, np.cumsum(self._counts[shards])
 
 
@@ -231,7 +250,11 @@ class SinglePass:
         return np.arange(len(self._end))
 
     def _shuffle(self, number: Int64) -> Int64:
-        return permute(number, np.full_like(number, self.examples), np.full(len(number), _SAMPLE, dtype=np.uint64))
+        return permute(
+            number,
+            np.full_like(number, self.examples),
+            np.full(len(number), _SAMPLE, dtype=np.uint64),
+        )
 
 
 class Replica(Protocol):

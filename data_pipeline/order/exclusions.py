@@ -29,7 +29,11 @@ class Exclusions:
 
     def before(self, number: int) -> int:
         """How many examples are excluded among those before `number`."""
-        return int(np.clip(number - self._first, 0, self._end - self._first).sum()) if self.ranges else 0
+        return (
+            int(np.clip(number - self._first, 0, self._end - self._first).sum())
+            if self.ranges
+            else 0
+        )
 
     def take(self, start: int, size: int) -> Int64:
         """The next `size` examples from `start` on that are kept: int64 [size]."""
@@ -45,5 +49,11 @@ class Exclusions:
 
     def kept(self, start: int, end: int) -> list[list[int]]:
         """The ranges of [start, end) that are left."""
-        bounds = [start, *(bound for part in self.ranges for bound in part if start < bound < end), end]
-        return [[a, b] for a, b in itertools.pairwise(bounds) if b - a > self.before(b) - self.before(a)]
+        bounds = [
+            start,
+            *(bound for part in self.ranges for bound in part if start < bound < end),
+            end,
+        ]
+        return [
+            [a, b] for a, b in itertools.pairwise(bounds) if b - a > self.before(b) - self.before(a)
+        ]

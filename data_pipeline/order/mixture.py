@@ -75,11 +75,15 @@ def check_sources(sources: Sequence[Source], changes: Sequence[Weights]) -> None
     """
     names = [source.label for source in sources]
     if len(set(names)) < len(names):
-        raise ConfigError(f"two sources have the same name in {', '.join(names)}; give each a name of its own")
+        raise ConfigError(
+            f"two sources have the same name in {', '.join(names)}; give each a name of its own"
+        )
     round_weights({source.label: source.weight for source in sources})
     for before, change in zip((None, *changes), changes, strict=False):
         if change.step < 1 or (before and change.step <= before.step):
-            raise ConfigError(f"weights: step {change.step} must be at least 1, and after the step before it")
+            raise ConfigError(
+                f"weights: step {change.step} must be at least 1, and after the step before it"
+            )
         if not names or set(change.weights) != set(names):
             raise ConfigError(
                 f"weights of step {change.step} are of {', '.join(change.weights) or 'no source'}, and must be of all "
@@ -104,7 +108,9 @@ def round_weights(weights: Mapping[str, float]) -> Shares:
         shares[name] += 1
     for name, share in shares.items():
         if share == 0:
-            raise ConfigError(f"the weight of {name} is under 1/{PERIOD} of them all; raise it, or set it to 0")
+            raise ConfigError(
+                f"the weight of {name} is under 1/{PERIOD} of them all; raise it, or set it to 0"
+            )
     return shares
 
 
@@ -131,14 +137,18 @@ class Schedule:
         return cls(tuple(kept))
 
     @classmethod
-    def weighted(cls, parts: Iterable[tuple[int, Mapping[str, float]]], keys: Mapping[str, str]) -> Schedule:
+    def weighted(
+        cls, parts: Iterable[tuple[int, Mapping[str, float]]], keys: Mapping[str, str]
+    ) -> Schedule:
         """Of parts in order with weights by name, given the key of each name.
 
         Raises:
             ConfigError: weights that make no shares.
         """
         shares = ((first, round_weights(weights)) for first, weights in parts)
-        return cls.of((first, {keys[name]: share for name, share in each.items()}) for first, each in shares)
+        return cls.of(
+            (first, {keys[name]: share for name, share in each.items()}) for first, each in shares
+        )
 
     def at(self, example: int) -> Shares:
         """The shares at a global example."""
@@ -147,7 +157,13 @@ class Schedule:
     def after(self, past: Schedule, example: int) -> Schedule:
         """The shares of `past` for the examples before `example`, and these from there on."""
         before = [part for part in past.parts if part[0] < example]
-        return Schedule.of([*before, (example, self.at(example)), *(part for part in self.parts if part[0] > example)])
+        return Schedule.of(
+            [
+                *before,
+                (example, self.at(example)),
+                *(part for part in self.parts if part[0] > example),
+            ]
+        )
 
 
 @functools.lru_cache
@@ -161,7 +177,11 @@ def _spread(shares: tuple[int, ...]) -> npt.NDArray[np.int16]:
     taken = [0] * len(shares)
     places = np.empty(PERIOD, dtype=np.int16)
     for place in range(PERIOD):
-        ready = (i for i, w in enumerate(shares) if slack * (w * (place + 1) - taken[i] * PERIOD) >= PERIOD)
+        ready = (
+            i
+            for i, w in enumerate(shares)
+            if slack * (w * (place + 1) - taken[i] * PERIOD) >= PERIOD
+        )
         source = min(ready, key=lambda i: (slack - 1 + slack * taken[i]) / shares[i])
         places[place] = source
         taken[source] += 1
@@ -187,11 +207,21 @@ class MixedOrder(Lanes):
         self.examples = sum(order.examples for order in orders.values())
         self._keys = sorted({key for _, shares in schedule.parts for key in shares})
         self._orders = [orders.get(key) for key in self._keys]
-        shards = dict(zip(orders, np.cumsum([0, *(order.shards for order in orders.values())]).tolist(), strict=False))
+        shards = dict(
+            zip(
+                orders,
+                np.cumsum([0, *(order.shards for order in orders.values())]).tolist(),
+                strict=False,
+            )
+        )
         self._first_shard = [shards.get(key, 0) for key in self._keys]
         self._first = np.array([first for first, _ in schedule.parts])
-        self._share = np.array([[shares.get(key, 0) for key in self._keys] for _, shares in schedule.parts])
-        self._place = np.stack([self._spread_shares(shares) for shares in self._share])  # [parts, PERIOD]
+        self._share = np.array(
+            [[shares.get(key, 0) for key in self._keys] for _, shares in schedule.parts]
+        )
+        self._place = np.stack(
+            [self._spread_shares(shares) for shares in self._share]
+        )  # [parts, PERIOD]
         is_source = self._place[:, None] == np.arange(len(self._keys))[:, None]
         # How often a source comes before each place of a period: [parts, sources, PERIOD].
         self._before = np.cumsum(is_source, axis=-1, dtype=np.int16) - is_source
@@ -244,7 +274,9 @@ class MixedOrder(Lanes):
 
     def working_set(self, size: int, index: int, count: int) -> int:
         """As in `ExampleOrder`, of all sources together."""
-        return sum(order.working_set(size, index, count) for order in self._orders if order is not None)
+        return sum(
+            order.working_set(size, index, count) for order in self._orders if order is not None
+        )
 
     def shards_ahead(self, start: int, size: int, index: int, count: int) -> Int64:
         """As in `ExampleOrder`."""
@@ -256,7 +288,9 @@ class MixedOrder(Lanes):
             for source, order in enumerate(self._orders)
             if order is not None and self._share[part, source].any()
         ]
-        return np.concatenate([shards for window in zip(*windows, strict=True) for shards in window])
+        return np.concatenate(
+            [shards for window in zip(*windows, strict=True) for shards in window]
+        )
 
     def _walk(self, number: Int64) -> tuple[Int64, Int64, Int64, Int64]:
         """The part and the lane of global examples, and where in the table they are: period and place."""
@@ -284,7 +318,9 @@ class Mixture:
         keys: of the sources, by name.
     """
 
-    def __init__(self, schedule: Schedule, orders: Mapping[str, Order], keys: Mapping[str, str]) -> None:
+    def __init__(
+        self, schedule: Schedule, orders: Mapping[str, Order], keys: Mapping[str, str]
+    ) -> None:
         self.orders = orders
         self._wanted, self._names = schedule, {key: name for name, key in keys.items()}
         self._follow(schedule)
@@ -293,7 +329,9 @@ class Mixture:
         self._schedule = schedule
         only = list(schedule.parts[0][1]) if len(schedule.parts) == 1 else []
         alone = len(self.orders) == len(only) == 1 and only[0] in self.orders
-        self.order: ExampleOrder = self.orders[only[0]] if alone else MixedOrder(schedule, self.orders)
+        self.order: ExampleOrder = (
+            self.orders[only[0]] if alone else MixedOrder(schedule, self.orders)
+        )
 
     def resume(self, recorded: Schedule, example: int, *, accept: bool, as_recorded: bool) -> None:
         """Goes on from a global example, the shares before it being what they were.
@@ -312,9 +350,7 @@ class Mixture:
             return
         before, now = recorded.at(example - 1), self._wanted.at(example - 1)
         if example and before != now:
-            change = (
-                f"the run was stopped with the mixture {self._said(before)}, and is to go on with {self._said(now)}"
-            )
+            change = f"the run was stopped with the mixture {self._said(before)}, and is to go on with {self._said(now)}"
             if not accept:
                 raise DataError(
                     f"{change}; put data.path, or data.sources and data.weights, back (weights of steps to come may "

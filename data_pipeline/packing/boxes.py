@@ -104,7 +104,9 @@ class _OpenExamples:
 
     def __init__(self, width: int) -> None:
         self._first = 0  # bit x: there are examples with x free cells on the first side
-        self._second = [0] * (width + 1)  # in element x, bit y: there are some with y free cells on the second as well
+        self._second = [0] * (
+            width + 1
+        )  # in element x, bit y: there are some with y free cells on the second as well
         self._examples: defaultdict[Room, list[int]] = defaultdict(list)
 
     def rooms(self, a: int, b: int) -> Iterator[Room]:

@@ -33,7 +33,9 @@ _CUT = name_key("pairs.cut")
 _WORD = 64  # coins in a hash
 
 
-def plan(lengths: npt.ArrayLike, sentences: Int64, spec: PackSpec, key: int = 0, epoch: int = 0) -> PackPlan:
+def plan(
+    lengths: npt.ArrayLike, sentences: Int64, spec: PackSpec, key: int = 0, epoch: int = 0
+) -> PackPlan:
     """Makes the examples of one shard, of two pieces each.
 
     Args:
@@ -62,7 +64,9 @@ def plan(lengths: npt.ArrayLike, sentences: Int64, spec: PackSpec, key: int = 0,
     document[1, replaced], begin[1, replaced], length[1, replaced] = _random_seconds(
         text, first[replaced], length[0, replaced], combine(key, _SECOND, epoch)
     )
-    cut_begin, cut_length = _truncate(length, room, combine(key, _CUT, np.arange(2)[:, None], first))
+    cut_begin, cut_length = _truncate(
+        length, room, combine(key, _CUT, np.arange(2)[:, None], first)
+    )
     column = np.stack((np.full(len(first), spec.prefix), spec.prefix + cut_length[0] + spec.suffix))
     return PackPlan(
         example_start=2 * np.arange(len(first) + 1),
@@ -147,7 +151,9 @@ def _chunks(text: _Text, key: int) -> tuple[Int64, Int64, Int64, npt.NDArray[np.
     middle = sentence + 1 + _below(np.maximum(1, end - sentence - 1), draw >> np.uint64(1))
     random = (draw & np.uint64(1)).astype(np.bool_) | (middle == end)
 
-    following = np.where(random, middle, end).tolist()  # one document's last chunk is followed by the next one's first
+    following = np.where(
+        random, middle, end
+    ).tolist()  # one document's last chunk is followed by the next one's first
     first, at = [], 0
     while at < len(following):
         first.append(at)
@@ -162,7 +168,9 @@ def _after(text: _Text, sentence: Int64, tokens: Int64) -> Int64:
     return np.minimum(reached, text.first_sentence[text.document[sentence] + 1])
 
 
-def _random_seconds(text: _Text, first: Int64, first_length: Int64, key: U64) -> tuple[Int64, Int64, Int64]:
+def _random_seconds(
+    text: _Text, first: Int64, first_length: Int64, key: U64
+) -> tuple[Int64, Int64, Int64]:
     """Segments B from anywhere: from a random sentence of a random other document, until the target is reached.
 
     Args:
@@ -195,7 +203,9 @@ def _truncate(length: Int64, room: int, key: U64) -> tuple[Int64, Int64]:
     Returns:
         The tokens taken from the front, and those left: int64 [2, N] each.
     """
-    share = np.array([[-(-room // 2)], [room // 2]])  # what is left to each when both are longer than that
+    share = np.array(
+        [[-(-room // 2)], [room // 2]]
+    )  # what is left to each when both are longer than that
     left = np.minimum(length, np.maximum(share, room - length[::-1]))
     return _heads((length - left).ravel(), key.ravel()).reshape(length.shape), left
 
@@ -207,7 +217,9 @@ def _heads(coins: Int64, key: U64) -> Int64:
     unused = np.maximum(0, _WORD * (word + 1) - np.repeat(coins, words))
     bits = combine(np.repeat(key, words), word) >> unused.astype(np.uint64)
     heads = np.unpackbits(bits.view(np.uint8)).reshape(-1, _WORD).sum(axis=1)
-    return np.bincount(np.repeat(np.arange(len(coins)), words), heads, minlength=len(coins)).astype(np.int64)
+    return np.bincount(np.repeat(np.arange(len(coins)), words), heads, minlength=len(coins)).astype(
+        np.int64
+    )
 
 
 def _below(bound: npt.ArrayLike, draw: U64) -> Int64:

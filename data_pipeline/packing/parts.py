@@ -47,7 +47,9 @@ def plan(shard: ShardIndex, spec: PackSpec) -> PackPlan:
     rows = len(kept) // parts.choices
     pieces = there.reshape(rows, -1).sum(axis=1)
     start = np.concatenate(([0], np.cumsum(pieces)))
-    return PackPlan(start, np.repeat(np.arange(rows), pieces), begin[there], kept[there], column[there])
+    return PackPlan(
+        start, np.repeat(np.arange(rows), pieces), begin[there], kept[there], column[there]
+    )
 
 
 def count_examples(shard: ShardIndex, spec: PackSpec) -> int:
@@ -101,7 +103,11 @@ def filled(examples: Examples, spec: PackSpec) -> Int64:
     parts, rows = _parts(spec), len(examples.key)
     pieces = np.bincount(examples.row, minlength=rows)
     tokens = np.bincount(examples.row, weights=examples.length, minlength=rows).astype(np.int64)
-    return tokens + parts.choices * (spec.prefix + spec.suffix) + parts.between * (pieces - parts.choices)
+    return (
+        tokens
+        + parts.choices * (spec.prefix + spec.suffix)
+        + parts.between * (pieces - parts.choices)
+    )
 
 
 def lengths(shard: ShardIndex) -> Int64:
@@ -137,7 +143,9 @@ def _cut(length: Int64, spec: PackSpec) -> Int64:
     texts = (length > 0).sum(axis=1)
     room = spec.sequence_length - spec.prefix - spec.suffix - _parts(spec).between * (texts - 1)
     cap, left = np.full(len(length), -1), room.copy()
-    for number, shortest in enumerate(np.sort(length, axis=1).T):  # what fits a fair share leaves more to the others
+    for number, shortest in enumerate(
+        np.sort(length, axis=1).T
+    ):  # what fits a fair share leaves more to the others
         fair = left // (most - number)
         cap = np.where((cap < 0) & (shortest > fair), fair, cap)
         left -= np.where(cap < 0, shortest, 0)
@@ -153,7 +161,11 @@ def _window_counts(length: Int64, spec: PackSpec) -> tuple[Int64, Int64, Int64, 
     parts = _parts(spec)
     room = spec.sequence_length - spec.prefix - spec.suffix
     has_two = (length > 0).sum(axis=1) > 1
-    most = room - parts.between - 1 if parts.most is None else min(parts.most, room - parts.between - 1)
+    most = (
+        room - parts.between - 1
+        if parts.most is None
+        else min(parts.most, room - parts.between - 1)
+    )
     before = np.where(has_two, np.minimum(length[:, 0], most), 0)
     size = room - np.where(before > 0, before + parts.between, 0)
     step = size if parts.stride is None else np.minimum(size, parts.stride)

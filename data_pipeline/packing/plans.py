@@ -112,7 +112,9 @@ def plan(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy, key: int = 0) -
         offset = offsets[:, 0]
     order = np.lexsort((offset, example))
     start = starts(example[order])
-    return PackPlan(start, document[order], begin[order], length[order], spec.prefix + offset[order])
+    return PackPlan(
+        start, document[order], begin[order], length[order], spec.prefix + offset[order]
+    )
 
 
 def count_examples(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy) -> int:
@@ -131,9 +133,16 @@ def count_examples(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy) -> in
         length = np.concatenate((np.full((pieces - 1).sum(), room), lengths - (pieces - 1) * room))
         return count_boxes(np.array(spec.sides.cost)[length - 1], spec.sides.size)
     whole = (pieces - 1).sum()  # all pieces of a document but its last one fill an example
-    last = np.bincount(spec.prefix + lengths - (pieces - 1) * room + spec.suffix, minlength=spec.sequence_length + 1)
+    last = np.bincount(
+        spec.prefix + lengths - (pieces - 1) * room + spec.suffix,
+        minlength=spec.sequence_length + 1,
+    )
     last[spec.sequence_length] += whole
-    return sum(move.examples for move in _moves(last, spec.sequence_length) if move.room == spec.sequence_length)
+    return sum(
+        move.examples
+        for move in _moves(last, spec.sequence_length)
+        if move.room == spec.sequence_length
+    )
 
 
 def starts(example: Int64) -> Int64:
@@ -146,7 +155,11 @@ def _windows(lengths: Int64, spec: PackSpec, room: int) -> tuple[Int64, Int64, I
     occupied = np.where(lengths > 0, lengths + spec.suffix, 0)
     line = np.cumsum(occupied) - occupied
     first_window = line // room
-    return line, first_window, np.where(lengths > 0, (line + lengths - 1) // room - first_window + 1, 0)
+    return (
+        line,
+        first_window,
+        np.where(lengths > 0, (line + lengths - 1) // room - first_window + 1, 0),
+    )
 
 
 def _concat(lengths: Int64, spec: PackSpec, room: int) -> PackPlan:

@@ -71,7 +71,9 @@ def check_policy(manifest: Manifest, name: str, spec: PackSpec, policy: Policy) 
                 f"source of kind {kind}"
             )
     if spec.pairs and policy != "pairs":
-        raise ConfigError(f"the objective needs pairs of segments and data.packing is {policy}; use data.packing=pairs")
+        raise ConfigError(
+            f"the objective needs pairs of segments and data.packing is {policy}; use data.packing=pairs"
+        )
     if policy == "pairs" and not manifest.has_sentences:
         raise DataError(
             f"data.packing pairs needs to know where sentences begin, and {name} was built without; build it again "
@@ -84,7 +86,9 @@ def needs_parts(spec: PackSpec, policy: Policy) -> bool:
     return policy == "pairs" or spec.text_pairs or spec.parts is not None
 
 
-def plan_shard(shard: ShardIndex, spec: PackSpec, policy: Policy, key: int = 0, epoch: int = 0) -> PackPlan:
+def plan_shard(
+    shard: ShardIndex, spec: PackSpec, policy: Policy, key: int = 0, epoch: int = 0
+) -> PackPlan:
     """Packs the documents of a shard; `pairs` alone gives other plans in other epochs."""
     if spec.text_pairs:
         return text_pairs.plan(shard, spec, policy, key)
@@ -95,7 +99,9 @@ def plan_shard(shard: ShardIndex, spec: PackSpec, policy: Policy, key: int = 0, 
     return plans.plan(shard.length, spec, policy, key)
 
 
-def count_shard(shard: ShardIndex, spec: PackSpec, policy: Policy, key: int, files: Sequence[str]) -> int:
+def count_shard(
+    shard: ShardIndex, spec: PackSpec, policy: Policy, key: int, files: Sequence[str]
+) -> int:
     """The number of examples of `plan_shard`; `files` are those that the shard's origins count.
 
     Raises:

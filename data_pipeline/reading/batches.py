@@ -18,7 +18,9 @@ from data_pipeline.reading.rows import RowMaker
 from trainer.errors import ConfigError
 from trainer.examples import Batch
 
-_BLOCK_CELLS = 2**18  # what numpy takes to begin no longer shows, and the largest arrays are of 2 MB
+_BLOCK_CELLS = (
+    2**18
+)  # what numpy takes to begin no longer shows, and the largest arrays are of 2 MB
 
 
 def check_batch(global_batch_size: int, devices: int) -> None:
@@ -101,7 +103,12 @@ class BatchMaker:
         prefetcher: Prefetcher | None,
     ) -> None:
         self.order = order
-        self._counts, self._row_maker, self._prefetcher, self._width = counts, rows, prefetcher, row_cells
+        self._counts, self._row_maker, self._prefetcher, self._width = (
+            counts,
+            rows,
+            prefetcher,
+            row_cells,
+        )
         self._batch_size, self._replica = layout.global_batch_size, layout.replica
         self._micro_batches, self._rows = layout.micro_batches, layout.rows
         # Numpy is slow with small arrays and wants memory for large ones: rows are made in blocks of micro-batches.
@@ -109,7 +116,9 @@ class BatchMaker:
         self._block_rows = together * self._rows
         self.most_steps = max(1, together // self._micro_batches)
 
-    def make(self, starts: Sequence[int], excluded: Exclusions, corrupt: CorruptShards) -> list[list[Batch]]:
+    def make(
+        self, starts: Sequence[int], excluded: Exclusions, corrupt: CorruptShards
+    ) -> list[list[Batch]]:
         """The replica's micro-batches of the steps that begin with these examples.
 
         There are fewer after the end of a finite order.
@@ -123,27 +132,43 @@ class BatchMaker:
         at = self.order.locate(number)
         if self._prefetcher is not None and len(number):
             replica = self._replica
-            ahead = self.order.shards_ahead(int(number.min()), self._batch_size, replica.index, replica.count)
+            ahead = self.order.shards_ahead(
+                int(number.min()), self._batch_size, replica.index, replica.count
+            )
             self._prefetcher.expect(corrupt.without(np.concatenate((at.shard, ahead))))
         made: list[Batch] = []
         for cut, width in self._blocks(starts, len(number), excluded):
             gone = corrupt.has(number[cut], at.shard[cut])
             read = corrupt.stand_in(at[cut], gone, self._counts)
             # No row depends on those that it is made with.
-            arrays = self._row_maker.make(number[cut], at[cut], valid[cut], read, valid[cut] & ~gone, width)
+            arrays = self._row_maker.make(
+                number[cut], at[cut], valid[cut], read, valid[cut] & ~gone, width
+            )
             begins = range(0, len(gone), self._rows)
-            made += [{name: array[i : i + self._rows] for name, array in arrays.items()} for i in begins]
-        return [made[first : first + self._micro_batches] for first in range(0, len(made), self._micro_batches)]
+            made += [
+                {name: array[i : i + self._rows] for name, array in arrays.items()} for i in begins
+            ]
+        return [
+            made[first : first + self._micro_batches]
+            for first in range(0, len(made), self._micro_batches)
+        ]
 
-    def _blocks(self, starts: Sequence[int], rows: int, excluded: Exclusions) -> Iterator[tuple[slice, int | None]]:
+    def _blocks(
+        self, starts: Sequence[int], rows: int, excluded: Exclusions
+    ) -> Iterator[tuple[slice, int | None]]:
         """The parts of so many rows of steps that are made at a time, and how wide; None is as wide as rows can be."""
         if not isinstance(self.order, LengthGroups):
             for first in range(0, rows, self._block_rows):
                 yield slice(first, first + self._block_rows), None
             return
         each = self._micro_batches * self._rows
-        for first, start in zip(range(0, rows, each), starts, strict=False):  # none after the end of a finite order
-            yield slice(first, first + each), self.order.width(self._batch(start, excluded), self._width)
+        for first, start in zip(
+            range(0, rows, each), starts, strict=False
+        ):  # none after the end of a finite order
+            yield (
+                slice(first, first + each),
+                self.order.width(self._batch(start, excluded), self._width),
+            )
 
     def _batch(self, start: int, excluded: Exclusions) -> Int64:
         """The numbers of all rows of the global batch from example `start`."""

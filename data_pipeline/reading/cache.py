@@ -82,7 +82,10 @@ class ShardCache:
             DataError: the folder cannot be read.
         """
         with self.failure_explained():
-            return min(self.limit, sum(file.bytes for file in self._files()) + shutil.disk_usage(self.folder).free)
+            return min(
+                self.limit,
+                sum(file.bytes for file in self._files()) + shutil.disk_usage(self.folder).free,
+            )
 
     def prepare(self) -> None:
         """Makes the folder.
@@ -126,7 +129,9 @@ class ShardCache:
                     damaged += 1
                     logger.warning("%s was damaged on this disk; it is downloaded again", path)
                     if _is_at(file, path):
-                        path.unlink(missing_ok=True)  # whoever maps it keeps what was whole when it was opened
+                        path.unlink(
+                            missing_ok=True
+                        )  # whoever maps it keeps what was whole when it was opened
                 file.close()
         raise DataError(
             f"{path} was damaged on this disk {damaged} times in a row; set data.cache to a folder of another"
@@ -167,8 +172,12 @@ class ShardCache:
                 self._reserve(file, size, needed)
                 storage.download(url, file, size, sha256)
                 file.flush()
-                os.fsync(file.fileno())  # a power cut must not leave a hole under the name of a verified shard
-                with locked(self.folder / _ROOM):  # who counts the files must find it under one name or the other
+                os.fsync(
+                    file.fileno()
+                )  # a power cut must not leave a hole under the name of a verified shard
+                with locked(
+                    self.folder / _ROOM
+                ):  # who counts the files must find it under one name or the other
                     partial.rename(path)
             except BaseException:
                 partial.unlink(missing_ok=True)
@@ -212,10 +221,14 @@ class ShardCache:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 fix = "every shard there is in use: free some space, or set data.cache to a folder on a larger disk"
             elif error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):
-                fix = "its file system has no file locks: set data.cache to a folder of a local disk"
+                fix = (
+                    "its file system has no file locks: set data.cache to a folder of a local disk"
+                )
             elif error.errno in (errno.EMFILE, errno.ENFILE):
                 fix = "raise the limit of open files with ulimit -n"
-            raise DataError(f"cannot keep shards in {self.folder}: {error.strerror or error}; {fix}") from error
+            raise DataError(
+                f"cannot keep shards in {self.folder}: {error.strerror or error}; {fix}"
+            ) from error
 
 
 @contextmanager
@@ -228,11 +241,15 @@ def locked(path: Path) -> Iterator[BinaryIO]:
     while True:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b")
         with file:
-            if _try_lock(file) and _is_at(file, path):  # not renamed or removed by who held the lock before
+            if _try_lock(file) and _is_at(
+                file, path
+            ):  # not renamed or removed by who held the lock before
                 try:
                     yield file
                 finally:
-                    fcntl.flock(file, fcntl.LOCK_UN)  # closing would leave it to a process forked in the meantime
+                    fcntl.flock(
+                        file, fcntl.LOCK_UN
+                    )  # closing would leave it to a process forked in the meantime
                 return
         time.sleep(_ASK_AGAIN)
 
@@ -256,7 +273,9 @@ def _remove(path: Path) -> bool:
     """Removes a file unless it is in use; whether it is gone."""
     try:
         with path.open("rb") as file:
-            if not _try_lock(file) or not _is_at(file, path):  # a download that has ended has another name
+            if not _try_lock(file) or not _is_at(
+                file, path
+            ):  # a download that has ended has another name
                 return False
             path.unlink()
     except FileNotFoundError:

@@ -66,15 +66,25 @@ class Config:
                 "sources to a list of {path, weight}, and leave the other one out (path=null, sources=[])"
             )
         check_sources(self.sources, self.weights)
-        for name, least in (("sequence_length", 1), ("lanes", 1), ("window", 1), ("threads", 0), ("prefetch", 1)):
+        for name, least in (
+            ("sequence_length", 1),
+            ("lanes", 1),
+            ("window", 1),
+            ("threads", 0),
+            ("prefetch", 1),
+        ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if self.group_by_length is not None and self.group_by_length < 1:
-            raise ConfigError(f"group_by_length must be at least 1, or null for none, not {self.group_by_length}")
+            raise ConfigError(
+                f"group_by_length must be at least 1, or null for none, not {self.group_by_length}"
+            )
         parse_size(self.cache_size, "cache_size")
         for part in self.exclude:
             if len(part) != 2 or not 0 <= part[0] < part[1]:
-                raise ConfigError(f"exclude must be pairs [first, end] with 0 <= first < end, not {list(part)}")
+                raise ConfigError(
+                    f"exclude must be pairs [first, end] with 0 <= first < end, not {list(part)}"
+                )
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -88,7 +98,10 @@ class Config:
             DataError: there is none, it is unfinished or damaged, or sources have different tokenizers.
             ConfigError: two sources are the same dataset.
         """
-        cache, whole = ShardCache.open_folder(self.cache, self.cache_size), self.on_corrupt == "stop"
+        cache, whole = (
+            ShardCache.open_folder(self.cache, self.cache_size),
+            self.on_corrupt == "stop",
+        )
         if self.path is None:
             return MixedDataset.open(self.sources, cache, whole=whole)
         return Dataset.open(self.path, cache, whole=whole)

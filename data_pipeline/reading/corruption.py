@@ -36,12 +36,18 @@ class CorruptShards:
         found: as the attribute; some may be of datasets that are not there.
     """
 
-    def __init__(self, shards: Sequence[tuple[str, str]], found: Iterable[Sequence[str | int]] = ()) -> None:
+    def __init__(
+        self, shards: Sequence[tuple[str, str]], found: Iterable[Sequence[str | int]] = ()
+    ) -> None:
         self._shards = shards
         named = ((str(digest), str(name), int(first)) for digest, name, first in found)
-        self.found = tuple(sorted(named, key=lambda shard: (shard[2], *shard)))  # whichever replica came first
+        self.found = tuple(
+            sorted(named, key=lambda shard: (shard[2], *shard))
+        )  # whichever replica came first
         first_of = {(digest, name): first for digest, name, first in self.found}
-        self._first = np.array([first_of.get(shard, _NEVER) for shard in shards] if first_of else (), dtype=np.int64)
+        self._first = np.array(
+            [first_of.get(shard, _NEVER) for shard in shards] if first_of else (), dtype=np.int64
+        )
 
     def add(self, shard: int, first: int) -> CorruptShards:
         """Passes over a shard, too, from a global example on."""
@@ -53,7 +59,11 @@ class CorruptShards:
 
     def has(self, number: Int64, shard: Int64) -> npt.NDArray[np.bool_]:
         """Whether global examples, which are of these shards, are passed over: bool [B]."""
-        return number >= self._first[shard] if len(self._first) else np.zeros(len(number), dtype=np.bool_)
+        return (
+            number >= self._first[shard]
+            if len(self._first)
+            else np.zeros(len(number), dtype=np.bool_)
+        )
 
     def without(self, shard: Int64) -> Int64:
         """Those of some shards that are not passed over."""

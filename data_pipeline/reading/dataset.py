@@ -24,7 +24,13 @@ from data_pipeline.format.shards import Shard, ShardIndex, open_file, read_rows
 from data_pipeline.order.example_order import Location
 from data_pipeline.packing.counts import cached_counts
 from data_pipeline.packing.plans import Int64, PackPlan
-from data_pipeline.packing.policies import check_policy, count_shard, needs_parts, packing_digest, plan_shard
+from data_pipeline.packing.policies import (
+    check_policy,
+    count_shard,
+    needs_parts,
+    packing_digest,
+    plan_shard,
+)
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.corruption import CorruptShardError
 from data_pipeline.reading.packed_shard import PackedShard, gather, gather_labels
@@ -53,12 +59,18 @@ def max_open_shards() -> int:
     takes to train and to evaluate, with as many again for all else.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 3 * MAX_OPEN_SHARDS if hard == resource.RLIM_INFINITY else min(3 * MAX_OPEN_SHARDS, hard)
+    wanted = (
+        3 * MAX_OPEN_SHARDS if hard == resource.RLIM_INFINITY else min(3 * MAX_OPEN_SHARDS, hard)
+    )
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):  # macOS grants less than it says
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
-    return MAX_OPEN_SHARDS if soft == resource.RLIM_INFINITY else max(1, min(MAX_OPEN_SHARDS, soft // 3))
+    return (
+        MAX_OPEN_SHARDS
+        if soft == resource.RLIM_INFINITY
+        else max(1, min(MAX_OPEN_SHARDS, soft // 3))
+    )
 
 
 @dataclass(frozen=True)
@@ -74,10 +86,14 @@ class Dataset:
     path: Path
     manifest: Manifest
     remote: RemoteDataset | None = None
-    _rows: dict[str, list[TaskRow]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _rows: dict[str, list[TaskRow]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
-    def open(cls, path: str | Path, cache: ShardCache | None = None, *, whole: bool = True) -> Dataset:
+    def open(
+        cls, path: str | Path, cache: ShardCache | None = None, *, whole: bool = True
+    ) -> Dataset:
         """Opens a dataset.
 
         Args:
@@ -98,7 +114,9 @@ class Dataset:
             file = folder / shard.name
             size = file.stat().st_size if file.is_file() else None
             if size is None or (whole and size != shard.bytes):
-                found = "is missing" if size is None else f"has {size} bytes instead of {shard.bytes}"
+                found = (
+                    "is missing" if size is None else f"has {size} bytes instead of {shard.bytes}"
+                )
                 raise DataError(
                     f"the shard {file} {found}; copy the dataset again, or build it again with samestep data build, "
                     f"and check it with: samestep data verify {folder}"
@@ -134,13 +152,23 @@ class Dataset:
         """
         shards = self.manifest.splits.get(split, ())
         if not shards:
-            if split == "train" and self.manifest.task is not None and any(self.manifest.splits.values()):
-                raise DataError(f"{self.name} has held-out rows only, to evaluate on; train on another dataset")
+            if (
+                split == "train"
+                and self.manifest.task is not None
+                and any(self.manifest.splits.values())
+            ):
+                raise DataError(
+                    f"{self.name} has held-out rows only, to evaluate on; train on another dataset"
+                )
             fix = "raise heldout_fraction" if split == "heldout" else "check the source"
-            raise DataError(f"the {split} split of {self.name} is empty; {fix} and build the dataset again")
+            raise DataError(
+                f"the {split} split of {self.name} is empty; {fix} and build the dataset again"
+            )
         return shards
 
-    def open_shard(self, info: ShardInfo, sentences: bool = False, verify: bool = False, labels: bool = False) -> Shard:
+    def open_shard(
+        self, info: ShardInfo, sentences: bool = False, verify: bool = False, labels: bool = False
+    ) -> Shard:
         """Maps one of the shards, with or without its `sentences` and `labels`; a remote one is downloaded first.
 
         To `verify` a local one is to read it through; a remote one is verified in any case.
@@ -150,9 +178,13 @@ class Dataset:
         """
         if self.remote is None:
             sha256 = info.sha256 if verify else None
-            return Shard.open(self.path / info.name, self.manifest.token_dtype, sentences, sha256, labels)
+            return Shard.open(
+                self.path / info.name, self.manifest.token_dtype, sentences, sha256, labels
+            )
         with self.remote.open(info) as file:
-            return Shard.map(file, shown(self.remote.address(info)), self.manifest.token_dtype, sentences, labels)
+            return Shard.map(
+                file, shown(self.remote.address(info)), self.manifest.token_dtype, sentences, labels
+            )
 
     def read_index(self, info: ShardInfo, sentences: bool = False) -> ShardIndex:
         """What one of the shards holds; a remote one is not downloaded for that.
@@ -166,7 +198,9 @@ class Dataset:
         with self.remote.open_parts(info) as file:
             index = ShardIndex.read(file, address, self.manifest.token_dtype, sentences)
         if (len(index.length), index.length.sum()) != (info.documents, info.tokens):
-            raise DataError(f"{address} is not the shard that the manifest describes; push the dataset again")
+            raise DataError(
+                f"{address} is not the shard that the manifest describes; push the dataset again"
+            )
         return index
 
     def rows(self, split: str, without: Collection[str] = ()) -> list[TaskRow]:
@@ -178,7 +212,9 @@ class Dataset:
             DataError: it has none, a shard is missing or damaged, or a remote one cannot be downloaded.
         """
         if self.manifest.task is None:
-            raise DataError(f"{self.name} holds documents, not rows of a task, and cannot be scored as those")
+            raise DataError(
+                f"{self.name} holds documents, not rows of a task, and cannot be scored as those"
+            )
         rows: list[TaskRow] = []
         for info in self.shards(split):
             if info.name in without:
@@ -231,7 +267,9 @@ class PackedSplit:
         ConfigError: examples are too short to hold text.
     """
 
-    def __init__(self, dataset: Dataset, split: str, spec: PackSpec, policy: Policy, seed: int) -> None:
+    def __init__(
+        self, dataset: Dataset, split: str, spec: PackSpec, policy: Policy, seed: int
+    ) -> None:
         check_policy(dataset.manifest, dataset.name, spec, policy)
         self._dataset = dataset
         self._shards = dataset.shards(split)
@@ -244,9 +282,19 @@ class PackedSplit:
         self.counts = self._cached_counts(split)
         alone = [shard.name for shard in self._shards if shard.documents < 2 and policy == "pairs"]
         if not self.counts.any():
-            fix = "raise shard_bytes or heldout_fraction, so that shards hold several," if alone else "check the source"
-            lacks = "has a single document in each shard, and pairs need a second one" if alone else "holds no tokens"
-            raise DataError(f"the {split} split of {dataset.name} {lacks}; {fix} and build it again")
+            fix = (
+                "raise shard_bytes or heldout_fraction, so that shards hold several,"
+                if alone
+                else "check the source"
+            )
+            lacks = (
+                "has a single document in each shard, and pairs need a second one"
+                if alone
+                else "holds no tokens"
+            )
+            raise DataError(
+                f"the {split} split of {dataset.name} {lacks}; {fix} and build it again"
+            )
         if alone:
             logger.warning(
                 "%d of %d %s shards hold a single document and give no pairs, which need another one for random "
@@ -254,7 +302,9 @@ class PackedSplit:
                 *(len(alone), len(self._shards), split, alone[0]),
             )
         # Plans are as narrow as they go: of a large dataset hundreds are in memory.
-        self._narrow = np.dtype(np.int32 if max(shard.bytes for shard in self._shards) < 2**31 else np.int64)
+        self._narrow = np.dtype(
+            np.int32 if max(shard.bytes for shard in self._shards) < 2**31 else np.int64
+        )
         self._first_id = np.cumsum(self.counts) - self.counts
         self._first_document = [0, *accumulate(shard.documents for shard in self._shards)]
 
@@ -265,7 +315,10 @@ class PackedSplit:
     def cells(self, at: Location) -> Int64:
         """The cells that examples which are rows of a task take, of one sequence each: int64 [B]."""
         opened = self._packed(np.unique(at.shard).tolist())
-        ends = [opened[shard].rows[index, 5] for shard, index in zip(at.shard.tolist(), at.index.tolist(), strict=True)]
+        ends = [
+            opened[shard].rows[index, 5]
+            for shard, index in zip(at.shard.tolist(), at.index.tolist(), strict=True)
+        ]
         return np.array(ends, dtype=np.int64) + self._spec.suffix
 
     def read(self, at: Location, weight: npt.NDArray[np.float32]) -> Examples:
@@ -287,10 +340,14 @@ class PackedSplit:
         opened = self._packed(np.unique(numbers).tolist())
         shards = [opened[number] for number in numbers.tolist()]
         starts = [shard.start for shard in shards]
-        first, end = (np.array(list(map(getitem, starts, i.tolist()))) for i in (at.index, at.index + 1))
+        first, end = (
+            np.array(list(map(getitem, starts, i.tolist()))) for i in (at.index, at.index + 1)
+        )
         pieces = gather((shard.pieces for shard in shards), 3 * first, 3 * end, self._narrow)
         address, length, column = pieces.reshape(-1, 3).T.astype(np.int64)
-        sources = chain.from_iterable(map(repeat, (shard.tokens for shard in shards), (end - first).tolist()))
+        sources = chain.from_iterable(
+            map(repeat, (shard.tokens for shard in shards), (end - first).tolist())
+        )
         tokens = gather(sources, address, address + length, self._dataset.manifest.token_dtype)
         return Examples(
             tokens=tokens.astype(np.int32),
@@ -300,7 +357,9 @@ class PackedSplit:
             key=combine(self._seed, _EXAMPLE, at.epoch, self.ids(at)),
             weight=weight,
             isolated=self._policy not in ("concat", "pairs") and self._spec.parts is None,
-            random=np.array([shard.random[i] for shard, i in zip(shards, at.index, strict=True)]) if is_pairs else None,
+            random=np.array([shard.random[i] for shard, i in zip(shards, at.index, strict=True)])
+            if is_pairs
+            else None,
             labels=None if self._spec.parts is None else gather_labels(shards, at.index),
         )
 
@@ -326,9 +385,14 @@ class PackedSplit:
                 self._open.move_to_end(number)
         # Outside the lock; two threads may make the same one, which does no harm.
         if missing := [number for number in numbers if number not in found]:
-            with ThreadPoolExecutor(_OPENERS) as pool:  # verifying the many of the beginning takes a while
+            with ThreadPoolExecutor(
+                _OPENERS
+            ) as pool:  # verifying the many of the beginning takes a while
                 packed = pool.map(self._pack, missing)
-                found |= {number: self._keep(number, shard) for number, shard in zip(missing, packed, strict=True)}
+                found |= {
+                    number: self._keep(number, shard)
+                    for number, shard in zip(missing, packed, strict=True)
+                }
         return found
 
     def _keep(self, number: int, packed: PackedShard) -> PackedShard:
@@ -364,8 +428,12 @@ class PackedSplit:
         return PackedShard.of(shard, packed, self._narrow, self._first_document[number])
 
     def _count(self, number: int) -> int:
-        shard = self._dataset.read_index(self._shards[number], needs_parts(self._spec, self._policy))
-        return count_shard(shard, self._spec, self._policy, self._key(number), self._dataset.manifest.files)
+        shard = self._dataset.read_index(
+            self._shards[number], needs_parts(self._spec, self._policy)
+        )
+        return count_shard(
+            shard, self._spec, self._policy, self._key(number), self._dataset.manifest.files
+        )
 
     def _cached_counts(self, split: str) -> Int64:
         """The examples in each shard, as counted now or by an earlier run with the same packing."""

@@ -39,7 +39,9 @@ def check_groups(config: Config, spec: PackSpec) -> None:
         ConfigError: naming it.
     """
     if not can_group(spec):
-        raise ConfigError("data.group_by_length is for rows of tasks of one sequence each; set it to null")
+        raise ConfigError(
+            "data.group_by_length is for rows of tasks of one sequence each; set it to null"
+        )
     if config.on_corrupt == "skip" or config.weights or config.on_change == "accept":
         raise ConfigError(
             "data.group_by_length looks ahead, so what comes must not change: set it to null, or data.on_corrupt=stop "
@@ -62,7 +64,12 @@ class LengthGroups:
     """
 
     def __init__(
-        self, order: ExampleOrder, cells: Callable[[Location], Int64], size: int, seed: int, finite: bool
+        self,
+        order: ExampleOrder,
+        cells: Callable[[Location], Int64],
+        size: int,
+        seed: int,
+        finite: bool,
     ) -> None:
         self._order, self._cells, self._size, self._seed = order, cells, size, seed
         self.examples = order.examples
@@ -77,8 +84,12 @@ class LengthGroups:
         head = min(-first % self._size, len(number))
         tail = (len(number) - head) % self._size
         groups = by_length[head + tail :].reshape(-1, self._size)
-        turns = np.argsort(combine(self._seed, _GROUPS, first, np.arange(len(groups))), kind="stable")
-        return np.concatenate((by_length[:head], groups[turns].reshape(-1), by_length[head : head + tail]))
+        turns = np.argsort(
+            combine(self._seed, _GROUPS, first, np.arange(len(groups))), kind="stable"
+        )
+        return np.concatenate(
+            (by_length[:head], groups[turns].reshape(-1), by_length[head : head + tail])
+        )
 
     def _bounds(self, number: Int64) -> tuple[Int64, Int64]:
         """The first example of the pool that each one is in, and the one after its last."""

@@ -119,7 +119,10 @@ class StreamingLoader:
         self._named = named = _sources(dataset, order)
         self._order, self._batch_size, self._largest = order, layout.global_batch_size, largest
         self._group, self._prefetch = config.group_by_length, config.prefetch
-        self._accept_change, self._skips_corrupt = config.on_change == "accept", config.on_corrupt == "skip"
+        self._accept_change, self._skips_corrupt = (
+            config.on_change == "accept",
+            config.on_corrupt == "skip",
+        )
         self._packed = MixedSplit(named, order.split, pack_spec, config.packing, order.seed)
         self.sources, self.micro_batches = self._packed.sizes, layout.micro_batches
         if self._group is not None:
@@ -133,20 +136,33 @@ class StreamingLoader:
             self._mixture = self._open_mixture(config)
             examples = self._mixture.order
             cached = self._keep_shards_open(config, self._mixture, self._reach(layout))
-        shards = [(source, shard) for source in named.values() for shard in source.shards(order.split)]
+        shards = [
+            (source, shard) for source in named.values() for shard in source.shards(order.split)
+        ]
         self._prefetcher: Prefetcher | None = None
         if any(source.remote for source in named.values()):
-            self._prefetcher = Prefetcher([(source.remote, shard) for source, shard in shards], cached)
+            self._prefetcher = Prefetcher(
+                [(source.remote, shard) for source, shard in shards], cached
+            )
         row_maker = RowMaker(tuple(named.values()), self._packed, pack_spec, collate, order.seed)
         self._maker = BatchMaker(
-            self._grouped(examples), self._packed.counts, row_maker, pack_spec.cells, layout, self._prefetcher
+            self._grouped(examples),
+            self._packed.counts,
+            row_maker,
+            pack_spec.cells,
+            layout,
+            self._prefetcher,
         )
-        self._corrupt = CorruptShards([(source.manifest.digest, shard.name) for source, shard in shards])
+        self._corrupt = CorruptShards(
+            [(source.manifest.digest, shard.name) for source, shard in shards]
+        )
         self._threads = ThreadPoolExecutor(config.threads, "loader") if config.threads else None
         self._ahead: deque[Future[Block | CorruptShardError]] = deque()
         self._ready: deque[list[MicroBatch]] = deque()
         self._excluded = self._configured = Exclusions(() if order.finite else config.exclude)
-        self._position = self._planned = self._fed_from = 0  # as numbers of the order, those passed over included
+        self._position = self._planned = self._fed_from = (
+            0  # as numbers of the order, those passed over included
+        )
         self._block_steps = 1
         self._identity: LoaderState = {
             "order": ORDER_VERSION,
@@ -166,11 +182,15 @@ class StreamingLoader:
     def _open_mixture(self, config: Config) -> Mixture:
         """The endless order of all sources."""
         keys = {name: source.manifest.digest for name, source in self._named.items()}
-        orders = self._packed.orders(keys, seed=self._order.seed, lanes=config.lanes, window=config.window)
+        orders = self._packed.orders(
+            keys, seed=self._order.seed, lanes=config.lanes, window=config.window
+        )
         example_after = self._order.example_after or (lambda step: step * self._batch_size)
         return Mixture(_schedule(config, keys, example_after), orders, keys)
 
-    def _keep_shards_open(self, config: Config, mixture: Mixture, reach: tuple[int, int, int]) -> int:
+    def _keep_shards_open(
+        self, config: Config, mixture: Mixture, reach: tuple[int, int, int]
+    ) -> int:
         """Sets how many shards of each source stay open; returns how many of these are remote.
 
         Raises:
@@ -187,7 +207,9 @@ class StreamingLoader:
         spare = max(0, max_open_shards() - sum(of_each)) // len(of_each)
         # A shard in the cache stays there while it is open, so remote sources have no spare ones.
         remote = [source.remote is not None for source in self._named.values()]
-        self._packed.keep_open([each + (0 if far else spare) for each, far in zip(of_each, remote, strict=True)])
+        self._packed.keep_open(
+            [each + (0 if far else spare) for each, far in zip(of_each, remote, strict=True)]
+        )
         return sum(each for each, far in zip(of_each, remote, strict=True) if far)
 
     @property
@@ -198,7 +220,9 @@ class StreamingLoader:
     def _grouped(self, order: ExampleOrder) -> ExampleOrder:
         if self._group is None:
             return order
-        return LengthGroups(order, self._packed.cells, self._group, self._order.seed, self._order.finite)
+        return LengthGroups(
+            order, self._packed.cells, self._group, self._order.seed, self._order.finite
+        )
 
     def __iter__(self) -> StreamingLoader:
         if self._order.finite:
@@ -214,7 +238,10 @@ class StreamingLoader:
             shard = self._fill()
         if not self._ready:
             raise StopIteration
-        self._fed_from, self._position = self._position, self._excluded.after(self._position, self._batch_size)
+        self._fed_from, self._position = (
+            self._position,
+            self._excluded.after(self._position, self._batch_size),
+        )
         return self._ready.popleft()
 
     def _fill(self) -> int:
@@ -231,7 +258,9 @@ class StreamingLoader:
             self._go_to(self._position)
             block = self._next_block()
         if isinstance(block, CorruptShardError):
-            logger.warning("its examples are passed over from here on, as data.on_corrupt is skip: %s", block)
+            logger.warning(
+                "its examples are passed over from here on, as data.on_corrupt is skip: %s", block
+            )
             return block.shard
         self._ready.extend(block)
         return -1
@@ -252,7 +281,9 @@ class StreamingLoader:
         self._block_steps = min(2 * self._block_steps, self._maker.most_steps)
         return starts, self._excluded, self._corrupt
 
-    def _make(self, starts: list[int], excluded: Exclusions, corrupt: CorruptShards) -> Block | CorruptShardError:
+    def _make(
+        self, starts: list[int], excluded: Exclusions, corrupt: CorruptShards
+    ) -> Block | CorruptShardError:
         """Makes a block; a corrupt shard is returned where those are skipped, else raised."""
         try:
             steps = self._maker.make(starts, excluded, corrupt)
@@ -261,7 +292,8 @@ class StreamingLoader:
                 return error
             raise
         return [
-            [{name: torch.from_numpy(array) for name, array in arrays.items()} for arrays in step] for step in steps
+            [{name: torch.from_numpy(array) for name, array in arrays.items()} for arrays in step]
+            for step in steps
         ]
 
     def _go_to(self, example: int) -> None:
@@ -291,7 +323,10 @@ class StreamingLoader:
         (first, *_) = (source.manifest.task for source in self._named.values())
         gone = {(digest, name) for digest, name, _ in self.corrupt}
         rows = [
-            source.rows(self._order.split, {name for digest, name in gone if digest == source.manifest.digest})
+            source.rows(
+                self._order.split,
+                {name for digest, name in gone if digest == source.manifest.digest},
+            )
             for source in self._named.values()
         ]
         return rows, () if first is None else first.labels
@@ -356,7 +391,9 @@ class StreamingLoader:
             # Loaders that knew no mixtures said which dataset it was.
             parts = state.get("mixture") or [[0, {str(state.get("manifest")): PERIOD}]]
             recorded = Schedule.of((first, shares) for first, shares in parts)
-            self._mixture.resume(recorded, position, accept=self._accept_change, as_recorded=as_recorded)
+            self._mixture.resume(
+                recorded, position, accept=self._accept_change, as_recorded=as_recorded
+            )
             self._maker.order = self._grouped(self._mixture.order)
         self._corrupt = self._corrupt.replaced(state.get("corrupt", ()))
         self._excluded = excluded | self._configured
@@ -383,12 +420,18 @@ def _sources(dataset: AnyDataset, order: SplitOrder) -> dict[str, Dataset]:
     named = named_sources(dataset)
     if not order.finite:
         return named
-    return {name: source for name, source in named.items() if source.manifest.splits.get(order.split)} or named
+    return {
+        name: source for name, source in named.items() if source.manifest.splits.get(order.split)
+    } or named
 
 
-def _schedule(config: Config, keys: dict[str, str], example_after: Callable[[int], int]) -> Schedule:
+def _schedule(
+    config: Config, keys: dict[str, str], example_after: Callable[[int], int]
+) -> Schedule:
     """The shares that the configuration asks for, given the key of each source by its name."""
-    weights = [(0, {source.label: source.weight for source in config.sources} or dict.fromkeys(keys, 1.0))]
+    weights = [
+        (0, {source.label: source.weight for source in config.sources} or dict.fromkeys(keys, 1.0))
+    ]
     weights += [(example_after(change.step), change.weights) for change in config.weights]
     return Schedule.weighted(weights, keys)
 

@@ -27,7 +27,9 @@ class MixedDataset:
     sources: dict[str, Dataset]
 
     @classmethod
-    def open(cls, sources: Sequence[Source], cache: ShardCache, *, whole: bool = True) -> MixedDataset:
+    def open(
+        cls, sources: Sequence[Source], cache: ShardCache, *, whole: bool = True
+    ) -> MixedDataset:
         """Opens datasets of one tokenizer; `whole` as for `Dataset.open`.
 
         Raises:
@@ -89,16 +91,22 @@ class MixedSplit:
         DataError, ConfigError: as `PackedSplit`.
     """
 
-    def __init__(self, sources: Mapping[str, Dataset], split: str, spec: PackSpec, policy: Policy, seed: int) -> None:
+    def __init__(
+        self, sources: Mapping[str, Dataset], split: str, spec: PackSpec, policy: Policy, seed: int
+    ) -> None:
         splits = [PackedSplit(source, split, spec, policy, seed) for source in sources.values()]
         self._splits = splits
-        self.sizes = tuple((name, int(each.counts.sum())) for name, each in zip(sources, splits, strict=True))
+        self.sizes = tuple(
+            (name, int(each.counts.sum())) for name, each in zip(sources, splits, strict=True)
+        )
         self.counts = np.concatenate([split.counts for split in splits])
         self._first_shard = np.cumsum([0, *(len(split.counts) for split in splits[:-1])])
         if len(splits) > 1:
             self.keep_open([max_open_shards() // len(splits)] * len(splits))
 
-    def orders(self, keys: Mapping[str, str], *, seed: int, lanes: int, window: int) -> dict[str, Order]:
+    def orders(
+        self, keys: Mapping[str, str], *, seed: int, lanes: int, window: int
+    ) -> dict[str, Order]:
         """The order of each dataset by itself, by the keys that are given for their names.
 
         Raises:
@@ -109,7 +117,9 @@ class MixedSplit:
             try:
                 orders[keys[name]] = Order(split.counts, seed=seed, lanes=lanes, window=window)
             except ConfigError as error:
-                raise ConfigError(f"{name}: {error}" if len(self.sizes) > 1 else str(error)) from None
+                raise ConfigError(
+                    f"{name}: {error}" if len(self.sizes) > 1 else str(error)
+                ) from None
         return orders
 
     def keep_open(self, most: Sequence[int]) -> None:
@@ -166,7 +176,9 @@ class MixedSplit:
         source = self.source(at)
         for number in sorted(set(source.tolist())):
             rows = np.flatnonzero(source == number)
-            within = Location(at.epoch[rows], at.shard[rows] - self._first_shard[number], at.index[rows])
+            within = Location(
+                at.epoch[rows], at.shard[rows] - self._first_shard[number], at.index[rows]
+            )
             yield self._splits[number], rows, within
 
 

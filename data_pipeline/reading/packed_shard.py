@@ -39,7 +39,9 @@ class PackedShard:
     rows: Int64
 
     @classmethod
-    def of(cls, shard: Shard, plan: PackPlan, dtype: np.dtype[np.generic], first_document: int) -> PackedShard:
+    def of(
+        cls, shard: Shard, plan: PackPlan, dtype: np.dtype[np.generic], first_document: int
+    ) -> PackedShard:
         """Lays out a shard.
 
         Args:
@@ -57,7 +59,9 @@ class PackedShard:
             labels = shard.label_start[document], shard.label_start[document + 1]
             end = plan.column[last] + plan.length[last]
             examples = np.bincount(document)[document]
-            rows = np.stack((*labels, first_document + document, plan.begin[last], examples, end), axis=1)
+            rows = np.stack(
+                (*labels, first_document + document, plan.begin[last], examples, end), axis=1
+            )
         return cls(
             shard.tokens.data,
             plan.example_start.astype(dtype).data,
@@ -83,7 +87,9 @@ def gather(
 
 def gather_labels(shards: Sequence[PackedShard], index: Int64) -> Labels:
     """What is to be predicted of examples, given the shard of each and its number there."""
-    rows = np.array([shard.rows[i] for shard, i in zip(shards, index.tolist(), strict=True)]).reshape(-1, 6)
+    rows = np.array(
+        [shard.rows[i] for shard, i in zip(shards, index.tolist(), strict=True)]
+    ).reshape(-1, 6)
     first, end, document, begin, examples, _ = rows.T
     values = gather((shard.labels for shard in shards), first, end, np.float32)
     return Labels(values, end - first, document, begin, examples)

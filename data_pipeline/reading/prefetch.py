@@ -35,17 +35,25 @@ class Prefetcher:
         ConfigError: the cache is too small for what the processes of this node read from at a time.
     """
 
-    def __init__(self, shards: Sequence[tuple[RemoteDataset | None, ShardInfo]], working_set: int) -> None:
+    def __init__(
+        self, shards: Sequence[tuple[RemoteDataset | None, ShardInfo]], working_set: int
+    ) -> None:
         self._shards = shards
         self._bytes = np.array([shard.bytes if remote else 0 for remote, shard in shards])
         cache = next(remote.cache for remote, _ in shards if remote)
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         # Which shards are read from changes all the time, so the largest stand for all.
-        needed = min(int(self._bytes.sum()), processes * int(np.sort(self._bytes)[-working_set:].sum()))
+        needed = min(
+            int(self._bytes.sum()), processes * int(np.sort(self._bytes)[-working_set:].sum())
+        )
         capacity = cache.capacity
         if needed > capacity:
             limit = cache.limit
-            reason = f"data.cache_size is {limit:,} bytes" if capacity == limit else "its disk has no more to give"
+            reason = (
+                f"data.cache_size is {limit:,} bytes"
+                if capacity == limit
+                else "its disk has no more to give"
+            )
             raise ConfigError(
                 f"the cache {cache.folder} takes {capacity:,} bytes ({reason}) and is too small: this run's "
                 f"processes on this node ({processes}) read from up to {working_set} shards each at a time, "
@@ -74,7 +82,9 @@ class Prefetcher:
             self._changed.notify_all()
         if time.monotonic() - self._touched >= _TOUCH_SECONDS:
             self._touched = time.monotonic()
-            for number in here:  # or shards that came early would make room before those that nobody needs any more
+            for number in (
+                here
+            ):  # or shards that came early would make room before those that nobody needs any more
                 remote, shard = self._shards[number]
                 if remote:
                     remote.touch(shard)

@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 
 INDEX_READERS = 32  # shards whose index is read at a time: most of that is waiting
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-SENTENCEPIECE_MODEL = "spiece.model"  # what a tokenizer of SentencePiece has instead of tokenizer.json
+SENTENCEPIECE_MODEL = (
+    "spiece.model"  # what a tokenizer of SentencePiece has instead of tokenizer.json
+)
 
-_READ_BYTES = 2**16  # at a time; the arrays of a chunk of 2,000 documents, and the headers of the next, lie in it
+_READ_BYTES = (
+    2**16
+)  # at a time; the arrays of a chunk of 2,000 documents, and the headers of the next, lie in it
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,9 @@ class RemoteDataset:
 
     def open_parts(self, shard: ShardInfo) -> BinaryIO:
         """Opens a shard where it is, to read parts of it, which come unverified."""
-        return cast(BinaryIO, io.BufferedReader(_Ranges(self.address(shard), shard.bytes), _READ_BYTES))
+        return cast(
+            BinaryIO, io.BufferedReader(_Ranges(self.address(shard), shard.bytes), _READ_BYTES)
+        )
 
 
 def load_manifest(location: str) -> Manifest:
@@ -138,7 +144,9 @@ def fetch_tokenizer(url: str, folder: Path) -> None:
         return
     try:
         _fetch(f"{url}/{model}", folder / model)
-    except StorageError as error:  # a store that may not be listed forbids, as it says, to read what is not there
+    except (
+        StorageError
+    ) as error:  # a store that may not be listed forbids, as it says, to read what is not there
         try:
             _fetch(f"{url}/{SENTENCEPIECE_MODEL}", folder / SENTENCEPIECE_MODEL)
         except StorageError:
@@ -164,7 +172,9 @@ class _Ranges(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = (
+            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        )
         return self._position
 
     def readinto(self, buffer: WriteableBuffer) -> int:

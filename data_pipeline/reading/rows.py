@@ -38,7 +38,9 @@ class RowMaker:
         seed: int,
     ) -> None:
         # A name of a source that does not depend on which others there are.
-        self._key = np.array([int(source.manifest.digest[:16], 16) for source in sources], dtype=np.uint64)
+        self._key = np.array(
+            [int(source.manifest.digest[:16], 16) for source in sources], dtype=np.uint64
+        )
         self._split, self._spec, self._collate, self._seed = split, pack_spec, collate, seed
 
     def make(
@@ -69,7 +71,9 @@ class RowMaker:
         arrays["dropout_key"] = self._dropout_key(number).astype(np.uint32).view(np.int32)
         arrays |= {"number": np.where(valid, number, -1), "source": source, "epoch": at.epoch}
         arrays["example"] = np.where(valid, self._split.ids(at), -1)
-        arrays["digest"] = np.where(fed, _digest(self._key[source], arrays, self._spec.parts is None), 0)
+        arrays["digest"] = np.where(
+            fed, _digest(self._key[source], arrays, self._spec.parts is None), 0
+        )
         arrays["filled"] = np.where(fed, _filled(examples, self._spec, arrays), 0)
         if (labels := examples.labels) is not None:
             last = np.searchsorted(examples.row, np.arange(len(number)), side="right") - 1
@@ -110,5 +114,7 @@ def _filled(examples: Examples, spec: PackSpec, arrays: Batch) -> Int64:
         filled: Int64 = np.sum([np.count_nonzero(arrays[name], axis=1) for name in names], axis=0)
         return filled
     pieces = np.bincount(examples.row, minlength=examples.key.size)
-    tokens = np.bincount(examples.row, weights=examples.length, minlength=examples.key.size).astype(np.int64)
+    tokens = np.bincount(examples.row, weights=examples.length, minlength=examples.key.size).astype(
+        np.int64
+    )
     return tokens + spec.suffix * pieces + spec.prefix * (pieces if examples.isolated else 1)

@@ -182,7 +182,9 @@ def _checked(text: str, name: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
-        raise BadRecord("invalid Unicode" if name == "document" else f"invalid Unicode in {name}") from None
+        raise BadRecord(
+            "invalid Unicode" if name == "document" else f"invalid Unicode in {name}"
+        ) from None
     return text
 
 

@@ -63,7 +63,9 @@ class Config(TemplateConfig):
             )
         check_labels(self.labels, 2)
         if both := [label for label in self.ignore if label in self.labels]:
-            raise ConfigError(f"{both[0]!r} is in labels and in ignore; leave it out of one of them")
+            raise ConfigError(
+                f"{both[0]!r} is in labels and in ignore; leave it out of one of them"
+            )
 
     def build(self) -> Classification:
         """Finds the files.
@@ -96,8 +98,14 @@ class Classification(TableSource, TaskSource):
     def records(self) -> Iterator[Record]:
         every: Iterable[Record] = super().records()
         if self.config.each is not None:
-            every = itertools.chain.from_iterable(self._items(record, self.config.each) for record in every)
-        return (record for record in every if not self._is_ignored(record)) if self.config.ignore else iter(every)
+            every = itertools.chain.from_iterable(
+                self._items(record, self.config.each) for record in every
+            )
+        return (
+            (record for record in every if not self._is_ignored(record))
+            if self.config.ignore
+            else iter(every)
+        )
 
     def decode_row(self, data: bytes) -> TaskRow:
         row = row_of(data)
@@ -108,7 +116,9 @@ class Classification(TableSource, TaskSource):
         label = value_of(row, config.label, config.words)
         if isinstance(label, list):
             return TaskRow(texts, probabilities=self._probabilities(label), group=self._group(row))
-        return TaskRow(texts, float(index_of(label, self.labels, config.label)), group=self._group(row))
+        return TaskRow(
+            texts, float(index_of(label, self.labels, config.label)), group=self._group(row)
+        )
 
     def _group(self, row: Row) -> str:
         name = self.config.group
@@ -145,7 +155,11 @@ class Classification(TableSource, TaskSource):
         name = self.config.label
         if len(values) != len(self.labels):
             raise BadRecord(f"{name} has {len(values)} probabilities for {len(self.labels)} labels")
-        numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+        numbers = [
+            value
+            for value in values
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        ]
         if len(numbers) < len(values) or not all(number >= 0 for number in numbers):
             raise BadRecord(f"{name} {brief(values)} holds what is no probability")
         if not abs(sum(numbers) - 1) <= _SLACK:

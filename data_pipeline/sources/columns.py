@@ -148,6 +148,10 @@ def check_labels(labels: tuple[str, ...], least: int) -> None:
         ConfigError: naming it.
     """
     if len(labels) < least:
-        raise ConfigError(f"labels must name at least {least}; it has {len(labels)}: {listed(labels)}")
+        raise ConfigError(
+            f"labels must name at least {least}; it has {len(labels)}: {listed(labels)}"
+        )
     if twice := [label for index, label in enumerate(labels) if label in labels[:index]]:
-        raise ConfigError(f"labels names {twice[0]!r} twice; an index among them must be one label's")
+        raise ConfigError(
+            f"labels names {twice[0]!r} twice; an index among them must be one label's"
+        )

@@ -35,15 +35,23 @@ def find(patterns: tuple[str, ...], name: str = "source.paths") -> tuple[str, ..
         if storage.is_url(pattern):
             matches, hint = storage.glob(pattern), ""
         else:
-            matches = [path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path)]
+            matches = [
+                path
+                for path in glob.glob(os.path.expanduser(pattern), recursive=True)
+                if os.path.isfile(path)
+            ]
             hint = f", or run in the folder it is relative to, which is not {os.getcwd()}"
         if not matches:
-            raise ConfigError(f"{name}: no file matches {storage.shown(pattern)!r}; correct the pattern{hint}")
+            raise ConfigError(
+                f"{name}: no file matches {storage.shown(pattern)!r}; correct the pattern{hint}"
+            )
         found.update(matches)
     return tuple(sorted(found))
 
 
-def read_records(files: tuple[str, ...], split: Callable[[BinaryIO], Iterator[tuple[int, bytes]]]) -> Iterator[Record]:
+def read_records(
+    files: tuple[str, ...], split: Callable[[BinaryIO], Iterator[tuple[int, bytes]]]
+) -> Iterator[Record]:
     """Yields the records of each file, which `split` cuts into (line, bytes) pairs.
 
     An empty file, and the part of a file behind damage, come as one record with a `problem` each; `split` may raise
@@ -122,7 +130,9 @@ class _ZstdFile(io.RawIOBase):
                     raise EOFError
                 return 0
             if self._frame is None:
-                self._frame = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
+                self._frame = zstandard.ZstdDecompressor(
+                    max_window_size=_ZSTD_WINDOW
+                ).decompressobj()
             self._output = self._frame.decompress(self._input)
             self._input = self._frame.unused_data
             if self._frame.eof:

@@ -55,10 +55,15 @@ class Config:
         import datasets
 
         try:
-            if Path(self.path, "state.json").is_file() or Path(self.path, "dataset_dict.json").is_file():
+            if (
+                Path(self.path, "state.json").is_file()
+                or Path(self.path, "dataset_dict.json").is_file()
+            ):
                 saved = datasets.load_from_disk(self.path)
                 return saved[self.split] if isinstance(saved, datasets.DatasetDict) else saved
-            streaming = streaming and not datasets.config.HF_HUB_OFFLINE  # the cache holds whole datasets
+            streaming = (
+                streaming and not datasets.config.HF_HUB_OFFLINE
+            )  # the cache holds whole datasets
             return datasets.load_dataset(
                 self.path, self.name, split=self.split, revision=self.revision, streaming=streaming
             )

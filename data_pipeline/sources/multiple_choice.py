@@ -36,7 +36,9 @@ class Config(TemplateConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.choices:
-            raise ConfigError("choices is empty; name the columns of the choices, or the one that holds a list of them")
+            raise ConfigError(
+                "choices is empty; name the columns of the choices, or the one that holds a list of them"
+            )
         columns_of(self._texts)
         if len(self.choices) == 1 and "{" in self.choices[0]:
             raise ConfigError(
@@ -89,9 +91,13 @@ class MultipleChoice(TableSource, TaskSource):
             raise BadRecord(
                 f"{self.config.label} {brief(label)} is not the number of a choice, {first} to {last}, nor its letter"
             )
-        question = "" if self.config.question is None else self._write(row, self.config.question).rstrip()
+        question = (
+            "" if self.config.question is None else self._write(row, self.config.question).rstrip()
+        )
         # A blank choice stays blank, to be refused; a blank question, as in parts of HellaSwag, is none.
-        begun = (f"{question} {choice}" if question and choice.strip() else choice for choice in choices)
+        begun = (
+            f"{question} {choice}" if question and choice.strip() else choice for choice in choices
+        )
         return TaskRow((self._write(row, self.config.context), *begun), float(right))
 
     def _write(self, row: dict[str, object], template: str) -> str:

@@ -48,7 +48,8 @@ class Config:
             ConfigError: a pattern matches nothing, or there are more files of one kind than of the other.
         """
         sources, targets = (
-            [file for path in paths for file in find((path,))] for paths in (self.source_paths, self.target_paths)
+            [file for path in paths for file in find((path,))]
+            for paths in (self.source_paths, self.target_paths)
         )
         if len(sources) != len(targets) or not sources:
             raise ConfigError(
@@ -56,7 +57,9 @@ class Config:
                 "each file of sources"
             )
         return ParallelText(
-            tuple(file for pair in zip(sources, targets, strict=True) for file in pair), self.prefix, None
+            tuple(file for pair in zip(sources, targets, strict=True) for file in pair),
+            self.prefix,
+            None,
         )
 
 

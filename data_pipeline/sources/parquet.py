@@ -61,7 +61,9 @@ class Parquet(Source):
             # With pre_buffer, the default, whole row groups would be read at once.
             with parquet.ParquetFile(file, buffer_size=_BUFFER, pre_buffer=False) as table:
                 if not _is_text(table.schema_arrow, self.field):
-                    raise BadRecord(f"no text column {self.field!r} among {', '.join(table.schema_arrow.names)}")
+                    raise BadRecord(
+                        f"no text column {self.field!r} among {', '.join(table.schema_arrow.names)}"
+                    )
                 for batch in table.iter_batches(_ROWS, columns=[self.field]):
                     for text in _column(batch, self.field).cast(pa.large_binary()).to_pylist():
                         row += 1

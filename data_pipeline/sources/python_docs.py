@@ -14,7 +14,15 @@ from typing import TypeAlias
 
 from data_pipeline.sources import Record, Source
 
-_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo"}
+_SKIPPED_FOLDERS = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "lib2to3",
+    "turtledemo",
+}
 _TOPICS = "pydoc_data/topics.py"
 _Definition: TypeAlias = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -27,7 +35,11 @@ class Config:
         """Lists the modules of the standard library."""
         library = _library()
         paths = (path.relative_to(library) for path in library.rglob("*.py"))
-        return PythonDocs(tuple(sorted(str(path) for path in paths if not _SKIPPED_FOLDERS.intersection(path.parts))))
+        return PythonDocs(
+            tuple(
+                sorted(str(path) for path in paths if not _SKIPPED_FOLDERS.intersection(path.parts))
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,10 @@ class PythonDocs(Source):
                 yield Record(index, 1, b"", read, "invalid Python")
                 continue
             documents = _topics(module) if name == _TOPICS else _docstrings(module)
-            yield from (Record(index, line, text.encode("utf-8", "surrogatepass"), read) for line, text in documents)
+            yield from (
+                Record(index, line, text.encode("utf-8", "surrogatepass"), read)
+                for line, text in documents
+            )
 
 
 def _library() -> Path:

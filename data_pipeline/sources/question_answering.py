@@ -61,7 +61,12 @@ class QuestionAnswering(TableSource, TaskSource):
 
     def rows_of(self, value: object) -> Iterable[object] | None:
         articles = value.get("data") if isinstance(value, dict) else None
-        if isinstance(articles, list) and articles and isinstance(articles[0], dict) and "paragraphs" in articles[0]:
+        if (
+            isinstance(articles, list)
+            and articles
+            and isinstance(articles[0], dict)
+            and "paragraphs" in articles[0]
+        ):
             return _questions(articles)
         return super().rows_of(value)
 
@@ -90,7 +95,11 @@ def _questions(articles: list[Any]) -> Iterable[dict[str, object]]:
         for article in articles:
             for paragraph in article["paragraphs"]:
                 for question in paragraph["qas"]:
-                    kept = {key: question[key] for key in ("answers", "is_impossible") if key in question}
+                    kept = {
+                        key: question[key]
+                        for key in ("answers", "is_impossible")
+                        if key in question
+                    }
                     yield {
                         "id": question["id"],
                         "question": question["question"],

@@ -52,9 +52,13 @@ class HubDataset:
 
     def __post_init__(self) -> None:
         if self.heldout is None and self.split is None:
-            raise ConfigError("split and heldout are both null; name a part of the dataset in one of them")
+            raise ConfigError(
+                "split and heldout are both null; name a part of the dataset in one of them"
+            )
         if self.heldout == self.split:
-            raise ConfigError(f"split and heldout are both {self.split!r}; held-out rows must not be trained on")
+            raise ConfigError(
+                f"split and heldout are both {self.split!r}; held-out rows must not be trained on"
+            )
 
     def parts(self) -> tuple[huggingface.Config, ...]:
         """The split, and the held-out one where there is one.
@@ -68,7 +72,9 @@ class HubDataset:
                 "a DatasetDict of both"
             )
         splits = [split for split in (self.split, self.heldout) if split is not None]
-        return tuple(huggingface.Config(self.path, self.name, split, "", self.revision) for split in splits)
+        return tuple(
+            huggingface.Config(self.path, self.name, split, "", self.revision) for split in splits
+        )
 
     def save(self, folder: Path) -> None:
         """Downloads the splits into a folder that can be named as `path`."""
@@ -127,7 +133,9 @@ class TableConfig:
         train = find(self.paths) if self.paths else ()
         heldout = find(self.heldout, "source.heldout") if self.heldout else ()
         if both := {*map(_place, train)} & {*map(_place, heldout)}:
-            raise ConfigError(f"{shown(min(both))} is both in paths and in heldout; make the pattern of one narrower")
+            raise ConfigError(
+                f"{shown(min(both))} is both in paths and in heldout; make the pattern of one narrower"
+            )
         for file in (*train, *heldout):
             if suffix(file) not in self.formats:
                 raise ConfigError(
@@ -201,7 +209,9 @@ class TableSource(Source):
             for index, part in enumerate(self.parts):
                 yield from self._split_records(index, part)
             return
-        for kind, group in itertools.groupby(range(len(self.files)), key=lambda index: suffix(self.files[index])):
+        for kind, group in itertools.groupby(
+            range(len(self.files)), key=lambda index: suffix(self.files[index])
+        ):
             first, *others = group
             count = 1 + len(others)
             for record in read_records(self.files[first : first + count], self.splitter(kind)):
@@ -219,7 +229,9 @@ class TableSource(Source):
         """JSON Lines, or a single value that holds all rows."""
         head = file.readline()
         value = _json_or_none(head)
-        if not isinstance(value, dict) or self.rows_of(value) is not None:  # the first line is not a row
+        if (
+            not isinstance(value, dict) or self.rows_of(value) is not None
+        ):  # the first line is not a row
             head += file.read()
             rows = self.rows_of(_json_or_none(head))
             if rows is not None:
@@ -236,7 +248,9 @@ class TableSource(Source):
         try:
             # With pre_buffer, the default, whole row groups would be read at once.
             with parquet.ParquetFile(file, buffer_size=_BUFFER, pre_buffer=False) as table:
-                for batch in table.iter_batches(_ROWS, columns=self._chosen(table.schema_arrow.names)):
+                for batch in table.iter_batches(
+                    _ROWS, columns=self._chosen(table.schema_arrow.names)
+                ):
                     for data in _batch_rows(batch):
                         row += 1
                         yield row, data
@@ -269,7 +283,10 @@ class TableSource(Source):
 
     def _chosen(self, names: Sequence[str]) -> list[str]:
         """Those of a table's columns that are read."""
-        top = {name: name if name in names else name.partition(".")[0] for name in (*self.columns, *self.optional)}
+        top = {
+            name: name if name in names else name.partition(".")[0]
+            for name in (*self.columns, *self.optional)
+        }
         for name in self.columns:
             if top[name] not in names:
                 raise BadRecord(no_column(name, names))
@@ -277,7 +294,11 @@ class TableSource(Source):
 
 
 def _record(file: int, line: int, data: bytes, read: float) -> Record:
-    return Record(file, line, b"", read, data.decode()) if isinstance(data, Problem) else Record(file, line, data, read)
+    return (
+        Record(file, line, b"", read, data.decode())
+        if isinstance(data, Problem)
+        else Record(file, line, data, read)
+    )
 
 
 def _json_or_none(data: bytes) -> object:
@@ -291,7 +312,10 @@ def _cells(file: BinaryIO, delimiter: str, quoting: Literal[0, 3]) -> Iterator[t
     """The rows beneath a line of names; what is no UTF-8 is noticed when a row is encoded again."""
     csv.field_size_limit(_CELL)
     encodings = itertools.chain(("utf-8-sig",), itertools.repeat("utf-8"))
-    decoded = (line.decode(encoding, "surrogateescape") for line, encoding in zip(file, encodings, strict=False))
+    decoded = (
+        line.decode(encoding, "surrogateescape")
+        for line, encoding in zip(file, encodings, strict=False)
+    )
     reader = csv.reader(decoded, delimiter=delimiter, quoting=quoting, strict=True)
     names: list[str] = []
     while True:
@@ -312,7 +336,10 @@ def _cells(file: BinaryIO, delimiter: str, quoting: Literal[0, 3]) -> Iterator[t
             if twice := [name for index, name in enumerate(names) if name in names[:index]]:
                 raise BadRecord(f"two columns are named {twice[0]!r}")
         elif len(cells) != len(names):
-            yield line, Problem.of(f"{len(cells)} cells and not {len(names)}, as the line of names has")
+            yield (
+                line,
+                Problem.of(f"{len(cells)} cells and not {len(names)}, as the line of names has"),
+            )
         else:
             yield line, encoded(dict(zip(names, cells, strict=True)), "invalid UTF-8")
 

@@ -44,9 +44,13 @@ class Config(TableConfig):
         super().__post_init__()
         check_labels(self.labels, 2)
         if "O" not in self.labels:
-            raise ConfigError(f"labels has no 'O', the tag of words in no span: {', '.join(self.labels)}")
+            raise ConfigError(
+                f"labels has no 'O', the tag of words in no span: {', '.join(self.labels)}"
+            )
         if wrong := [label for label in self.labels if not _BIO.fullmatch(label)]:
-            raise ConfigError(f"labels names {wrong[0]!r}, which is not BIO: 'O', or 'B-' or 'I-' and a kind")
+            raise ConfigError(
+                f"labels names {wrong[0]!r}, which is not BIO: 'O', or 'B-' or 'I-' and a kind"
+            )
 
     def build(self) -> Tagging:
         """Finds the files.
@@ -77,11 +81,14 @@ class Tagging(TableSource, TaskSource):
         row = row_of(data)
         tokens, tags = items(row, self.config.tokens), items(row, self.config.tags)
         if len(tokens) != len(tags):
-            raise BadRecord(f"{len(tokens)} {self.config.tokens} and {len(tags)} {self.config.tags}")
+            raise BadRecord(
+                f"{len(tokens)} {self.config.tokens} and {len(tags)} {self.config.tags}"
+            )
         words = _words(tokens)
         ends = list(itertools.accumulate(len(word) + 1 for word in words))
         spans = (
-            (end - 1 - len(word), end - 1, self._index(tag)) for word, end, tag in zip(words, ends, tags, strict=True)
+            (end - 1 - len(word), end - 1, self._index(tag))
+            for word, end, tag in zip(words, ends, tags, strict=True)
         )
         return TaskRow((" ".join(words),), spans=tuple(spans))
 
@@ -130,5 +137,7 @@ def _words(tokens: list[object]) -> list[str]:
         raise BadRecord(f"word {brief(wrong)} is not text")
     if " ".join(words).split() != words:
         spaced = next(word for word in words if word.split() != [word])
-        raise BadRecord(f"white space in the word {brief(spaced)}" if spaced.strip() else "empty word")
+        raise BadRecord(
+            f"white space in the word {brief(spaced)}" if spaced.strip() else "empty word"
+        )
     return words

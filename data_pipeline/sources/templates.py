@@ -13,7 +13,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from data_pipeline.sources import BadRecord
-from data_pipeline.sources.columns import Row, brief, column, label_text, listed, nested, number, text, whole
+from data_pipeline.sources.columns import (
+    Row,
+    brief,
+    column,
+    label_text,
+    listed,
+    nested,
+    number,
+    text,
+    whole,
+)
 from data_pipeline.sources.table import TableConfig
 from trainer.errors import ConfigError
 
@@ -58,10 +68,14 @@ def _pieces(template: str) -> tuple[_Piece, ...]:
     try:
         parsed = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise ConfigError(f"{template!r} is not a template: {error}; write {{column}}, and {{{{ for a brace") from None
+        raise ConfigError(
+            f"{template!r} is not a template: {error}; write {{column}}, and {{{{ for a brace"
+        ) from None
     for _, name, _, conversion in parsed:
         if name is not None and (conversion or not name or "[" in name):
-            raise ConfigError(f"{template!r} is not a template: write the name of a column in braces, as {{question}}")
+            raise ConfigError(
+                f"{template!r} is not a template: write the name of a column in braces, as {{question}}"
+            )
     pieces = tuple(_Piece(literal, name, form or "") for literal, name, form, _ in parsed)
     for piece in pieces:
         _format(piece.format)
@@ -103,7 +117,10 @@ def columns_of(templates: Iterable[str]) -> tuple[str, ...]:
         for piece in _pieces(template):
             if piece.column is not None:
                 form = _format(piece.format)
-                found += [piece.column, *filter(None, (form.marked, form.replaced and form.replaced[1]))]
+                found += [
+                    piece.column,
+                    *filter(None, (form.marked, form.replaced and form.replaced[1])),
+                ]
     return tuple(dict.fromkeys(found))
 
 
@@ -116,7 +133,10 @@ def write(row: Row, template: str, words: Words) -> str:
     if not _is_template(template):
         return _word(row, template, words) if template in words else text(row, template)
     pieces = _pieces(template)
-    return "".join(p.literal + ("" if p.column is None else _value(row, p.column, p.format, words)) for p in pieces)
+    return "".join(
+        p.literal + ("" if p.column is None else _value(row, p.column, p.format, words))
+        for p in pieces
+    )
 
 
 def value_of(row: Row, name: str, words: Words) -> object:

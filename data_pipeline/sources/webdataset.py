@@ -45,10 +45,16 @@ class WebDataset(jsonl.JsonLines):
         return read_records(self.files, self._members)
 
     def decode(self, data: bytes) -> str:
-        return super().decode(data) if self.member.endswith("json") else super(jsonl.JsonLines, self).decode(data)
+        return (
+            super().decode(data)
+            if self.member.endswith("json")
+            else super(jsonl.JsonLines, self).decode(data)
+        )
 
     def _members(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-        from webdataset import tariterators  # imports torch, which only builds from such a source are to pay for
+        from webdataset import (
+            tariterators,
+        )  # imports torch, which only builds from such a source are to pay for
 
         def wanted(name: str) -> bool:
             return bool(tariterators.base_plus_ext(name)[1] == self.member)

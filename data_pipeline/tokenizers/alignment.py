@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-_SPACES = np.array([code for code in range(0x3001) if chr(code).isspace()], dtype=np.uint32)  # there are none above
+_SPACES = np.array(
+    [code for code in range(0x3001) if chr(code).isspace()], dtype=np.uint32
+)  # there are none above
 
 
 def trim(text: str, spans: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -22,8 +22,15 @@ from trainer.config import Tree
 from trainer.examples import Vocabulary
 
 _BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-_ROBERTA_SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]  # <mask> is the last id of RoBERTa's vocabulary
-_ALPHABET_LIMIT = 1000  # distinct characters a WordPiece vocabulary spells words with, as for BERT's own
+_ROBERTA_SPECIAL = [
+    "<s>",
+    "<pad>",
+    "</s>",
+    "<unk>",
+]  # <mask> is the last id of RoBERTa's vocabulary
+_ALPHABET_LIMIT = (
+    1000  # distinct characters a WordPiece vocabulary spells words with, as for BERT's own
+)
 
 # What a special token is called where the tokenizer's settings do not say.
 _USUAL_NAMES = {
@@ -36,7 +43,9 @@ _USUAL_NAMES = {
 }
 
 
-def train_wordpiece(texts: Iterable[str], vocab_size: int, lowercase: bool, min_frequency: int) -> tokenizers.Tokenizer:
+def train_wordpiece(
+    texts: Iterable[str], vocab_size: int, lowercase: bool, min_frequency: int
+) -> tokenizers.Tokenizer:
     """Trains WordPiece as for BERT."""
     backend = _wordpiece({token: i for i, token in enumerate(_BERT_SPECIAL)}, lowercase)
     trainer = trainers.WordPieceTrainer(
@@ -51,7 +60,9 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, lowercase: bool, min_
     return backend
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, lowercase: bool, min_frequency: int) -> tokenizers.Tokenizer:
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, lowercase: bool, min_frequency: int
+) -> tokenizers.Tokenizer:
     """Trains byte-level BPE as for RoBERTa."""
     backend = _byte_level_bpe(models.BPE())
     if lowercase:
@@ -85,7 +96,10 @@ class HuggingFace:
         names = {role: _special_token(backend, settings, role) for role in _USUAL_NAMES}
         self.names = {f"{role}_token": name for role, name in names.items() if name is not None}
         self.settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.names, **settings}
-        ids = {role: None if name is None else backend.token_to_id(name) for role, name in names.items()}
+        ids = {
+            role: None if name is None else backend.token_to_id(name)
+            for role, name in names.items()
+        }
         special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         special.update(i for i in ids.values() if i is not None)
         vocab = backend.get_vocab()
@@ -103,13 +117,20 @@ class HuggingFace:
     @cached_property
     def _words(self) -> WordEncoder | None:
         """The quick way to encode, where it is known to give the same ids."""
-        return WordEncoder(self._backend, self._dtype) if ends_tokens_with_words(self._backend) else None
+        return (
+            WordEncoder(self._backend, self._dtype)
+            if ends_tokens_with_words(self._backend)
+            else None
+        )
 
     @cached_property
     def fingerprint(self) -> str:
         """The same for every version of `tokenizers`."""
         content = json.loads(self._backend.to_str())
-        parts = [_explicit(content[part]) for part in ("model", "normalizer", "pre_tokenizer", "added_tokens")]
+        parts = [
+            _explicit(content[part])
+            for part in ("model", "normalizer", "pre_tokenizer", "added_tokens")
+        ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
@@ -121,7 +142,10 @@ class HuggingFace:
     def encode_aligned(self, texts: Sequence[str]) -> list[tuple[Tokens, npt.NDArray[np.int64]]]:
         encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
         return [
-            (np.array(encoding.ids, self._dtype), trim(text, np.array(encoding.offsets, np.int64).reshape(-1, 2)))
+            (
+                np.array(encoding.ids, self._dtype),
+                trim(text, np.array(encoding.offsets, np.int64).reshape(-1, 2)),
+            )
             for text, encoding in zip(texts, encodings, strict=True)
         ]
 
@@ -151,7 +175,11 @@ def _continuing(backend: tokenizers.Tokenizer, vocab: dict[str, int]) -> tuple[i
         return tuple(sorted(i for token, i in vocab.items() if token.startswith(mark)))
     kind = str(backend.pre_tokenizer)
     mark = "Ġ" if "ByteLevel" in kind else "▁" if "Metaspace" in kind else ""
-    return tuple(sorted(i for token, i in vocab.items() if not token.startswith(mark))) if mark else None
+    return (
+        tuple(sorted(i for token, i in vocab.items() if not token.startswith(mark)))
+        if mark
+        else None
+    )
 
 
 def read(folder: Path, settings: Tree) -> tokenizers.Tokenizer:
@@ -165,13 +193,24 @@ def read(folder: Path, settings: Tree) -> tokenizers.Tokenizer:
     if (folder / "vocab.txt").is_file():
         tokens = (folder / "vocab.txt").read_text(encoding="utf-8").rstrip("\n").split("\n")
         cased = any(token != token.lower() for token in tokens if not token.startswith("["))
-        backend = _wordpiece({t: i for i, t in enumerate(tokens)}, settings.get("do_lower_case", not cased))
+        backend = _wordpiece(
+            {t: i for i, t in enumerate(tokens)}, settings.get("do_lower_case", not cased)
+        )
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        backend = _byte_level_bpe(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+        backend = _byte_level_bpe(
+            models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+        )
     else:
         raise FileNotFoundError(folder)
-    known = {name for names in _USUAL_NAMES.values() for name in names if backend.token_to_id(name) is not None}
-    backend.add_special_tokens([_mask_token(name) if name == "<mask>" else name for name in sorted(known)])
+    known = {
+        name
+        for names in _USUAL_NAMES.values()
+        for name in names
+        if backend.token_to_id(name) is not None
+    }
+    backend.add_special_tokens(
+        [_mask_token(name) if name == "<mask>" else name for name in sorted(known)]
+    )
     _set_template(backend)
     return backend
 
@@ -228,5 +267,7 @@ def _between(backend: tokenizers.Tokenizer) -> int:
 def _explicit(settings: object) -> object:
     """Leaves out what is null, false or empty text, at any depth: so new versions write settings that old ones lack."""
     if isinstance(settings, dict):
-        return {k: _explicit(v) for k, v in settings.items() if not (v is None or v is False or v == "")}
+        return {
+            k: _explicit(v) for k, v in settings.items() if not (v is None or v is False or v == "")
+        }
     return [_explicit(entry) for entry in settings] if isinstance(settings, list) else settings

@@ -119,7 +119,9 @@ def _explained(reason: str) -> Exception:
             f"{least[2]}; raise it, or lower character_coverage"
         )
     if "sentences_.empty()" in reason:
-        return DataError("the source holds no text to train a tokenizer on; correct source, or raise sample")
+        return DataError(
+            "the source holds no text to train a tokenizer on; correct source, or raise sample"
+        )
     return DataError(f"SentencePiece cannot be trained on this source: {reason}")
 
 
@@ -152,20 +154,31 @@ class SentencePiece:
         pieces = [piece.piece for piece in model.pieces]
         sentinels = settings.get("extra_ids", _SENTINELS_OF_T5 if kind in _OF_T5 else 0)
         size = len(pieces) + sentinels
-        self._special = {i: pieces[i] for i in range(len(pieces)) if processor.is_control(i) or processor.is_unknown(i)}
+        self._special = {
+            i: pieces[i]
+            for i in range(len(pieces))
+            if processor.is_control(i) or processor.is_unknown(i)
+        }
         self._special.update((size - 1 - n, f"<extra_id_{n}>") for n in range(sentinels))
         self.vocabulary = Vocabulary(
             size=size,
-            **{role: ids[role] if ids[role] >= 0 else None for role in ("pad", "cls", "sep", "eos")},
+            **{
+                role: ids[role] if ids[role] >= 0 else None for role in ("pad", "cls", "sep", "eos")
+            },
             mask=None,
             special=tuple(sorted(self._special)),
             continuing=tuple(i for i, piece in enumerate(pieces) if not piece.startswith(_SPACE)),
             sentinels=tuple(range(size - 1, len(pieces) - 1, -1)),
             between=1,
         )
-        self.names = {f"{role}_token": pieces[ids[role]] for role in ("pad", "unk", "eos") if ids[role] >= 0}
+        self.names = {
+            f"{role}_token": pieces[ids[role]] for role in ("pad", "unk", "eos") if ids[role] >= 0
+        }
         # The classes of T5 in transformers run unigram models only, and none of them bytes.
-        plain = model.trainer_spec.model_type == _protocol.TrainerSpec.UNIGRAM and not model.trainer_spec.byte_fallback
+        plain = (
+            model.trainer_spec.model_type == _protocol.TrainerSpec.UNIGRAM
+            and not model.trainer_spec.byte_fallback
+        )
         default = {"tokenizer_class": _OF_T5[0] if plain else _OF_ANY, "extra_ids": sentinels}
         self.settings = {**default, **self.names, **settings}
         self._dtype = token_dtype(size)
@@ -173,11 +186,15 @@ class SentencePiece:
     @cached_property
     def fingerprint(self) -> str:
         """Of the file, and how many sentinels there are."""
-        return hashlib.sha256(self._content + f"{len(self.vocabulary.sentinels)}".encode()).hexdigest()
+        return hashlib.sha256(
+            self._content + f"{len(self.vocabulary.sentinels)}".encode()
+        ).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         # Word by word, as `words` does it, is half as fast: the library itself is quicker than looking words up.
-        return [np.array(ids, self._dtype) for ids in self._processor.encode(list(texts), num_threads=1)]
+        return [
+            np.array(ids, self._dtype) for ids in self._processor.encode(list(texts), num_threads=1)
+        ]
 
     def encode_aligned(self, texts: Sequence[str]) -> list[tuple[Tokens, npt.NDArray[np.int64]]]:
         encoded = self._processor.encode(list(texts), out_type="serialized_proto", num_threads=1)
@@ -188,11 +205,15 @@ class SentencePiece:
         """Which pieces are nothing but spaces, and which are bytes."""
         pieces = range(self._processor.get_piece_size())
         spaces = [self._processor.id_to_piece(i).strip(_SPACE) == "" for i in pieces]
-        return np.array(spaces, dtype=np.bool_), np.array([self._processor.is_byte(i) for i in pieces], dtype=np.bool_)
+        return np.array(spaces, dtype=np.bool_), np.array(
+            [self._processor.is_byte(i) for i in pieces], dtype=np.bool_
+        )
 
     def _align(self, text: str, content: bytes) -> tuple[Tokens, npt.NDArray[np.int64]]:
         pieces = _encoded.SentencePieceText.FromString(content).pieces
-        table = np.array([(piece.id, piece.begin, piece.end) for piece in pieces], dtype=np.int64).reshape(-1, 3)
+        table = np.array(
+            [(piece.id, piece.begin, piece.end) for piece in pieces], dtype=np.int64
+        ).reshape(-1, 3)
         ids = table[:, 0]
         # It counts bytes of UTF-8, of which those that go on with a character begin with the bits 10.
         is_first = np.frombuffer(text.encode(), dtype=np.uint8) & 0xC0 != 0x80
@@ -203,7 +224,9 @@ class SentencePiece:
         is_space = spaces[ids] | (of_bytes[ids] & (whole[:, 0] < whole[:, 1]))
         part = (spans[:, 0] == spans[:, 1]) & ~is_space
         own = np.flatnonzero(~part)
-        spans[part] = np.append(spans[own], [[len(text)] * 2], axis=0)[np.searchsorted(own, np.flatnonzero(part))]
+        spans[part] = np.append(spans[own], [[len(text)] * 2], axis=0)[
+            np.searchsorted(own, np.flatnonzero(part))
+        ]
         return ids.astype(self._dtype), spans
 
     def decode(self, ids: list[int]) -> str:
@@ -213,7 +236,9 @@ class SentencePiece:
             part = list(run)
             if is_text:
                 # The library drops the space before the first word.
-                text += " " if text and self._processor.id_to_piece(part[0]).startswith(_SPACE) else ""
+                text += (
+                    " " if text and self._processor.id_to_piece(part[0]).startswith(_SPACE) else ""
+                )
                 text += self._processor.decode(part)
             else:
                 text += "".join(self._special.get(i, "") for i in part)

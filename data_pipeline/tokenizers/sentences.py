@@ -15,7 +15,9 @@ Splitter: TypeAlias = Literal["rules", "lines"]
 
 _VERSIONS: dict[Splitter, int] = {"rules": 1, "lines": 1}  # raise one when its boundaries change
 
-_FULL_WIDTH = "\u3002\uff01\uff1f"  # the full stop, exclamation and question marks of Chinese and Japanese
+_FULL_WIDTH = (
+    "\u3002\uff01\uff1f"  # the full stop, exclamation and question marks of Chinese and Japanese
+)
 _MARKS = f".!?\u2026{_FULL_WIDTH}"
 _CLOSING = "\"'\u2019\u201d\xbb)\\]\u300d\u300f"
 _OPENING = "\"'\u2018\u201c\xab(["
@@ -83,4 +85,6 @@ def _is_abbreviated(text: str, match: re.Match[str]) -> bool:
     if match[0].rstrip() != ".":
         return False
     word = _WORD.search(text, max(0, match.start() - _LONGEST_WORD), match.start())
-    return word is not None and ((len(word[0]) == 1 and word[0].isupper()) or word[0].lower() in _ABBREVIATIONS)
+    return word is not None and (
+        (len(word[0]) == 1 and word[0].isupper()) or word[0].lower() in _ABBREVIATIONS
+    )

@@ -55,12 +55,16 @@ class Config:
         # The special tokens and, of byte-level BPE, 256 bytes; SentencePiece's, and a piece.
         least = {"wordpiece": 6, "bpe": 261}.get(self.algorithm, 260 if self.byte_fallback else 4)
         if not least <= self.vocab_size <= 2**31:
-            raise ConfigError(f"vocab_size must be at least {least} for {self.algorithm}, not {self.vocab_size}")
+            raise ConfigError(
+                f"vocab_size must be at least {least} for {self.algorithm}, not {self.vocab_size}"
+            )
         if not 0 < self.sample <= 1:
             raise ConfigError(f"sample is a share of the documents in (0, 1], not {self.sample}")
         parse_size(self.sample_size, "sample_size")
         if not 0.98 <= self.character_coverage <= 1:
-            raise ConfigError(f"character_coverage is a share from 0.98 to 1, not {self.character_coverage}")
+            raise ConfigError(
+                f"character_coverage is a share from 0.98 to 1, not {self.character_coverage}"
+            )
         if self.sentinels < 0:
             raise ConfigError(f"sentinels must be at least 0, not {self.sentinels}; T5 has 100")
 
@@ -85,8 +89,14 @@ class Config:
                 parse_size(self.sample_size, "sample_size"),
             )
             return Tokenizer(sentencepiece.SentencePiece(model, {"extra_ids": self.sentinels}))
-        train = huggingface.train_wordpiece if self.algorithm == "wordpiece" else huggingface.train_bpe
-        return Tokenizer(huggingface.HuggingFace(train(texts, self.vocab_size, self.lowercase, self.min_frequency), {}))
+        train = (
+            huggingface.train_wordpiece if self.algorithm == "wordpiece" else huggingface.train_bpe
+        )
+        return Tokenizer(
+            huggingface.HuggingFace(
+                train(texts, self.vocab_size, self.lowercase, self.min_frequency), {}
+            )
+        )
 
 
 class Backend(Protocol):
@@ -170,7 +180,9 @@ class Tokenizer:
             "special_tokens_map.json": _json(self._backend.names),
             "tokenizer_config.json": _json(self._backend.settings),
         }
-        for name in set(hub.TOKENIZER_FILES).difference(files):  # of another tokenizer, which `load` could prefer
+        for name in set(hub.TOKENIZER_FILES).difference(
+            files
+        ):  # of another tokenizer, which `load` could prefer
             (folder / name).unlink(missing_ok=True)
         for name, content in files.items():
             with atomic_write(folder / name) as file:

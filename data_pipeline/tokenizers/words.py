@@ -27,14 +27,26 @@ _MOST_CHARACTERS = 2**21  # of known words; about 50 MB in all
 def ends_tokens_with_words(backend: tokenizers.Tokenizer) -> bool:
     """Whether a tokenizer is of a kind of which this module knows that no token goes on from one word to the next."""
     settings: Tree = json.loads(backend.to_str())
-    model, normalizer, splitter = (settings[part] or {} for part in ("model", "normalizer", "pre_tokenizer"))
+    model, normalizer, splitter = (
+        settings[part] or {} for part in ("model", "normalizer", "pre_tokenizer")
+    )
     if splitter.get("type") == "BertPreTokenizer":
-        fits = model["type"] == "WordPiece" and normalizer.get("type") in (None, "Lowercase", "BertNormalizer")
+        fits = model["type"] == "WordPiece" and normalizer.get("type") in (
+            None,
+            "Lowercase",
+            "BertNormalizer",
+        )
     else:
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-        fits = model["type"] == "BPE" and normalizer.get("type") in (None, "Lowercase") and model["dropout"] is None
+        fits = (
+            model["type"] == "BPE"
+            and normalizer.get("type") in (None, "Lowercase")
+            and model["dropout"] is None
+        )
         fits = fits and splitter.items() >= byte_level.items()
-    return fits and all(token["special"] for token in settings["added_tokens"])  # others are found in the whole text
+    return fits and all(
+        token["special"] for token in settings["added_tokens"]
+    )  # others are found in the whole text
 
 
 class WordEncoder:
@@ -59,14 +71,21 @@ class WordEncoder:
             self._characters = 0
         if new := set[str]().union(*words).difference(self._known):
             self._learn(list(new))
-        return [np.frombuffer(b"".join(map(self._known.__getitem__, parts)), self._dtype) for parts in words]
+        return [
+            np.frombuffer(b"".join(map(self._known.__getitem__, parts)), self._dtype)
+            for parts in words
+        ]
 
     def _learn(self, words: list[str]) -> None:
         # One pre-tokenised text: an answer for each word would cost more than the tokenising.
-        encoding = self._backend.encode_batch([words], is_pretokenized=True, add_special_tokens=False)[0]
+        encoding = self._backend.encode_batch(
+            [words], is_pretokenized=True, add_special_tokens=False
+        )[0]
         ids = np.array(encoding.ids, self._dtype).tobytes()
         counts = np.bincount(np.array(encoding.word_ids, np.int64), minlength=len(words))
         ends = np.cumsum(counts) * self._dtype.itemsize
         cuts = pairwise([0, *ends.tolist()])
-        self._known.update((word, ids[begin:end]) for word, (begin, end) in zip(words, cuts, strict=True))
+        self._known.update(
+            (word, ids[begin:end]) for word, (begin, end) in zip(words, cuts, strict=True)
+        )
         self._characters += sum(map(len, words))

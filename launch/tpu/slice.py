@@ -31,7 +31,9 @@ MARK = "samestep-job"
 _POLL_SECONDS = 5.0
 _LOG_SECONDS = 10.0
 _MISSING = re.compile(r"NOT_FOUND(?!.*\blocation .* (not found|access))", re.IGNORECASE | re.DOTALL)
-_NOTICE_SECONDS = 60.0  # until machines have found a note by themselves, and have said that they are done
+_NOTICE_SECONDS = (
+    60.0  # until machines have found a note by themselves, and have said that they are done
+)
 
 HINTS = {
     "active account|auth login|UNAUTHENTICATED|reauth|invalid_grant|problem refreshing": (
@@ -148,7 +150,11 @@ class Slice:
     def is_anothers(self, resource: Resource) -> bool:
         """Whether a resource of this name was asked for by somebody else, or for another job."""
         specs = resource.get("tpu", {}).get("nodeSpec", ())
-        return any(labels.get(MARK) != self.mark for spec in specs if (labels := spec.get("node", {}).get("labels")))
+        return any(
+            labels.get(MARK) != self.mark
+            for spec in specs
+            if (labels := spec.get("node", {}).get("labels"))
+        )
 
     def request(self, folder: Path) -> None:
         """Asks for the slice. A request that Google has accepted counts, whatever has become of the answer.
@@ -161,7 +167,11 @@ class Slice:
         except LaunchError as error:
             with suppress(LaunchError):
                 found = self.queued()
-                if found is not None and state_of(found) != "DELETING" and not self.is_anothers(found):
+                if (
+                    found is not None
+                    and state_of(found) != "DELETING"
+                    and not self.is_anothers(found)
+                ):
                     logger.warning("%s; but %s is there", error, self.name)
                     return
             raise
@@ -173,7 +183,12 @@ class Slice:
             if found is None or not self.is_anothers(found):
                 self.delete()
         except LaunchError as error:
-            logger.error("%s; %s may be there all the same, and cost money: %s", error, self.name, self.deletion)
+            logger.error(
+                "%s; %s may be there all the same, and cost money: %s",
+                error,
+                self.name,
+                self.deletion,
+            )
 
     def delete(self) -> None:
         """Gives everything back; returns before that is done. It is no mistake if there is nothing."""
@@ -194,13 +209,17 @@ class Slice:
 
     def ssh(self, command: str) -> str:
         """What a command prints on all machines."""
-        return command_line.run(self._tpus("tpu-vm", "ssh", self.name, "--worker=all", f"--command={command}"), HINTS)
+        return command_line.run(
+            self._tpus("tpu-vm", "ssh", self.name, "--worker=all", f"--command={command}"), HINTS
+        )
 
     def end_run(self) -> int | None:
         """Has the run save a checkpoint and end; its exit code, or None where that does not come in time."""
         work = f"{WORK}/{self.name}"
         try:  # as the machines do themselves when they find the note of `ask_to_stop`, if that was not yet
-            self.ssh(f"sudo sh -c 'if mkdir {work}/stop && [ -e {work}/pid ]; then kill -TERM $(cat {work}/pid); fi'")
+            self.ssh(
+                f"sudo sh -c 'if mkdir {work}/stop && [ -e {work}/pid ]; then kill -TERM $(cat {work}/pid); fi'"
+            )
         except LaunchError as error:
             logger.warning("%s; the machines will look into the bucket soon", error)
         count, exits = machines(self.node()), dict[str, int]()
@@ -241,7 +260,9 @@ class Slice:
         folder = self.staging.split("/", 3)[3] + "/"
         listing = ["objects", "list", f"{self.staging}/**", "--format=json(name,size,generation)"]
         return {
-            each["name"].removeprefix(folder): Kept(int(each.get("size") or 0), str(each.get("generation")))
+            each["name"].removeprefix(folder): Kept(
+                int(each.get("size") or 0), str(each.get("generation"))
+            )
             for each in _parsed(_gcloud_storage(*listing))
         }
 
@@ -254,7 +275,10 @@ class Slice:
         if not any(name.startswith("exit-") for name in objects):
             return {}
         lines = _storage("cat", f"{self.staging}/exit-*")
-        return {machine: int(code) for machine, code in re.findall(r"^(\S+) (\d+)$", lines, re.MULTILINE)}
+        return {
+            machine: int(code)
+            for machine, code in re.findall(r"^(\S+) (\d+)$", lines, re.MULTILINE)
+        }
 
     def kept_logs(self, goes_on: Callable[[], bool]) -> Iterator[str]:
         """What the machines' copies of their logs say, in pieces.
@@ -298,12 +322,22 @@ class Slice:
 
 def tpus(project: str, zone: str, *words: str) -> list[str]:
     """A command about TPUs."""
-    return ["gcloud", "compute", "tpus", *words, f"--project={project}", f"--zone={zone}", "--quiet"]
+    return [
+        "gcloud",
+        "compute",
+        "tpus",
+        *words,
+        f"--project={project}",
+        f"--zone={zone}",
+        "--quiet",
+    ]
 
 
 def listed(project: str, zone: str) -> dict[str, Resource]:
     """The queued resources that a project has in a zone, by name."""
-    found: list[Resource] = _parsed(tpus(project, zone, "queued-resources", "list", "--format=json"))
+    found: list[Resource] = _parsed(
+        tpus(project, zone, "queued-resources", "list", "--format=json")
+    )
     return {each["name"].rpartition("/")[2]: each for each in found}
 
 
@@ -314,7 +348,9 @@ def logs_in(objects: Iterable[str]) -> list[str]:
 
 def state_of(resource: Resource | None) -> str:
     """A queued resource's state in Google's words; empty where there is no resource."""
-    return "" if resource is None else str(resource.get("state", {}).get("state", "STATE_UNSPECIFIED"))
+    return (
+        "" if resource is None else str(resource.get("state", {}).get("state", "STATE_UNSPECIFIED"))
+    )
 
 
 def complaint(resource: Resource) -> str:
@@ -333,7 +369,10 @@ def outcome(exits: Mapping[str, int], count: int) -> int | None:
     if len(exits) < count or not exits:
         return None
     codes = set(exits.values())
-    return min(codes - {EXIT_DONE, EXIT_PREEMPTED}, default=EXIT_PREEMPTED if EXIT_PREEMPTED in codes else EXIT_DONE)
+    return min(
+        codes - {EXIT_DONE, EXIT_PREEMPTED},
+        default=EXIT_PREEMPTED if EXIT_PREEMPTED in codes else EXIT_DONE,
+    )
 
 
 def comes_true(what: Callable[[], bool], seconds: float) -> bool:

@@ -12,7 +12,9 @@ from launch.tpu.slice import WORK
 from trainer.errors import EXIT_PREEMPTED, EXIT_UNAVAILABLE
 
 PORT = 29400  # where the machines of a slice meet, as in docs/tpu.md
-_RESTARTS = 5  # of a run that was stopped and not told why, or has met too few machines, after each boot
+_RESTARTS = (
+    5  # of a run that was stopped and not told why, or has met too few machines, after each boot
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,12 @@ class Startup:
 
     def render(self) -> str:
         """The script."""
-        values = {"name": self.name, "staging": self.staging, "kept": self.kept, "output": self.output}
+        values = {
+            "name": self.name,
+            "staging": self.staging,
+            "kept": self.kept,
+            "output": self.output,
+        }
         values |= {"project": self.project, "user": self.user, "work": f"{WORK}/{self.name}"}
         values |= {"stop_seconds": str(math.ceil(self.stop_seconds))}
         return "\n".join(
@@ -70,8 +77,14 @@ class Startup:
                 'home="$work/home"  # of the user: the code, its environment, caches',
                 f'place="$home{"/code" if self.code else ""}"  # where relative paths start',
                 *self._become(),
-                *self._function("get_code", "Everything there is to install, as root.", self._code()),
-                *self._function("install", "The package, in an environment of its own; as the user.", self._install()),
+                *self._function(
+                    "get_code", "Everything there is to install, as root.", self._code()
+                ),
+                *self._function(
+                    "install",
+                    "The package, in an environment of its own; as the user.",
+                    self._install(),
+                ),
                 *self._function("mounts", "Buckets as folders.", self._mounts()),
                 *self._function("setup", "Further commands of cluster.setup.", self._setup()),
                 *self._function("environment", "What the run alone sees.", self._environment()),
@@ -84,14 +97,18 @@ class Startup:
         if self.user == "root":
             return [f"become=({home})"]
         # Not su or runuser: they stay between the signals and the run, and kill it two seconds after the first.
-        return [f'become=(setpriv --reuid="$user" --regid="$user" --init-groups {home} USER="$user" LOGNAME="$user")']
+        return [
+            f'become=(setpriv --reuid="$user" --regid="$user" --init-groups {home} USER="$user" LOGNAME="$user")'
+        ]
 
     @staticmethod
     def _function(name: str, about: str, lines: list[str]) -> list[str]:
         return ["", f"{name}() {{  # {about}", *(f"  {line}" for line in lines or [":"]), "}"]
 
     def _code(self) -> list[str]:
-        lines = ['if present "$staging/versions"; then fetch "$staging/versions" "$home/versions" || return; fi']
+        lines = [
+            'if present "$staging/versions"; then fetch "$staging/versions" "$home/versions" || return; fi'
+        ]
         if self.code:
             lines.append('fetch "$staging/code.tar.gz" "$work/code.tar.gz" &&')
             lines.append(

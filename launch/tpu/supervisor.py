@@ -122,18 +122,27 @@ class Sight:
 def decide(memory: Memory, sight: Sight) -> tuple[Memory, Action]:
     """What is to be done now, and to be remembered before it is done."""
     if memory.phase == "ending":
-        return memory, "done" if not sight.state else "wait" if sight.state == "DELETING" else "delete"
+        return (
+            memory,
+            "done" if not sight.state else "wait" if sight.state == "DELETING" else "delete",
+        )
     if sight.stop:
         if sight.state and not sight.stopped:
             return memory, "wait"
         return _ending(memory, sight, "cancelled")
     if memory.phase == "recreating":
-        return memory, "create" if not sight.state else "wait" if sight.state == "DELETING" else "delete"
+        return (
+            memory,
+            "create" if not sight.state else "wait" if sight.state == "DELETING" else "delete",
+        )
     if not sight.state:
         return _ending(memory, sight, "the queued resource is gone: somebody has deleted it")
     if sight.code is not None:
         if sight.code != EXIT_DONE and not sight.healthy:
-            return _again(memory, f"the run ended with exit code {sight.code} on machines that are not in order")
+            return _again(
+                memory,
+                f"the run ended with exit code {sight.code} on machines that are not in order",
+            )
         return _ending(memory, sight, f"the run has ended with exit code {sight.code}")
     if sight.state == "ACTIVE":
         if sight.node in _LOST and memory.was_active:  # a node may take a while to show up
@@ -143,7 +152,9 @@ def decide(memory: Memory, sight: Sight) -> tuple[Memory, Action]:
             return _again(memory, "the machines have written nothing more into cluster.staging")
         if sight.silent:
             return _ending(memory, replace(sight, code=EXIT_FAILED), _SILENCE)
-        return replace(memory, was_active=memory.was_active or bool(sight.node), heard=heard, vain=0), "wait"
+        return replace(
+            memory, was_active=memory.was_active or bool(sight.node), heard=heard, vain=0
+        ), "wait"
     if sight.state not in ("SUSPENDED", "FAILED"):
         return memory, "wait"
     if sight.by_user:
@@ -151,7 +162,9 @@ def decide(memory: Memory, sight: Sight) -> tuple[Memory, Action]:
     if sight.state == "SUSPENDED" or memory.was_active:
         return _again(memory, "the machines were taken away")
     if memory.vain < _VAIN_REQUESTS:
-        return _again(replace(memory, vain=memory.vain + 1), f"the request has failed: {sight.complaint}")
+        return _again(
+            replace(memory, vain=memory.vain + 1), f"the request has failed: {sight.complaint}"
+        )
     return _in_vain(memory, sight, sight.complaint)
 
 
@@ -161,7 +174,9 @@ def _again(memory: Memory, why: str) -> tuple[Memory, Action]:
 
 
 def _in_vain(memory: Memory, sight: Sight, why: str) -> tuple[Memory, Action]:
-    return _ending(memory, replace(sight, code=EXIT_FAILED), f"the request fails again and again: {why}")
+    return _ending(
+        memory, replace(sight, code=EXIT_FAILED), f"the request fails again and again: {why}"
+    )
 
 
 def _ending(memory: Memory, sight: Sight, why: str) -> tuple[Memory, Action]:
@@ -198,7 +213,9 @@ class Supervisor:
             except Exception as error:  # whatever it is: the slice costs money while nobody looks
                 delay = min(2 * delay, max(_LONGEST_WAIT, self._slice.poll_seconds))
                 known = isinstance(error, LaunchError)
-                logger.warning("%s; next try in %.0f s", error, delay, exc_info=None if known else error)
+                logger.warning(
+                    "%s; next try in %.0f s", error, delay, exc_info=None if known else error
+                )
             time.sleep(delay)
 
     def step(self) -> bool:
@@ -218,7 +235,10 @@ class Supervisor:
         elif action == "create":
             self._create()
         elif action == "done":
-            logger.info("%s is deleted; nothing of it costs money, except for what lies in buckets", self._slice.name)
+            logger.info(
+                "%s is deleted; nothing of it costs money, except for what lies in buckets",
+                self._slice.name,
+            )
             tpu_slice.note_end(self._folder, memory.code)
         return action == "done"
 
@@ -256,14 +276,24 @@ class Supervisor:
             self._said = state
             logger.info("%s: %s", self._slice.name, state.lower() or "not there")
         node = self._slice.node() if state == "ACTIVE" else None
-        missing = self._misses("slice", not state), self._misses("machines", state == "ACTIVE" and node is None)
+        missing = (
+            self._misses("slice", not state),
+            self._misses("machines", state == "ACTIVE" and node is None),
+        )
         if any(missing):
             return None
         objects = self._slice.objects()
         exits, stop = self._slice.exits(objects), "stop" in objects
-        before, self._signs = self._signs, {name: objects[name].generation for name in tpu_slice.logs_in(objects)}
+        before, self._signs = (
+            self._signs,
+            {name: objects[name].generation for name in tpu_slice.logs_in(objects)},
+        )
         heard = state == "ACTIVE" and before is not None and self._signs != before
-        machines = tpu_slice.machines(node) if state == "ACTIVE" and not self._waited("exit", bool(exits)) else 1
+        machines = (
+            tpu_slice.machines(node)
+            if state == "ACTIVE" and not self._waited("exit", bool(exits))
+            else 1
+        )
         code = tpu_slice.outcome(exits, machines)
         return Sight(
             state,
@@ -272,10 +302,14 @@ class Supervisor:
             node=str((node or {}).get("state", "")),
             healthy=state == "ACTIVE" and (node is None or _in_order(node)),
             heard=heard,
-            silent=self._waited("silence", state == "ACTIVE" and not heard, self._slice.silence_seconds),
+            silent=self._waited(
+                "silence", state == "ACTIVE" and not heard, self._slice.silence_seconds
+            ),
             code=code,
             stop=stop,
-            stopped=self._waited("stop", stop, self._slice.stop_seconds) or state != "ACTIVE" or code is not None,
+            stopped=self._waited("stop", stop, self._slice.stop_seconds)
+            or state != "ACTIVE"
+            or code is not None,
         )
 
     def _misses(self, what: str, absent: bool) -> bool:
@@ -288,7 +322,10 @@ class Supervisor:
         if not seen:
             self._since.pop(what, None)
             return False
-        return time.monotonic() - self._since.setdefault(what, time.monotonic()) > seconds + _GRACE_SECONDS
+        return (
+            time.monotonic() - self._since.setdefault(what, time.monotonic())
+            > seconds + _GRACE_SECONDS
+        )
 
 
 def _in_order(node: Resource) -> bool:
@@ -299,7 +336,13 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
     """Starts the supervisor of a job, which goes on when the terminal is closed."""
     with (folder / LOG).open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "launch.tpu.supervisor", str(folder)],  # -P: not what lies in this folder
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "launch.tpu.supervisor",
+                str(folder),
+            ],  # -P: not what lies in this folder
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -323,7 +366,9 @@ def main(arguments: list[str]) -> int:
     """`python -m launch.tpu.supervisor FOLDER`."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     if len(arguments) != 1:
-        logger.error("give the folder of one job: where `samestep launch` said that it is kept, or a copy of it")
+        logger.error(
+            "give the folder of one job: where `samestep launch` said that it is kept, or a copy of it"
+        )
         return EXIT_FAILED
     folder = Path(arguments[0]).absolute()
     try:

@@ -29,7 +29,9 @@ def devices(accelerator_type: str, topology: str | None) -> int:
     kind, _, number = accelerator_type.partition("-")
     if kind not in _KINDS:
         known = ", ".join(f"{kind}-N" for kind in _KINDS)
-        raise ConfigError(f"accelerator_type {accelerator_type} is of no known kind; known: {known}")
+        raise ConfigError(
+            f"accelerator_type {accelerator_type} is of no known kind; known: {known}"
+        )
     if topology is not None:
         if number or not _TOPOLOGY.fullmatch(topology):
             raise ConfigError(
@@ -40,7 +42,9 @@ def devices(accelerator_type: str, topology: str | None) -> int:
         return chips * 2 if kind in ("v2", "v3") else chips
     counted, _ = _KINDS[kind]
     if not number.isdecimal() or not int(number) or int(number) % counted:
-        raise ConfigError(f"accelerator_type {accelerator_type} names no size; write it as {kind}-8")
+        raise ConfigError(
+            f"accelerator_type {accelerator_type} names no size; write it as {kind}-8"
+        )
     return int(number) // counted
 
 

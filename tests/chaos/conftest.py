@@ -44,7 +44,9 @@ def _files(temporary: Path) -> list[str]:
 
 def _shared_memory(before: set[str]) -> list[str]:
     """What has come and nobody uses; what somebody does is another test's, or that of a process that is told of."""
-    new = {file.inode(): file.path for file in os.scandir(_SHARED_MEMORY) if file.name not in before}
+    new = {
+        file.inode(): file.path for file in os.scandir(_SHARED_MEMORY) if file.name not in before
+    }
     for process in Path("/proc").glob("[0-9]*") if new else ():
         with suppress(OSError):
             for line in (process / "maps").read_text().splitlines():

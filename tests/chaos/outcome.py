@@ -71,7 +71,11 @@ class Observer:
         for _ in moments(process):
             rows = read_rows(self.run / "metrics.jsonl")
             self._rows |= {(row["time"], row["step"]) for row in rows if "train/loss" in row}
-            if self._sign and not self._noticed and re.search(self._sign, process.stderr.read_text()):
+            if (
+                self._sign
+                and not self._noticed
+                and re.search(self._sign, process.stderr.read_text())
+            ):
                 self._noticed = time.time()
             if condition():
                 return
@@ -103,7 +107,9 @@ class Observer:
             recovered=new[0] - self._struck,
             redone=len(rows) - steps,
             excluded=sum(tally.passes[number].excluded for number, tally in passes),
-            lost=sum(tally.passes[number].missing for number, tally in passes if tally.is_over(number)),
+            lost=sum(
+                tally.passes[number].missing for number, tally in passes if tally.is_over(number)
+            ),
             repeated=sum(tally.passes[number].repeated for number, tally in passes),
             goodput=min(1.0, pace * (steps - 1) / (rows[-1][0] - rows[0][0])),
         )

@@ -34,7 +34,9 @@ class Config(sick_objective.Config):
 
 
 class PacedObjective(sick_objective.SickObjective):
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
+    def loss(
+        self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]
+    ) -> Loss:
         time.sleep(self.config.seconds)
         flip = Path(self.config.flip)
         if os.environ.get("RANK") == "1" and flip.is_file():

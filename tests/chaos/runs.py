@@ -35,7 +35,9 @@ class Run:
 
     def train(self, *arguments: object) -> Process:
         """Starts a training in the background, with more overrides and flags."""
-        return self.start("train", self.experiment, f"output={self.folder}", *self.settings, *arguments)
+        return self.start(
+            "train", self.experiment, f"output={self.folder}", *self.settings, *arguments
+        )
 
 
 def moments(process: Process) -> Iterator[None]:

@@ -35,11 +35,16 @@ class Outcomes:
 def main() -> int:
     os.environ["CHAOS_STEP_SECONDS"] = _STEP_SECONDS
     outcomes = Outcomes()
-    code = pytest.main(["tests/chaos/test_faults.py", "-m", "chaos or not chaos", "-p", "no:cacheprovider"], [outcomes])
+    code = pytest.main(
+        ["tests/chaos/test_faults.py", "-m", "chaos or not chaos", "-p", "no:cacheprovider"],
+        [outcomes],
+    )
     if code == pytest.ExitCode.OK:
         page = PAGE.read_text(encoding="utf-8")
         before, _, rest = page.partition(BEGIN)
-        PAGE.write_text(before + BEGIN + render(outcomes.found) + END + rest.partition(END)[2], encoding="utf-8")
+        PAGE.write_text(
+            before + BEGIN + render(outcomes.found) + END + rest.partition(END)[2], encoding="utf-8"
+        )
         sys.stdout.write(f"{len(outcomes.found)} faults, all got over; see {PAGE}\n")
     return int(code)
 

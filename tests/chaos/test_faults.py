@@ -44,7 +44,13 @@ def paced(**settings: Any) -> str:
 def run(start: Start, experiment_file: str, tmp_path: Path) -> Run:
     """24 steps of two processes, one micro-batch each, and a checkpoint every 4."""
     settings = (
-        *("training.steps=24", "training.micro_batch_size=50", "data.threads=0", "strategy=ddp", "--processes=2"),
+        *(
+            "training.steps=24",
+            "training.micro_batch_size=50",
+            "data.threads=0",
+            "strategy=ddp",
+            "--processes=2",
+        ),
         *("checkpoint.every=4", "checkpoint.keep_last=3", paced()),
     )
     return Run(tmp_path / "run", experiment_file, settings, start)
@@ -67,7 +73,12 @@ def survived(
         assert (outcome.lost, outcome.repeated) == (0, 0)
         if settings not in undisturbed:
             folder = undisturbed[settings] = tmp_path_factory.mktemp("undisturbed") / "run"
-            assert samestep("train", experiment_file, f"output={folder}", "training.steps=24", *settings).code == 0
+            assert (
+                samestep(
+                    "train", experiment_file, f"output={folder}", "training.steps=24", *settings
+                ).code
+                == 0
+            )
         assert_same_run(samestep, observer.run, undisturbed[settings])
         record_property("outcome", asdict(outcome))
         return result.err
@@ -90,12 +101,19 @@ def undisturbed() -> dict[tuple[str, ...], Path]:
         ("two", "disk", ()),
         pytest.param("four", "disk", ("--processes=4",), marks=LONG),
         pytest.param(
-            "four", "memory", ("--processes=4", "checkpoint.every=1000", "checkpoint.snapshot_every=2"), marks=LONG
+            "four",
+            "memory",
+            ("--processes=4", "checkpoint.every=1000", "checkpoint.snapshot_every=2"),
+            marks=LONG,
         ),
     ],
 )
-def test_a_killed_worker(run: Run, workers: str, source: str, settings: tuple[str, ...], survived: Survived) -> None:
-    observer = Observer(f"one of {workers} workers killed (`kill -9`), back from {source}", run.folder, AGAIN)
+def test_a_killed_worker(
+    run: Run, workers: str, source: str, settings: tuple[str, ...], survived: Survived
+) -> None:
+    observer = Observer(
+        f"one of {workers} workers killed (`kill -9`), back from {source}", run.folder, AGAIN
+    )
     process = run.train(*ELASTIC, *settings)
     observer.reach(process, 10)
     observer.strike()
@@ -111,17 +129,26 @@ def test_a_killed_agent(run: Run, survived: Survived) -> None:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     elastic = ("--elastic=1:2", f"--rendezvous={address}", "--processes=1")
     victim, survivor = run.train(*elastic), run.train(*elastic)
-    observer = Observer("one of two agents killed (`kill -9`), back from disk", run.folder, "stopping because|1 x CPU")
+    observer = Observer(
+        "one of two agents killed (`kill -9`), back from disk",
+        run.folder,
+        "stopping because|1 x CPU",
+    )
     observer.reach(survivor, 10)
     observer.strike()
     victim.popen.kill()
     survived(observer, survivor)
-    assert [start["devices"].split()[0] for start in read_rows(run.folder / "starts.jsonl")] == ["2", "1"]
+    assert [start["devices"].split()[0] for start in read_rows(run.folder / "starts.jsonl")] == [
+        "2",
+        "1",
+    ]
 
 
 @LONG
 def test_a_stopped_rank(run: Run, survived: Survived) -> None:
-    observer = Observer("one of two workers stopped (`kill -STOP`), `hang_timeout: 3`", run.folder, "the run hangs")
+    observer = Observer(
+        "one of two workers stopped (`kill -STOP`), `hang_timeout: 3`", run.folder, "the run hangs"
+    )
     process = run.train(*ELASTIC, "training.hang_timeout=3")
     observer.reach(process, 10)
     observer.strike()
@@ -132,8 +159,16 @@ def test_a_stopped_rank(run: Run, survived: Survived) -> None:
 @LONG
 @pytest.mark.parametrize("politely", [True, False], ids=["SIGTERM", "SIGKILL"])
 def test_a_run_that_is_ended(run: Run, politely: bool, survived: Survived) -> None:
-    name = "pre-empted (SIGTERM, `deadline: 30`)" if politely else "all processes killed at once (`kill -9`)"
-    observer = Observer(f"{name}, started again", run.folder, "stopping     on SIGTERM" if politely else "continuing ")
+    name = (
+        "pre-empted (SIGTERM, `deadline: 30`)"
+        if politely
+        else "all processes killed at once (`kill -9`)"
+    )
+    observer = Observer(
+        f"{name}, started again",
+        run.folder,
+        "stopping     on SIGTERM" if politely else "continuing ",
+    )
     first = run.train("training.preemption.deadline=30")
     observer.reach(first, 10)
     observer.strike()
@@ -202,14 +237,25 @@ def remote(
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_proxy.url)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # of Amazon's own client, below ours
     cache = (f"data.cache={tmp_path / 'cache'}", "data.cache_size=170kB")
-    return (f"data.path={s3_folder}/dataset", *cache, f"checkpoint.folder={s3_folder}/checkpoints", *ONE_BY_ONE)
+    return (
+        f"data.path={s3_folder}/dataset",
+        *cache,
+        f"checkpoint.folder={s3_folder}/checkpoints",
+        *ONE_BY_ONE,
+    )
 
 
 @LONG
-def test_a_damaged_shard(run: Run, dataset_folder: Path, tmp_path: Path, survived: Survived) -> None:
+def test_a_damaged_shard(
+    run: Run, dataset_folder: Path, tmp_path: Path, survived: Survived
+) -> None:
     """It ends the run, and when it is back the run goes on."""
     dataset = shutil.copytree(dataset_folder, tmp_path / "dataset")
-    observer = Observer("shard on the disk torn, run killed and started again", run.folder, "error: .*train-000002.tar")
+    observer = Observer(
+        "shard on the disk torn, run killed and started again",
+        run.folder,
+        "error: .*train-000002.tar",
+    )
     first = run.train(f"data.path={dataset}")
     observer.reach(first, 10)
     kill(first)
@@ -225,9 +271,13 @@ def test_a_damaged_shard(run: Run, dataset_folder: Path, tmp_path: Path, survive
 
 
 @LONG
-def test_a_damaged_cache(run: Run, remote: tuple[str, ...], tmp_path: Path, survived: Survived) -> None:
+def test_a_damaged_cache(
+    run: Run, remote: tuple[str, ...], tmp_path: Path, survived: Survived
+) -> None:
     sign = "was damaged on this disk; it is downloaded again"
-    observer = Observer("bit flipped in each cached shard, run killed and started again", run.folder, sign)
+    observer = Observer(
+        "bit flipped in each cached shard, run killed and started again", run.folder, sign
+    )
     first = run.train(*remote)
     observer.reach(first, 10)
     kill(first)
@@ -252,7 +302,9 @@ def test_damaged_checkpoints(run: Run, survived: Survived) -> None:
     first = run.train()
     first.wait_for_step(run.folder, 12)
     kill(first)
-    sound, flipped, torn = sorted(file.parent for file in run.folder.glob("checkpoints/*/COMMITTED"))
+    sound, flipped, torn = sorted(
+        file.parent for file in run.folder.glob("checkpoints/*/COMMITTED")
+    )
     observer.strike()
     os.truncate(torn / "rank-00000.safetensors", 1000)
     flip_a_bit(flipped / "rank-00001.safetensors")
@@ -266,7 +318,9 @@ def test_damaged_checkpoints(run: Run, survived: Survived) -> None:
 def test_a_full_disk(run: Run, small_disk: Path, survived: Survived) -> None:
     """Of checkpoints, metrics and ledger: the run goes on, and saves again once there is room."""
     run = replace(run, folder=small_disk / "run")
-    observer = Observer("disk full until a checkpoint could not be saved", run.folder, "No space left on device")
+    observer = Observer(
+        "disk full until a checkpoint could not be saved", run.folder, "No space left on device"
+    )
     process = run.train()
     observer.reach(process, 9)
     observer.strike()
@@ -295,7 +349,9 @@ def test_a_gradient_that_is_not_a_number(
     run: Run, name: str, sick: dict[str, Any], faults: str, excluded: str, survived: Survived
 ) -> None:
     """Of one of two ranks, at step 8."""
-    observer = Observer(f"NaN in a gradient, {name}", run.folder, "computed again from the same batch")
+    observer = Observer(
+        f"NaN in a gradient, {name}", run.folder, "computed again from the same batch"
+    )
     process = run.train(paced(**sick), f"training.faults={faults}")
     observer.end(process)
     observer.strike(observer.when(7))
@@ -305,7 +361,9 @@ def test_a_gradient_that_is_not_a_number(
 @LONG
 def test_a_flipped_bit(run: Run, tmp_path: Path, survived: Survived) -> None:
     """In the weights of one of two replicas: it is not saved, and the same command goes on from before."""
-    name = "bit flipped in the weights of one of two replicas, `verify_state_every: 2`, started again"
+    name = (
+        "bit flipped in the weights of one of two replicas, `verify_state_every: 2`, started again"
+    )
     observer = Observer(name, run.folder, "silent corruption on rank")
     settings = (paced(flip=str(tmp_path / "flip")), "training.verify_state_every=2")
     first = run.train(*settings)

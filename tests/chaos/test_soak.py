@@ -69,11 +69,19 @@ def way(generator: random.Random) -> tuple[str, ...]:
 
 def mixture(parts: dict[str, Path], steps: int) -> tuple[str, ...]:
     """Settings: three sources whose weights change after a sixth and a third of the steps, and odd batches."""
-    weights = [{"a": 0.5, "b": 0.3, "c": 0.2}, {"a": 0.1, "b": 0.2, "c": 0.7}, {"a": 1, "b": 0, "c": 1}]
+    weights = [
+        {"a": 0.5, "b": 0.3, "c": 0.2},
+        {"a": 0.1, "b": 0.2, "c": 0.7},
+        {"a": 1, "b": 0, "c": 1},
+    ]
     sources = [{"path": str(parts[name]), "weight": weight} for name, weight in weights[0].items()]
     changes = [{"step": steps * i // 6, "weights": weights[i]} for i in (1, 2)]
     return (
-        *("data.path=null", f"data.sources={json.dumps(sources)}", f"data.weights={json.dumps(changes)}"),
+        *(
+            "data.path=null",
+            f"data.sources={json.dumps(sources)}",
+            f"data.weights={json.dumps(changes)}",
+        ),
         *(f"training.steps={steps}", "training.global_batch_size=62", "checkpoint.every=2"),
     )
 
@@ -109,8 +117,16 @@ def test_random_events(
     result = process.wait(3600)
     assert result.code == 0, result.err
 
-    alone = ("strategy=single", "training.micro_batch_size=62", "checkpoint.every=1000", "data.threads=0")
-    assert samestep("train", experiment_file, f"output={tmp_path / 'alone'}", *settings, *alone).code == 0
+    alone = (
+        "strategy=single",
+        "training.micro_batch_size=62",
+        "checkpoint.every=1000",
+        "data.threads=0",
+    )
+    assert (
+        samestep("train", experiment_file, f"output={tmp_path / 'alone'}", *settings, *alone).code
+        == 0
+    )
     assert_same_run(samestep, run.folder, tmp_path / "alone")
 
 
@@ -134,9 +150,12 @@ def wait_for_steps(run: Run, process: Process, steps: int, event: float) -> None
     """Returns when a run has started again since an event (at a time in seconds since 1970) and taken so many steps."""
     for _ in moments(process):
         starts, rows = (
-            [row["time"] for row in read_rows(run.folder / name)] for name in ("starts.jsonl", "metrics.jsonl")
+            [row["time"] for row in read_rows(run.folder / name)]
+            for name in ("starts.jsonl", "metrics.jsonl")
         )
-        if not steps or (max(starts, default=0) > event and sum(time > starts[-1] for time in rows) >= steps):
+        if not steps or (
+            max(starts, default=0) > event and sum(time > starts[-1] for time in rows) >= steps
+        ):
             return
 
 
@@ -145,14 +164,20 @@ def wait_for_steps(run: Run, process: Process, steps: int, event: float) -> None
 def test_cycles(start: Start, samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
     """One process after another of an elastic run is killed; the agent's ports of one round do not outlive it."""
     victims = (*["worker"] * 8, "agent", "server") * 10
-    settings = (f"training.steps={6 * len(victims) + 20}", "checkpoint.every=2", "checkpoint.snapshot_every=1")
+    settings = (
+        f"training.steps={6 * len(victims) + 20}",
+        "checkpoint.every=2",
+        "checkpoint.snapshot_every=1",
+    )
     run = Run(tmp_path / "run", experiment_file, (*settings, "--elastic=1", "--processes=2"), start)
     process, last, ports = run.train(), time.time(), set()
     for victim in victims:
         wait_for_steps(run, process, 3, last)
         agent, (server,) = process.popen.pid, children(process.popen.pid)
         ports.add(listening_ports(agent))
-        os.kill({"worker": process.workers[0], "agent": agent, "server": server}[victim], signal.SIGKILL)
+        os.kill(
+            {"worker": process.workers[0], "agent": agent, "server": server}[victim], signal.SIGKILL
+        )
         if victim != "worker":
             process.wait(PATIENCE)
             process = run.train()
@@ -165,7 +190,14 @@ def test_cycles(start: Start, samestep: Samestep, experiment_file: str, tmp_path
 
 def listening_ports(pid: int) -> int:
     """How many TCP ports a process listens on."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()
+    ]
     listening = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
-    opened = {os.path.realpath(descriptor).rpartition("/")[2] for descriptor in Path(f"/proc/{pid}/fd").iterdir()}
+    opened = {
+        os.path.realpath(descriptor).rpartition("/")[2]
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir()
+    }
     return len(opened & listening)

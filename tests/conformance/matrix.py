@@ -36,7 +36,9 @@ BACKENDS = dict.fromkeys((2, 3), ("zero-1", "zero-2", "zero-3", "accelerate"))
 def compare(ranks: list[Record], reference: Record) -> float:
     """The largest relative difference of a loss from the single process's; infinity when any batch differs."""
     digests = np.sum([record.digests for record in ranks], axis=0, dtype=np.uint64)
-    if not np.array_equal(digests, reference.digests) or len(ranks[0].losses) != len(reference.losses):
+    if not np.array_equal(digests, reference.digests) or len(ranks[0].losses) != len(
+        reference.losses
+    ):
         return float("inf")
     return float(np.max(np.abs(np.array(ranks[0].losses) / np.array(reference.losses) - 1)))
 
@@ -45,7 +47,9 @@ def main() -> int:
     worst: dict[tuple[str, int, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         bert = write_experiment(make_dataset(Path(folder, "words")), Path(folder, "bert.yaml"))
-        t5 = write_t5_experiment(make_dataset(Path(folder, "pieces"), "unigram"), Path(folder, "t5.yaml"))
+        t5 = write_t5_experiment(
+            make_dataset(Path(folder, "pieces"), "unigram"), Path(folder, "t5.yaml")
+        )
         groups = [
             (task, size, strategy)
             for task in TASKS
@@ -59,8 +63,13 @@ def main() -> int:
             if (task, PACKINGS[0]) not in references:
                 singles = [Case(1, "single", 8, 1, packing, task) for packing in PACKINGS]
                 (records,) = run_ranks(1, run_cases, file, singles, STEPS, BATCHES, folder)
-                references |= {(task, case.packing): record for case, record in zip(singles, records, strict=True)}
-            cases = [Case(size, strategy, *setting, task) for setting in itertools.product(*settings)]
+                references |= {
+                    (task, case.packing): record
+                    for case, record in zip(singles, records, strict=True)
+                }
+            cases = [
+                Case(size, strategy, *setting, task) for setting in itertools.product(*settings)
+            ]
             ranks = run_ranks(size, run_cases, file, cases, STEPS, BATCHES, folder, timeout=1200)
             worst[task, size, strategy] = [
                 compare([records[i] for records in ranks], references[task, case.packing])
@@ -69,7 +78,9 @@ def main() -> int:
     Path("docs/conformance.md").write_text(render(worst), encoding="utf-8")
     passed = sum(value <= RELATIVE for values in worst.values() for value in values)
     total = sum(map(len, worst.values()))
-    sys.stdout.write(f"{passed} of {total} cases equal the single process; see docs/conformance.md\n")
+    sys.stdout.write(
+        f"{passed} of {total} cases equal the single process; see docs/conformance.md\n"
+    )
     return 0 if passed == total else 1
 
 

@@ -15,12 +15,20 @@ def reference(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) ->
     """What the single process does."""
     output = str(tmp_path_factory.mktemp("single"))
     ((record,),) = run_ranks(
-        1, run_cases, experiment_file, [Case(1, "single", 8, 1, "pairs", "mlm_nsp")], STEPS, BATCHES, output
+        1,
+        run_cases,
+        experiment_file,
+        [Case(1, "single", 8, 1, "pairs", "mlm_nsp")],
+        STEPS,
+        BATCHES,
+        output,
     )
     return record
 
 
-def test_three_processes_have_its_batches_and_losses(experiment_file: str, tmp_path: Path, reference: Record) -> None:
+def test_three_processes_have_its_batches_and_losses(
+    experiment_file: str, tmp_path: Path, reference: Record
+) -> None:
     case = Case(3, "ddp", 4, 0, "pairs", "mlm_nsp")
     ranks = run_ranks(3, run_cases, experiment_file, [case], STEPS, BATCHES, str(tmp_path))
     assert compare([records[0] for records in ranks], reference) <= RELATIVE

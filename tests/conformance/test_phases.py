@@ -18,11 +18,20 @@ PHASES = (
     " {steps: 6, sequence_length: 32, global_batch_size: 5, lr: 2e-3, schedule: {decay: linear, warmup_steps: 2}}]"
 )
 LAMB = "optimizer={kind: lamb, lr: 5e-3}"
-SETTINGS = [PHASES, LAMB, "training.steps=14", "checkpoint.every=4", "checkpoint.keep_last=9", "model.dropout=0.1"]
+SETTINGS = [
+    PHASES,
+    LAMB,
+    "training.steps=14",
+    "checkpoint.every=4",
+    "checkpoint.keep_last=9",
+    "model.dropout=0.1",
+]
 
 
 @pytest.fixture(scope="module")
-def whole(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+def whole(
+    experiment_file: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[float]]:
     """The run in four FSDP2 processes, with checkpoints at steps 4, 8 (the border), 12 and 14."""
     output = tmp_path_factory.mktemp("whole")
     return output, run_ranks(4, run_once, experiment_file, [f"output={output}", *SETTINGS])[0]
@@ -31,7 +40,9 @@ def whole(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) -> tup
 def test_one_process_takes_the_same_steps(
     experiment_file: str, tmp_path: Path, whole: tuple[Path, list[float]]
 ) -> None:
-    single = run_ranks(1, run_once, experiment_file, [f"output={tmp_path}", "strategy=single", *SETTINGS])[0]
+    single = run_ranks(
+        1, run_once, experiment_file, [f"output={tmp_path}", "strategy=single", *SETTINGS]
+    )[0]
     np.testing.assert_allclose(single, whole[1], rtol=RELATIVE)
 
 
@@ -45,15 +56,27 @@ def test_a_run_that_was_cut_goes_on_in_its_phase(
     np.testing.assert_allclose(resumed, losses[step:], rtol=RELATIVE)
 
 
-def test_a_step_that_would_change_its_phase_is_refused(experiment_file: str, whole: tuple[Path, list[float]]) -> None:
+def test_a_step_that_would_change_its_phase_is_refused(
+    experiment_file: str, whole: tuple[Path, list[float]]
+) -> None:
     other = "phases=[{steps: 13, sequence_length: 16}, {steps: 1, sequence_length: 32}]"
-    with pytest.raises(AssertionError, match=f"{CheckpointError.__name__}: the checkpoint of step 12 .* number 1"):
+    with pytest.raises(
+        AssertionError, match=f"{CheckpointError.__name__}: the checkpoint of step 12 .* number 1"
+    ):
         run_ranks(1, run_once, experiment_file, [f"output={whole[0]}", *SETTINGS, other], 12)
 
 
-def test_a_finished_run_goes_on_with_one_more_phase(experiment_file: str, whole: tuple[Path, list[float]]) -> None:
+def test_a_finished_run_goes_on_with_one_more_phase(
+    experiment_file: str, whole: tuple[Path, list[float]]
+) -> None:
     longer = PHASES[:-1] + ", {steps: 3, sequence_length: 24, global_batch_size: 4}]"
-    overrides = [f"output={whole[0]}", *SETTINGS, longer, "training.steps=17", "checkpoint.every=1000"]
+    overrides = [
+        f"output={whole[0]}",
+        *SETTINGS,
+        longer,
+        "training.steps=17",
+        "checkpoint.every=1000",
+    ]
     assert len(run_ranks(2, run_once, experiment_file, overrides, 14)[0]) == 3
 
 
@@ -65,7 +88,9 @@ def test_the_checkpoint_says_which_order_it_is_in(whole: tuple[Path, list[float]
     assert orders == {4: 0, 8: 1, 12: 1}
 
 
-def test_phases_of_one_length_are_one_pass_over_the_data(experiment_file: str, tmp_path: Path) -> None:
+def test_phases_of_one_length_are_one_pass_over_the_data(
+    experiment_file: str, tmp_path: Path
+) -> None:
     """Two phases that differ in nothing are no phases; so the second goes on with the examples after the first."""
     common = ["strategy=single", "training.steps=8", "checkpoint.every=4", LAMB]
     one = run_ranks(1, run_once, experiment_file, [f"output={tmp_path / 'one'}", *common])[0]

@@ -40,16 +40,22 @@ CASES = [
 def references(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
     """What the single process does, by packing."""
     cases = [Case(1, "single", 8, 1, packing) for packing in ("concat", "best_fit")]
-    (records,) = run_ranks(1, run_cases, experiment_file, cases, STEPS, BATCHES, str(tmp_path_factory.mktemp("single")))
+    (records,) = run_ranks(
+        1, run_cases, experiment_file, cases, STEPS, BATCHES, str(tmp_path_factory.mktemp("single"))
+    )
     return {case.packing: record for case, record in zip(cases, records, strict=True)}
 
 
 def test_the_cases_cover_every_pair() -> None:
     def pairs(cases: list[Case]) -> set[tuple[object, ...]]:
         rows = [dataclasses.astuple(case) for case in cases]
-        return {(a, b, row[a], row[b]) for row in rows for a, b in itertools.combinations(range(5), 2)}
+        return {
+            (a, b, row[a], row[b]) for row in rows for a, b in itertools.combinations(range(5), 2)
+        }
 
-    single = [Case(1, "single", *setting) for setting in itertools.product(*SETTINGS)]  # needs no others to agree with
+    single = [
+        Case(1, "single", *setting) for setting in itertools.product(*SETTINGS)
+    ]  # needs no others to agree with
     possible = [
         Case(size, strategy, *setting)
         for size, strategies in STRATEGIES.items()
@@ -67,14 +73,21 @@ def test_same_batches_and_losses(
     ranks = run_ranks(world_size, run_cases, experiment_file, cases, STEPS, BATCHES, str(tmp_path))
     for i, case in enumerate(cases):
         difference = compare([records[i] for records in ranks], references[case.packing])
-        assert difference <= RELATIVE, f"{case}: other batches, or a loss that is off by {difference}"
+        assert difference <= RELATIVE, (
+            f"{case}: other batches, or a loss that is off by {difference}"
+        )
 
 
 def test_another_seed_is_another_run(experiment_file: str, tmp_path: Path) -> None:
     """The digests and losses that the matrix compares do depend on what they are about."""
     overrides = ["strategy=single", "training.steps=5"]
     runs = [
-        run_ranks(1, run_once, experiment_file, [*overrides, f"output={tmp_path / str(seed)}", f"seed={seed}"])
+        run_ranks(
+            1,
+            run_once,
+            experiment_file,
+            [*overrides, f"output={tmp_path / str(seed)}", f"seed={seed}"],
+        )
         for seed in (0, 1)
     ]
     assert not np.allclose(runs[0], runs[1], rtol=RELATIVE)
@@ -86,5 +99,9 @@ def test_resume_at_another_world_size(experiment_file: str, tmp_path: Path) -> N
     whole = run_ranks(4, run_once, experiment_file, [*overrides, "checkpoint.every=5"])[0]
     assert len(whole) == 15
     for world_size, strategy in ((3, "fsdp"), (1, "single"), (2, "ddp")):
-        resumed = run_ranks(world_size, run_once, experiment_file, [*overrides, f"strategy={strategy}"], 5)[0]
-        np.testing.assert_allclose(resumed, whole[5:], rtol=RELATIVE, err_msg=f"{world_size} x {strategy}")
+        resumed = run_ranks(
+            world_size, run_once, experiment_file, [*overrides, f"strategy={strategy}"], 5
+        )[0]
+        np.testing.assert_allclose(
+            resumed, whole[5:], rtol=RELATIVE, err_msg=f"{world_size} x {strategy}"
+        )

@@ -22,10 +22,17 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def references(t5_experiment: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Record]:
+def references(
+    t5_experiment: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], Record]:
     """What the single process does, by packing and task."""
-    cases = [Case(1, "single", 8, 1, *key) for key in sorted({(case.packing, case.task) for case in CASES})]
-    (records,) = run_ranks(1, run_cases, t5_experiment, cases, STEPS, BATCHES, str(tmp_path_factory.mktemp("single")))
+    cases = [
+        Case(1, "single", 8, 1, *key)
+        for key in sorted({(case.packing, case.task) for case in CASES})
+    ]
+    (records,) = run_ranks(
+        1, run_cases, t5_experiment, cases, STEPS, BATCHES, str(tmp_path_factory.mktemp("single"))
+    )
     return {(case.packing, case.task): record for case, record in zip(cases, records, strict=True)}
 
 
@@ -37,13 +44,24 @@ def test_same_batches_and_losses(
     ranks = run_ranks(world_size, run_cases, t5_experiment, cases, STEPS, BATCHES, str(tmp_path))
     for i, case in enumerate(cases):
         difference = compare([records[i] for records in ranks], references[case.packing, case.task])
-        assert difference <= RELATIVE, f"{case}: other batches, or a loss that is off by {difference}"
+        assert difference <= RELATIVE, (
+            f"{case}: other batches, or a loss that is off by {difference}"
+        )
 
 
-def test_adafactor_moves_from_four_ranks_to_three_and_to_one(t5_experiment: str, tmp_path: Path) -> None:
-    overrides = [f"output={tmp_path}", "training.steps=12", "checkpoint.every=4", "checkpoint.keep_last=9"]
+def test_adafactor_moves_from_four_ranks_to_three_and_to_one(
+    t5_experiment: str, tmp_path: Path
+) -> None:
+    overrides = [
+        f"output={tmp_path}",
+        "training.steps=12",
+        "checkpoint.every=4",
+        "checkpoint.keep_last=9",
+    ]
     whole = run_ranks(4, run_once, t5_experiment, overrides)[0]
     resumed = run_ranks(3, run_once, t5_experiment, [*overrides, "training.steps=8"], 4)[0]
     np.testing.assert_allclose(resumed, whole[4:8], rtol=RELATIVE)
-    (resumed,) = run_ranks(1, run_once, t5_experiment, [*overrides, "strategy=single"], 8)  # what the three have saved
+    (resumed,) = run_ranks(
+        1, run_once, t5_experiment, [*overrides, "strategy=single"], 8
+    )  # what the three have saved
     np.testing.assert_allclose(resumed, whole[8:], rtol=RELATIVE)

@@ -86,8 +86,14 @@ def run_cases(file: str, cases: list[Case], steps: int, batches: int, output: st
     world.connect("gloo")
     records = []
     for i, case in enumerate(cases):
-        overrides = [*case.overrides, f"training.steps={steps}", f"output={output}/{world.size}-{case.strategy}-{i}"]
-        records.append(Record(batch_digests(file, overrides, world, batches), losses(file, overrides, world)))
+        overrides = [
+            *case.overrides,
+            f"training.steps={steps}",
+            f"output={output}/{world.size}-{case.strategy}-{i}",
+        ]
+        records.append(
+            Record(batch_digests(file, overrides, world, batches), losses(file, overrides, world))
+        )
     world.close()
     return records
 
@@ -105,13 +111,17 @@ def batch_digests(file: str, overrides: list[str], world: World, batches: int) -
             for name in sorted(batch):
                 values = batch[name].numpy().reshape(len(valid), -1)
                 column = combine(len(name), np.arange(values.shape[1]))
-                row = combine(row, combine(column, values.astype(np.int64)).sum(axis=1, dtype=np.uint64))
+                row = combine(
+                    row, combine(column, values.astype(np.int64)).sum(axis=1, dtype=np.uint64)
+                )
             digests[i : i + 1] += row[valid].sum(dtype=np.uint64)
     trainer.loader.close()
     return digests
 
 
-def losses(file: str, overrides: list[str], world: World, *, resume: int | None = None) -> list[float]:
+def losses(
+    file: str, overrides: list[str], world: World, *, resume: int | None = None
+) -> list[float]:
     """The losses of each step of a run, from the start or from a checkpoint on."""
     experiment = load(Experiment, file, overrides)
     trainer = make_trainer(experiment, world)

@@ -28,21 +28,34 @@ from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
 
 OPTIMIZERS = ["optimizer={kind: adamw, lr: 1e-3}", "optimizer={kind: lamb, lr: 1e-2}"]
-FSDP1 = {"fsdp_version": 1, "fsdp_cpu_ram_efficient_loading": False, "fsdp_sync_module_states": False}
+FSDP1 = {
+    "fsdp_version": 1,
+    "fsdp_cpu_ram_efficient_loading": False,
+    "fsdp_sync_module_states": False,
+}
 FSDP2 = {"fsdp_version": 2, "fsdp_transformer_layer_cls_to_wrap": "BertLayer"}
 
 
 def config_file(folder: Path, kind: str, **settings: Any) -> str:
     """A file as `accelerate config` writes it."""
     path = folder / "accelerate.yaml"
-    common = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "num_processes": 2, "use_cpu": False}
-    path.write_text(yaml.safe_dump({**common, "distributed_type": kind, "mixed_precision": "no", **settings}))
+    common = {
+        "compute_environment": "LOCAL_MACHINE",
+        "num_machines": 1,
+        "num_processes": 2,
+        "use_cpu": False,
+    }
+    path.write_text(
+        yaml.safe_dump({**common, "distributed_type": kind, "mixed_precision": "no", **settings})
+    )
     return str(path)
 
 
 def fake_gpu(kind: str, accelerator: object, world: object, replicas: int | None = None) -> Any:
     """What Accelerate makes of FSDP and DeepSpeed where there is a GPU, as much as is asked of it."""
-    state = SimpleNamespace(fsdp_plugin=FullyShardedDataParallelPlugin() if kind == "FSDP" else None)
+    state = SimpleNamespace(
+        fsdp_plugin=FullyShardedDataParallelPlugin() if kind == "FSDP" else None
+    )
     parallelism = None if replicas is None else SimpleNamespace(dp_replicate_size=replicas)
     return SimpleNamespace(state=state, parallelism_config=parallelism)
 
@@ -62,7 +75,12 @@ def test_losses_are_those_of_one_process(experiment_file: str, tmp_path: Path) -
     """With uneven shares of a batch, several micro-batches in one, and clipping."""
 
     def runs(strategy: str) -> list[list[str]]:
-        common = [f"strategy={strategy}", "training.steps=30", "training.max_grad_norm=0.5", "data.threads=0"]
+        common = [
+            f"strategy={strategy}",
+            "training.steps=30",
+            "training.max_grad_norm=0.5",
+            "data.threads=0",
+        ]
         return [[*common, optimizer, f"output={tmp_path}/run"] for optimizer in OPTIMIZERS]
 
     (expected,) = run_ranks(1, losses_of, experiment_file, runs("single"))
@@ -92,7 +110,9 @@ def test_accelerate_launch(samestep: Samestep, experiment_file: str, tmp_path: P
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "2 x CPU" in done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4]
     assert "continuing   at step 4" in samestep(*run, "strategy=single", "training.steps=5").err
 
@@ -100,7 +120,9 @@ def test_accelerate_launch(samestep: Samestep, experiment_file: str, tmp_path: P
 @pytest.fixture
 def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Accelerate and the environment as they are in a new process."""
-    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "MASTER_"))]:
+    for name in [
+        name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "MASTER_"))
+    ]:
         monkeypatch.delenv(name)
     AcceleratorState._reset_state(reset_partial_state=True)
     yield monkeypatch
@@ -108,7 +130,9 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def build(config: str | None) -> Strategy:
-    return accelerate.Config(config).build(cpu.Config().build(), World(0, 1, None, timedelta(seconds=10)), "fp32")
+    return accelerate.Config(config).build(
+        cpu.Config().build(), World(0, 1, None, timedelta(seconds=10)), "fp32"
+    )
 
 
 def check(config: str, experiment_file: str, *overrides: str) -> None:
@@ -127,16 +151,23 @@ def check(config: str, experiment_file: str, *overrides: str) -> None:
 def test_sharding_is_refused_where_accelerate_would_not_shard(
     tmp_path: Path, kind: str, settings: dict[str, Any]
 ) -> None:
-    with pytest.raises(ConfigError, match=f"^{kind} was asked for, and Accelerate.*set strategy={kind.lower()}"):
+    with pytest.raises(
+        ConfigError, match=f"^{kind} was asked for, and Accelerate.*set strategy={kind.lower()}"
+    ):
         build(config_file(tmp_path, kind, **settings))
 
 
 @pytest.mark.usefixtures("untouched")
 def test_all_clashes_are_named_at_once(experiment_file: str, tmp_path: Path) -> None:
-    recompute = {"fsdp_activation_checkpointing": True, "fsdp_activation_checkpointing_offload": True}
+    recompute = {
+        "fsdp_activation_checkpointing": True,
+        "fsdp_activation_checkpointing_offload": True,
+    }
     settings = {**FSDP2, "fsdp_offload_params": True, **recompute}
     dynamo = {"dynamo_backend": "INDUCTOR"}
-    file = config_file(tmp_path, "FSDP", mixed_precision="bf16", fsdp_config=settings, dynamo_config=dynamo)
+    file = config_file(
+        tmp_path, "FSDP", mixed_precision="bf16", fsdp_config=settings, dynamo_config=dynamo
+    )
     with pytest.raises(ConfigError) as raised:
         check(file, experiment_file)
     for clash in (
@@ -149,27 +180,50 @@ def test_all_clashes_are_named_at_once(experiment_file: str, tmp_path: Path) -> 
         assert clash in str(raised.value)
 
 
-def test_settings_of_deepspeed(untouched: pytest.MonkeyPatch, experiment_file: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"gradient_accumulation_steps": 1, "gradient_clipping": 1.0, "zero_stage": 3}
-    offload = {"offload_optimizer_device": "cpu", "offload_param_device": "none", "zero3_init_flag": True}
+def test_settings_of_deepspeed(
+    untouched: pytest.MonkeyPatch, experiment_file: str, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "zero_stage": 3,
+    }
+    offload = {
+        "offload_optimizer_device": "cpu",
+        "offload_param_device": "none",
+        "zero3_init_flag": True,
+    }
     good = config_file(tmp_path, "DEEPSPEED", deepspeed_config=settings | offload)
     check(good, experiment_file)
     with patch_environment(**accelerate._settings_of(good)):
         assert accelerate._zero() == deepspeed.Config(stage=3, offload_optimizer=True)
     untouched.setattr(accelerate, "_make", fake_gpu)
     assert isinstance(build(good), deepspeed.DeepSpeed)
-    others = {"gradient_accumulation_steps": 4, "gradient_clipping": 0.5, "offload_param_device": "nvme"}
-    with pytest.raises(ConfigError, match=r"ACCUMULATION_STEPS=4.*PARAM_DEVICE=nvme.*gradient_clipping is 0\.5"):
-        check(config_file(tmp_path, "DEEPSPEED", deepspeed_config=settings | others), experiment_file)
+    others = {
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "offload_param_device": "nvme",
+    }
+    with pytest.raises(
+        ConfigError, match=r"ACCUMULATION_STEPS=4.*PARAM_DEVICE=nvme.*gradient_clipping is 0\.5"
+    ):
+        check(
+            config_file(tmp_path, "DEEPSPEED", deepspeed_config=settings | others), experiment_file
+        )
     with pytest.raises(ConfigError, match="zero_stage is 0"):
-        check(config_file(tmp_path, "DEEPSPEED", deepspeed_config=settings | {"zero_stage": 0}), experiment_file)
+        check(
+            config_file(tmp_path, "DEEPSPEED", deepspeed_config=settings | {"zero_stage": 0}),
+            experiment_file,
+        )
 
 
 @pytest.mark.usefixtures("untouched")
 def test_a_json_of_deepspeed_is_checked_as_by_itself(experiment_file: str, tmp_path: Path) -> None:
     json_file = tmp_path / "zero.json"
     json_file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}))
-    file = config_file(tmp_path, "DEEPSPEED", deepspeed_config={"deepspeed_config_file": str(json_file)})
+    file = config_file(
+        tmp_path, "DEEPSPEED", deepspeed_config={"deepspeed_config_file": str(json_file)}
+    )
     text = Path(file).read_text().replace("mixed_precision: 'no'\n", "")
     Path(file).write_text(text)
     with patch_environment(**accelerate._settings_of(file)):
@@ -177,7 +231,9 @@ def test_a_json_of_deepspeed_is_checked_as_by_itself(experiment_file: str, tmp_p
     check(file, experiment_file, "training.precision=bf16")
     with pytest.raises(ConfigError, match=r"bf16\.enabled"):
         check(file, experiment_file)
-    json_file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}}))
+    json_file.write_text(
+        json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}})
+    )
     Path(file).write_text(f"{text}mixed_precision: bf16\n")
     with pytest.raises(ConfigError, match=r"mixed_precision is bf16 and training\.precision fp32"):
         check(file, experiment_file)
@@ -236,4 +292,6 @@ def test_settings_of_fsdp(tmp_path: Path, settings: dict[str, Any], expected: fs
     with patch_environment(**found, LOCAL_WORLD_SIZE=4):
         assert accelerate._fsdp(fake_gpu("FSDP", None, None), world) == expected
         if settings is FSDP2:
-            assert accelerate._fsdp(fake_gpu("FSDP", None, None, replicas=2), world) == fsdp.Config(2, True)
+            assert accelerate._fsdp(fake_gpu("FSDP", None, None, replicas=2), world) == fsdp.Config(
+                2, True
+            )

@@ -46,13 +46,18 @@ def logical_tensors() -> dict[str, Tensor]:
     for name, parameter in Tiny().named_parameters():
         for prefix in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq"):
             generator = torch.Generator().manual_seed(len(tensors))
-            tensors[f"{prefix}/{name}"] = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            tensors[f"{prefix}/{name}"] = torch.randn(parameter.shape, generator=generator).to(
+                parameter.dtype
+            )
     return tensors | {"optimizer/step": torch.tensor(17.0)}
 
 
 def split(mesh: DeviceMesh | None, fill: bool) -> dict[str, Tensor]:
     """The same tensors as FSDP2 splits them over a mesh (None: plain), holding their values or zeros."""
-    tensors = {name: tensor if fill else torch.zeros_like(tensor) for name, tensor in logical_tensors().items()}
+    tensors = {
+        name: tensor if fill else torch.zeros_like(tensor)
+        for name, tensor in logical_tensors().items()
+    }
     if mesh is None:
         return tensors
     model = Tiny()
@@ -78,7 +83,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def checkpointer(folder: Path, **arguments: float) -> Checkpointer:
-    return Checkpointer(folder, Config(), rank=dist.get_rank(), world_size=dist.get_world_size(), **arguments)
+    return Checkpointer(
+        folder, Config(), rank=dist.get_rank(), world_size=dist.get_world_size(), **arguments
+    )
 
 
 def save(folder: Path) -> None:
@@ -114,7 +121,9 @@ def failing_disk(folder: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))
     started = time.monotonic()
     saver.save(2, tensors, {})
-    with pytest.raises(CheckpointError, match=r"rank 1 cannot write .*rank-00001.safetensors: File too large"):
+    with pytest.raises(
+        CheckpointError, match=r"rank 1 cannot write .*rank-00001.safetensors: File too large"
+    ):
         saver.wait()
     assert time.monotonic() - started < 100, "nobody waits for the time-out"
     assert checkpointer(folder).latest() == 1, "what was committed before stays readable"
@@ -177,7 +186,9 @@ def unshared_folder(folder: Path) -> None:
     saver = checkpointer(folder / str(dist.get_rank()), peer_timeout=0.5)
     saver.save(1, {"model/weight": torch.ones(3)}, {})
     for use in (saver.check_shared, saver.wait):
-        with pytest.raises(CheckpointError, match=rf"{platform.node()} cannot see .* that all nodes share"):
+        with pytest.raises(
+            CheckpointError, match=rf"{platform.node()} cannot see .* that all nodes share"
+        ):
             use()
 
 
@@ -200,7 +211,9 @@ def test_any_split_restores_as_any_other(tmp_path: Path) -> None:
     expected = logical_tensors()
     assert len(list((tmp_path / "saved").iterdir())) == 5
     for saved in (tmp_path / "saved").iterdir():
-        _, stored = Checkpointer(saved, Config(), rank=0, world_size=1).open(saved / "step-00000003")
+        _, stored = Checkpointer(saved, Config(), rank=0, world_size=1).open(
+            saved / "step-00000003"
+        )
         assert stored.keys() == expected.keys()
         assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
         tensors = split(None, fill=False)
@@ -209,18 +222,29 @@ def test_any_split_restores_as_any_other(tmp_path: Path) -> None:
 
 
 def test_one_rank_s_trouble_is_everyone_s(tmp_path: Path) -> None:
-    run_ranks(tmp_path / "runs", "failing_disk:2", "silent_rank:2", "damage:2", "late_folder:2", "unshared_folder:2")
+    run_ranks(
+        tmp_path / "runs",
+        "failing_disk:2",
+        "silent_rank:2",
+        "damage:2",
+        "late_folder:2",
+        "unshared_folder:2",
+    )
 
 
 def as_rank(rank: int, world_size: int, scenario: str, folder: Path, rendezvous: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
+    )
     globals()[scenario](folder)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    importlib.import_module("torch._dynamo")  # DTensor needs it: seconds to import, once rather than in every rank
+    importlib.import_module(
+        "torch._dynamo"
+    )  # DTensor needs it: seconds to import, once rather than in every rank
     for number, (name, size) in enumerate(argument.split(":") for argument in sys.argv[2:]):
         target = Path(sys.argv[1])
         meeting_place = target.with_name(f"meet-{number}")

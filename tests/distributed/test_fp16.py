@@ -34,7 +34,9 @@ class Rows(Tracker):
     def close(self) -> None: ...
 
 
-def train(file: str, overrides: list[str], overflow: tuple[int, ...] = (), resume: int | None = None) -> list[Any]:
+def train(
+    file: str, overrides: list[str], overflow: tuple[int, ...] = (), resume: int | None = None
+) -> list[Any]:
     """What one rank finds: the metrics of each step, and the loss scale in the end.
 
     Args:
@@ -51,7 +53,11 @@ def train(file: str, overrides: list[str], overflow: tuple[int, ...] = (), resum
     scale.factor.fill_(2.0**12)
 
     def injected(loss: Tensor) -> None:
-        backward(loss * math.inf if trainer.state.step in overflow and world.rank == world.size - 1 else loss)
+        backward(
+            loss * math.inf
+            if trainer.state.step in overflow and world.rank == world.size - 1
+            else loss
+        )
 
     trainer.strategy.backward = injected  # type: ignore[method-assign]
     if resume is not None:
@@ -67,26 +73,42 @@ def losses(rows: list[dict[str, float]]) -> list[float]:
     return [row["train/loss"] for row in rows]
 
 
-@pytest.mark.parametrize(("world_size", "strategy", "optimizer"), [(2, "ddp", LAMB), (3, "fsdp", ADAM)])
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "optimizer"), [(2, "ddp", LAMB), (3, "fsdp", ADAM)]
+)
 def test_skipped_alike_and_resumed_elsewhere(
     experiment_file: str, tmp_path: Path, world_size: int, strategy: str, optimizer: str
 ) -> None:
-    overrides = [optimizer, "training.precision=fp16", f"output={tmp_path}", "checkpoint.every=8", "data.threads=0"]
-    ranks = run_ranks(world_size, train, experiment_file, [*overrides, f"strategy={strategy}"], (5, 7))
+    overrides = [
+        optimizer,
+        "training.precision=fp16",
+        f"output={tmp_path}",
+        "checkpoint.every=8",
+        "data.threads=0",
+    ]
+    ranks = run_ranks(
+        world_size, train, experiment_file, [*overrides, f"strategy={strategy}"], (5, 7)
+    )
     assert all(rank == ranks[0] for rank in ranks)
     rows, scale = ranks[0]
     assert scale == {"factor": 2.0**10, "since": 4, "skipped": 2}
-    assert [row["train/loss_scale"] for row in rows] == [2.0**12] * 5 + [2.0**11] * 2 + [2.0**10] * 5
+    assert [row["train/loss_scale"] for row in rows] == [2.0**12] * 5 + [2.0**11] * 2 + [
+        2.0**10
+    ] * 5
     assert [row["train/skipped_steps"] for row in rows] == [0] * 5 + [1] * 2 + [2] * 5
     assert [step for step, row in enumerate(rows) if "train/grad_norm" not in row] == [5, 7]
-    ((resumed, resumed_scale),) = run_ranks(1, train, experiment_file, [*overrides, "strategy=single"], (), 8)
+    ((resumed, resumed_scale),) = run_ranks(
+        1, train, experiment_file, [*overrides, "strategy=single"], (), 8
+    )
     assert resumed_scale == scale
     np.testing.assert_allclose(losses(resumed), losses(rows)[8:], rtol=1e-3)
 
 
 def test_it_follows_fp32(experiment_file: str, tmp_path: Path) -> None:
     common = [LAMB, "data.threads=0"]
-    ranks = run_ranks(2, train, experiment_file, [*common, "training.precision=fp16", f"output={tmp_path}/fp16"])
+    ranks = run_ranks(
+        2, train, experiment_file, [*common, "training.precision=fp16", f"output={tmp_path}/fp16"]
+    )
     (fp32,) = run_ranks(1, run_once, experiment_file, [*common, f"output={tmp_path}/fp32"])
     rows, scale = ranks[0]
     assert scale["skipped"] == 0

@@ -28,20 +28,32 @@ def train_to_the_end(ranks: int, file: str, folder: Path, *overrides: str) -> st
     settings = ["training.micro_batch_size=10", *overrides]
     with pytest.raises(AssertionError) as failure:
         run_ranks(ranks, train, file, str(folder), settings)
-    return str(failure.value) + "".join((folder / f"log-{rank}").read_text() for rank in range(ranks))
+    return str(failure.value) + "".join(
+        (folder / f"log-{rank}").read_text() for rank in range(ranks)
+    )
 
 
 @pytest.mark.parametrize(
     ("mishap", "ranks", "strategy", "line"),
     [
-        ("data hang", 2, "ddp", r"rank 1 .*: \d+ s in data fetch of step \d; 1 other waiting in all_reduce of step "),
+        (
+            "data hang",
+            2,
+            "ddp",
+            r"rank 1 .*: \d+ s in data fetch of step \d; 1 other waiting in all_reduce of step ",
+        ),
         (
             "loss hangs",
             2,
             "ddp",
             r"rank 1 \(.*, pid \d+\): \d+ s in forward of step 3; 1 other in backward of step 3;",
         ),
-        ("stops", 2, "fsdp", r"rank 1 .*: no sign of life for \d+ s, at last .* of step [23]; 1 other waiting in "),
+        (
+            "stops",
+            2,
+            "fsdp",
+            r"rank 1 .*: no sign of life for \d+ s, at last .* of step [23]; 1 other waiting in ",
+        ),
     ],
 )
 def test_the_line_names_the_rank(
@@ -49,7 +61,9 @@ def test_the_line_names_the_rank(
 ):
     objective = f"objective={{kind: tests.distributed.mishaps, mishap: {mishap}, slow: 1.0}}"
     timeout = f"training.hang_timeout={TIMEOUT}"
-    said = train_to_the_end(ranks, experiment_file, tmp_path, objective, timeout, f"strategy={strategy}")
+    said = train_to_the_end(
+        ranks, experiment_file, tmp_path, objective, timeout, f"strategy={strategy}"
+    )
     assert said.count("the run hangs") == 1
     assert re.search(line, said), said
     alive = {f"rank-{rank}.txt" for rank in range(ranks) if rank != 1 or mishap != "stops"}

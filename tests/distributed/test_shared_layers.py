@@ -18,13 +18,21 @@ from trainer.models.encoder_decoder import EncoderDecoder
 
 def build() -> EncoderDecoder:
     config = t5.Config(
-        vocab_size=97, layers=2, width=32, heads=4, head_width=12, ffn_width=48, architecture="shared_encoder_decoder"
+        vocab_size=97,
+        layers=2,
+        width=32,
+        heads=4,
+        head_width=12,
+        ffn_width=48,
+        architecture="shared_encoder_decoder",
     )
     model = config.build()
     assert isinstance(model, EncoderDecoder)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(model.initial_values(name, 0, parameter.numel(), seed=0).view_as(parameter))
+            parameter.copy_(
+                model.initial_values(name, 0, parameter.numel(), seed=0).view_as(parameter)
+            )
     return model
 
 
@@ -36,7 +44,9 @@ def gradients(strategy: str) -> dict[str, float]:
     targets = torch.randint(0, 97, (4, 10), generator=generator)
     keys = torch.arange(4, dtype=torch.int32)
     reference, model = build(), build()
-    predict(reference, tokens=tokens, target_tokens=targets, dropout_key=keys).square().mean().backward()
+    predict(
+        reference, tokens=tokens, target_tokens=targets, dropout_key=keys
+    ).square().mean().backward()
     wrapped: torch.nn.Module = model
     if strategy == "ddp":
         wrapped = DistributedDataParallel(model)
@@ -46,7 +56,9 @@ def gradients(strategy: str) -> dict[str, float]:
             fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
     own = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     columns = {"tokens": tokens, "target_tokens": targets, "dropout_key": keys}
-    predict(wrapped, **{name: values[own] for name, values in columns.items()}).square().mean().backward()
+    predict(
+        wrapped, **{name: values[own] for name, values in columns.items()}
+    ).square().mean().backward()
     found = {}
     for name, parameter in model.named_parameters():
         gradient, expected = parameter.grad, reference.get_parameter(name).grad

@@ -28,7 +28,9 @@ def keepers() -> Iterator[list[Keeper]]:
         yield [first, second]
 
 
-def snapshots(addresses: list[str], own: int = 0, rank: int = 0, world_size: int = 1) -> Checkpointer:
+def snapshots(
+    addresses: list[str], own: int = 0, rank: int = 0, world_size: int = 1
+) -> Checkpointer:
     folder = Url(kept.store(addresses, own))
     return Checkpointer(folder, Config(every=1), rank=rank, world_size=world_size, peer_timeout=30)
 
@@ -68,13 +70,17 @@ def test_either_of_two_machines_may_be_lost(keepers: list[Keeper]) -> None:
         assert restored(taker, 3) == 3
 
 
-def test_a_damaged_one_is_passed_over(keepers: list[Keeper], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_one_is_passed_over(
+    keepers: list[Keeper], caplog: pytest.LogCaptureFixture
+) -> None:
     addresses = [keeper.address for keeper in keepers]
     taker = snapshots(addresses)
     for step in (1, 2):
         taker.save(step, tensors(step), {"state": step})
     taker.wait()
-    write_object(f"{kept.store(addresses, 0)}/step-00000002/rank-00000.safetensors", os.urandom(999))
+    write_object(
+        f"{kept.store(addresses, 0)}/step-00000002/rank-00000.safetensors", os.urandom(999)
+    )
     again = snapshots(addresses)
     assert again.latest(least=0) == 1
     assert "passing over the checkpoint of step 2" in caplog.text

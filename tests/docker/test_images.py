@@ -31,8 +31,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WANTED = [name for name in os.environ.get("SAMESTEP_TEST_IMAGES", "").split(",") if name]
 BASE = "localhost/samestep-base"
-PACKAGES = "python3,python3-venv,libpython3.11-dev,ca-certificates"  # Python's library is for torch-xla
-TRAIN = ["train", "configs/debug/demo.yaml", "training.log_every=1", "training.steps=60", "schedule.warmup_steps=10"]
+PACKAGES = (
+    "python3,python3-venv,libpython3.11-dev,ca-certificates"  # Python's library is for torch-xla
+)
+TRAIN = [
+    "train",
+    "configs/debug/demo.yaml",
+    "training.log_every=1",
+    "training.steps=60",
+    "schedule.warmup_steps=10",
+]
 XLA = ["accelerator=xla", "strategy=xla_spmd"]
 
 pytestmark = pytest.mark.timeout(3600)
@@ -42,9 +50,13 @@ def why_not() -> str | None:
     """What keeps images from being built here."""
     if not WANTED:
         return "takes ten minutes and 30 GB; ask for it with SAMESTEP_TEST_IMAGES=cuda,tpu"
-    missing = [name for name in ("buildah", "debootstrap", "unshare", "ip") if not shutil.which(name)]
+    missing = [
+        name for name in ("buildah", "debootstrap", "unshare", "ip") if not shutil.which(name)
+    ]
     if missing:
-        return f"needs {', '.join(missing)}; on Debian: apt-get install buildah debootstrap iproute2"
+        return (
+            f"needs {', '.join(missing)}; on Debian: apt-get install buildah debootstrap iproute2"
+        )
     return None if os.getuid() == 0 else "needs root, to make a base and to change into an image"
 
 
@@ -55,7 +67,11 @@ class Store:
     folder: Path
 
     def __call__(self, *arguments: str | Path) -> str:
-        where = [f"--root={self.folder}/storage", f"--runroot={self.folder}/run", "--storage-driver=vfs"]
+        where = [
+            f"--root={self.folder}/storage",
+            f"--runroot={self.folder}/run",
+            "--storage-driver=vfs",
+        ]
         command = ["buildah", *where, *map(str, arguments)]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
@@ -69,15 +85,36 @@ class Image:
     root: Path
     config: dict[str, Any]
 
-    def start(self, *arguments: str, environment: Sequence[str] = (), uid: int = 0, entrypoint: bool = True) -> Process:
+    def start(
+        self,
+        *arguments: str,
+        environment: Sequence[str] = (),
+        uid: int = 0,
+        entrypoint: bool = True,
+    ) -> Process:
         """Runs the image on these arguments: process 1 of its own, no network but the loopback, the image's user."""
         user = f"{uid}:{uid}" if uid else self.config["User"]
-        inside = ["env", "--ignore-environment", f"--chdir={self.config['WorkingDir']}", *self.config["Env"]]
+        inside = [
+            "env",
+            "--ignore-environment",
+            f"--chdir={self.config['WorkingDir']}",
+            *self.config["Env"],
+        ]
         script = 'ip link set lo up && mount --rbind /dev "$0/dev" && exec chroot --userspec="$1" "$0" "${@:2}"'
-        own = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--net", f"--mount-proc={self.root}/proc"]
+        own = [
+            "unshare",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount",
+            "--net",
+            f"--mount-proc={self.root}/proc",
+        ]
         command = [*own, "bash", "-c", script, str(self.root), user, *inside, *environment]
         command += [*(self.config["Entrypoint"] if entrypoint else []), *arguments]
-        return Process(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        return Process(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
 
     def run(self, *arguments: str, environment: Sequence[str] = (), uid: int = 0) -> str:
         """What it prints; it must end well."""
@@ -126,8 +163,12 @@ def store() -> Iterator[Store]:
         if not archive.exists():
             cache.mkdir(parents=True, exist_ok=True)
             options = ["--variant=minbase", f"--include={PACKAGES}", "bookworm"]
-            subprocess.run(["debootstrap", *options, folder / "base"], check=True, stdout=subprocess.DEVNULL)
-            subprocess.run(["tar", "-C", folder / "base", "-cf", folder / "base.tar", "."], check=True)
+            subprocess.run(
+                ["debootstrap", *options, folder / "base"], check=True, stdout=subprocess.DEVNULL
+            )
+            subprocess.run(
+                ["tar", "-C", folder / "base", "-cf", folder / "base.tar", "."], check=True
+            )
             shutil.move(folder / "base.tar", archive)
             shutil.rmtree(folder / "base")
         store = Store(folder)
@@ -148,10 +189,14 @@ def pip_configuration(folder: Path) -> list[str]:
         name, _, value = line.partition("=")
         settings[name.rpartition(".")[2]] = value.strip("'").replace("\\n", " ")
     file = folder / "pip.conf"
-    file.write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items()))
+    file.write_text(
+        "[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items())
+    )
     words = {word for value in settings.values() for word in value.split()}
     paths = {Path(word) for word in words if word.startswith("/")}
-    paths |= {Path(word[7:]).parent for word in words if word.startswith("file:///")}  # indexes name files beside them
+    paths |= {
+        Path(word[7:]).parent for word in words if word.startswith("file:///")
+    }  # indexes name files beside them
     local = sorted(path for path in paths if path.exists())
     return [f"--volume={path}:{path}:ro" for path in local] + [f"--volume={file}:/etc/pip.conf:ro"]
 
@@ -172,7 +217,9 @@ def image(request: pytest.FixtureRequest, store: Store) -> Iterator[Image]:
     size = json.loads(store("images", "--json", tag))[0]["size"]
     print(f"{name}: built in {time.monotonic() - began:.0f} s, {size}")
     container = store("from", tag)
-    yield Image(Path(store("mount", container)), json.loads(store("inspect", container))["OCIv1"]["config"])
+    yield Image(
+        Path(store("mount", container)), json.loads(store("inspect", container))["OCIv1"]["config"]
+    )
     store("rm", container)
     store("rmi", tag)
 
@@ -192,7 +239,9 @@ def test_commands_are_not_hidden_by_programs(image: Image):
     names = re.findall(r"'([a-z]+)'", image.start("nothing").end()[1])
     assert {"train", "data", "export"} <= set(names)
     script = 'for name; do type -P "$name" || true; done'
-    assert image.run("bash", "-c", script, "-", *(name for name in names if name != "nothing")) == ""
+    assert (
+        image.run("bash", "-c", script, "-", *(name for name in names if name != "nothing")) == ""
+    )
 
 
 def test_configurations_are_there(image: Image):
@@ -227,7 +276,9 @@ def test_training_goes_on_after_a_stop(image: Image):
     os.kill(training.first, signal.SIGTERM)
     code, output = training.end()
     assert code == 75, output
-    assert "step 60/60" in image.run(*TRAIN, *options, environment=environment)  # the same command goes on
+    assert "step 60/60" in image.run(
+        *TRAIN, *options, environment=environment
+    )  # the same command goes on
     assert "verified" in image.run("ledger", "verify", "demo/run")
 
 

@@ -38,11 +38,18 @@ Samestep: TypeAlias = Callable[..., Result]
 class Process:
     """A command with the processes it starts, in a session of their own."""
 
-    def __init__(self, command: tuple[str, ...], arguments: tuple[object, ...], folder: Path) -> None:
+    def __init__(
+        self, command: tuple[str, ...], arguments: tuple[object, ...], folder: Path
+    ) -> None:
         self.stderr = folder / f"stderr-{time.monotonic_ns()}"
         self.temporary = folder / "temporary"
         self.temporary.mkdir(exist_ok=True)
-        environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(folder),
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.temporary),
+        }
         with self.stderr.open("w") as stderr:
             self.popen = subprocess.Popen(
                 [*command, *map(str, arguments)],
@@ -61,11 +68,15 @@ class Process:
     @property
     def leftovers(self) -> list[Path]:
         """Temporary files outside the run's folder, but for the cache that torch keeps on purpose."""
-        return [path for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
+        return [
+            path for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")
+        ]
 
     def wait_for_step(self, run: Path, step: int) -> None:
         """Returns when the run has logged `step` and committed its checkpoint."""
-        while not (run / "checkpoints" / f"step-{step:08d}" / "COMMITTED").exists() or step not in losses(run):
+        while not (
+            run / "checkpoints" / f"step-{step:08d}" / "COMMITTED"
+        ).exists() or step not in losses(run):
             assert self.popen.poll() is None, self.stderr.read_text()
             time.sleep(0.05)
 

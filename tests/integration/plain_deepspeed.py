@@ -92,9 +92,21 @@ def write(folder: Path) -> None:
 def make_universal(folder: Path) -> None:
     """As `python -m deepspeed.checkpoint.ds_to_universal` does."""
     for stage in (1, 3):
-        settings = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-        source, target = folder / str(stage) / f"global_step{SAVED}", folder / f"universal-{stage}" / "step"
-        settings |= {"input_folder": str(source), "output_folder": str(target), "inject_missing_state": True}
+        settings = {
+            "num_extract_workers": 1,
+            "num_merge_workers": 1,
+            "keep_temp_folder": False,
+            "strict": True,
+        }
+        source, target = (
+            folder / str(stage) / f"global_step{SAVED}",
+            folder / f"universal-{stage}" / "step",
+        )
+        settings |= {
+            "input_folder": str(source),
+            "output_folder": str(target),
+            "inject_missing_state": True,
+        }
         ds_to_universal.main(argparse.Namespace(**settings))
 
 
@@ -103,7 +115,9 @@ def go_on(folder: Path) -> None:
     for stage in STAGES:
         bert = engine(stage, universal=True)
         bert.load_checkpoint(str(folder / "back"))
-        for state in bert.optimizer.optimizer.state.values():  # stage 3 gives all groups the same count
+        for (
+            state
+        ) in bert.optimizer.optimizer.state.values():  # stage 3 gives all groups the same count
             state["step"] = state["step"].clone()
         losses = train(bert, bert.global_steps, STEPS)
         if dist.get_rank() == 0:
@@ -117,7 +131,9 @@ def in_processes(count: int, function: Callable[[Path], None], folder: Path) -> 
         if child == 0:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
             meeting = folder / f"meeting-{function.__name__}"
-            dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=count)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{meeting}", rank=rank, world_size=count
+            )
             deepspeed.init_distributed("gloo")
             function(folder)
             os._exit(0)

@@ -39,7 +39,13 @@ def regression(count: int, begin: int = 0) -> Rows:
     rows = []
     for number in range(begin, begin + count):
         times = number % 4
-        rows.append({"a": " ".join([*_words(number, 4), *["list"] * times]), "b": "value", "score": float(times)})
+        rows.append(
+            {
+                "a": " ".join([*_words(number, 4), *["list"] * times]),
+                "b": "value",
+                "score": float(times),
+            }
+        )
     return rows
 
 
@@ -49,7 +55,9 @@ def multiple_choice(count: int, begin: int = 0) -> Rows:
     for number in range(begin, begin + count):
         choices = [" ".join([*_words(number + 5 * place, 2), "type"]) for place in range(3)]
         choices[number % 3] = " ".join([*_words(number, 2), "string"])
-        rows.append({"context": " ".join(_words(number, 3)), "choices": choices, "label": number % 3})
+        rows.append(
+            {"context": " ".join(_words(number, 3)), "choices": choices, "label": number % 3}
+        )
     return rows
 
 
@@ -60,7 +68,14 @@ def question_answering(count: int, begin: int = 0) -> Rows:
         answer = NAMES[4 + number % 6]
         before = " ".join(_words(number, 2 + number % 6)) + " "
         if number % 4 == 3:
-            rows.append({"id": str(number), "question": "name?", "context": f"{before}and more.", "answers": []})
+            rows.append(
+                {
+                    "id": str(number),
+                    "question": "name?",
+                    "context": f"{before}and more.",
+                    "answers": [],
+                }
+            )
             continue
         text = f"{before}name {answer}, and more."
         found = [{"text": answer, "answer_start": len(before) + 5}]
@@ -110,14 +125,19 @@ def write(path: Path, rows: Rows) -> Path:
 def source(kind: str, folder: Path, rows: int = 240) -> dict[str, Any]:
     """Writes the rows of a task, and gives the section of a build that reads them."""
     make = globals()[kind]
-    train, heldout = write(folder / f"{kind}.jsonl", make(rows)), write(folder / f"{kind}-dev.jsonl", make(60, rows))
+    train, heldout = (
+        write(folder / f"{kind}.jsonl", make(rows)),
+        write(folder / f"{kind}-dev.jsonl", make(60, rows)),
+    )
     return {"kind": kind, "paths": [str(train)], "heldout": [str(heldout)], **SOURCES[kind]}
 
 
 def write_build(kind: str, folder: Path, tokenizer: Path) -> Path:
     """A file for `samestep data build`; the dataset goes to folder/data-KIND."""
     tree = {"source": source(kind, folder), "tokenizer": {"path": str(tokenizer)}, "workers": 1}
-    return _write_yaml(folder / f"{kind}-data.yaml", tree | {"output": str(folder / f"data-{kind}")})
+    return _write_yaml(
+        folder / f"{kind}-data.yaml", tree | {"output": str(folder / f"data-{kind}")}
+    )
 
 
 def write_experiment(kind: str, folder: Path, checkpoint: Path, steps: int = 60) -> Path:
@@ -126,11 +146,21 @@ def write_experiment(kind: str, folder: Path, checkpoint: Path, steps: int = 60)
         "output": str(folder / f"run-{kind}"),
         "accelerator": "cpu",
         "init_from": str(checkpoint),
-        "data": {"path": str(folder / f"data-{kind}"), "sequence_length": 24, "packing": "padded", "lanes": 8},
+        "data": {
+            "path": str(folder / f"data-{kind}"),
+            "sequence_length": 24,
+            "packing": "padded",
+            "lanes": 8,
+        },
         "objective": {"kind": kind, **OBJECTIVES[kind]},
         "optimizer": {"kind": "adamw", "lr": 3e-3},
         "schedule": {"warmup_steps": 6},
-        "training": {"steps": steps, "global_batch_size": 12, "log_every": 1, "evaluate_every": steps},
+        "training": {
+            "steps": steps,
+            "global_batch_size": 12,
+            "log_every": 1,
+            "evaluate_every": steps,
+        },
         "checkpoint": {"every": 1000},
         "strategy": "single",
     }
@@ -155,7 +185,11 @@ def write_task(kind: str, folder: Path) -> Path:
         "sequence_length": 24,
         "grid": {"optimizer.lr": [3e-3, 1e-3]},
         "published": {SCORES[kind]: 50.0},
-        "experiment": {"training": {"global_batch_size": 12}, "data": {"lanes": 8}, "accelerator": "cpu"},
+        "experiment": {
+            "training": {"global_batch_size": 12},
+            "data": {"lanes": 8},
+            "accelerator": "cpu",
+        },
     }
     return _write_yaml(folder / f"{kind}.yaml", tree)
 

@@ -26,7 +26,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"mounting a small file system needs root: {mounted.stderr.strip()}")
     yield folder
@@ -42,7 +44,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         ("training.steps=3", 2, ["warmup_steps 4 is more than the 3 steps"]),
         ("training.steps=0", 2, ["training: steps must be at least 1"]),
         ("objective=mlmm", 2, ["objective.kind", "'mlmm'", "did you mean 'mlm'"]),
-        ("model.vocab_size=100", 2, ["vocabulary of 600", "model.vocab_size is 100", "600 or more"]),
+        (
+            "model.vocab_size=100",
+            2,
+            ["vocabulary of 600", "model.vocab_size is 100", "600 or more"],
+        ),
         (
             "data.sequence_length=33",
             2,
@@ -54,7 +60,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
             ["phases.1.sequence_length 64", "position table of 32", "model.max_positions to 64"],
         ),
         ("phases=[{steps: 8}]", 2, ["8 steps together", "set training.steps to 8"]),
-        ("objective=causal_lm", 2, ["needs next_tokens, and the model, bert, offers", "set model.causal=true"]),
+        (
+            "objective=causal_lm",
+            2,
+            ["needs next_tokens, and the model, bert, offers", "set model.causal=true"],
+        ),
         ("data.sequence_length=2", 2, ["sequence_length is 2", "use 3 ("]),
         ("data.lanes=100000", 2, ["data.lanes is 100000", "set data.lanes to at most"]),
         ("data.path=nowhere", 1, ["nowhere holds no finished dataset", "samestep data build"]),
@@ -63,7 +73,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     ],
 )
 def test_wrong_settings(
-    samestep: Samestep, experiment_file: str, tmp_path: Path, override: str, code: int, words: list[str]
+    samestep: Samestep,
+    experiment_file: str,
+    tmp_path: Path,
+    override: str,
+    code: int,
+    words: list[str],
 ) -> None:
     if override == "accelerator=cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -76,7 +91,10 @@ def test_wrong_settings(
 def test_missing_file(samestep: Samestep, tmp_path: Path) -> None:
     result = samestep("train", tmp_path / "absent.yaml")
     assert result.code == 2
-    assert result.message == f"cannot read the configuration {tmp_path}/absent.yaml: No such file or directory"
+    assert (
+        result.message
+        == f"cannot read the configuration {tmp_path}/absent.yaml: No such file or directory"
+    )
 
 
 @pytest.mark.parametrize("command", ["evaluate", "export", "fill"])
@@ -89,16 +107,23 @@ def test_no_run(samestep: Samestep, tmp_path: Path, command: str) -> None:
 
 def test_traceback_on_demand(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
     """--traceback, before the command or after it, shows the stack besides the paragraph."""
-    for arguments in (["--traceback", "config", "absent.yaml"], ["config", "absent.yaml", "--traceback"]):
+    for arguments in (
+        ["--traceback", "config", "absent.yaml"],
+        ["config", "absent.yaml", "--traceback"],
+    ):
         result = samestep(*arguments)
         assert result.code == 2
         assert "error: cannot read the configuration" in result.err
         assert "Traceback" in result.err
 
 
-def test_missing_shard(samestep: Samestep, experiment_file: str, dataset_copy: Path, tmp_path: Path) -> None:
+def test_missing_shard(
+    samestep: Samestep, experiment_file: str, dataset_copy: Path, tmp_path: Path
+) -> None:
     (dataset_copy / "train-000002.tar").unlink()
-    result = samestep("train", experiment_file, f"output={tmp_path / 'run'}", f"data.path={dataset_copy}")
+    result = samestep(
+        "train", experiment_file, f"output={tmp_path / 'run'}", f"data.path={dataset_copy}"
+    )
     assert result.code == 1
     assert "train-000002.tar is missing" in result.message
     assert "samestep data verify" in result.message
@@ -114,7 +139,13 @@ def test_corrupt_shard(
     content[4096:20480] = b"\xff" * 16384
     shard.write_bytes(content)
     run = tmp_path / "run"
-    result = samestep("train", experiment_file, f"output={run}", f"data.path={dataset_copy}", f"data.threads={threads}")
+    result = samestep(
+        "train",
+        experiment_file,
+        f"output={run}",
+        f"data.path={dataset_copy}",
+        f"data.threads={threads}",
+    )
     assert result.code == 1
     assert "train-000001.tar" in result.message
     assert "samestep data verify" in result.message
@@ -130,7 +161,9 @@ def test_another_tokenizer(
     first, second = list(vocabulary)[-2:]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     file.write_text(json.dumps(tokenizer))
-    result = samestep("train", experiment_file, f"output={tmp_path / 'run'}", f"data.path={dataset_copy}")
+    result = samestep(
+        "train", experiment_file, f"output={tmp_path / 'run'}", f"data.path={dataset_copy}"
+    )
     assert result.code == 1
     assert "is not the tokenizer that made the shards" in result.message
 
@@ -167,12 +200,18 @@ def test_checkpoint_of_another_model(
 ) -> None:
     """A run is not continued with another model, nor started from another one's weights; its checkpoint stays."""
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
-    result = samestep("train", experiment_file, f"output={run}", "model.width=64", "training.steps=13")
+    result = samestep(
+        "train", experiment_file, f"output={run}", "model.width=64", "training.steps=13"
+    )
     assert result.code == 1
     assert "is a checkpoint of another model" in result.message
     assert "start in another output folder" in result.message
     result = samestep(
-        "train", experiment_file, f"output={tmp_path / 'new'}", "model.layers=3", f"init_from={finished_run}"
+        "train",
+        experiment_file,
+        f"output={tmp_path / 'new'}",
+        "model.layers=3",
+        f"init_from={finished_run}",
     )
     assert result.code == 1
     assert "holds another model" in result.message
@@ -189,7 +228,9 @@ def test_run_of_another_dataset_or_seed(
     assert "its seed is 0, this run's is 5; set seed to the checkpoint's" in result.message
 
 
-def test_damaged_checkpoints(samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoints(
+    samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path
+) -> None:
     """The newest sound checkpoint is taken; with none, the run is not silently started anew."""
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
     for number, step in enumerate((12, 8)):
@@ -204,7 +245,9 @@ def test_damaged_checkpoints(samestep: Samestep, experiment_file: str, finished_
     assert samestep("train", experiment_file, f"output={run}").code == 1
 
 
-def test_output_that_cannot_be_written(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
+def test_output_that_cannot_be_written(
+    samestep: Samestep, experiment_file: str, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     for output in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
         result = samestep("train", experiment_file, f"output={output}")
@@ -213,10 +256,16 @@ def test_output_that_cannot_be_written(samestep: Samestep, experiment_file: str,
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_full_disk(samestep: Samestep, experiment_file: str, small_disk: Path, asynchronous: bool) -> None:
+def test_full_disk(
+    samestep: Samestep, experiment_file: str, small_disk: Path, asynchronous: bool
+) -> None:
     """A checkpoint for which there is no room is an error, and the one before it stays readable."""
     run = small_disk / "run"
-    overrides = [f"output={run}", "checkpoint.every=4", f"checkpoint.asynchronous={str(asynchronous).lower()}"]
+    overrides = [
+        f"output={run}",
+        "checkpoint.every=4",
+        f"checkpoint.asynchronous={str(asynchronous).lower()}",
+    ]
     assert samestep("train", experiment_file, *overrides, "training.steps=4").code == 0
     result = samestep("train", experiment_file, *overrides, "training.steps=12")
     assert result.code == 1
@@ -233,7 +282,9 @@ def test_full_disk_for_metrics(samestep: Samestep, experiment_file: str, small_d
     assert "No space left on device" in result.message
 
 
-def test_exported_folder_is_not_overwritten(samestep: Samestep, finished_run: Path, tmp_path: Path) -> None:
+def test_exported_folder_is_not_overwritten(
+    samestep: Samestep, finished_run: Path, tmp_path: Path
+) -> None:
     (tmp_path / "mine").write_text("precious")
     result = samestep("export", finished_run, tmp_path)
     assert result.code == 1

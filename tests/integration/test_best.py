@@ -25,10 +25,21 @@ SETTINGS = [
 
 
 @pytest.fixture(scope="module")
-def task(finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def task(
+    finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The experiment of a classifier that soon has learnt what it can."""
     folder = tmp_path_factory.mktemp("best")
-    assert main(["data", "build", str(tasks.write_build("classification", folder, dataset_folder / "tokenizer"))]) == 0
+    assert (
+        main(
+            [
+                "data",
+                "build",
+                str(tasks.write_build("classification", folder, dataset_folder / "tokenizer")),
+            ]
+        )
+        == 0
+    )
     return tasks.write_experiment("classification", folder, finished_run)
 
 
@@ -41,7 +52,11 @@ def stopped(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluations(run: Path) -> dict[int, float]:
-    return {int(row["step"]): row["heldout/accuracy"] for row in tasks.rows_of(run) if "heldout/accuracy" in row}
+    return {
+        int(row["step"]): row["heldout/accuracy"]
+        for row in tasks.rows_of(run)
+        if "heldout/accuracy" in row
+    }
 
 
 def steps(run: Path) -> list[int]:
@@ -73,12 +88,19 @@ def test_a_run_ends_after_its_patience_and_keeps_its_best_checkpoint(
     assert samestep("ledger", "verify", stopped).code == 0
 
 
-def test_a_run_that_is_cut_stops_where_it_would_have(stopped: Path, tmp_path: Path, samestep: Samestep) -> None:
+def test_a_run_that_is_cut_stops_where_it_would_have(
+    stopped: Path, tmp_path: Path, samestep: Samestep
+) -> None:
     """On two processes: a checkpoint remembers the evaluations before it."""
     run = tmp_path / "run"
     shutil.copytree(stopped, run)
     shutil.rmtree(run / "checkpoints" / f"step-{max(steps(run)):08d}")
-    assert samestep("train", run / "config.yaml", f"output={run}", "--processes", 2, "strategy=ddp").code == 0
+    assert (
+        samestep(
+            "train", run / "config.yaml", f"output={run}", "--processes", 2, "strategy=ddp"
+        ).code
+        == 0
+    )
     whole, again = evaluations(stopped), evaluations(run)
     assert list(again) == list(whole)
     np.testing.assert_allclose(list(again.values()), list(whole.values()), atol=0.05)
@@ -117,12 +139,20 @@ def test_a_best_that_could_not_be_saved_leaves_the_one_before(
     assert found[second] >= max(score for step, score in found.items() if step < best)
 
 
-def test_without_a_best_nothing_is_named_so(finished_run: Path, tmp_path: Path, samestep: Samestep) -> None:
-    assert "without training.best" in samestep("export", f"{finished_run}/best", tmp_path / "exported").message
+def test_without_a_best_nothing_is_named_so(
+    finished_run: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    assert (
+        "without training.best"
+        in samestep("export", f"{finished_run}/best", tmp_path / "exported").message
+    )
     assert "without training.best" in samestep("evaluate", finished_run, "--step", "best").message
     assert "--step is the number" in samestep("evaluate", finished_run, "--step", "last").message
     absent = finished_run / "checkpoints" / "step-00000007"
-    for command in (("evaluate", finished_run, "--step", "7"), ("export", absent, tmp_path / "exported")):
+    for command in (
+        ("evaluate", finished_run, "--step", "7"),
+        ("export", absent, tmp_path / "exported"),
+    ):
         assert "no checkpoint of step 7; there are those of" in samestep(*command).message
 
 

@@ -55,7 +55,9 @@ def test_two_processes_score_as_one_and_print_once(
     together, silence = (output.split() for output in run_ranks(processes, output_of, arguments))
     assert not silence
     assert together[::2] == alone[::2] == ["step", "loss", "accuracy", "perplexity"]
-    assert [float(x) for x in together[1::2]] == pytest.approx([float(x) for x in alone[1::2]], rel=1e-5)
+    assert [float(x) for x in together[1::2]] == pytest.approx(
+        [float(x) for x in alone[1::2]], rel=1e-5
+    )
 
 
 def output_of(arguments: list[str]) -> str:
@@ -109,7 +111,9 @@ def total(weights: Weights) -> float:
     return sum(float(tensor.double().sum()) for tensor in weights.tensors.values())
 
 
-def test_patience_with_a_silent_rank_ends_before_that_of_collectives(experiment_file: str, tmp_path: Path) -> None:
+def test_patience_with_a_silent_rank_ends_before_that_of_collectives(
+    experiment_file: str, tmp_path: Path
+) -> None:
     """So that the rank is named; the time-out of a collective names nobody."""
     overrides = [f"output={tmp_path / 'run'}", "training.collective_timeout=4"]
     messages = run_ranks(2, save_without_rank_1, experiment_file, overrides)
@@ -134,11 +138,18 @@ def save_without_rank_1(file: str, overrides: list[str]) -> str:
 def test_a_run_goes_on_while_saves_fail_but_does_not_end_well_without_its_last(
     samestep: Samestep, experiment_file: str, tmp_path: Path, small_disk: Path
 ) -> None:
-    run = [f"output={tmp_path / 'run'}", f"checkpoint.folder={small_disk / 'run'}", "checkpoint.every=4"]
+    run = [
+        f"output={tmp_path / 'run'}",
+        f"checkpoint.folder={small_disk / 'run'}",
+        "checkpoint.every=4",
+    ]
     result = samestep("train", experiment_file, *run)
     assert result.code == 1
     assert "saving step-00000004 failed: cannot write" in result.err
-    assert "training goes on, and the next save tries again (3 saves in a row have failed)" in result.err
+    assert (
+        "training goes on, and the next save tries again (3 saves in a row have failed)"
+        in result.err
+    )
     assert "saving step-00000012 failed" in result.message
     assert "No space left on device" in result.message
     assert list(losses(tmp_path / "run")) == list(range(1, 13))

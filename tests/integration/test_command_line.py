@@ -20,9 +20,17 @@ from trainer.config import Kinds, decode, dump, load, to_tree
 from trainer.finetune.task import Task
 from trainer.training.experiment import Experiment
 
-CONFIGS = sorted(path for path in Path("configs").rglob("*.yaml") if path.parts[1] not in ("launch", "sweeps"))
+CONFIGS = sorted(
+    path for path in Path("configs").rglob("*.yaml") if path.parts[1] not in ("launch", "sweeps")
+)
 PACKAGES = [
-    *("trainer.models", "trainer.objectives", "trainer.optim", "trainer.strategies", "trainer.accelerators"),
+    *(
+        "trainer.models",
+        "trainer.objectives",
+        "trainer.optim",
+        "trainer.strategies",
+        "trainer.accelerators",
+    ),
     "data_pipeline.sources",
 ]
 KINDS = [(package, kind) for package in PACKAGES for kind in Kinds(package).available()]
@@ -38,16 +46,22 @@ def test_from_training_to_a_filled_mask(
     shutil.rmtree(run / "checkpoints" / "step-00000012")
     assert samestep("train", experiment_file, *overrides).code == 0
     assert list(losses(run)) == list(range(1, 13))
-    np.testing.assert_allclose(list(losses(run).values()), list(losses(finished_run).values()), rtol=1e-5)
+    np.testing.assert_allclose(
+        list(losses(run).values()), list(losses(finished_run).values()), rtol=1e-5
+    )
 
     scores = [samestep("evaluate", folder).out.split() for folder in (run, finished_run)]
     assert scores[0][::2] == ["step", "loss", "accuracy", "perplexity"]
-    np.testing.assert_allclose([float(x) for x in scores[0][1::2]], [float(x) for x in scores[1][1::2]], rtol=1e-4)
+    np.testing.assert_allclose(
+        [float(x) for x in scores[0][1::2]], [float(x) for x in scores[1][1::2]], rtol=1e-4
+    )
     assert samestep("evaluate", run, "--step", 8).out.split()[1] == "8"
 
     exported = tmp_path / "exported"
     assert samestep("export", run, exported).code == 0
-    filled = [samestep("fill", source, "the [MASK] is", "--top", 3).out for source in (run, exported)]
+    filled = [
+        samestep("fill", source, "the [MASK] is", "--top", 3).out for source in (run, exported)
+    ]
     assert filled[0] == filled[1]
     assert filled[0].count("the ") >= 3
 
@@ -81,7 +95,9 @@ def test_moved_run(samestep: Samestep, finished_run: Path, tmp_path: Path) -> No
     assert samestep("evaluate", moved).out.split()[1] == "8"
 
 
-def test_start_from_weights(samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path) -> None:
+def test_start_from_weights(
+    samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path
+) -> None:
     """A new run starts from a run's weights or from their Hugging Face export, and both are the same start."""
     exported = tmp_path / "exported"
     assert samestep("export", finished_run, exported).code == 0
@@ -110,7 +126,9 @@ def test_named_configuration(path: Path, tmp_path: Path) -> None:
     """Each file under configs/ resolves, stays short, and its resolved form resolves to itself."""
     assert len(path.read_text().splitlines()) < 40
     if path.parts[1] == "tasks":
-        assert len(path.parts) == 3 or Task.read(path).config.score  # what is in no folder is the base of others
+        assert (
+            len(path.parts) == 3 or Task.read(path).config.score
+        )  # what is in no folder is the base of others
         return
     schema = build.Config if path.parts[1] == "data" else Experiment
     config = load(schema, str(path))
@@ -123,10 +141,18 @@ def test_kind(package: str, kind: str) -> None:
     """A module that `kind` can name has a frozen `Config`, which comes back from the tree that it is written as."""
     schema = importlib.import_module(f"{package}.{kind}").Config
     assert schema.__dataclass_params__.frozen
-    required = {"vocab_size": 100, "paths": ["a"], "path": "a", "source_paths": ["a"], "target_paths": ["a"]}
+    required = {
+        "vocab_size": 100,
+        "paths": ["a"],
+        "path": "a",
+        "source_paths": ["a"],
+        "target_paths": ["a"],
+    }
     required |= {"teacher": "runs/teacher", "of": "mlm"}
     if package == "data_pipeline.sources":
         required |= {"labels": ["O", "B-X"], "choices": ["a", "b"]}
-    config = decode(schema, {f.name: required[f.name] for f in dataclasses.fields(schema) if f.name in required})
+    config = decode(
+        schema, {f.name: required[f.name] for f in dataclasses.fields(schema) if f.name in required}
+    )
     assert decode(schema, to_tree(config)) == config
     assert Kinds(package).kind_of(config) == kind

@@ -36,7 +36,9 @@ SETTINGS = [
     "data.threads=0",
 ]
 NONE = {"dropout": 0.0, "attention_dropout": 0.0}
-MODEL = bert.Config(vocab_size=600, layers=2, width=30, heads=2, ffn_width=62, max_positions=31, **NONE)
+MODEL = bert.Config(
+    vocab_size=600, layers=2, width=30, heads=2, ffn_width=62, max_positions=31, **NONE
+)
 ADAMW = adamw.Config(lr=1e-3)
 
 
@@ -85,7 +87,10 @@ def batch(step: int) -> Tensor:
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[Tensor], Tensor], steps: range
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: Callable[[Tensor], Tensor],
+    steps: range,
 ) -> list[float]:
     found = []
     for step in steps:
@@ -105,9 +110,15 @@ def reference() -> dict[str, dict[str, Tensor]]:
 
     torch.manual_seed(1)
     none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = {key: value for key, value in MODEL.to_huggingface().items() if key not in ("architectures", "model_type")}
+    config = {
+        key: value
+        for key, value in MODEL.to_huggingface().items()
+        if key not in ("architectures", "model_type")
+    }
     model = transformers.BertForMaskedLM(transformers.BertConfig(**{**config, **none}))
-    optimizer = torch.optim.AdamW(groups.parameter_groups(model.named_parameters(), 0.01), lr=1e-3, eps=1e-6)
+    optimizer = torch.optim.AdamW(
+        groups.parameter_groups(model.named_parameters(), 0.01), lr=1e-3, eps=1e-6
+    )
     train(model, optimizer, lambda rows: model(input_ids=rows, labels=rows).loss, range(SAVED))
     named = dict(model.named_parameters())
     state = {"fp32": {name: value.detach() for name, value in named.items()}}
@@ -121,7 +132,9 @@ def continued(checkpoints: Path) -> list[float]:
     model = MODEL.build()
     optimizer = ADAMW.build(model.named_parameters())
     groups.prime(optimizer)
-    tensors: dict[str, Tensor] = {f"model/{name}": value.detach() for name, value in model.named_parameters()}
+    tensors: dict[str, Tensor] = {
+        f"model/{name}": value.detach() for name, value in model.named_parameters()
+    }
     moments = groups.state_tensors(optimizer, dict(model.named_parameters()).items())
     tensors |= {f"optimizer/{name}": value for name, value in moments.items()}
     step = Checkpointer(checkpoints, Config(), rank=0, world_size=1).restore(tensors)["step"]
@@ -130,7 +143,9 @@ def continued(checkpoints: Path) -> list[float]:
 
     def loss(rows: Tensor) -> Tensor:
         places = torch.arange(rows.shape[1]).expand(len(rows), -1)
-        logits = predict(model, tokens=rows, segments=torch.ones_like(rows), positions=places, predicted=places)
+        logits = predict(
+            model, tokens=rows, segments=torch.ones_like(rows), positions=places, predicted=places
+        )
         return F.cross_entropy(logits.flatten(0, 1), rows.flatten())
 
     return train(model, optimizer, loss, range(step, STEPS))
@@ -145,12 +160,25 @@ def test_a_plain_deepspeed_run_is_taken_over(
     experiment_file: str,
     tmp_path: Path,
 ) -> None:
-    result = samestep("checkpoint", "convert", plain.folder / name, experiment_file, f"output={tmp_path}", *SETTINGS)
+    result = samestep(
+        "checkpoint",
+        "convert",
+        plain.folder / name,
+        experiment_file,
+        f"output={tmp_path}",
+        *SETTINGS,
+    )
     assert result.code == 0, result.err
     weights = load_weights(tmp_path)
     assert weights.step == SAVED
-    found = {f"fp32/{name}": weights.tensors[name] for name in weights.tensors} | dict(weights.optimizer)
-    expected = {f"{kind}/{name}": tensor for kind, tensors in reference.items() for name, tensor in tensors.items()}
+    found = {f"fp32/{name}": weights.tensors[name] for name in weights.tensors} | dict(
+        weights.optimizer
+    )
+    expected = {
+        f"{kind}/{name}": tensor
+        for kind, tensors in reference.items()
+        for name, tensor in tensors.items()
+    }
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         assert (found[key] - tensor).norm() <= 1e-4 * tensor.norm(), key
@@ -180,7 +208,9 @@ def test_the_run_goes_on_from_it_and_its_ledger_begins_there(
     plain: Plain, samestep: Samestep, experiment_file: str, tmp_path: Path
 ) -> None:
     settings = [f"output={tmp_path}", *SETTINGS, "data.exclude=[[0, 36]]"]
-    assert samestep("checkpoint", "convert", plain.folder / "3", experiment_file, *settings).code == 0
+    assert (
+        samestep("checkpoint", "convert", plain.folder / "3", experiment_file, *settings).code == 0
+    )
     assert samestep("evaluate", tmp_path, "accelerator=cpu").code == 0
     trained = samestep("train", experiment_file, *settings)
     assert trained.code == 0, trained.err
@@ -202,7 +232,12 @@ def test_a_run_is_handed_over_to_deepspeed(
 ) -> None:
     """Under all stages, and on three processes instead of two."""
     run, back = tmp_path / "run", plain.folder / "back"
-    assert samestep("checkpoint", "convert", plain.folder / "2", experiment_file, f"output={run}", *SETTINGS).code == 0
+    assert (
+        samestep(
+            "checkpoint", "convert", plain.folder / "2", experiment_file, f"output={run}", *SETTINGS
+        ).code
+        == 0
+    )
     assert samestep("checkpoint", "convert", run, back).code == 0
     said, _ = plain.process.communicate("\n")
     assert plain.process.returncode == 0, said
@@ -214,16 +249,34 @@ def test_a_run_is_handed_over_to_deepspeed(
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink(), "optimizer states of rank 1"),
-        (lambda folder: (folder / "mp_rank_00_model_states.pt").unlink(), "has no mp_rank_00_model_states.pt"),
-        (lambda folder: [path.unlink() for path in folder.glob("zero_*")], "it was saved without ZeRO"),
-        (lambda folder: os.truncate(folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt", 999), "cannot read"),
-        (lambda folder: change(folder, 1, lambda state: state["state"][0]["step"].fill_(2)), "of the steps 2, 3"),
+        (
+            lambda folder: (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink(),
+            "optimizer states of rank 1",
+        ),
+        (
+            lambda folder: (folder / "mp_rank_00_model_states.pt").unlink(),
+            "has no mp_rank_00_model_states.pt",
+        ),
+        (
+            lambda folder: [path.unlink() for path in folder.glob("zero_*")],
+            "it was saved without ZeRO",
+        ),
+        (
+            lambda folder: os.truncate(folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt", 999),
+            "cannot read",
+        ),
+        (
+            lambda folder: change(folder, 1, lambda state: state["state"][0]["step"].fill_(2)),
+            "of the steps 2, 3",
+        ),
         (
             lambda folder: change(folder, 0, lambda state: state["state"][0].pop("exp_avg_sq")),
             "keeps exp_avg, and only",
         ),
-        (lambda folder: change(folder, 0, lambda state: state["state"].clear()), "has made no update"),
+        (
+            lambda folder: change(folder, 0, lambda state: state["state"].clear()),
+            "has made no update",
+        ),
     ],
 )
 def test_what_cannot_be_taken_over_is_refused(
@@ -236,7 +289,14 @@ def test_what_cannot_be_taken_over_is_refused(
 ) -> None:
     shutil.copytree(plain.folder / "1", tmp_path / "1")
     damage(tmp_path / "1" / "global_step3")
-    result = samestep("checkpoint", "convert", tmp_path / "1", experiment_file, f"output={tmp_path / 'run'}", *SETTINGS)
+    result = samestep(
+        "checkpoint",
+        "convert",
+        tmp_path / "1",
+        experiment_file,
+        f"output={tmp_path / 'run'}",
+        *SETTINGS,
+    )
     assert result.code == 1
     assert message in result.message
     assert not (tmp_path / "run").exists()
@@ -260,10 +320,18 @@ def change(folder: Path, rank: int, how: Callable[[dict[str, Any]], object]) -> 
     ],
 )
 def test_an_experiment_that_does_not_fit_is_refused(
-    plain: Plain, settings: list[str], message: str, samestep: Samestep, experiment_file: str, tmp_path: Path
+    plain: Plain,
+    settings: list[str],
+    message: str,
+    samestep: Samestep,
+    experiment_file: str,
+    tmp_path: Path,
 ) -> None:
     settings = [f"output={tmp_path / 'run'}", *SETTINGS, *settings]
-    assert message in samestep("checkpoint", "convert", plain.folder / "1", experiment_file, *settings).message
+    assert (
+        message
+        in samestep("checkpoint", "convert", plain.folder / "1", experiment_file, *settings).message
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -273,7 +341,9 @@ def test_sources_and_targets_that_do_not_go_together_are_refused(
     def message(source: Path, *arguments: object) -> str:
         return samestep("checkpoint", "convert", source, *arguments).message
 
-    empty, theirs, adafactor, target = (tmp_path / name for name in ("empty", "theirs", "adafactor", "target"))
+    empty, theirs, adafactor, target = (
+        tmp_path / name for name in ("empty", "theirs", "adafactor", "target")
+    )
     empty.mkdir()
     assert "is no checkpoint of DeepSpeed" in message(empty, experiment_file)
     assert "is no run" in message(empty, target)
@@ -284,8 +354,13 @@ def test_sources_and_targets_that_do_not_go_together_are_refused(
     assert "name the experiment" in message(theirs, target)
     assert "no partitions of ZeRO" in message(theirs, experiment_file)
     checkpointer = Checkpointer(adafactor / "checkpoints", Config(), rank=0, world_size=1)
-    tensors = {"model/head.bias": torch.ones(600), "optimizer/mean_square/head.bias": torch.ones(600)}
-    checkpointer.save(1, tensors, {"config": {"model": {"kind": "bert", **asdict(MODEL)}, "objective": {}}})
+    tensors = {
+        "model/head.bias": torch.ones(600),
+        "optimizer/mean_square/head.bias": torch.ones(600),
+    }
+    checkpointer.save(
+        1, tensors, {"config": {"model": {"kind": "bert", **asdict(MODEL)}, "objective": {}}}
+    )
     checkpointer.wait()
     assert "of an optimizer that keeps mean_square" in message(adafactor, target)
     assert not target.exists()

@@ -16,7 +16,12 @@ def corrupt(dataset_folder: Path, experiment_file: str, samestep: Samestep, tmp_
     """A dataset of which a shard has changed after a run has counted its examples."""
     folder = Path(shutil.copytree(dataset_folder, tmp_path / "dataset"))
     one_step = ("training.steps=1", "schedule.warmup_steps=0")
-    assert samestep("train", experiment_file, f"output={tmp_path}/first", f"data.path={folder}", *one_step).code == 0
+    assert (
+        samestep(
+            "train", experiment_file, f"output={tmp_path}/first", f"data.path={folder}", *one_step
+        ).code
+        == 0
+    )
     content = bytearray((folder / SHARD).read_bytes())
     content[len(content) // 2] ^= 1
     (folder / SHARD).write_bytes(content)
@@ -29,7 +34,12 @@ def fed(run: Path) -> list[str]:
 
 
 def test_a_run_passes_over_it_wherever_it_is_resumed(
-    samestep: Samestep, start: Start, experiment_file: str, dataset_folder: Path, corrupt: Path, tmp_path: Path
+    samestep: Samestep,
+    start: Start,
+    experiment_file: str,
+    dataset_folder: Path,
+    corrupt: Path,
+    tmp_path: Path,
 ) -> None:
     train = ("train", experiment_file, f"data.path={corrupt}", "schedule.warmup_steps=0")
     skip = (*train, "data.on_corrupt=skip")
@@ -40,7 +50,9 @@ def test_a_run_passes_over_it_wherever_it_is_resumed(
     assert f"{SHARD} is cut short or damaged" in stopped.message
     assert samestep(*skip, f"output={whole}").code == 0
     for steps in (6, 12):
-        assert samestep(*skip, f"output={cut}", f"training.steps={steps}", "data.threads=0").code == 0
+        assert (
+            samestep(*skip, f"output={cut}", f"training.steps={steps}", "data.threads=0").code == 0
+        )
     assert both.wait().code == 0
     assert fed(whole) == fed(cut) == fed(two)
     assert losses(two) == pytest.approx(losses(whole), rel=1e-5)
@@ -48,7 +60,10 @@ def test_a_run_passes_over_it_wherever_it_is_resumed(
     for dataset in (corrupt, dataset_folder):  # even where the shard has been put right since
         proven = samestep("ledger", "verify", cut, f"data.path={dataset}")
         assert proven.code == 0, proven.out
-        assert f"examples 0 and later that are in {SHARD} of data order 0 (its bytes have changed" in proven.out
+        assert (
+            f"examples 0 and later that are in {SHARD} of data order 0 (its bytes have changed"
+            in proven.out
+        )
     found = json.loads(samestep("ledger", "step", cut, 3, "--json").out)["examples"]
     assert len(found) == 10
     unknown = sum(not example["documents"] for example in found)

@@ -31,11 +31,15 @@ STUDENT = {"kind": "bert", "vocab_size": 600, "layers": 1, "width": 16, "heads":
 
 
 @pytest.fixture(scope="module")
-def taught(finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def taught(
+    finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A folder with a teacher that was fine-tuned (run-classification), and an experiment for its student."""
     folder = tmp_path_factory.mktemp("taught")
     tokenizer = dataset_folder / "tokenizer"
-    experiment = tasks.tune("classification", folder, finished_run, tokenizer, "training.evaluate_every=null")
+    experiment = tasks.tune(
+        "classification", folder, finished_run, tokenizer, "training.evaluate_every=null"
+    )
     tree = yaml.safe_load(experiment.read_text())
     del tree["init_from"]
     objective = {"kind": "distillation", "teacher": str(folder / "run-classification"), "of": tree["objective"],
@@ -54,7 +58,9 @@ def distilled_mlm(teacher: Path) -> list[str]:
     ]
 
 
-def test_a_student_learns_what_its_teacher_says(taught: Path, tmp_path: Path, samestep: Samestep) -> None:
+def test_a_student_learns_what_its_teacher_says(
+    taught: Path, tmp_path: Path, samestep: Samestep
+) -> None:
     """From the teacher alone, without a label; `evaluate` asks the teacher, too."""
     run = tmp_path / "run"
     alone = (
@@ -66,7 +72,9 @@ def test_a_student_learns_what_its_teacher_says(taught: Path, tmp_path: Path, sa
     )
     assert samestep("train", taught / "student.yaml", *alone).code == 0
     rows = [row for row in tasks.rows_of(run) if "train/loss" in row]
-    first, last = (np.mean([row["train/agreement"] for row in some]) for some in (rows[:5], rows[-5:]))
+    first, last = (
+        np.mean([row["train/agreement"] for row in some]) for some in (rows[:5], rows[-5:])
+    )
     assert first < 0.8 < 0.9 < last, (first, last)
     scored = [row for row in tasks.rows_of(run) if "heldout/accuracy" in row][-1]
     assert scored["heldout/accuracy"] > 0.9
@@ -83,11 +91,19 @@ def test_any_number_of_processes_makes_the_same_steps(
     task: str, taught: Path, experiment_file: str, finished_run: Path, tmp_path: Path
 ) -> None:
     """Three of DDP and two of FSDP2 take the steps of one."""
-    file, settings = str(taught / "student.yaml"), ["training.steps=10", "training.evaluate_every=null"]
+    file, settings = (
+        str(taught / "student.yaml"),
+        ["training.steps=10", "training.evaluate_every=null"],
+    )
     if task == "mlm":
         file, settings = experiment_file, ["training.steps=8", *distilled_mlm(finished_run)]
     found = [
-        run_ranks(count, run_once, file, [*settings, f"strategy={strategy}", f"output={tmp_path / strategy}"])[0]
+        run_ranks(
+            count,
+            run_once,
+            file,
+            [*settings, f"strategy={strategy}", f"output={tmp_path / strategy}"],
+        )[0]
         for count, strategy in ((1, "single"), (2, "fsdp"), (3, "ddp"))
     ]
     np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
@@ -98,17 +114,34 @@ def test_any_number_of_processes_makes_the_same_steps(
 def test_other_backends_hold_the_teacher_too(
     strategy: str, experiment_file: str, finished_run: Path, tmp_path: Path
 ) -> None:
-    settings = ["training.steps=3", "schedule.warmup_steps=1", f"output={tmp_path}", *distilled_mlm(finished_run)]
+    settings = [
+        "training.steps=3",
+        "schedule.warmup_steps=1",
+        f"output={tmp_path}",
+        *distilled_mlm(finished_run),
+    ]
     (one,) = run_ranks(1, run_once, experiment_file, [*settings, "strategy=single"])
     found = run_ranks(2, run_once, experiment_file, [*settings, f"strategy={strategy}"])[0]
     np.testing.assert_allclose(found, one, rtol=1e-6)
 
 
-def test_a_resumed_run_goes_on_with_its_teacher_and_no_other(taught: Path, tmp_path: Path, samestep: Samestep) -> None:
-    settings = ("training.evaluate_every=null", f"output={tmp_path / 'run'}", "schedule.warmup_steps=1")
+def test_a_resumed_run_goes_on_with_its_teacher_and_no_other(
+    taught: Path, tmp_path: Path, samestep: Samestep
+) -> None:
+    settings = (
+        "training.evaluate_every=null",
+        f"output={tmp_path / 'run'}",
+        "schedule.warmup_steps=1",
+    )
     teacher = tmp_path / "teacher"
     shutil.copytree(taught / "run-classification", teacher)
-    train = ("train", taught / "student.yaml", *settings, f"objective.teacher={teacher}", "checkpoint.every=6")
+    train = (
+        "train",
+        taught / "student.yaml",
+        *settings,
+        f"objective.teacher={teacher}",
+        "checkpoint.every=6",
+    )
     assert samestep(*train, "training.steps=12").code == 0
     whole = losses(tmp_path / "run")
     for gone in ("checkpoints/step-00000012", "metrics.jsonl"):
@@ -122,7 +155,10 @@ def test_a_resumed_run_goes_on_with_its_teacher_and_no_other(taught: Path, tmp_p
     more = ("training.steps=61", "training.evaluate_every=null", f"output={teacher}")
     assert samestep("train", taught / "classification.yaml", *more).code == 0
     message = samestep(*train, "training.steps=16").message
-    assert "objective.teacher names other weights than those that the run has learnt from until step 14" in message
+    assert (
+        "objective.teacher names other weights than those that the run has learnt from until step 14"
+        in message
+    )
     step = teacher / "checkpoints" / "step-00000060"
     assert samestep(*train, "training.steps=16", f"objective.teacher={step}").code == 0
 
@@ -132,10 +168,16 @@ def test_teachers_that_do_not_fit_are_refused(
 ) -> None:
     file, output = taught / "student.yaml", f"output={tmp_path / 'run'}"
     for settings, message in (
-        ([f"objective.teacher={finished_run}"], "has head language_model, and model.head is classification"),
+        (
+            [f"objective.teacher={finished_run}"],
+            "has head language_model, and model.head is classification",
+        ),
         (["objective.cosine=1"], "has width 32, and model.width is 16; set objective.cosine=0"),
         (["objective.teacher=nowhere"], "nowhere"),
-        (["data.sequence_length=64", "model.max_positions=64"], "reads 32 tokens, and the run has sequences of 64"),
+        (
+            ["data.sequence_length=64", "model.max_positions=64"],
+            "reads 32 tokens, and the run has sequences of 64",
+        ),
     ):
         assert message in samestep("train", file, output, *settings).message
         assert message in samestep("config", file, output, *settings, "--devices", 1).message
@@ -143,11 +185,14 @@ def test_teachers_that_do_not_fit_are_refused(
 
 
 def test_a_teacher_with_a_prompt_reads_one_text_a_row(taught: Path) -> None:
-    config = replace(load_weights(taught / "run-classification").config, peft=prompt.Config(length=4))
+    config = replace(
+        load_weights(taught / "run-classification").config, peft=prompt.Config(length=4)
+    )
     build_teacher(load(Experiment, str(taught / "student.yaml")), config)
     packed = load(Experiment, str(taught / "student.yaml"), ["data.packing=best_fit"])
     with pytest.raises(
-        ConfigError, match=r"the teacher .* puts 4 positions before each text.* set data\.packing=padded"
+        ConfigError,
+        match=r"the teacher .* puts 4 positions before each text.* set data\.packing=padded",
     ):
         build_teacher(packed, config)
 
@@ -169,14 +214,22 @@ def test_the_recipe_of_distilbert_is_that_of_its_released_code() -> None:
     recipe = load(Experiment, "configs/distill/distilbert.yaml")
     loss = {"temperature": 2.0, "soft": 5.0, "hard": 2.0, "mse": 0.0, "cosine": 1.0, "cells": "all"}
     assert {name: getattr(recipe.objective, name) for name in loss} == loss
-    assert (recipe.optimizer.lr, recipe.optimizer.betas, recipe.optimizer.weight_decay) == (5e-4, (0.9, 0.98), 0)
+    assert (recipe.optimizer.lr, recipe.optimizer.betas, recipe.optimizer.weight_decay) == (
+        5e-4,
+        (0.9, 0.98),
+        0,
+    )
     assert recipe.schedule.warmup_steps == pytest.approx(0.05 * recipe.training.steps)
     assert (recipe.training.global_batch_size, recipe.training.max_grad_norm) == (4096, 5.0)
     assert recipe.init_layers == (0, 2, 4, 7, 9, 11)
     with torch.device("meta"):
         model = recipe.model.build()
-    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(66e6, rel=0.02)
-    build_teacher(recipe, load(Experiment, "configs/pretrain/bert_base.yaml").model)  # raises if it does not fit
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(
+        66e6, rel=0.02
+    )
+    build_teacher(
+        recipe, load(Experiment, "configs/pretrain/bert_base.yaml").model
+    )  # raises if it does not fit
 
 
 def test_a_suite_makes_students_anew_when_their_teacher_has_changed(
@@ -184,7 +237,9 @@ def test_a_suite_makes_students_anew_when_their_teacher_has_changed(
 ) -> None:
     task, teacher = Task.read(tasks.write_task("classification", tmp_path)), tmp_path / "teacher"
     shutil.copytree(taught / "run-classification", teacher)
-    objective = f"objective={{kind: distillation, teacher: {teacher}, of: {{kind: classification}}}}"
+    objective = (
+        f"objective={{kind: distillation, teacher: {teacher}, of: {{kind: classification}}}}"
+    )
 
     def digest() -> str:
         (run,) = list_runs(str(finished_run), [task], tmp_path / "suite", 1, False, [objective])
@@ -193,13 +248,24 @@ def test_a_suite_makes_students_anew_when_their_teacher_has_changed(
     before = digest()
     assert digest() == before
     (teacher / "checkpoints" / "step-00000060").rename(tmp_path / "gone")
-    shutil.copytree(finished_run / "checkpoints" / "step-00000012", teacher / "checkpoints" / "step-00000012")
+    shutil.copytree(
+        finished_run / "checkpoints" / "step-00000012", teacher / "checkpoints" / "step-00000012"
+    )
     assert digest() != before
 
 
 def test_a_plan_counts_the_teacher(taught: Path, samestep: Samestep) -> None:
     def planned(*settings: object) -> dict[str, int]:
-        plan = samestep("plan", taught / "student.yaml", *settings, "--devices", 2, "--strategy", "fsdp", "--json")
+        plan = samestep(
+            "plan",
+            taught / "student.yaml",
+            *settings,
+            "--devices",
+            2,
+            "--strategy",
+            "fsdp",
+            "--json",
+        )
         (found,) = json.loads(plan.out)["phases"][0]["plans"]
         return found["bytes"]
 

@@ -51,7 +51,12 @@ def train(start: Start, experiment_file: str, tmp_path: Path) -> Callable[..., P
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "holding.py").write_text(OBJECTIVE)
     settings = (
-        *(f"output={tmp_path / 'run'}", "checkpoint.every=2", "training.micro_batch_size=10", "data.threads=0"),
+        *(
+            f"output={tmp_path / 'run'}",
+            "checkpoint.every=2",
+            "training.micro_batch_size=10",
+            "data.threads=0",
+        ),
         *("strategy=ddp", "objective=own.holding"),
     )
     return lambda *arguments: start("train", experiment_file, *settings, *arguments)
@@ -84,7 +89,9 @@ def wait_for(text: str, process: Process) -> None:
 
 def pending(pid: int) -> set[int]:
     """The signals that a stopped process will get."""
-    (mask,) = re.findall(r"^ShdPnd:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    (mask,) = re.findall(
+        r"^ShdPnd:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
+    )
     return {number for number in signal.Signals if int(mask, 16) >> (number - 1) & 1}
 
 
@@ -112,7 +119,9 @@ def test_agents_go_and_come(
     back = train(*elastic)
     wait_for("another machine has come", second)
     at_9.unlink()
-    assert (second.wait().code, back.wait().code) == (0, 0), second.stderr.read_text() + back.stderr.read_text()
+    assert (second.wait().code, back.wait().code) == (0, 0), (
+        second.stderr.read_text() + back.stderr.read_text()
+    )
     assert "2 x CPU" in second.stderr.read_text()
     assert "continuing   at step 8" not in second.stderr.read_text()
     assert_same_losses(tmp_path / "run", finished_run)
@@ -141,7 +150,12 @@ def test_preemption(
     assert run.wait().code == 75
     stopped_at = max(losses(tmp_path / "run"))
     assert stopped_at in (7, 8)
-    settings = (f"output={tmp_path / 'run'}", "training.micro_batch_size=10", "strategy=single", "data.threads=0")
+    settings = (
+        f"output={tmp_path / 'run'}",
+        "training.micro_batch_size=10",
+        "strategy=single",
+        "data.threads=0",
+    )
     result = samestep("train", experiment_file, *settings)
     assert result.code == 0, result.err
     assert f"continuing   at step {stopped_at}" in result.err

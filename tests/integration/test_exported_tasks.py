@@ -31,16 +31,25 @@ def write_tokenizer(algorithm: str, folder: Path) -> None:
     words = " ".join((*tasks.FILL, *tasks.NAMES))
     if algorithm != "gpt2":
         size = {"wordpiece": 100, "bpe": 300, "unigram": 36}[algorithm]
-        TokenizerConfig("", algorithm=algorithm, vocab_size=size, sentinels=2).train([words] * 20).save(folder)
+        TokenizerConfig("", algorithm=algorithm, vocab_size=size, sentinels=2).train(
+            [words] * 20
+        ).save(folder)
         return
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=[END], initial_alphabet=alphabet)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[END], initial_alphabet=alphabet
+    )
     backend.train_from_iterator([words] * 20, trainer)
     folder.mkdir(parents=True)
     backend.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": END, "eos_token": END, "unk_token": END, "tokenizer_class": "GPT2Tokenizer"}
+    settings = {
+        "bos_token": END,
+        "eos_token": END,
+        "unk_token": END,
+        "tokenizer_class": "GPT2Tokenizer",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
@@ -53,41 +62,74 @@ def our_logits(experiment_file: Path, run: Path) -> np.ndarray:
     model = weights.config.build().eval()
     model.load_state_dict(dict(weights.tensors))
     found = {}
-    with open_loader(experiment, dataset, objective, Replica(0, 1), experiment.resolved_phases()[0], "heldout") as rows:
+    with open_loader(
+        experiment, dataset, objective, Replica(0, 1), experiment.resolved_phases()[0], "heldout"
+    ) as rows:
         for batch in (batch for step in rows for batch in step):
             with torch.no_grad():
                 logits = logits_of(model, batch, "classification")[:, 0]
             counts = batch["weights"] > 0
-            found.update(zip(batch["document"][counts].tolist(), logits[counts].numpy(), strict=True))
+            found.update(
+                zip(batch["document"][counts].tolist(), logits[counts].numpy(), strict=True)
+            )
     return np.stack([found[row] for row in sorted(found)])
 
 
 @pytest.mark.parametrize(
     ("family", "algorithm"),
-    [("bert", "wordpiece"), ("roberta", "bpe"), ("t5", "unigram"), ("gpt2", "bpe"), ("gpt2", "gpt2")],
+    [
+        ("bert", "wordpiece"),
+        ("roberta", "bpe"),
+        ("t5", "unigram"),
+        ("gpt2", "bpe"),
+        ("gpt2", "gpt2"),
+    ],
 )
-def test_pairs_of_texts_get_the_same_scores(family: str, algorithm: str, tmp_path: Path, samestep: Samestep) -> None:
+def test_pairs_of_texts_get_the_same_scores(
+    family: str, algorithm: str, tmp_path: Path, samestep: Samestep
+) -> None:
     write_tokenizer(algorithm, tmp_path / "tokenizer")
-    assert samestep("data", "build", tasks.write_build("regression", tmp_path, tmp_path / "tokenizer")).code == 0
+    assert (
+        samestep(
+            "data", "build", tasks.write_build("regression", tmp_path, tmp_path / "tokenizer")
+        ).code
+        == 0
+    )
     file = tasks.write_experiment("regression", tmp_path, tmp_path, steps=1)
     tree = yaml.safe_load(file.read_text())
     del tree["init_from"]
     shape = SHAPE | ({"head_width": 16} if family == "t5" else {"initializer_range": 0.2})
     size = len(AutoTokenizer.from_pretrained(tmp_path / "tokenizer"))
-    tree["model"] = {"kind": family, "vocab_size": size, **shape, "head": "classification", "labels": ["score"]}
+    tree["model"] = {
+        "kind": family,
+        "vocab_size": size,
+        **shape,
+        "head": "classification",
+        "labels": ["score"],
+    }
     tree["objective"]["reads"] = "last" if family in ("t5", "gpt2") else "first"
     tree["schedule"], tree["data"]["sequence_length"] = {}, 64  # nothing is cut
     file.write_text(yaml.safe_dump(tree))
     assert samestep("train", file).code == 0
     assert samestep("export", tmp_path / "run-regression", tmp_path / "exported").code == 0
 
-    rows = [json.loads(line) for line in (tmp_path / "regression-dev.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "regression-dev.jsonl").read_text().splitlines()
+    ]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported").eval()
-    batch = tokenizer([row["a"] for row in rows], [row["b"] for row in rows], padding=True, return_tensors="pt")
+    batch = tokenizer(
+        [row["a"] for row in rows], [row["b"] for row in rows], padding=True, return_tensors="pt"
+    )
     with torch.no_grad():
         theirs = model(**batch).logits.numpy()
-    np.testing.assert_allclose(our_logits(file, tmp_path / "run-regression"), theirs, rtol=1e-5, atol=1e-5)
-    serve = pipeline("text-classification", str(tmp_path / "exported"), device="cpu", function_to_apply="none")
+    np.testing.assert_allclose(
+        our_logits(file, tmp_path / "run-regression"), theirs, rtol=1e-5, atol=1e-5
+    )
+    serve = pipeline(
+        "text-classification", str(tmp_path / "exported"), device="cpu", function_to_apply="none"
+    )
     scores = serve([{"text": row["a"], "text_pair": row["b"]} for row in rows[:5]], batch_size=5)
-    np.testing.assert_allclose([score["score"] for score in scores], theirs[:5, 0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        [score["score"] for score in scores], theirs[:5, 0], rtol=1e-4, atol=1e-5
+    )

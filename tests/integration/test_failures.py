@@ -18,7 +18,16 @@ import pytest
 from tests.integration.commands import Process, Samestep, Start, losses
 from trainer.checkpoint import lock
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer.cli")
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "trainer.cli",
+)
 OBJECTIVE = """
 import os, time
 from dataclasses import dataclass
@@ -51,7 +60,9 @@ class Objective(mlm.MaskedLM):
 @pytest.fixture
 def stalled(start: Start, objective: str, experiment_file: str, tmp_path: Path) -> Process:
     """Two processes that wait in step 9 of a run, whose steps 4 and 8 have checkpoints."""
-    process = start("train", experiment_file, *overrides(tmp_path), f"objective={objective}", "--processes", 2)
+    process = start(
+        "train", experiment_file, *overrides(tmp_path), f"objective={objective}", "--processes", 2
+    )
     process.wait_for_step(tmp_path / "run", 8)
     return process
 
@@ -77,7 +88,11 @@ def assert_gone(processes: list[int], seconds: float) -> None:
 
 
 def test_killed_worker(
-    stalled: Process, samestep: Samestep, experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stalled: Process,
+    samestep: Samestep,
+    experiment_file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """While a run goes on its folder is refused to others; a killed worker ends it with an explanation."""
     monkeypatch.setattr(lock, "_WAIT_SECONDS", 0.3)
@@ -96,7 +111,12 @@ def test_killed_worker(
 
 
 def test_killed_agent_and_resume(
-    stalled: Process, start: Start, samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path
+    stalled: Process,
+    start: Start,
+    samestep: Samestep,
+    experiment_file: str,
+    finished_run: Path,
+    tmp_path: Path,
 ) -> None:
     """Workers end with their agent, leave nothing behind, and under torchrun the run comes to the same end."""
     workers = stalled.workers
@@ -115,11 +135,21 @@ def test_killed_agent_and_resume(
 
 
 def test_killed_with_frozen_weights_and_resumed(
-    start: Start, samestep: Samestep, objective: str, experiment_file: str, finished_run: Path, tmp_path: Path
+    start: Start,
+    samestep: Samestep,
+    objective: str,
+    experiment_file: str,
+    finished_run: Path,
+    tmp_path: Path,
 ) -> None:
     """Killed two steps after a checkpoint, which leaves out what is frozen, a run with LoRA comes to the same end."""
     run, whole = tmp_path / "run", tmp_path / "whole"
-    settings = [*overrides(tmp_path), "checkpoint.every=6", f"init_from={finished_run}", "model.peft=lora"]
+    settings = [
+        *overrides(tmp_path),
+        "checkpoint.every=6",
+        f"init_from={finished_run}",
+        "model.peft=lora",
+    ]
     assert samestep("train", experiment_file, *settings, f"output={whole}").code == 0
     killed = start("train", experiment_file, *settings, f"objective={objective}", "--processes", 1)
     killed.wait_for_step(run, 6)
@@ -154,7 +184,9 @@ def test_failing_rank(start: Start, objective: str, experiment_file: str, tmp_pa
 
 
 def test_mistake_that_all_ranks_notice(start: Start, experiment_file: str, tmp_path: Path) -> None:
-    result = start("train", experiment_file, *overrides(tmp_path), "strategy=single", "--processes", 2).wait()
+    result = start(
+        "train", experiment_file, *overrides(tmp_path), "strategy=single", "--processes", 2
+    ).wait()
     assert result.code == 2
     assert "strategy single runs in one process, and there are 2" in result.message
 
@@ -168,8 +200,15 @@ def test_bug(samestep: Samestep, objective: str, experiment_file: str, tmp_path:
     assert "KeyError: 'a bug'" in result.err
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
-    run = (f"output={tmp_path / 'run'}", "checkpoint.every=2", "schedule.warmup_steps=0", "training.max_grad_norm=null")
+def test_a_loss_that_is_not_finite_stops_the_run(
+    samestep: Samestep, experiment_file: str, tmp_path: Path
+) -> None:
+    run = (
+        f"output={tmp_path / 'run'}",
+        "checkpoint.every=2",
+        "schedule.warmup_steps=0",
+        "training.max_grad_norm=null",
+    )
     result = samestep("train", experiment_file, *run, "optimizer.lr=1e30")
     assert result.code == 1
     assert "error: train/loss is nan at step" in result.err

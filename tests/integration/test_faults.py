@@ -60,12 +60,18 @@ def without(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.mark.parametrize(("world_size", "strategy"), [(1, "single"), (2, "ddp"), (3, "fsdp")])
-def test_skip(experiment_file: str, tmp_path: Path, without: Any, world_size: int, strategy: str) -> None:
+def test_skip(
+    experiment_file: str, tmp_path: Path, without: Any, world_size: int, strategy: str
+) -> None:
     settings = overrides(tmp_path, f"strategy={strategy}", "training.faults.action=skip")
     train(experiment_file, settings, world_size)
     assert_same_losses(tmp_path, without("[[70, 80]]"))
     (row,) = excluded(tmp_path)
-    assert (row["step"], row["examples"], row["reason"]) == (8, [[70, 80]], "the gradient norm is nan")
+    assert (row["step"], row["examples"], row["reason"]) == (
+        8,
+        [[70, 80]],
+        "the gradient norm is nan",
+    )
 
 
 def test_skipped_spike(experiment_file: str, tmp_path: Path, without: Any) -> None:
@@ -89,10 +95,15 @@ def test_rewind(experiment_file: str, tmp_path: Path, without: Any) -> None:
     assert_same_losses(tmp_path, without("[[60, 90]]"))
 
 
-def test_second_rewind_to_the_same_checkpoint(experiment_file: str, tmp_path: Path, without: Any) -> None:
+def test_second_rewind_to_the_same_checkpoint(
+    experiment_file: str, tmp_path: Path, without: Any
+) -> None:
     """What the first one passed over, which no checkpoint knows of yet, stays so."""
     sick = "objective={kind: tests.sick_objective, sick: [75, 85]}"
-    train(experiment_file, overrides(tmp_path, "strategy=single", "training.faults={action: rewind, around: 0}", sick))
+    train(
+        experiment_file,
+        overrides(tmp_path, "strategy=single", "training.faults={action: rewind, around: 0}", sick),
+    )
     assert_same_losses(tmp_path, without("[[70, 90]]"))
     assert [row["examples"] for row in excluded(tmp_path)] == [[[80, 90], [70, 80]]]
 
@@ -120,12 +131,16 @@ def test_rewind_without_a_checkpoint_skips(
     assert_same_losses(tmp_path, without("[[70, 80]]"))
 
 
-def test_passing_fault(samestep: Samestep, experiment_file: str, tmp_path: Path, finished_run: Path) -> None:
+def test_passing_fault(
+    samestep: Samestep, experiment_file: str, tmp_path: Path, finished_run: Path
+) -> None:
     passing = "objective={kind: tests.sick_objective, sick: [75], passing: true}"
     settings = overrides(tmp_path, "strategy=single", "training.faults.action=skip", passing)
     result = samestep("train", experiment_file, *settings)
     assert result.code == 0, result.err
-    assert "step 8: the gradient norm is nan; it is computed again from the same batch" in result.err
+    assert (
+        "step 8: the gradient norm is nan; it is computed again from the same batch" in result.err
+    )
     assert "a passing fault" in result.err
     assert not excluded(tmp_path)
     assert losses(tmp_path) == losses(finished_run)
@@ -134,10 +149,16 @@ def test_passing_fault(samestep: Samestep, experiment_file: str, tmp_path: Path,
 def test_stop(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
     """With sigma each step is looked at; without, rows of metrics are."""
     for name, more, message in (
-        ("looks", "training.faults={sigma: 6}", "step 8 was not taken: the gradient norm is nan, twice over"),
+        (
+            "looks",
+            "training.faults={sigma: 6}",
+            "step 8 was not taken: the gradient norm is nan, twice over",
+        ),
         ("does-not", "training.log_every=5", "train/loss is nan at step 9"),
     ):
-        result = samestep("train", experiment_file, *overrides(tmp_path / name, "strategy=single", more))
+        result = samestep(
+            "train", experiment_file, *overrides(tmp_path / name, "strategy=single", more)
+        )
         assert result.code == 1
         assert message in result.message
         assert f"samestep replay {tmp_path / name} " in result.message
@@ -145,7 +166,9 @@ def test_stop(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
 
 def test_too_many(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
     sick = f"objective={{kind: tests.sick_objective, sick: {list(range(70, 200))}}}"
-    settings = overrides(tmp_path, "strategy=single", "training.faults={action: skip, most_in_a_row: 2}", sick)
+    settings = overrides(
+        tmp_path, "strategy=single", "training.faults={action: skip, most_in_a_row: 2}", sick
+    )
     result = samestep("train", experiment_file, *settings)
     assert result.code == 1
     assert "3 faults in a row, the last at step 8" in result.message

@@ -13,7 +13,12 @@ import pytest
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from tests.integration.commands import Samestep
 
-TEXTS = ["the class statement defines a class object", "a", "names in the body", " ".join(["value of the name"] * 20)]
+TEXTS = [
+    "the class statement defines a class object",
+    "a",
+    "names in the body",
+    " ".join(["value of the name"] * 20),
+]
 
 
 @pytest.fixture
@@ -35,7 +40,11 @@ def test_hidden_states_are_those_of_transformers(
     shapes: dict[str, tuple[Any, Any, dict[str, object]]] = {
         "bert": (transformers.BertForMaskedLM, transformers.BertConfig, {"intermediate_size": 64}),
         "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config, {"n_inner": 64}),
-        "t5": (transformers.T5ForConditionalGeneration, transformers.T5Config, {"d_ff": 64, "d_kv": 16}),
+        "t5": (
+            transformers.T5ForConditionalGeneration,
+            transformers.T5Config,
+            {"d_ff": 64, "d_kv": 16},
+        ),
     }
     kind, config, own = shapes[family]
     width, layers, heads = {"hidden_size": 32}, {"num_hidden_layers": 3}, {"num_attention_heads": 2}
@@ -56,24 +65,35 @@ def test_hidden_states_are_those_of_transformers(
     real = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     encoder = model.get_encoder() if family == "t5" else model.base_model
     with torch.no_grad():
-        states = encoder(input_ids=tokens, attention_mask=real, output_hidden_states=True).hidden_states
+        states = encoder(
+            input_ids=tokens, attention_mask=real, output_hidden_states=True
+        ).hidden_states
     assert len(states) == 4
     expected = torch.stack(states, 2)[real.bool()].numpy()
     np.testing.assert_allclose(np.load(output), expected, atol=1e-5)
-    np.testing.assert_array_equal(np.load(tmp_path / "all.offsets.npy"), np.cumsum([0, *map(len, rows)]))
+    np.testing.assert_array_equal(
+        np.load(tmp_path / "all.offsets.npy"), np.cumsum([0, *map(len, rows)])
+    )
 
 
-def test_pooling_and_mixing(finished_run: Path, tmp_path: Path, texts: Path, samestep: Samestep) -> None:
+def test_pooling_and_mixing(
+    finished_run: Path, tmp_path: Path, texts: Path, samestep: Samestep
+) -> None:
     """All are computed from what `--layers all --pool none` gives, whatever texts share a batch."""
 
     def features(name: str, *options: object) -> Any:
-        result = samestep("features", finished_run, texts, "--output", tmp_path / f"{name}.npy", *options)
+        result = samestep(
+            "features", finished_run, texts, "--output", tmp_path / f"{name}.npy", *options
+        )
         assert result.code == 0, result.err
         assert "1 of 4 texts are longer than the 30 tokens that the model reads" in result.err
         assert "float32" in result.err
         return np.load(tmp_path / f"{name}.npy")
 
-    whole, offsets = features("whole", "--layers", "all", "--pool", "none"), np.load(tmp_path / "whole.offsets.npy")
+    whole, offsets = (
+        features("whole", "--layers", "all", "--pool", "none"),
+        np.load(tmp_path / "whole.offsets.npy"),
+    )
     assert (whole.shape, whole.dtype, len(offsets)) == ((offsets[-1], 3, 32), np.float32, 5)
     assert offsets[-1] - offsets[-2] == 32
     each = np.split(whole, offsets[1:-1])
@@ -87,12 +107,18 @@ def test_pooling_and_mixing(finished_run: Path, tmp_path: Path, texts: Path, sam
         found = features(f"{pool}{layers}", "--pool", pool, "--layers", layers, *options)
         np.testing.assert_allclose(found, np.stack(expected), atol=1e-5)
     mixed = features("mixed", "--layers=-1,1", "--mix", "mean", "--pool", "max")
-    np.testing.assert_allclose(mixed, np.stack([text[:, 1:].mean(1).max(0) for text in each]), atol=1e-5)
+    np.testing.assert_allclose(
+        mixed, np.stack([text[:, 1:].mean(1).max(0) for text in each]), atol=1e-5
+    )
     joined = features("joined", "--layers", "2,0", "--mix", "concat")
-    np.testing.assert_allclose(joined, np.stack([text[:, [2, 0]].mean(0).ravel() for text in each]), atol=1e-5)
+    np.testing.assert_allclose(
+        joined, np.stack([text[:, [2, 0]].mean(0).ravel() for text in each]), atol=1e-5
+    )
 
 
-def test_texts_in_json_lines(finished_run: Path, tmp_path: Path, texts: Path, samestep: Samestep) -> None:
+def test_texts_in_json_lines(
+    finished_run: Path, tmp_path: Path, texts: Path, samestep: Samestep
+) -> None:
     records = tmp_path / "texts.jsonl"
     records.write_text("\n".join(json.dumps({"review": {"body": text}}) for text in TEXTS))
     for name, options in ((texts, ()), (records, ("--field", "review.body"))):
@@ -110,12 +136,22 @@ def test_texts_in_json_lines(finished_run: Path, tmp_path: Path, texts: Path, sa
         ("in.txt", b"\xff\n", (), "in.txt:1: invalid UTF-8"),
         ("in.txt", "a\n", ("--field", "body"), "--field body is for .jsonl files"),
         ("in.jsonl", '{"text": "a"}\n', ("--field", "body"), "in.jsonl:1: no field 'body'"),
-        ("in.txt", "a\n", ("--layers", "3"), "--layers 3: there is no such layer; the model has 1 to 2"),
+        (
+            "in.txt",
+            "a\n",
+            ("--layers", "3"),
+            "--layers 3: there is no such layer; the model has 1 to 2",
+        ),
         ("in.txt", "a\n", ("--layers=-4"), "--layers -4: there is no such layer"),
         ("in.txt", "a\n", ("--layers", "last"), "--layers must be all, or numbers"),
         ("in.txt", "a\n", ("--batch-tokens", "0"), "--batch-tokens must be at least 1"),
         ("in.txt", "a\n", ("--output", "out.txt"), "--output out.txt is to be an array of NumPy"),
-        ("in.txt", "a\n", ("--output", "none/out.npy"), "--output none/out.npy: there is no folder none"),
+        (
+            "in.txt",
+            "a\n",
+            ("--output", "none/out.npy"),
+            "--output none/out.npy: there is no folder none",
+        ),
         ("in.txt", "a\n", ("--output", "there.npy"), "there.npy already exists"),
     ],
 )
@@ -140,9 +176,13 @@ def test_bad_input(
     assert not list(tmp_path.glob("out*"))
 
 
-def test_a_full_disk_is_named_at_once(finished_run: Path, small_disk: Path, tmp_path: Path, samestep: Samestep) -> None:
+def test_a_full_disk_is_named_at_once(
+    finished_run: Path, small_disk: Path, tmp_path: Path, samestep: Samestep
+) -> None:
     (tmp_path / "in.txt").write_text("a text\n" * 3000)
-    result = samestep("features", finished_run, tmp_path / "in.txt", "--output", small_disk / "out.npy")
+    result = samestep(
+        "features", finished_run, tmp_path / "in.txt", "--output", small_disk / "out.npy"
+    )
     assert "cannot write" in result.message
     assert "No space left" in result.message
     assert not list(small_disk.iterdir())

@@ -43,23 +43,37 @@ def unplug(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
-def test_a_model_is_fetched_and_trained_on_without_a_network(hub, samestep, experiment_file, tmp_path, monkeypatch):
+def test_a_model_is_fetched_and_trained_on_without_a_network(
+    hub, samestep, experiment_file, tmp_path, monkeypatch
+):
     found = settings(samestep("fetch", "hf://owner/tiny"))
     unplug(hub, monkeypatch)
     assert len(found) == 1
     for number, start in enumerate((found[0], "init_from=hf://owner/tiny")):
-        result = samestep("train", experiment_file, f"output={tmp_path / str(number)}", start, *TWO_STEPS)
+        result = samestep(
+            "train", experiment_file, f"output={tmp_path / str(number)}", start, *TWO_STEPS
+        )
         assert result.code == 0, result.err
     weights = [load_weights(tmp_path / str(number)).tensors for number in range(2)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_a_teacher_is_fetched_beside_the_student(hub, samestep, experiment_file, tmp_path, monkeypatch):
-    student = ("init_from=hf://owner/tiny", "objective={kind: distillation, teacher: hf://owner/tiny, of: mlm}")
+def test_a_teacher_is_fetched_beside_the_student(
+    hub, samestep, experiment_file, tmp_path, monkeypatch
+):
+    student = (
+        "init_from=hf://owner/tiny",
+        "objective={kind: distillation, teacher: hf://owner/tiny, of: mlm}",
+    )
     found = settings(samestep("fetch", experiment_file, *student, "--to", tmp_path / "raw"))
-    assert found == [f"init_from={tmp_path / 'raw/model'}", f"objective.teacher={tmp_path / 'raw/teacher'}"]
+    assert found == [
+        f"init_from={tmp_path / 'raw/model'}",
+        f"objective.teacher={tmp_path / 'raw/teacher'}",
+    ]
     unplug(hub, monkeypatch)
-    result = samestep("train", experiment_file, f"output={tmp_path / 'run'}", *student, *found, *TWO_STEPS)
+    result = samestep(
+        "train", experiment_file, f"output={tmp_path / 'run'}", *student, *found, *TWO_STEPS
+    )
     assert result.code == 0, result.err
 
 
@@ -72,7 +86,12 @@ def test_an_address_stands_for_a_checkpoint_in_every_command(hub, samestep, fini
 
 
 def test_an_unknown_model_is_one_paragraph(hub, samestep, experiment_file, tmp_path, monkeypatch):
-    arguments = ("train", experiment_file, f"output={tmp_path / 'run'}", "init_from=hf://owner/unknown")
+    arguments = (
+        "train",
+        experiment_file,
+        f"output={tmp_path / 'run'}",
+        "init_from=hf://owner/unknown",
+    )
     assert "hf://owner/unknown is unknown to the Hub" in samestep(*arguments).message
     unplug(hub, monkeypatch)
     assert "`samestep fetch hf://owner/unknown --to DIR`" in samestep(*arguments).message
@@ -102,7 +121,11 @@ def test_data_and_tokenizer_are_fetched_once_and_built_from_without_a_network(
 ):
     found = settings(samestep("fetch", data_file, "--to", tmp_path / "raw"))
     assert [setting.partition("=")[0] for setting in found] == ["tokenizer.path", "source.paths"]
-    downloads = {path: count for path, count in hub.requests.items() if path.startswith("GET") and "/rows/" in path}
+    downloads = {
+        path: count
+        for path, count in hub.requests.items()
+        if path.startswith("GET") and "/rows/" in path
+    }
     assert settings(samestep("fetch", data_file, "--to", tmp_path / "raw")) == found
     assert downloads == {path: hub.requests[path] for path in downloads}
     unplug(hub, monkeypatch)
@@ -112,18 +135,26 @@ def test_data_and_tokenizer_are_fetched_once_and_built_from_without_a_network(
 def test_files_that_would_overwrite_each_other_are_refused(hub, samestep, data_file, tmp_path):
     address = f"{hub.endpoint}/datasets/owner/corpus/resolve/main/rows/0.parquet"
     result = samestep(
-        "fetch", data_file, f'source.paths=["{address}?part=0", "{address}?part=1"]', "--to", tmp_path / "raw"
+        "fetch",
+        data_file,
+        f'source.paths=["{address}?part=0", "{address}?part=1"]',
+        "--to",
+        tmp_path / "raw",
     )
     assert "would get the same name" in result.message
     assert not list((tmp_path / "raw").rglob("*.parquet"))
 
 
-def test_a_dataset_of_the_hub_is_fetched_by_its_name(hub, samestep, data_file, tmp_path, monkeypatch):
+def test_a_dataset_of_the_hub_is_fetched_by_its_name(
+    hub, samestep, data_file, tmp_path, monkeypatch
+):
     source = "source={kind: huggingface, path: owner/corpus}"
     found = settings(samestep("fetch", data_file, source, "--to", tmp_path / "raw"))
     unplug(hub, monkeypatch)
     assert samestep("data", "build", data_file, source, *found).code == 0
-    assert sum(shard.documents for shard in Manifest.load(tmp_path / "dataset").shards) == len(TEXTS)
+    assert sum(shard.documents for shard in Manifest.load(tmp_path / "dataset").shards) == len(
+        TEXTS
+    )
 
 
 def test_both_files_of_parallel_text_are_fetched(hub, samestep, data_file, tmp_path):
@@ -132,7 +163,10 @@ def test_both_files_of_parallel_text_are_fetched(hub, samestep, data_file, tmp_p
     address = "hf://datasets/owner/pairs/train."
     source = f'source={{kind: parallel_text, source_paths: ["{address}en"], target_paths: ["{address}de"]}}'
     found = settings(samestep("fetch", data_file, source, "--to", tmp_path / "raw"))
-    assert [setting.partition("=")[0] for setting in found[1:]] == ["source.source_paths", "source.target_paths"]
+    assert [setting.partition("=")[0] for setting in found[1:]] == [
+        "source.source_paths",
+        "source.target_paths",
+    ]
     assert {path.name for path in (tmp_path / "raw").rglob("train.*")} == {"train.en", "train.de"}
 
 
@@ -146,7 +180,11 @@ def test_a_limit_is_fetched_as_far_as_it_reaches(hub, samestep, data_file, tmp_p
 def test_a_dataset_and_a_checkpoint_are_fetched_from_a_store(
     s3_folder, samestep, experiment_file, dataset_folder, finished_run, tmp_path
 ):
-    for folder, name in ((dataset_folder, "data"), (finished_run / "checkpoints", "run"), (finished_run, "")):
+    for folder, name in (
+        (dataset_folder, "data"),
+        (finished_run / "checkpoints", "run"),
+        (finished_run, ""),
+    ):
         for path in folder.glob("tokenizer/*") if not name else folder.rglob("*"):
             if path.is_file():
                 storage.upload(path, f"{s3_folder}/{name or 'run'}/{path.relative_to(folder)}")
@@ -157,9 +195,16 @@ def test_a_dataset_and_a_checkpoint_are_fetched_from_a_store(
     assert load_weights(start).step == load_weights(finished_run).step
     result = samestep("train", experiment_file, f"output={tmp_path / 'run'}", *TWO_STEPS, *found)
     assert result.code == 0, result.err
-    mixture = "data.sources=" + json.dumps([{"path": f"{s3_folder}/data", "weight": 2}, {"path": "here"}])
-    (mixed,) = settings(samestep("fetch", experiment_file, "data.path=null", mixture, "--to", tmp_path / "data"))
-    assert [(each["path"], each["weight"]) for each in json.loads(mixed.partition("=")[2])] == [(data, 2), ("here", 1)]
+    mixture = "data.sources=" + json.dumps(
+        [{"path": f"{s3_folder}/data", "weight": 2}, {"path": "here"}]
+    )
+    (mixed,) = settings(
+        samestep("fetch", experiment_file, "data.path=null", mixture, "--to", tmp_path / "data")
+    )
+    assert [(each["path"], each["weight"]) for each in json.loads(mixed.partition("=")[2])] == [
+        (data, 2),
+        ("here", 1),
+    ]
 
 
 def test_frozen_weights_are_fetched_with_what_was_trained(
@@ -168,14 +213,24 @@ def test_frozen_weights_are_fetched_with_what_was_trained(
     """Of a run with LoRA in a store, which went on from one that began with a model of the Hub."""
     lora = ("model.peft=lora", *TWO_STEPS)
     for name, start in (("first", "hf://owner/tiny"), ("second", f"{s3_folder}/first")):
-        places = (f"init_from={start}", f"checkpoint.folder={s3_folder}/{name}", f"output={tmp_path / name}")
+        places = (
+            f"init_from={start}",
+            f"checkpoint.folder={s3_folder}/{name}",
+            f"output={tmp_path / name}",
+        )
         result = samestep("train", experiment_file, *places, *lora)
         assert result.code == 0, result.err
-    student = (f"objective={{kind: distillation, teacher: {s3_folder}/second, of: mlm}}", *TWO_STEPS)
+    student = (
+        f"objective={{kind: distillation, teacher: {s3_folder}/second, of: mlm}}",
+        *TWO_STEPS,
+    )
     found = settings(samestep("fetch", experiment_file, *student, "--to", tmp_path / "raw"))
     exported = tmp_path / "exported"
     assert samestep("export", tmp_path / "second", exported, "--adapter").code == 0
-    assert json.loads((exported / "adapter_config.json").read_text())["base_model_name_or_path"] == "owner/tiny"
+    assert (
+        json.loads((exported / "adapter_config.json").read_text())["base_model_name_or_path"]
+        == "owner/tiny"
+    )
     assert "library_name: peft\n" in (card := (exported / "README.md").read_text())
     assert "base_model: owner/tiny\n" in card
     storage.remove_folder(s3_folder)

@@ -28,14 +28,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scored(run: Run, accuracy: float, **more: float) -> Result:
-    return Result(run.task, run.name, run.settings, run.seed, run.digest, {"accuracy": accuracy, **more}, 10, 1.0)
+    return Result(
+        run.task,
+        run.name,
+        run.settings,
+        run.seed,
+        run.digest,
+        {"accuracy": accuracy, **more},
+        10,
+        1.0,
+    )
 
 
 def test_another_setting_checkpoint_or_row_is_another_run(
     finished_run: Path, task: Task, folder: Path, tmp_path: Path
 ) -> None:
     def runs(checkpoint: Path, *overrides: str) -> set[str]:
-        return {run.folder.name for run in list_runs(str(checkpoint), [task], folder, 2, False, overrides)}
+        return {
+            run.folder.name
+            for run in list_runs(str(checkpoint), [task], folder, 2, False, overrides)
+        }
 
     first = runs(finished_run)
     assert len(first) == 2
@@ -55,29 +67,48 @@ def test_another_setting_checkpoint_or_row_is_another_run(
         train.write_text(text)
 
 
-def test_what_is_set_on_the_command_line_is_not_varied(finished_run: Path, task: Task, folder: Path) -> None:
+def test_what_is_set_on_the_command_line_is_not_varied(
+    finished_run: Path, task: Task, folder: Path
+) -> None:
     grid = list_runs(str(finished_run), [task], folder, 1, True, [])
     assert [dict(run.settings) for run in grid] == [{"optimizer.lr": 3e-3}, {"optimizer.lr": 1e-3}]
-    (run,) = list_runs(str(finished_run), [task], folder, 1, True, ["optimizer.lr=0.5", "training.steps=40"])
+    (run,) = list_runs(
+        str(finished_run), [task], folder, 1, True, ["optimizer.lr=0.5", "training.steps=40"]
+    )
     assert (dict(run.settings), run.name, run.experiment["optimizer"]["lr"]) == ({}, "seed-0", 0.5)
     assert run.experiment["schedule"]["warmup_steps"] == 4, "a tenth of the steps that the run has"
 
 
-def test_the_table_has_the_results_of_these_runs_alone(finished_run: Path, task: Task, folder: Path) -> None:
+def test_the_table_has_the_results_of_these_runs_alone(
+    finished_run: Path, task: Task, folder: Path
+) -> None:
     before = list_runs(str(finished_run), [task], folder, 3, False, ["model.dropout=0.5"])
     runs = list_runs(str(finished_run), [task], folder, 3, False, [])
     results = {run.digest: scored(run, 1.0) for run in before}
     assert summarise([task], runs, results) == []
-    results |= {run.digest: scored(run, accuracy) for run, accuracy in zip(runs, (0.7, 0.9, 0.5), strict=True)}
+    results |= {
+        run.digest: scored(run, accuracy)
+        for run, accuracy in zip(runs, (0.7, 0.9, 0.5), strict=True)
+    }
     (row,) = summarise([task], runs, results)
     assert (sorted(row.values), row.runs, row.degenerate) == ([0.7, 0.9], 3, 1)
     assert row.cells()[2:4] == ("80.0", "70.0-90.0")
     assert replace(runs[0], seed=1).name == runs[1].name
 
 
-def test_the_table_says_who_has_published_what(finished_run: Path, task: Task, folder: Path, tmp_path: Path) -> None:
-    others = [replace(task, name=name, config=replace(task.config, published_by="A & B")) for name in ("b", "c")]
-    tasks_ = [others[0], task, others[1], replace(others[1], name="d", config=replace(task.config, published={}))]
+def test_the_table_says_who_has_published_what(
+    finished_run: Path, task: Task, folder: Path, tmp_path: Path
+) -> None:
+    others = [
+        replace(task, name=name, config=replace(task.config, published_by="A & B"))
+        for name in ("b", "c")
+    ]
+    tasks_ = [
+        others[0],
+        task,
+        others[1],
+        replace(others[1], name="d", config=replace(task.config, published={})),
+    ]
     runs = list_runs(str(finished_run), tasks_, folder, 1, False, [])
     rows = summarise(tasks_, runs, {run.digest: scored(run, 1.0) for run in runs})
     whose = "Published: b, c: A & B; classification: BERT-base (Devlin et al. 2019)."
@@ -89,7 +120,9 @@ def test_the_table_says_who_has_published_what(finished_run: Path, task: Task, f
 def test_the_table_has_all_scores_of_a_task_and_says_once_of_which_runs(
     finished_run: Path, task: Task, folder: Path
 ) -> None:
-    first = replace(task, config=replace(task.config, score="f1"), also={"other": task.config.source})
+    first = replace(
+        task, config=replace(task.config, score="f1"), also={"other": task.config.source}
+    )
     second = replace(task, name="second")
     runs = list_runs(str(finished_run), [first, second], folder, 1, True, [])
     more = {"matthews": 0.5, "f1": 0.8, "loss": 2.0, "other/matthews": 0.2, "other/loss": 1.0}
@@ -106,7 +139,9 @@ def test_the_table_has_all_scores_of_a_task_and_says_once_of_which_runs(
     assert columns["median"] == ["80.0", "90.0", "50.0", "20.0", "90.0", "80.0", "50.0"]
 
 
-def test_several_evaluations_make_the_best_one_count(finished_run: Path, task: Task, folder: Path) -> None:
+def test_several_evaluations_make_the_best_one_count(
+    finished_run: Path, task: Task, folder: Path
+) -> None:
     several = replace(task, config=replace(task.config, evaluations=4, patience=2))
     (run,) = list_runs(str(finished_run), [several], folder, 1, False, [])
     training = run.experiment["training"]
@@ -115,7 +150,9 @@ def test_several_evaluations_make_the_best_one_count(finished_run: Path, task: T
     assert run.weights == f"{run.folder}/best"
 
 
-def test_runs_may_start_from_those_of_another_task(finished_run: Path, task: Task, folder: Path) -> None:
+def test_runs_may_start_from_those_of_another_task(
+    finished_run: Path, task: Task, folder: Path
+) -> None:
     after = Task("after", replace(task.config, start=task.name), task.experiment)
     runs = list_runs(str(finished_run), [after, task], folder, 2, False, [])
     assert [run.task for run in runs] == [task.name] * 2 + ["after"] * 2
@@ -128,14 +165,25 @@ def test_runs_may_start_from_those_of_another_task(finished_run: Path, task: Tas
         list_runs(str(finished_run), [after], folder, 1, False, [])
 
 
-def test_runs_from_random_weights_have_the_same_model_and_steps(finished_run: Path, task: Task, folder: Path) -> None:
-    run, scratch = list_runs(str(finished_run), [task], folder, 1, False, ["model.dropout=0.3"], scratch=True)
+def test_runs_from_random_weights_have_the_same_model_and_steps(
+    finished_run: Path, task: Task, folder: Path
+) -> None:
+    run, scratch = list_runs(
+        str(finished_run), [task], folder, 1, False, ["model.dropout=0.3"], scratch=True
+    )
     assert (run.scratch, scratch.scratch) == (False, True)
     assert scratch.experiment["training"] == run.experiment["training"]
     assert "init_from" not in scratch.experiment
     model = scratch.experiment["model"]
-    assert (model["kind"], model["layers"], model["head"], model["dropout"]) == ("bert", 2, "classification", 0.3)
-    rows = summarise([task], [run, scratch], {run.digest: scored(run, 0.9), scratch.digest: scored(scratch, 0.6)})
+    assert (model["kind"], model["layers"], model["head"], model["dropout"]) == (
+        "bert",
+        2,
+        "classification",
+        0.3,
+    )
+    rows = summarise(
+        [task], [run, scratch], {run.digest: scored(run, 0.9), scratch.digest: scored(scratch, 0.6)}
+    )
     assert [row.cells()[:3] for row in rows] == [
         ("classification", "accuracy", "90.0"),
         ("classification, random", "accuracy", "60.0"),
@@ -150,7 +198,12 @@ def test_a_score_that_the_objective_does_not_give_is_noticed_before_training(
         task = Task.read(tasks.write_task(kind, tmp_path))
         with pytest.raises(ConfigError, match="score is 'bleu', and the objective gives"):
             list_runs(
-                str(finished_run), [replace(task, config=replace(task.config, score="bleu"))], folder, 1, False, []
+                str(finished_run),
+                [replace(task, config=replace(task.config, score="bleu"))],
+                folder,
+                1,
+                False,
+                [],
             )
 
 
@@ -159,16 +212,26 @@ def test_a_finished_run_is_made_again_where_it_is_needed_as_a_start_and_its_chec
 ) -> None:
     after = Task("after", replace(task.config, start=task.name), task.experiment)
     runs = list_runs(str(finished_run), [task, after], tmp_path, 2, False, [])
-    lines = [json.dumps(asdict(scored(run, accuracy))) for run, accuracy in zip(runs, (0.7, 0.9), strict=False)]
+    lines = [
+        json.dumps(asdict(scored(run, accuracy)))
+        for run, accuracy in zip(runs, (0.7, 0.9), strict=False)
+    ]
     (tmp_path / "results.jsonl").write_text("\n".join(lines) + "\n")
-    assert Suite(tmp_path, runs).missing() == runs[1:], "the best of the first task, and the second task"
+    assert Suite(tmp_path, runs).missing() == runs[1:], (
+        "the best of the first task, and the second task"
+    )
     shutil.copytree(finished_run / "checkpoints", runs[1].folder / "checkpoints")
     assert Suite(tmp_path, runs).missing() == runs[2:]
 
 
-def test_the_best_run_of_a_task_keeps_its_checkpoint_or_all_do(finished_run: Path, task: Task, tmp_path: Path) -> None:
+def test_the_best_run_of_a_task_keeps_its_checkpoint_or_all_do(
+    finished_run: Path, task: Task, tmp_path: Path
+) -> None:
     runs = list_runs(str(finished_run), [task], tmp_path, 3, False, [])
-    lines = [json.dumps(asdict(scored(run, accuracy))) for run, accuracy in zip(runs, (0.7, 0.9, 0.8), strict=True)]
+    lines = [
+        json.dumps(asdict(scored(run, accuracy)))
+        for run, accuracy in zip(runs, (0.7, 0.9, 0.8), strict=True)
+    ]
     (tmp_path / "results.jsonl").write_text("\n".join(lines) + "\n")
     for run in runs:
         (run.folder / "checkpoints").mkdir(parents=True)
@@ -177,10 +240,14 @@ def test_the_best_run_of_a_task_keeps_its_checkpoint_or_all_do(finished_run: Pat
         assert [run for run in runs if (run.folder / "checkpoints").exists()] == kept
 
 
-def test_rows_of_several_sequences_are_not_grouped_by_length(finished_run: Path, tmp_path: Path, folder: Path) -> None:
+def test_rows_of_several_sequences_are_not_grouped_by_length(
+    finished_run: Path, tmp_path: Path, folder: Path
+) -> None:
     """As BERT's recipe has it for all tasks."""
     for kind, size in (("classification", 32), ("multiple_choice", None)):
-        task = Task.read(tasks.write_task(kind, tmp_path), {"experiment": {"data": {"group_by_length": 32}}})
+        task = Task.read(
+            tasks.write_task(kind, tmp_path), {"experiment": {"data": {"group_by_length": 32}}}
+        )
         (run,) = list_runs(str(finished_run), [task], folder, 1, False, [])
         assert run.experiment["data"]["group_by_length"] == size
 
@@ -190,7 +257,9 @@ def test_controls_and_runs_from_another_task_start_with_all_that_they_have(
 ) -> None:
     after = Task("after", replace(task.config, start=task.name), task.experiment)
     changes = ["model.peft=lora", "redraw_layers=1"]
-    first, control, second = list_runs(str(finished_run), [task, after], folder, 1, False, changes, scratch=True)
+    first, control, second = list_runs(
+        str(finished_run), [task, after], folder, 1, False, changes, scratch=True
+    )
     assert (first.experiment["redraw_layers"], first.experiment["model"]["peft"]) == (1, "lora")
     assert (control.experiment["redraw_layers"], control.experiment["model"]["peft"]) == (0, None)
     assert second.experiment["redraw_layers"] == 0
@@ -198,8 +267,12 @@ def test_controls_and_runs_from_another_task_start_with_all_that_they_have(
         list_runs(str(finished_run), [task], folder, 1, False, ["training.best.metric=loss"])
 
 
-def test_a_metric_that_no_run_has_is_left_out_of_the_table(finished_run: Path, task: Task, folder: Path) -> None:
-    more = replace(task, config=replace(task.config, published={"accuracy": 50.0, "mismatched/accuracy": 40.0}))
+def test_a_metric_that_no_run_has_is_left_out_of_the_table(
+    finished_run: Path, task: Task, folder: Path
+) -> None:
+    more = replace(
+        task, config=replace(task.config, published={"accuracy": 50.0, "mismatched/accuracy": 40.0})
+    )
     runs = list_runs(str(finished_run), [more], folder, 1, False, [])
     (row,) = summarise([more], runs, {run.digest: scored(run, 0.9) for run in runs})
     assert row.metric == "accuracy"

@@ -34,9 +34,20 @@ def test_killed_in_the_middle_and_run_again(
     files = [tasks.write_task(kind, tmp_path) for kind in ("classification", "tagging")]
     further = f"also: {{again: {{heldout: [{tmp_path}/classification-dev.jsonl]}}}}\n"
     files[0].write_text(files[0].read_text() + further)
-    files[1].write_text(files[1].read_text().replace("epochs: 2", "epochs: 30"))  # time to be killed in
+    files[1].write_text(
+        files[1].read_text().replace("epochs: 2", "epochs: 30")
+    )  # time to be killed in
     folder = tmp_path / "suite"
-    command = ["finetune-suite", finished_run, "--seeds", "1", "--output", folder, "--tasks", *files]
+    command = [
+        "finetune-suite",
+        finished_run,
+        "--seeds",
+        "1",
+        "--output",
+        folder,
+        "--tasks",
+        *files,
+    ]
     command.append("checkpoint.every=4")
     process = start(*command, command=MODULE)
     until(lambda: list(folder.glob("runs/tagging/*/checkpoints/step-*")), 200)
@@ -59,27 +70,53 @@ def test_killed_in_the_middle_and_run_again(
     (log,) = folder.glob("runs/tagging/*/log.txt")
     assert "continuing   at step" in log.read_text()
     assert "classification" in again.out
-    assert "Published: classification, tagging: BERT-base (Devlin et al. 2019)." in " ".join(again.out.split())
+    assert "Published: classification, tagging: BERT-base (Devlin et al. 2019)." in " ".join(
+        again.out.split()
+    )
     page = (folder / "table.html").read_text()
-    assert page.count("<tr>") == 1 + 2 * 3 + 1, "three scores of the task's rows and of the further ones; one of tags"
+    assert page.count("<tr>") == 1 + 2 * 3 + 1, (
+        "three scores of the task's rows and of the further ones; one of tags"
+    )
     once_more = samestep(*command)
     assert (once_more.code, results(folder)) == (0, found)
 
 
-def test_runs_start_from_the_best_of_another_task(finished_run: Path, tmp_path: Path, samestep: Samestep) -> None:
+def test_runs_start_from_the_best_of_another_task(
+    finished_run: Path, tmp_path: Path, samestep: Samestep
+) -> None:
     """Which alone keeps its checkpoint."""
     first = tasks.write_task("classification", tmp_path)
     after = tmp_path / "after.yaml"
-    after.write_text(f"base: {first}\nstart: classification\nevaluations: 3\ngrid: {{optimizer.lr: [3e-3]}}\n")
+    after.write_text(
+        f"base: {first}\nstart: classification\nevaluations: 3\ngrid: {{optimizer.lr: [3e-3]}}\n"
+    )
     folder = tmp_path / "suite"
     done = samestep(
-        *("finetune-suite", finished_run, "--output", folder, "--seeds", "1", "--grid", "--parallel", "2"),
+        *(
+            "finetune-suite",
+            finished_run,
+            "--output",
+            folder,
+            "--seeds",
+            "1",
+            "--grid",
+            "--parallel",
+            "2",
+        ),
         *("--tasks", after, first, "training.steps=6"),
     )
     assert (done.code, done.err.count("error")) == (0, 0), done.err
-    scores = {row["run"]: row["scores"]["accuracy"] for row in results(folder) if row["task"] == "classification"}
+    scores = {
+        row["run"]: row["scores"]["accuracy"]
+        for row in results(folder)
+        if row["task"] == "classification"
+    }
     best = max(("lr-0.003-seed-0", "lr-0.001-seed-0"), key=lambda name: scores[name])
-    (kept,) = [run for run in (folder / "runs" / "classification").iterdir() if (run / "checkpoints").exists()]
+    (kept,) = [
+        run
+        for run in (folder / "runs" / "classification").iterdir()
+        if (run / "checkpoints").exists()
+    ]
     assert kept.name.startswith(best)
     (run,) = (folder / "runs" / "after").iterdir()
     assert yaml.safe_load((run / "config.yaml").read_text())["init_from"] == str(kept)
@@ -90,9 +127,20 @@ def test_runs_start_from_the_best_of_another_task(finished_run: Path, tmp_path: 
     assert result["scores"]["accuracy"] == max(found)
 
 
-def test_a_run_that_fails_is_named_with_its_log(finished_run: Path, tmp_path: Path, samestep: Samestep) -> None:
+def test_a_run_that_fails_is_named_with_its_log(
+    finished_run: Path, tmp_path: Path, samestep: Samestep
+) -> None:
     file = tasks.write_task("classification", tmp_path)
-    command = ["finetune-suite", finished_run, "--tasks", file, "--seeds", "1", "--output", tmp_path / "suite"]
+    command = [
+        "finetune-suite",
+        finished_run,
+        "--tasks",
+        file,
+        "--seeds",
+        "1",
+        "--output",
+        tmp_path / "suite",
+    ]
     broken = samestep(*command, "data.sequence_length=99")
     assert broken.code == 1
     assert "log.txt" in broken.err
@@ -101,11 +149,15 @@ def test_a_run_that_fails_is_named_with_its_log(finished_run: Path, tmp_path: Pa
     assert "score is 'bleu', and the objective gives accuracy" in samestep(*command).message
 
 
-def test_bad_rows_are_named_before_any_run(finished_run: Path, tmp_path: Path, samestep: Samestep) -> None:
+def test_bad_rows_are_named_before_any_run(
+    finished_run: Path, tmp_path: Path, samestep: Samestep
+) -> None:
     file, folder = tasks.write_task("classification", tmp_path), tmp_path / "suite"
     rows = tmp_path / "classification.jsonl"
     lines = rows.read_text().splitlines(keepends=True)
-    rows.write_text("".join([*lines[:4], '{"text": "what?", "label": "about_nothing"}\n', *lines[4:]]))
+    rows.write_text(
+        "".join([*lines[:4], '{"text": "what?", "label": "about_nothing"}\n', *lines[4:]])
+    )
     bad = samestep("finetune-suite", finished_run, "--tasks", file, "--output", folder)
     assert bad.code == 1
     assert f"{rows}:5: label 'about_nothing' is not one of: about_class, about_file" in bad.message
@@ -121,7 +173,14 @@ def test_answers_that_are_written_are_scored(tmp_path: Path, samestep: Samestep)
     checkpoint, rows = tmp_path / "t5", tasks.classification(40)
     texts = [f"topic: {row['text']} about_class about_file" for row in rows]
     TokenizerConfig("", "unigram", 28, lowercase=False).train(texts).save(checkpoint)
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2}
+    sizes = {
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 1,
+        "num_decoder_layers": 1,
+        "num_heads": 2,
+    }
     config = transformers.T5Config(vocab_size=200, decoder_start_token_id=0, **sizes)
     transformers.T5ForConditionalGeneration(config).save_pretrained(checkpoint)
 
@@ -129,7 +188,13 @@ def test_answers_that_are_written_are_scored(tmp_path: Path, samestep: Samestep)
     paths["heldout"] = [str(tasks.write(tmp_path / "dev.jsonl", rows[32:]))]
     labels = ["about_class", "about_file"]
     tree = {
-        "source": {"kind": "table_pairs", **paths, "source": "topic: {text}", "target": "label", "labels": labels},
+        "source": {
+            "kind": "table_pairs",
+            **paths,
+            "source": "topic: {text}",
+            "target": "label",
+            "labels": labels,
+        },
         "objective": {"kind": "seq2seq", "target_length": 16},
         "metrics": ["accuracy", "f1"],
         "generation": {"beams": 2, "max_new_tokens": 5},
@@ -139,8 +204,17 @@ def test_answers_that_are_written_are_scored(tmp_path: Path, samestep: Samestep)
     }
     file = tmp_path / "topic.yaml"
     file.write_text(json.dumps(tree))
-    arguments = ["--seeds", "1", "--recipe", "t5", "training.steps=2", "training.global_batch_size=8"]
-    suite = samestep("finetune-suite", checkpoint, "--tasks", file, *arguments, "--output", tmp_path / "suite")
+    arguments = [
+        "--seeds",
+        "1",
+        "--recipe",
+        "t5",
+        "training.steps=2",
+        "training.global_batch_size=8",
+    ]
+    suite = samestep(
+        "finetune-suite", checkpoint, "--tasks", file, *arguments, "--output", tmp_path / "suite"
+    )
     assert suite.code == 0, suite.err
     (result,) = results(tmp_path / "suite")
     scores = result["scores"]
@@ -155,7 +229,12 @@ def test_answers_that_are_written_are_scored(tmp_path: Path, samestep: Samestep)
         for each in (task, replace(task, generation={}))
     ]
     assert [run.digest == result["digest"] for run in runs] == [True, False]
-    assert runs[0].evaluations[""][:4] == ["--generate", "max_new_tokens=16", "beams=2", "max_new_tokens=5"]
+    assert runs[0].evaluations[""][:4] == [
+        "--generate",
+        "max_new_tokens=16",
+        "beams=2",
+        "max_new_tokens=5",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +249,9 @@ def test_answers_that_are_written_are_scored(tmp_path: Path, samestep: Samestep)
         (["--tasks", "mrpc", "init_from=x"], "leave init_from=... out"),
     ],
 )
-def test_wrong_arguments(arguments: list[str], message: str, tmp_path: Path, samestep: Samestep) -> None:
+def test_wrong_arguments(
+    arguments: list[str], message: str, tmp_path: Path, samestep: Samestep
+) -> None:
     result = samestep("finetune-suite", "nowhere", *arguments, "--output", tmp_path / "suite")
     assert result.code == 2
     assert re.search(message, result.message)

@@ -24,7 +24,9 @@ from trainer.training.experiment import Experiment
 
 
 @pytest.fixture(scope="module")
-def tuned(finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tuned(
+    finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A folder with a classifier that was fine-tuned from the BERT of `finished_run`: data, experiment, run."""
     folder = tmp_path_factory.mktemp("tuned")
     often = ("checkpoint.every=20", "checkpoint.keep_last=5")
@@ -32,7 +34,9 @@ def tuned(finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.Tem
     return folder
 
 
-def test_a_classifier_learns_and_is_scored_again_and_verified(tuned: Path, samestep: Samestep) -> None:
+def test_a_classifier_learns_and_is_scored_again_and_verified(
+    tuned: Path, samestep: Samestep
+) -> None:
     run = tuned / "run-classification"
     (last,) = (row for row in tasks.rows_of(run) if "heldout/accuracy" in row)
     assert last["heldout/accuracy"] > 0.9
@@ -50,15 +54,29 @@ def test_a_classifier_learns_and_is_scored_again_and_verified(tuned: Path, sames
 def test_each_kind_of_task_learns_and_its_predictions_give_its_scores(
     kind: str, finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
-    assert samestep("data", "build", tasks.write_build(kind, tmp_path, dataset_folder / "tokenizer")).code == 0
-    assert samestep("train", tasks.write_experiment(kind, tmp_path, finished_run, steps=120)).code == 0
-    scored = [row for row in tasks.rows_of(tmp_path / f"run-{kind}") if f"heldout/{tasks.SCORES[kind]}" in row]
+    assert (
+        samestep(
+            "data", "build", tasks.write_build(kind, tmp_path, dataset_folder / "tokenizer")
+        ).code
+        == 0
+    )
+    assert (
+        samestep("train", tasks.write_experiment(kind, tmp_path, finished_run, steps=120)).code == 0
+    )
+    scored = [
+        row
+        for row in tasks.rows_of(tmp_path / f"run-{kind}")
+        if f"heldout/{tasks.SCORES[kind]}" in row
+    ]
     assert scored[-1][f"heldout/{tasks.SCORES[kind]}"] > 0.8, scored[-1]
     file = tmp_path / "predictions.jsonl.gz"
     evaluated = samestep("evaluate", tmp_path / f"run-{kind}", "--predictions", file)
     assert evaluated.code == 0, evaluated.err
     printed = {line.split()[0]: float(line.split()[1]) for line in evaluated.out.splitlines()}
-    (kept,) = (json.loads(line) for line in (tmp_path / f"run-{kind}" / "scores.jsonl").read_text().splitlines())
+    (kept,) = (
+        json.loads(line)
+        for line in (tmp_path / f"run-{kind}" / "scores.jsonl").read_text().splitlines()
+    )
     threshold = kept.get("heldout/threshold", 0.0)  # with all its digits
     rows = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
     assert [row["row"] for row in rows] == list(range(60))
@@ -73,22 +91,31 @@ Lines = list[dict[str, Any]]
 
 def check_numbers(rows: Lines, given: Lines, threshold: float) -> dict[str, float]:
     """Checks lines of predictions against the rows of the file that was built; gives the scores that they have."""
-    assert [(row["texts"], row["label"]) for row in rows] == [([row["a"], row["b"]], row["score"]) for row in given]
+    assert [(row["texts"], row["label"]) for row in rows] == [
+        ([row["a"], row["b"]], row["score"]) for row in given
+    ]
     label, prediction = ([row[name] for row in rows] for name in ("label", "prediction"))
     return {"pearson": float(np.corrcoef(label, prediction)[0, 1])}
 
 
 def check_choices(rows: Lines, given: Lines, threshold: float) -> dict[str, float]:
     for row, source in zip(rows, given, strict=True):
-        assert (row["texts"], row["label"]) == ([source["context"], *source["choices"]], source["label"])
+        assert (row["texts"], row["label"]) == (
+            [source["context"], *source["choices"]],
+            source["label"],
+        )
         assert row["prediction"] == np.argmax(row["probabilities"])
         assert sum(row["probabilities"]) == pytest.approx(1)
     return {"accuracy": float(np.mean([row["prediction"] == row["label"] for row in rows]))}
 
 
 def check_tags(rows: Lines, given: Lines, threshold: float) -> dict[str, float]:
-    assert [(row["words"], row["label"]) for row in rows] == [(row["tokens"], row["ner"]) for row in given]
-    return {"entity_f1": f1_score([row["label"] for row in rows], [row["prediction"] for row in rows])}
+    assert [(row["words"], row["label"]) for row in rows] == [
+        (row["tokens"], row["ner"]) for row in given
+    ]
+    return {
+        "entity_f1": f1_score([row["label"] for row in rows], [row["prediction"] for row in rows])
+    }
 
 
 def check_answers(rows: Lines, given: Lines, threshold: float) -> dict[str, float]:
@@ -98,19 +125,30 @@ def check_answers(rows: Lines, given: Lines, threshold: float) -> dict[str, floa
         assert row["answers"] == [answer["text"] for answer in source["answers"]]
         answers = [answer for answer in row["n_best"] if answer["text"]]
         assert row["prediction"] == ("" if row["null_odds"] > threshold else answers[0]["text"])
-        assert all(answer["text"] == source["context"][answer["begin"] : answer["end"]] for answer in row["n_best"])
+        assert all(
+            answer["text"] == source["context"][answer["begin"] : answer["end"]]
+            for answer in row["n_best"]
+        )
     scores = squad.raw_scores([row["prediction"] for row in rows], [row["answers"] for row in rows])
     return {**scores.means_by_kind(), "best_f1": scores.means()["f1"]}
 
 
-def test_predictions_are_one_file_of_any_number_of_processes(tuned: Path, tmp_path: Path, samestep: Samestep) -> None:
+def test_predictions_are_one_file_of_any_number_of_processes(
+    tuned: Path, tmp_path: Path, samestep: Samestep
+) -> None:
     run, one, two = tuned / "run-classification", tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     evaluated = samestep("evaluate", run, "--predictions", one)
     again = samestep("evaluate", run, "--predictions", two, "--processes", 2, "strategy=ddp")
     assert again.code == 0, again.err
-    rows, others = ([json.loads(line) for line in file.read_text().splitlines()] for file in (one, two))
-    given = [json.loads(line) for line in (tuned / "classification-dev.jsonl").read_text().splitlines()]
-    assert [(row["texts"], row["label"]) for row in rows] == [([row["text"]], row["label"]) for row in given]
+    rows, others = (
+        [json.loads(line) for line in file.read_text().splitlines()] for file in (one, two)
+    )
+    given = [
+        json.loads(line) for line in (tuned / "classification-dev.jsonl").read_text().splitlines()
+    ]
+    assert [(row["texts"], row["label"]) for row in rows] == [
+        ([row["text"]], row["label"]) for row in given
+    ]
     accuracy = np.mean([row["prediction"] == row["label"] for row in rows])
     assert f"accuracy     {accuracy:.6g}" in evaluated.out
     for row, other in zip(rows, others, strict=True):
@@ -133,7 +171,12 @@ def test_predictions_that_cannot_be_written_are_refused(
 ) -> None:
     (tmp_path / "there.jsonl").touch()
     file = tmp_path / name
-    assert message in samestep("evaluate", tuned / "run-classification", "--predictions", file, *arguments).message
+    assert (
+        message
+        in samestep(
+            "evaluate", tuned / "run-classification", "--predictions", file, *arguments
+        ).message
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["there.jsonl"]
 
 
@@ -151,7 +194,12 @@ def test_any_number_of_processes_makes_the_same_steps(
     """Every kind of task has the same losses from the start, with rows grouped by length, and the same scores."""
     files = {}
     for kind in tasks.SOURCES:
-        assert samestep("data", "build", tasks.write_build(kind, tmp_path, dataset_folder / "tokenizer")).code == 0
+        assert (
+            samestep(
+                "data", "build", tasks.write_build(kind, tmp_path, dataset_folder / "tokenizer")
+            ).code
+            == 0
+        )
         experiment = tasks.write_experiment(kind, tmp_path, finished_run, steps=10)
         grouped = [] if kind == "multiple_choice" else ["data.group_by_length=4"]
         resolved = yaml.safe_load(samestep("config", experiment, "model.dropout=0.1", *grouped).out)
@@ -165,7 +213,9 @@ def test_any_number_of_processes_makes_the_same_steps(
             np.testing.assert_allclose(
                 found[kind][:-1], trace[:-1], rtol=1e-5, err_msg=f"{kind}, {processes} processes"
             )
-            assert found[kind][-1] == pytest.approx(trace[-1], abs=1e-3), kind  # of nearly equal predictions, here
+            assert found[kind][-1] == pytest.approx(trace[-1], abs=1e-3), (
+                kind
+            )  # of nearly equal predictions, here
 
 
 def traces(files: dict[str, str], strategy: str) -> dict[str, list[float]]:
@@ -184,21 +234,41 @@ def traces(files: dict[str, str], strategy: str) -> dict[str, list[float]]:
     return found
 
 
-def test_datasets_with_the_same_labels_are_mixed(tuned: Path, tmp_path: Path, samestep: Samestep) -> None:
+def test_datasets_with_the_same_labels_are_mixed(
+    tuned: Path, tmp_path: Path, samestep: Samestep
+) -> None:
     """One process and two take the same steps, and all held-out rows are scored, each by its own label."""
-    rows = [{**row, "label": 1 - tasks.LABELS.index(row["label"])} for row in tasks.classification(90, 500)]
-    train, heldout = tasks.write(tmp_path / "train.jsonl", rows[20:]), tasks.write(tmp_path / "dev.jsonl", rows[:20])
+    rows = [
+        {**row, "label": 1 - tasks.LABELS.index(row["label"])}
+        for row in tasks.classification(90, 500)
+    ]
+    train, heldout = (
+        tasks.write(tmp_path / "train.jsonl", rows[20:]),
+        tasks.write(tmp_path / "dev.jsonl", rows[:20]),
+    )
     files = (f"source.paths=[{train}]", f"source.heldout=[{heldout}]")
     for name, labels in (("more", []), ("unlike", ["source.labels=[x,y]"])):
-        build = ("data", "build", tuned / "classification-data.yaml", f"output={tmp_path / name}", *files, *labels)
+        build = (
+            "data",
+            "build",
+            tuned / "classification-data.yaml",
+            f"output={tmp_path / name}",
+            *files,
+            *labels,
+        )
         assert samestep(*build).code == 0
     parts = {tuned / "data-classification": 60, tmp_path / "more": 20}  # held-out rows
-    mixture = ["data.path=null", f"data.sources={json.dumps([{'path': str(part)} for part in parts])}"]
+    mixture = [
+        "data.path=null",
+        f"data.sources={json.dumps([{'path': str(part)} for part in parts])}",
+    ]
     run, file = tmp_path / "run", tuned / "classification.yaml"
     short = ["training.steps=8", "schedule.warmup_steps=1", "training.evaluate_every=8"]
     assert samestep("train", file, f"output={run}", *mixture, *short).code == 0
     found = [
-        run_ranks(count, run_once, f"{run}/config.yaml", [f"output={tmp_path / kind}", f"strategy={kind}"])[0]
+        run_ranks(
+            count, run_once, f"{run}/config.yaml", [f"output={tmp_path / kind}", f"strategy={kind}"]
+        )[0]
         for count, kind in ((1, "single"), (2, "fsdp"))
     ]
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
@@ -211,15 +281,22 @@ def test_datasets_with_the_same_labels_are_mixed(tuned: Path, tmp_path: Path, sa
     assert last["heldout/accuracy"] * sum(parts.values()) == pytest.approx(right, abs=0.01)
     refused = mixture[1].replace(str(tmp_path / "more"), str(tmp_path / "unlike"))
     message = samestep("train", file, f"output={tmp_path / 'refused'}", mixture[0], refused).message
-    assert f"the labels of {tmp_path / 'unlike'} are x, y, and model.labels is about_class, about_file" in message
+    assert (
+        f"the labels of {tmp_path / 'unlike'} are x, y, and model.labels is about_class, about_file"
+        in message
+    )
 
 
-def test_a_fine_tuned_model_serves_in_transformers(tuned: Path, tmp_path: Path, samestep: Samestep) -> None:
+def test_a_fine_tuned_model_serves_in_transformers(
+    tuned: Path, tmp_path: Path, samestep: Samestep
+) -> None:
     from transformers import pipeline
 
     assert samestep("export", tuned / "run-classification", tmp_path / "exported").code == 0
     classify = pipeline("text-classification", model=str(tmp_path / "exported"), device="cpu")
-    rows = [json.loads(line) for line in (tuned / "classification-dev.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tuned / "classification-dev.jsonl").read_text().splitlines()
+    ]
     said = [answer["label"] for answer in classify([row["text"] for row in rows])]
     assert np.mean([answer == row["label"] for answer, row in zip(said, rows, strict=True)]) > 0.9
 
@@ -239,12 +316,20 @@ def test_a_fine_tuned_model_serves_in_transformers(tuned: Path, tmp_path: Path, 
     ],
 )  # fmt: skip
 def test_bad_rows_are_named(
-    kind: str, row: dict, settings: dict, message: str, dataset_folder: Path, tmp_path: Path, samestep: Samestep
+    kind: str,
+    row: dict,
+    settings: dict,
+    message: str,
+    dataset_folder: Path,
+    tmp_path: Path,
+    samestep: Samestep,
 ) -> None:
     import re
 
     build = tasks.write_build(kind, tmp_path, dataset_folder / "tokenizer")
-    tasks.write(tmp_path / f"{kind}-dev.jsonl", [*getattr(tasks, kind)(2), row, *getattr(tasks, kind)(2)])
+    tasks.write(
+        tmp_path / f"{kind}-dev.jsonl", [*getattr(tasks, kind)(2), row, *getattr(tasks, kind)(2)]
+    )
     assert re.search(message, samestep("data", "build", build).message)
     assert samestep("data", "build", build, "on_error=skip").code == 0
     (line,) = (tmp_path / f"data-{kind}" / "rejected.jsonl").read_text().splitlines()
@@ -276,16 +361,24 @@ def test_an_empty_split_is_named(dataset_folder: Path, tmp_path: Path, samestep:
 def test_what_does_not_fit_is_refused(
     settings: list[str], message: str, tuned: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
-    result = samestep("train", tuned / "classification.yaml", f"output={tmp_path / 'run'}", *settings)
+    result = samestep(
+        "train", tuned / "classification.yaml", f"output={tmp_path / 'run'}", *settings
+    )
     assert message in result.message
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_commands_that_need_words_say_what_to_use_instead(tuned: Path, samestep: Samestep) -> None:
     run, said = tuned / "run-classification", "classification head, which "
-    assert f"{said}predicts no words and fills no masks; use the model" in samestep("fill", run, "a [MASK]").message
+    assert (
+        f"{said}predicts no words and fills no masks; use the model"
+        in samestep("fill", run, "a [MASK]").message
+    )
     assert f"{said}predicts no words; use one with" in samestep("generate", run, "the").message
-    assert f"{said}writes no text; leave --generate out" in samestep("evaluate", run, "--generate").message
+    assert (
+        f"{said}writes no text; leave --generate out"
+        in samestep("evaluate", run, "--generate").message
+    )
 
 
 def test_a_missing_package_is_named_before_the_first_step(

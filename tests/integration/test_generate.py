@@ -28,8 +28,17 @@ def test_texts_from_files_arguments_and_standard_input(
     samestep: Samestep, t5_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever way they come and whatever is beside them, a text for each, in order; options may come first."""
-    texts = ["the statement of a loop", "a", "names in classes are not visible in functions", "the value"]
-    lines, records, output = tmp_path / "texts.txt", tmp_path / "texts.jsonl.zst", tmp_path / "out.jsonl"
+    texts = [
+        "the statement of a loop",
+        "a",
+        "names in classes are not visible in functions",
+        "the value",
+    ]
+    lines, records, output = (
+        tmp_path / "texts.txt",
+        tmp_path / "texts.jsonl.zst",
+        tmp_path / "out.jsonl",
+    )
     lines.write_text("".join(f"{text}\n" for text in texts))
     rows = "".join(json.dumps({"source": text, "target": "x"}) + "\r\n" for text in texts)
     records.write_bytes(zstandard.compress(rows.encode()))
@@ -39,7 +48,9 @@ def test_texts_from_files_arguments_and_standard_input(
     assert given.out.count("\n") == len(texts)
     monkeypatch.setattr("sys.stdin", io.StringIO(lines.read_text()))
     assert samestep("generate", t5_run, *OPTIONS).out == given.out
-    assert samestep("generate", t5_run, *OPTIONS, "--input", lines, "--batch-size", 1).out == given.out
+    assert (
+        samestep("generate", t5_run, *OPTIONS, "--input", lines, "--batch-size", 1).out == given.out
+    )
     assert samestep("generate", t5_run, *OPTIONS, "--input", records, "--output", output).out == ""
     written = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["source"] for row in written] == texts
@@ -57,11 +68,19 @@ def test_texts_from_files_arguments_and_standard_input(
 @pytest.mark.parametrize(
     ("content", "arguments", "words"),
     [
-        ("a\n\nb\n", [], "texts:2 is empty, and there is nothing to generate from; remove the line"),
+        (
+            "a\n\nb\n",
+            [],
+            "texts:2 is empty, and there is nothing to generate from; remove the line",
+        ),
         ("a\n", ["--output", "texts"], "--output texts already exists"),
         ("a\n", ["b"], "texts are given, and --input texts besides"),
         ("a\n", ["--beams", "many"], "beams must be a whole number, not 'many'"),
-        ("a\n", ["--early-stopping", "maybe"], "early_stopping must be true or false or never, not 'maybe'"),
+        (
+            "a\n",
+            ["--early-stopping", "maybe"],
+            "early_stopping must be true or false or never, not 'maybe'",
+        ),
         (b"\xff\n", [], "texts is not UTF-8"),
         (None, [], "cannot read texts: No such file or directory"),
         ("", [], "texts:1: empty file"),

@@ -20,7 +20,9 @@ from trainer.checkpoint.lock import only_writer
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Checkpoints of steps 1 to 4, all kept, and a save of step 5 that was cut short."""
     folder = tmp_path / "run" / "checkpoints"
-    root = files.location(request.getfixturevalue("s3_folder")) if request.param == "store" else folder
+    root = (
+        files.location(request.getfixturevalue("s3_folder")) if request.param == "store" else folder
+    )
     settings = Config(keep_last=2, keep_every=2)
     checkpointer = Checkpointer(root, Config(keep_every=1), rank=0, world_size=1)
     for step in range(1, 5):
@@ -55,7 +57,10 @@ def test_ls_and_verify(run: str, samestep: Samestep) -> None:
     after = datetime.now(UTC)
     assert table.count("committed") == 4 + 1
     assert table.count("not committed") == 1
-    ages = [60 * int(minutes) + int(seconds) for minutes, seconds in re.findall(r"\b0:(\d\d):(\d\d)\b", table)]
+    ages = [
+        60 * int(minutes) + int(seconds)
+        for minutes, seconds in re.findall(r"\b0:(\d\d):(\d\d)\b", table)
+    ]
     for age, at in zip(ages, saved(run), strict=True):
         assert (before - at).total_seconds() - 0.5 <= age <= (after - at).total_seconds() + 0.5
     verified = samestep("checkpoint", "verify", run)
@@ -65,14 +70,20 @@ def test_ls_and_verify(run: str, samestep: Samestep) -> None:
     assert "rank-00000.safetensors is damaged: its SHA-256" in verified.out
 
 
-def test_gc_removes_what_retention_would_and_counts_whole_ones_only(run: str, samestep: Samestep) -> None:
+def test_gc_removes_what_retention_would_and_counts_whole_ones_only(
+    run: str, samestep: Samestep
+) -> None:
     damage(run, 4)
     announced = samestep("checkpoint", "gc", run, "--dry-run").out
     assert announced.count("would remove") == 3
     assert samestep("checkpoint", "ls", run).out.count("committed") == 5, "nothing has happened yet"
     assert samestep("checkpoint", "gc", run).out.replace("removed", "would remove") == announced
     table = samestep("checkpoint", "ls", run).out
-    assert [line.split()[1] for line in table.splitlines() if "committed" in line] == ["2", "3", "4"]
+    assert [line.split()[1] for line in table.splitlines() if "committed" in line] == [
+        "2",
+        "3",
+        "4",
+    ]
     assert samestep("checkpoint", "gc", run, "--keep-last", "2").out.startswith("removed 0 folders")
 
 

@@ -21,7 +21,9 @@ from trainer.inference import label
 
 
 @pytest.fixture(scope="module")
-def teacher(finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def teacher(
+    finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A classifier that was fine-tuned, with its data and its experiment beside it."""
     folder = tmp_path_factory.mktemp("teacher")
     tokenizer = dataset_folder / "tokenizer"
@@ -32,7 +34,10 @@ def teacher(finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.T
 def unlabelled(count: int) -> list[dict[str, Any]]:
     """Rows of texts of all lengths, some too long for the model, with a column of their own."""
     rows = tasks.classification(count, begin=1000)
-    return [{"id": i, "text": " ".join([row["text"]] * (1 + 7 * (i % 11 == 0)))} for i, row in enumerate(rows)]
+    return [
+        {"id": i, "text": " ".join([row["text"]] * (1 + 7 * (i % 11 == 0)))}
+        for i, row in enumerate(rows)
+    ]
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -44,7 +49,9 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in data.decode().splitlines()]
 
 
-def test_probabilities_are_those_of_transformers(teacher: Path, tmp_path: Path, samestep: Samestep) -> None:
+def test_probabilities_are_those_of_transformers(
+    teacher: Path, tmp_path: Path, samestep: Samestep
+) -> None:
     """Row by row, in the order of the file, whatever its format."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -57,7 +64,13 @@ def test_probabilities_are_those_of_transformers(teacher: Path, tmp_path: Path, 
     assert samestep("export", teacher, tmp_path / "exported").code == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported").eval()
-    given = tokenizer([row["text"] for row in rows], truncation=True, max_length=24, padding=True, return_tensors="pt")
+    given = tokenizer(
+        [row["text"] for row in rows],
+        truncation=True,
+        max_length=24,
+        padding=True,
+        return_tensors="pt",
+    )
     with torch.no_grad():
         expected = model(**given).logits.softmax(-1)
     np.testing.assert_allclose([row["label"] for row in found], expected.numpy(), atol=2e-6)
@@ -67,36 +80,71 @@ def test_probabilities_are_those_of_transformers(teacher: Path, tmp_path: Path, 
         writer.writeheader()
         writer.writerows(rows)
     other = tmp_path / "labelled.jsonl.gz"
-    exported = ("label", tmp_path / "exported", tmp_path / "rows.csv", "--output", other, "--batch-tokens", 200)
+    exported = (
+        "label",
+        tmp_path / "exported",
+        tmp_path / "rows.csv",
+        "--output",
+        other,
+        "--batch-tokens",
+        200,
+    )
     assert "name them with --texts" in samestep(*exported).message
     assert samestep(*exported, "--texts", "text", "--column", "soft").code == 0
     again = read(other)
     assert [row["id"] for row in again] == [str(row["id"]) for row in rows]  # as CSV has it
-    short = [i for i, row in enumerate(rows) if len(row["text"].split()) < 15]  # the export reads 32 tokens, not 24
-    np.testing.assert_allclose([again[i]["soft"] for i in short], [found[i]["label"] for i in short], atol=2e-6)
+    short = [
+        i for i, row in enumerate(rows) if len(row["text"].split()) < 15
+    ]  # the export reads 32 tokens, not 24
+    np.testing.assert_allclose(
+        [again[i]["soft"] for i in short], [found[i]["label"] for i in short], atol=2e-6
+    )
 
 
-def test_a_student_learns_from_what_was_labelled(teacher: Path, tmp_path: Path, samestep: Samestep) -> None:
+def test_a_student_learns_from_what_was_labelled(
+    teacher: Path, tmp_path: Path, samestep: Samestep
+) -> None:
     """And no label of a person."""
     file = tasks.write(tmp_path / "rows.jsonl", unlabelled(300))
     assert samestep("label", teacher, file, "--output", tmp_path / "train.jsonl.zst").code == 0
     build = yaml.safe_load((teacher.parent / "classification-data.yaml").read_text())
-    build["source"]["paths"], build["output"] = [str(tmp_path / "train.jsonl.zst")], str(tmp_path / "data")
+    build["source"]["paths"], build["output"] = (
+        [str(tmp_path / "train.jsonl.zst")],
+        str(tmp_path / "data"),
+    )
     (tmp_path / "data.yaml").write_text(yaml.safe_dump(build))
     assert samestep("data", "build", tmp_path / "data.yaml").code == 0
     experiment = yaml.safe_load((teacher.parent / "classification.yaml").read_text())
-    experiment["data"]["path"], experiment["output"] = str(tmp_path / "data"), str(tmp_path / "student")
-    experiment["objective"] = {"kind": "classification", "soft": True}  # held-out rows have a label each
+    experiment["data"]["path"], experiment["output"] = (
+        str(tmp_path / "data"),
+        str(tmp_path / "student"),
+    )
+    experiment["objective"] = {
+        "kind": "classification",
+        "soft": True,
+    }  # held-out rows have a label each
     (tmp_path / "student.yaml").write_text(yaml.safe_dump(experiment))
     assert samestep("train", tmp_path / "student.yaml").code == 0
     (last,) = (row for row in tasks.rows_of(tmp_path / "student") if "heldout/accuracy" in row)
     assert last["heldout/accuracy"] > 0.9
 
 
-def test_regressions_give_numbers(finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep) -> None:
+def test_regressions_give_numbers(
+    finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
+) -> None:
     """Of pairs of texts."""
-    assert samestep("data", "build", tasks.write_build("regression", tmp_path, dataset_folder / "tokenizer")).code == 0
-    assert samestep("train", tasks.write_experiment("regression", tmp_path, finished_run, steps=120)).code == 0
+    assert (
+        samestep(
+            "data", "build", tasks.write_build("regression", tmp_path, dataset_folder / "tokenizer")
+        ).code
+        == 0
+    )
+    assert (
+        samestep(
+            "train", tasks.write_experiment("regression", tmp_path, finished_run, steps=120)
+        ).code
+        == 0
+    )
     rows = tasks.regression(40, begin=500)
     output = tmp_path / "labelled.jsonl"
     bare = tasks.write(tmp_path / "rows.jsonl", [{"a": row["a"], "b": row["b"]} for row in rows])
@@ -157,10 +205,14 @@ cli.main()
 """
 
 
-def test_one_that_is_killed_goes_on(teacher: Path, tmp_path: Path, samestep: Samestep, start: Start) -> None:
+def test_one_that_is_killed_goes_on(
+    teacher: Path, tmp_path: Path, samestep: Samestep, start: Start
+) -> None:
     file = tasks.write(tmp_path / "rows.jsonl", unlabelled(5000))
     output = tmp_path / "out.jsonl.zst"
-    process = start("label", teacher, file, "--output", output, command=(sys.executable, "-c", HELD))
+    process = start(
+        "label", teacher, file, "--output", output, command=(sys.executable, "-c", HELD)
+    )
     state = tmp_path / "out.jsonl.zst.progress"
     while not state.exists():
         assert process.popen.poll() is None, process.stderr.read_text()
@@ -179,12 +231,24 @@ def test_what_cannot_be_labelled_is_named(
     rows = unlabelled(4)
     file, output = tasks.write(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
     ask = ("label", teacher, file, "--output", output)
-    assert "rows.jsonl:1: no column 'body'; there are: id, text" in samestep(*ask, "--texts", "body").message
+    assert (
+        "rows.jsonl:1: no column 'body'; there are: id, text"
+        in samestep(*ask, "--texts", "body").message
+    )
     assert not list(tmp_path.glob("out*"))
-    assert "has a language_model head" in samestep("label", finished_run, file, "--output", output).message
-    assert "let its name end in .jsonl" in samestep("label", teacher, file, "--output", tmp_path / "o.csv").message
+    assert (
+        "has a language_model head"
+        in samestep("label", finished_run, file, "--output", output).message
+    )
+    assert (
+        "let its name end in .jsonl"
+        in samestep("label", teacher, file, "--output", tmp_path / "o.csv").message
+    )
     assert "name another one for the label" in samestep(*ask, "--column", "text").message
-    assert "no file matches" in samestep("label", teacher, tmp_path / "none.jsonl", "--output", output).message
+    assert (
+        "no file matches"
+        in samestep("label", teacher, tmp_path / "none.jsonl", "--output", output).message
+    )
     tasks.write(file, [*rows[:2], {"id": 9, "text": " "}, {"id": 10, "text": "\u200b"}, *rows[2:]])
     assert "rows.jsonl:3: empty text" in samestep(*ask).message
     done = samestep(*ask, "--on-error", "skip")

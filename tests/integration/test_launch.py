@@ -36,14 +36,18 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "a project"
     (folder / "own").mkdir(parents=True)
     (folder / "own" / "slow.py").write_text(PACED)
-    (folder / "local.yaml").write_text("kind: local\nprocesses: 2\nenvironment: {variables: {OMP_NUM_THREADS: '1'}}\n")
+    (folder / "local.yaml").write_text(
+        "kind: local\nprocesses: 2\nenvironment: {variables: {OMP_NUM_THREADS: '1'}}\n"
+    )
     subprocess.run(["git", "init", "--quiet", str(folder)], check=True)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return folder
 
 
-def test_followed_to_the_end(project: Path, samestep: Samestep, experiment_file: str, finished_run: Path) -> None:
+def test_followed_to_the_end(
+    project: Path, samestep: Samestep, experiment_file: str, finished_run: Path
+) -> None:
     result = samestep("launch", "local.yaml", experiment_file, "output=run", "--follow")
     assert result.code == 0, result.err
     assert result.out.startswith("submitted run as local job local-")
@@ -69,9 +73,14 @@ def test_followed_to_the_end(project: Path, samestep: Samestep, experiment_file:
 
 def test_a_run_that_fails(project: Path, samestep: Samestep, experiment_file: str) -> None:
     wrong = "        raise ConfigError('no such weights')\n"
-    text = PACED.replace("        time.sleep(0.2)\n", wrong) + "\nfrom trainer.errors import ConfigError\n"
+    text = (
+        PACED.replace("        time.sleep(0.2)\n", wrong)
+        + "\nfrom trainer.errors import ConfigError\n"
+    )
     (project / "own" / "slow.py").write_text(text)
-    result = samestep("launch", "local.yaml", experiment_file, "output=run", "objective=own.slow", "--follow")
+    result = samestep(
+        "launch", "local.yaml", experiment_file, "output=run", "objective=own.slow", "--follow"
+    )
     assert result.code == 1
     assert "no such weights" in result.out
     assert result.out.endswith(": failed\n")
@@ -79,7 +88,14 @@ def test_a_run_that_fails(project: Path, samestep: Samestep, experiment_file: st
 
 def test_cancelled(project: Path, samestep: Samestep, experiment_file: str) -> None:
     """It runs the code of the moment of submission, and a checkpoint comes first."""
-    arguments = ("launch", "local.yaml", experiment_file, "output=run", "objective=own.slow", "training.steps=500")
+    arguments = (
+        "launch",
+        "local.yaml",
+        experiment_file,
+        "output=run",
+        "objective=own.slow",
+        "training.steps=500",
+    )
     assert samestep(*arguments).code == 0
     (project / "own" / "slow.py").write_text("raise SystemExit('edited meanwhile')")
     run, until = project / "run", time.monotonic() + 60
@@ -108,23 +124,40 @@ def test_cancelled(project: Path, samestep: Samestep, experiment_file: str) -> N
             "4",
             "strategy.replicas 3 does not divide the 4 devices; use one of [1, 2, 4]",
         ),
-        (["strategy={kind: xla_spmd, replicas: 3}"], "4", "strategy.replicas 3 does not divide the 4 devices"),
+        (
+            ["strategy={kind: xla_spmd, replicas: 3}"],
+            "4",
+            "strategy.replicas 3 does not divide the 4 devices",
+        ),
         (["strategy=single"], "2", "strategy single runs in one process, and there are 2"),
         (["data.path=nowhere"], "2", "nowhere holds no finished dataset"),
         (["data.sequence_length=64"], "2", "is over the model's position table of 32"),
         (["model.vocab_size=100"], "2", "set model.vocab_size to 600 or more"),
         (["objective=causal_lm"], "2", "needs next_tokens, and the model, bert, offers"),
         (["data.lanes=100000"], "2", "lanes"),
-        (["strategy={kind: fsdp, replicas: 4}"], "4,6,8", "strategy.replicas 4 does not divide the 6 devices"),
+        (
+            ["strategy={kind: fsdp, replicas: 4}"],
+            "4,6,8",
+            "strategy.replicas 4 does not divide the 6 devices",
+        ),
         (["init_from=nowhere"], "2", "nowhere is no run (no checkpoints in it), no checkpoint"),
-        (["checkpoint.folder=/proc/run"], "2", "cannot write in /proc, where checkpoint.folder=/proc/run is to lie"),
+        (
+            ["checkpoint.folder=/proc/run"],
+            "2",
+            "cannot write in /proc, where checkpoint.folder=/proc/run is to lie",
+        ),
         (["training.evaluate_every=4", "output=/proc/run"], "2", "cannot write in /proc"),
         ([], "none", "--devices must be at least 1, or here, not none"),
         ([], "0", "--devices must be at least 1, or here, not 0"),
     ],
 )
 def test_what_would_keep_a_run_from_starting(
-    samestep: Samestep, experiment_file: str, tmp_path: Path, overrides: list[str], devices: str, message: str
+    samestep: Samestep,
+    experiment_file: str,
+    tmp_path: Path,
+    overrides: list[str],
+    devices: str,
+    message: str,
 ) -> None:
     output = [f"output={tmp_path / 'run'}"] * ("output=" not in "".join(overrides))
     result = samestep("config", experiment_file, "--devices", devices, *output, *overrides)
@@ -141,9 +174,13 @@ def test_a_run_that_could_start(samestep: Samestep, experiment_file: str, tmp_pa
     assert not os.listdir(tmp_path)
 
 
-def test_weights_to_start_from(samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path) -> None:
+def test_weights_to_start_from(
+    samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path
+) -> None:
     def start(run: Path, weights: Path) -> Result:
-        return samestep("config", experiment_file, "--devices", "2", f"output={run}", f"init_from={weights}")
+        return samestep(
+            "config", experiment_file, "--devices", "2", f"output={run}", f"init_from={weights}"
+        )
 
     *_, step = sorted((finished_run / "checkpoints").glob("step-*"))
     for weights in (finished_run, step):
@@ -161,17 +198,24 @@ def test_weights_to_start_from(samestep: Samestep, experiment_file: str, finishe
     assert "has neither model.safetensors nor" in start(tmp_path / "run", tmp_path).message
 
 
-def test_a_bucket_for_checkpoints(samestep: Samestep, experiment_file: str, tmp_path: Path, s3_folder: str) -> None:
+def test_a_bucket_for_checkpoints(
+    samestep: Samestep, experiment_file: str, tmp_path: Path, s3_folder: str
+) -> None:
     checked = ("config", experiment_file, "--devices", "2", f"output={tmp_path / 'run'}")
     assert samestep(*checked, f"checkpoint.folder={s3_folder}").code == 0
     assert "no-bucket" in samestep(*checked, "checkpoint.folder=s3://no-bucket/run").message
     assert samestep(*checked, "checkpoint.folder=s3://no-bucket/run", "--elsewhere").code == 0
 
 
-def test_folders_of_other_machines_are_not_looked_at(samestep: Samestep, experiment_file: str) -> None:
+def test_folders_of_other_machines_are_not_looked_at(
+    samestep: Samestep, experiment_file: str
+) -> None:
     elsewhere = ["output=/proc/run", "data.path=/not/here", "init_from=/not/here", "--elsewhere"]
     assert samestep("config", experiment_file, "--devices", "2", *elsewhere).code == 0
-    assert "less than the 11" in samestep("config", experiment_file, "--devices", "11", *elsewhere).message
+    assert (
+        "less than the 11"
+        in samestep("config", experiment_file, "--devices", "11", *elsewhere).message
+    )
     task = Path(experiment_file).with_name("task.yaml")  # whose model is that of weights elsewhere
     task.write_text(Path(experiment_file).read_text().replace("kind: bert, vocab_size: 600,", ""))
     there = samestep("config", task, "--devices", "2", *elsewhere)

@@ -27,7 +27,12 @@ def test_a_run_that_went_back_has_the_head_of_one_that_did_not(
 ) -> None:
     """In other micro-batches. The head, which is in the checkpoint, too, says that both were fed the same."""
     shutil.rmtree(run / "checkpoints" / "step-00000012")
-    overrides = ["checkpoint.every=4", "training.evaluate_every=12", "training.micro_batch_size=3", "data.threads=2"]
+    overrides = [
+        "checkpoint.every=4",
+        "training.evaluate_every=12",
+        "training.micro_batch_size=3",
+        "data.threads=2",
+    ]
     assert samestep("train", experiment_file, f"output={run}", *overrides).code == 0
     assert rows(run)[-1]["head"] == rows(finished_run)[-1]["head"]
     meta = json.loads((run / "checkpoints" / "step-00000012" / "meta.json").read_text())
@@ -38,8 +43,12 @@ def test_a_run_that_went_back_has_the_head_of_one_that_did_not(
     assert "verified: 12 steps consumed 120 examples" in result.out
 
 
-def test_a_step_is_listed_for_people_and_for_programs(samestep: Samestep, finished_run: Path) -> None:
-    text, found = (samestep("ledger", "step", finished_run, 3, *flags).out for flags in ((), ("--json",)))
+def test_a_step_is_listed_for_people_and_for_programs(
+    samestep: Samestep, finished_run: Path
+) -> None:
+    text, found = (
+        samestep("ledger", "step", finished_run, 3, *flags).out for flags in ((), ("--json",))
+    )
     examples = json.loads(found)["examples"]
     assert [example["number"] for example in examples] == list(range(20, 30))
     first = examples[0]["documents"][0]
@@ -47,7 +56,9 @@ def test_a_step_is_listed_for_people_and_for_programs(samestep: Samestep, finish
     assert "has steps 1 to 12, not step 13" in samestep("ledger", "step", finished_run, 13).message
 
 
-def test_a_ledger_that_was_written_anew_does_not_fit_the_checkpoint(samestep: Samestep, run: Path) -> None:
+def test_a_ledger_that_was_written_anew_does_not_fit_the_checkpoint(
+    samestep: Samestep, run: Path
+) -> None:
     """Though its chain holds: its last row was left out."""
     head, lines = GENESIS, []
     for row in rows(run)[:-1]:

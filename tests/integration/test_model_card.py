@@ -42,14 +42,26 @@ def test_a_card_says_what_the_run_says(
 ) -> None:
     assert samestep("export", finished_run, tmp_path / "first").code == 0
     metadata, text = card(tmp_path / "first")
-    assert metadata == {"library_name": "transformers", "pipeline_tag": "fill-mask", "tags": ["samestep"]}
+    assert metadata == {
+        "library_name": "transformers",
+        "pipeline_tag": "fill-mask",
+        "tags": ["samestep"],
+    }
     with safe_open(tmp_path / "first" / "model.safetensors", "np") as tensors:
         parameters = sum(tensors.get_tensor(name).size for name in tensors.keys())  # noqa: SIM118
     model, training = table(text, "Model"), table(text, "Training")
     assert (model["family"], model["layers"], model["width"]) == ("BERT", "2", "32")
     assert model["parameters"] == f"{parameters:,}"
-    assert (training["steps"], training["global batch"], training["warm-up"]) == ("12 of 12", "10", "4 steps")
-    assert (training["optimizer"], training["learning rate"], training["schedule"]) == ("adamw", "0.001", "linear")
+    assert (training["steps"], training["global batch"], training["warm-up"]) == (
+        "12 of 12",
+        "10",
+        "4 steps",
+    )
+    assert (training["optimizer"], training["learning rate"], training["schedule"]) == (
+        "adamw",
+        "0.001",
+        "linear",
+    )
     assert (training["seed"], training["strategy"], training["precision"]) == ("0", "fsdp", "fp32")
     manifest = Manifest.load(dataset_folder)
     documents = sum(shard.documents for shard in manifest.splits["train"])
@@ -75,10 +87,17 @@ def test_a_card_of_a_fine_tuned_run_has_the_scores_of_its_task(
     finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
     """Those of training, and those of further rows that this checkpoint was scored on, the newest of each."""
-    short = ("training.steps=8", "schedule.warmup_steps=2", "training.evaluate_every=4", "checkpoint.every=4")
+    short = (
+        "training.steps=8",
+        "schedule.warmup_steps=2",
+        "training.evaluate_every=4",
+        "checkpoint.every=4",
+    )
     tasks.tune("classification", tmp_path, finished_run, dataset_folder / "tokenizer", *short)
     run, file = tmp_path / "run-classification", tmp_path / "classification-data.yaml"
-    further = [f"source.heldout=[{tasks.write(tmp_path / 'more.jsonl', tasks.classification(20, 400))}]"]
+    further = [
+        f"source.heldout=[{tasks.write(tmp_path / 'more.jsonl', tasks.classification(20, 400))}]"
+    ]
     assert samestep("data", "build", file, f"output={tmp_path / 'unlike'}", *further).code == 0
     for arguments in (["--step", "4"], ["training.evaluate_batches=1"], []):
         assert samestep("evaluate", run, f"data.path={tmp_path / 'unlike'}", *arguments).code == 0
@@ -91,7 +110,9 @@ def test_a_card_of_a_fine_tuned_run_has_the_scores_of_its_task(
     found = scores(text)
     assert list(found) == ["On the held-out split, after step 8", "On unlike, after step 8"]
     for table_, row in zip(found.values(), (trained, evaluated), strict=True):
-        assert {name: table_[name] for name in names} == {name: f"{row[f'heldout/{name}']:.6g}" for name in names}
+        assert {name: table_[name] for name in names} == {
+            name: f"{row[f'heldout/{name}']:.6g}" for name in names
+        }
     assert samestep("export", run / "checkpoints" / "step-00000004", tmp_path / "earlier").code == 0
     _, text = card(tmp_path / "earlier")
     assert list(scores(text)) == ["On the held-out split, after step 4", "On unlike, after step 4"]
@@ -100,12 +121,21 @@ def test_a_card_of_a_fine_tuned_run_has_the_scores_of_its_task(
     assert samestep("train", run / "config.yaml").code == 0
     assert samestep("export", run, tmp_path / "again").code == 0
     _, text = card(tmp_path / "again")
-    assert list(scores(text)) == ["On the held-out split, after step 8"], "the other is of a checkpoint that is gone"
+    assert list(scores(text)) == ["On the held-out split, after step 8"], (
+        "the other is of a checkpoint that is gone"
+    )
 
 
-def test_what_is_not_known_is_not_said(finished_run: Path, tmp_path: Path, samestep: Samestep) -> None:
+def test_what_is_not_known_is_not_said(
+    finished_run: Path, tmp_path: Path, samestep: Samestep
+) -> None:
     """Scores that are newer than the checkpoint; those of a run that is not there; a dataset that has moved."""
-    assert samestep("export", finished_run / "checkpoints" / "step-00000008", tmp_path / "earlier").code == 0
+    assert (
+        samestep(
+            "export", finished_run / "checkpoints" / "step-00000008", tmp_path / "earlier"
+        ).code
+        == 0
+    )
     _, text = card(tmp_path / "earlier")
     assert table(text, "Training")["steps"] == "8 of 12"
     assert "## Held-out scores" not in text
@@ -121,7 +151,9 @@ def test_what_is_not_known_is_not_said(finished_run: Path, tmp_path: Path, sames
     assert samestep("export", tmp_path / "copied", tmp_path / "again").code == 0
     _, text = card(tmp_path / "again")
     assert re.findall("^## (.*)", text, re.MULTILINE) == ["Model", "Use"]
-    downloaded = model_card.write(load_weights(tmp_path / "again"), "hf://ada/bert@main", "name", "[MASK]")
+    downloaded = model_card.write(
+        load_weights(tmp_path / "again"), "hf://ada/bert@main", "name", "[MASK]"
+    )
     assert yaml.safe_load(downloaded.split("---\n")[1])["base_model"] == "ada/bert"
 
 
@@ -129,7 +161,10 @@ def test_settings_give_nothing_away() -> None:
     tree = {
         "output": "/home/ada/runs/first",
         "model": {"vocab_size": 600, "api_key": "hidden-1"},
-        "data": {"path": "https://ada:hidden-2@store.example/data/wiki?sig=hidden-3", "cache": "~/ada/cache"},
+        "data": {
+            "path": "https://ada:hidden-2@store.example/data/wiki?sig=hidden-3",
+            "cache": "~/ada/cache",
+        },
         "tracking": {"wandb": {"entity": "hidden-4"}},
         "init_from": "hf://google-bert/bert-base-uncased",
         "note": "```\n</details>",
@@ -151,7 +186,9 @@ MODELS: dict[str, Any] = {
     "fill-mask": bert.Config(**BERT),
     "text-classification": bert.Config(**BERT, head="classification", labels=LABELS),
     "token-classification": bert.Config(**BERT, head="tagging", labels=("O", "B-PER", "I-PER")),
-    "token-classification by RoBERTa": roberta.Config(**BERT, head="tagging", labels=("O", "B-PER", "I-PER")),
+    "token-classification by RoBERTa": roberta.Config(
+        **BERT, head="tagging", labels=("O", "B-PER", "I-PER")
+    ),
     "question-answering": bert.Config(**BERT, head="question_answering"),
     "multiple-choice": bert.Config(**BERT, head="multiple_choice"),
     "text-generation": gpt2.Config(**{**SMALL, "ffn_width": 64}, max_positions=64),
@@ -178,7 +215,9 @@ def test_the_example_runs(
     exported, tokenizer = config.export_tensors(model.state_dict()), dataset_folder / "tokenizer"
     if config.model_type == "roberta":  # its padding has another number
         tokenizer = tmp_path / "tokenizer"
-        TokenizerConfig("", algorithm="bpe", vocab_size=300).train(["Ada lived in London."]).save(tokenizer)
+        TokenizerConfig("", algorithm="bpe", vocab_size=300).train(["Ada lived in London."]).save(
+            tokenizer
+        )
     save_folder(tmp_path / "theirs", config.to_huggingface(), exported, tokenizer)
     monkeypatch.chdir(tmp_path)
     assert samestep("export", "theirs", "it's_ours").code == 0
@@ -188,7 +227,10 @@ def test_the_example_runs(
     if config.head == "classification":
         shown = r"yes \| no, \<b\>\`\*\_maybe\_\*\`\</b\>, --- license: mit, \`\`\`"
         assert table(text, "Model")["labels"] == shown
-        assert json.loads((tmp_path / "it's_ours" / "config.json").read_text())["id2label"]["0"] == "yes | no"
+        assert (
+            json.loads((tmp_path / "it's_ours" / "config.json").read_text())["id2label"]["0"]
+            == "yes | no"
+        )
     (code,) = re.findall(r"```python\n(.*?)```\n", text, re.DOTALL)
     capsys.readouterr()
     exec(compile(code, "README.md", "exec"), {})

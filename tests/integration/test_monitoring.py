@@ -31,7 +31,9 @@ def test_filled_cells_are_those_that_the_objective_gives_a_segment(
     experiment = load(Experiment, experiment_file, [f"data.packing={packing}", "data.threads=0"])
     dataset = Dataset.open(experiment.data.path)
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
-    with open_loader(experiment, dataset, objective, Replica(0, 3), experiment.resolved_phases()[0]) as loader:
+    with open_loader(
+        experiment, dataset, objective, Replica(0, 3), experiment.resolved_phases()[0]
+    ) as loader:
         for batch in (batch for _, step in zip(range(20), loader, strict=False) for batch in step):
             sides = [batch[name] for name in ("segments", "target_segments") if name in batch]
             cells = sum((side > 0).sum(dim=1) for side in sides) * (batch["example"] >= 0)
@@ -46,7 +48,12 @@ def test_rows_add_up_and_are_the_same_for_any_number_of_processes(
     experiment_file: str, finished_run: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    overrides = [f"output={run}", "training.evaluate_every=6", "checkpoint.every=5", "tracking.profile.start=2"]
+    overrides = [
+        f"output={run}",
+        "training.evaluate_every=6",
+        "checkpoint.every=5",
+        "tracking.profile.start=2",
+    ]
     run_ranks(2, train_here, experiment_file, overrides)
     rows, alone = rows_of(run, "train/loss"), rows_of(finished_run, "train/loss")
     assert len(rows) == 12
@@ -57,14 +64,18 @@ def test_rows_add_up_and_are_the_same_for_any_number_of_processes(
         useful = row["perf/useful_tokens_per_second"] / row["perf/tokens_per_second"]
         assert useful == pytest.approx(1 - row["data/padding_fraction"])
         assert row["perf/peak_rss_gib"] > 0
-    assert [row["data/padding_fraction"] for row in rows] == [row["data/padding_fraction"] for row in alone]
+    assert [row["data/padding_fraction"] for row in rows] == [
+        row["data/padding_fraction"] for row in alone
+    ]
     assert rows[5]["data/padding_fraction"] > 0
     assert "time/checkpoint" in rows[5]
     assert "time/evaluation" in rows[6]
     (profiled,) = rows_of(run, "time/communication")
     assert profiled["step"] == 4
     assert 0 < profiled["time/communication_exposed"] <= profiled["time/communication"] < 1
-    assert [path.name for path in (run / "profiles").iterdir()] == ["step-00000002-rank-00000.json.gz"]
+    assert [path.name for path in (run / "profiles").iterdir()] == [
+        "step-00000002-rank-00000.json.gz"
+    ]
 
 
 def test_tensorboard_starts_and_report_of_a_run_that_goes_on(
@@ -74,7 +85,12 @@ def test_tensorboard_starts_and_report_of_a_run_that_goes_on(
     run = tmp_path / "run"
     overrides = [f"output={run}", "tracking.tensorboard={}", "checkpoint.every=3", "data.threads=0"]
     assert samestep("train", experiment_file, *overrides, "training.steps=6").code == 0
-    assert samestep("train", experiment_file, *overrides, "training.steps=9", "training.precision=bf16").code == 0
+    assert (
+        samestep(
+            "train", experiment_file, *overrides, "training.steps=9", "training.precision=bf16"
+        ).code
+        == 0
+    )
     events = accumulator.EventAccumulator(str(run / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 10))
     starts = rows_of(run, "devices", "starts.jsonl")
@@ -91,9 +107,13 @@ def test_tensorboard_starts_and_report_of_a_run_that_goes_on(
     assert "is no run" in samestep("report", tmp_path / "nothing").message
 
 
-def test_doctor_tells_by_its_exit_code(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
+def test_doctor_tells_by_its_exit_code(
+    samestep: Samestep, experiment_file: str, tmp_path: Path
+) -> None:
     sound = samestep("doctor", experiment_file, f"output={tmp_path}", "--processes", "1")
     assert sound.code == 0, sound.out
-    ill = samestep("doctor", experiment_file, f"output={tmp_path}", "data.path=nowhere", "--processes", "1")
+    ill = samestep(
+        "doctor", experiment_file, f"output={tmp_path}", "data.path=nowhere", "--processes", "1"
+    )
     assert ill.code == 1
     assert "failed" in ill.out

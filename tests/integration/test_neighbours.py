@@ -12,7 +12,11 @@ from safetensors.numpy import load_file
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from tests.integration.commands import Samestep
 
-SENTENCES = ["the class statement defines an object", "a class is a type", "names of a class are attributes [of it]"]
+SENTENCES = [
+    "the class statement defines an object",
+    "a class is a type",
+    "names of a class are attributes [of it]",
+]
 ROW = re.compile(r"│ (-?\d\.\d+) +│ (\S+) +│(?: (.*?) +│)?")
 
 
@@ -25,11 +29,15 @@ def unit(vector: np.ndarray) -> np.ndarray:
     return vector / np.linalg.norm(vector, axis=-1, keepdims=True)
 
 
-def test_cosines(finished_run: Path, tmp_path: Path, samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cosines(
+    finished_run: Path, tmp_path: Path, samestep: Samestep, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against vectors made of `samestep features` and of the exported table; the word is one of several pieces."""
     monkeypatch.setenv("COLUMNS", "200")
     query = "it defines the prefixes"
-    (tmp_path / "corpus.txt").write_text("".join(f"{text}\n\n" for text in [query, *SENTENCES, SENTENCES[1]]))
+    (tmp_path / "corpus.txt").write_text(
+        "".join(f"{text}\n\n" for text in [query, *SENTENCES, SENTENCES[1]])
+    )
     options = ("--layer", 1, "--top", 7)
     result = samestep("neighbours", finished_run, "Prefixes", "--in", query, "--corpus", tmp_path / "corpus.txt",
                       *options)  # fmt: skip
@@ -50,22 +58,34 @@ def test_cosines(finished_run: Path, tmp_path: Path, samestep: Samestep, monkeyp
         for word in re.finditer(r"\w+", text):
             inside = (spans[:, 0] >= word.start()) & (spans[:, 1] <= word.end())
             marked = f"{text[: word.start()]}[{word[0]}]{text[word.end() :]}"
-            vectors[marked] = unit(states[offsets[number] + 1 : offsets[number + 1] - 1][inside].mean(0))
+            vectors[marked] = unit(
+                states[offsets[number] + 1 : offsets[number + 1] - 1][inside].mean(0)
+            )
     own = vectors.pop("it defines the [prefixes]")
-    expected = sorted(((float(own @ vector), text) for text, vector in vectors.items()), reverse=True)[:7]
-    assert [(cosine, text) for cosine, _, text in printed[7:]] == [(f"{c:.3f}", text) for c, text in expected]
+    expected = sorted(
+        ((float(own @ vector), text) for text, vector in vectors.items()), reverse=True
+    )[:7]
+    assert [(cosine, text) for cosine, _, text in printed[7:]] == [
+        (f"{c:.3f}", text) for c, text in expected
+    ]
 
     assert samestep("export", finished_run, tmp_path / "exported").code == 0
-    table = load_file(tmp_path / "exported" / "model.safetensors")["bert.embeddings.word_embeddings.weight"]
+    table = load_file(tmp_path / "exported" / "model.safetensors")[
+        "bert.embeddings.word_embeddings.weight"
+    ]
     pieces = tokenizer.encode_batch(["prefixes"])[0]
     assert len(pieces) > 1
     cosines = unit(table) @ unit(table[pieces].mean(0))
     cosines[[*pieces, *tokenizer.vocabulary.special]] = -1
     nearest = np.argsort(-cosines)[:7]
-    assert [row[:2] for row in printed[:7]] == [(f"{cosines[i]:.3f}", tokenizer.token(i)) for i in nearest]
+    assert [row[:2] for row in printed[:7]] == [
+        (f"{cosines[i]:.3f}", tokenizer.token(i)) for i in nearest
+    ]
 
 
-def test_the_texts_given_are_compared_with_each_other(finished_run: Path, samestep: Samestep) -> None:
+def test_the_texts_given_are_compared_with_each_other(
+    finished_run: Path, samestep: Samestep
+) -> None:
     result = samestep("neighbours", finished_run, "class", "--in", *SENTENCES[:2], "--top", 3)
     found = [text for _, _, text in rows(result.out)[3:]]
     assert len(found) == 3
@@ -78,15 +98,26 @@ def test_the_texts_given_are_compared_with_each_other(finished_run: Path, samest
     [
         (("type", "--in", "a class"), "the word 'type' is not in the text 'a class'"),
         (("clas", "--in", "a class"), "the word 'clas' is not in the text"),
-        (("class", "--in", "a class", "--layer", "3"), "--layer 3: there is no such layer; the model has 1 to 2"),
-        (("class", "--in", f"{'a ' * 40}class"), "'class' ends with token 41 of the text, of which the model reads 30"),
+        (
+            ("class", "--in", "a class", "--layer", "3"),
+            "--layer 3: there is no such layer; the model has 1 to 2",
+        ),
+        (
+            ("class", "--in", f"{'a ' * 40}class"),
+            "'class' ends with token 41 of the text, of which the model reads 30",
+        ),
         (("class", "--in", "class"), "there is no other word to compare with"),
         (("class", "--in", "a class", "--top", "0"), "--top must be at least 1"),
         (("class", "--in", "a class", "--field", "x"), "--field x is of the texts of --corpus"),
-        (("class", "--in", "a class", "--corpus", "none.txt"), "cannot read none.txt: No such file"),
+        (
+            ("class", "--in", "a class", "--corpus", "none.txt"),
+            "cannot read none.txt: No such file",
+        ),
     ],
 )
-def test_bad_input(finished_run: Path, samestep: Samestep, arguments: tuple[str, ...], words: str) -> None:
+def test_bad_input(
+    finished_run: Path, samestep: Samestep, arguments: tuple[str, ...], words: str
+) -> None:
     result = samestep("neighbours", finished_run, *arguments)
     assert result.code in (1, 2)
     assert result.message.startswith(words), result.message

@@ -64,19 +64,30 @@ def test_a_run_lives_on_in_the_store(
     assert scores.code == 0, scores.err
     assert scores.out.split()[1] == "8"
     assert samestep("export", run, tmp_path / "exported").code == 0
-    assert {"model.safetensors", "tokenizer.json"} <= {file.name for file in (tmp_path / "exported").iterdir()}
+    assert {"model.safetensors", "tokenizer.json"} <= {
+        file.name for file in (tmp_path / "exported").iterdir()
+    }
     shutil.rmtree(run)
     assert samestep("fill", checkpoints, "a [MASK]").code == 0
-    tuned = samestep("train", experiment_file, f"output={tmp_path / 'tuned'}", f"init_from={checkpoints}/step-00000008")
+    tuned = samestep(
+        "train",
+        experiment_file,
+        f"output={tmp_path / 'tuned'}",
+        f"init_from={checkpoints}/step-00000008",
+    )
     assert tuned.code == 0, tuned.err
     assert losses(tmp_path / "tuned")[1] < losses(finished_run)[1], "it knows something already"
 
 
 @pytest.mark.usefixtures("s3_server")
-def test_a_bucket_that_is_not_there(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
+def test_a_bucket_that_is_not_there(
+    samestep: Samestep, experiment_file: str, tmp_path: Path
+) -> None:
     """Is named before the first step, not when the first checkpoint is due."""
     run = tmp_path / "run"
-    result = samestep("train", experiment_file, f"output={run}", "checkpoint.folder=s3://nowhere/run")
+    result = samestep(
+        "train", experiment_file, f"output={run}", "checkpoint.folder=s3://nowhere/run"
+    )
     assert result.code == 1
     assert "cannot write s3://nowhere/run/" in result.message
     assert "The specified bucket does not exist; check the bucket" in result.message
@@ -93,9 +104,17 @@ def test_the_output_stays_a_folder(samestep: Samestep, experiment_file: str) -> 
 
 
 def test_a_shard_that_is_gone_is_named_once(
-    samestep: Samestep, remote_dataset: str, dataset_folder: Path, experiment_file: str, tmp_path: Path
+    samestep: Samestep,
+    remote_dataset: str,
+    dataset_folder: Path,
+    experiment_file: str,
+    tmp_path: Path,
 ) -> None:
-    overrides = [f"output={tmp_path / 'run'}", f"data.path={remote_dataset}", f"data.cache={tmp_path / 'cache'}"]
+    overrides = [
+        f"output={tmp_path / 'run'}",
+        f"data.path={remote_dataset}",
+        f"data.cache={tmp_path / 'cache'}",
+    ]
     result = samestep("data", "verify", remote_dataset)
     assert (result.code, "is whole: 6 shards" in result.out) == (0, True)
     for shard in Manifest.load(dataset_folder).splits["train"]:
@@ -110,15 +129,28 @@ def test_a_shard_that_is_gone_is_named_once(
 def test_a_wrong_address_a_small_cache_and_an_unknown_scheme_are_named(
     samestep: Samestep, remote_dataset: str, experiment_file: str, tmp_path: Path
 ) -> None:
-    command = ["train", experiment_file, f"output={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}"]
+    command = [
+        "train",
+        experiment_file,
+        f"output={tmp_path / 'run'}",
+        f"data.cache={tmp_path / 'cache'}",
+    ]
     for settings, code, words in (
-        ([f"data.path={remote_dataset}/typo"], 1, [f"{remote_dataset}/typo/manifest.json", "samestep data push"]),
+        (
+            [f"data.path={remote_dataset}/typo"],
+            1,
+            [f"{remote_dataset}/typo/manifest.json", "samestep data push"],
+        ),
         (
             [f"data.path={remote_dataset}", "data.cache_size=20kB"],
             2,
             ["takes 20,000 bytes", "set data.cache_size to 1MB"],
         ),
-        ([f"data.path={remote_dataset}", "data.cache_size=much"], 2, ["cache_size must be a size such as", "'much'"]),
+        (
+            [f"data.path={remote_dataset}", "data.cache_size=much"],
+            2,
+            ["cache_size must be a size such as", "'much'"],
+        ),
         (["data.path=ftp://host/dataset"], 2, ["ftp://host/dataset", "unknown kind"]),
     ):
         result = samestep(*command, *settings)

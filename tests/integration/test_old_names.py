@@ -27,7 +27,9 @@ SHORT = ("training.evaluate_every=6", "checkpoint.every=3", "schedule.warmup_ste
 
 def write_old_names(run: Path) -> None:
     """Writes the old names into a run, its checkpoints included, and into its dataset."""
-    replace(run.parent / f"data-{NEW}" / "manifest.json", f'"target": "{NEW}"', f'"target": "{OLD}"')
+    replace(
+        run.parent / f"data-{NEW}" / "manifest.json", f'"target": "{NEW}"', f'"target": "{OLD}"'
+    )
     replace(run / "config.yaml", f"  head: {NEW}", f"  head: {OLD}")
     for folder in (run / "checkpoints").glob("step-*"):
         digests = integrity.read_checksums(folder)
@@ -42,14 +44,20 @@ def replace(file: Path, new: str, old: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def both(finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Sequence[Path]:
+def both(
+    finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Sequence[Path]:
     """A folder with a run of question answering and its dataset, and a copy with the old names."""
     folder = tmp_path_factory.mktemp("words") / "folder_now"
     folder.mkdir()
     tasks.tune(NEW, folder, finished_run, dataset_folder / "tokenizer", "training.steps=6", *SHORT)
     then = folder.with_name("folder_old")
     shutil.copytree(folder, then)
-    for file in (*then.rglob("*.yaml"), *then.rglob("meta.json"), then / f"data-{NEW}" / "manifest.json"):
+    for file in (
+        *then.rglob("*.yaml"),
+        *then.rglob("meta.json"),
+        then / f"data-{NEW}" / "manifest.json",
+    ):
         file.write_text(file.read_text().replace(str(folder), str(then)))
     write_old_names(then / f"run-{NEW}")
     return folder, then
@@ -57,7 +65,9 @@ def both(finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.Temp
 
 def same(results: Sequence[Result], folders: Sequence[Path]) -> None:
     """Asserts that a command succeeded and printed the same for both folders."""
-    now, then = (result.out.replace(folder.name, "") for result, folder in zip(results, folders, strict=True))
+    now, then = (
+        result.out.replace(folder.name, "") for result, folder in zip(results, folders, strict=True)
+    )
     assert [result.code for result in results] == [0, 0], [result.err for result in results]
     assert now == then
 
@@ -75,15 +85,23 @@ def same(results: Sequence[Result], folders: Sequence[Path]) -> None:
     ],
     ids=" ".join,
 )
-def test_commands_say_the_same(command: tuple[str, ...], both: Sequence[Path], samestep: Samestep) -> None:
+def test_commands_say_the_same(
+    command: tuple[str, ...], both: Sequence[Path], samestep: Samestep
+) -> None:
     results = []
     for folder in both:
-        names = {"RUN": folder / f"run-{NEW}", "DATA": folder / f"data-{NEW}", "EXPERIMENT": folder / f"{NEW}.yaml"}
+        names = {
+            "RUN": folder / f"run-{NEW}",
+            "DATA": folder / f"data-{NEW}",
+            "EXPERIMENT": folder / f"{NEW}.yaml",
+        }
         results.append(samestep(*(names.get(word, word) for word in command)))
     same(results, both)
 
 
-def test_a_run_continues_and_is_exported(both: Sequence[Path], tmp_path: Path, samestep: Samestep) -> None:
+def test_a_run_continues_and_is_exported(
+    both: Sequence[Path], tmp_path: Path, samestep: Samestep
+) -> None:
     folders = [shutil.copytree(folder, tmp_path / folder.name) for folder in both]
     metrics = []
     for folder in folders:
@@ -93,14 +111,19 @@ def test_a_run_continues_and_is_exported(both: Sequence[Path], tmp_path: Path, s
         assert result.code == 0, result.err
         assert "model.head" not in result.err, "nothing has changed"
         rows = tasks.rows_of(folder / f"run-{NEW}")
-        metrics.append([{name: row[name] for name in row if name.startswith("train/loss")} for row in rows])
+        metrics.append(
+            [{name: row[name] for name in row if name.startswith("train/loss")} for row in rows]
+        )
         assert samestep("export", folder / f"run-{NEW}", folder / "exported").code == 0
     assert metrics[0] == metrics[1]
     assert len(metrics[0]) >= 9
     now, then = (folder / "exported" for folder in folders)
     for file in ("model.safetensors", "config.json"):
         assert (now / file).read_bytes() == (then / file).read_bytes()
-    assert yaml.safe_load((folders[1] / f"run-{NEW}" / "config.yaml").read_text())["model"]["head"] == NEW
+    assert (
+        yaml.safe_load((folders[1] / f"run-{NEW}" / "config.yaml").read_text())["model"]["head"]
+        == NEW
+    )
 
 
 def test_digests_of_runs_of_a_suite_have_not_changed(both: Sequence[Path], tmp_path: Path) -> None:
@@ -109,8 +132,15 @@ def test_digests_of_runs_of_a_suite_have_not_changed(both: Sequence[Path], tmp_p
     weights = load_weights(both[1] / f"run-{NEW}")
     tuned, new = list_runs(weights.path, [task], tmp_path / "suite", 1, False, [], scratch=True)
     rows = Dataset.open(Path(tuned.experiment["data"]["path"])).manifest.digest
-    for run, made_of in ((tuned, [weights.identity(), {**to_tree(weights.config), "head": OLD}, rows]), (new, [rows])):
-        settings = {**run.experiment, "data": {**run.experiment["data"], "path": None}, "init_from": None}
+    for run, made_of in (
+        (tuned, [weights.identity(), {**to_tree(weights.config), "head": OLD}, rows]),
+        (new, [rows]),
+    ):
+        settings = {
+            **run.experiment,
+            "data": {**run.experiment["data"], "path": None},
+            "init_from": None,
+        }
         del settings["output"]
         if run.scratch:
             settings["model"] = {**settings["model"], "head": OLD}

@@ -21,7 +21,9 @@ MODEL += " width: 32, heads: 2, ffn_width: 64}"
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """A folder with the package `outside`."""
-    (source,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    (source,) = re.findall(
+        r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     folder = tmp_path / "packages"
     (folder / "outside").mkdir(parents=True)
     (folder / "outside" / "narrow.py").write_text(source, encoding="utf-8")
@@ -29,7 +31,12 @@ def package(tmp_path: Path) -> Path:
 
 
 def test_outside_model(package: Path, experiment_file: str, tmp_path: Path) -> None:
-    settings = [f"model={MODEL}", "training.steps=3", "schedule.warmup_steps=1", "optimizer.lr=1e-2"]
+    settings = [
+        f"model={MODEL}",
+        "training.steps=3",
+        "schedule.warmup_steps=1",
+        "optimizer.lr=1e-2",
+    ]
     first, second = ([*settings, f"output={tmp_path / name}"] for name in ("first", "second"))
     second += ["strategy=fsdp", "training.activation_checkpointing=true", "checkpoint.every=2"]
     ((sharded,), (same,)) = run_ranks(2, train, package, experiment_file, [(second, None)])

@@ -45,23 +45,37 @@ def tuned(base: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFac
     """A folder with a classifier that was fine-tuned by LoRA: data, experiment, run."""
     folder = tmp_path_factory.mktemp("tuned")
     often = ("checkpoint.every=20", "checkpoint.keep_last=5")
-    tasks.tune("classification", folder, base, dataset_folder / "tokenizer", LORA, "optimizer.lr=1e-2", *often)
+    tasks.tune(
+        "classification",
+        folder,
+        base,
+        dataset_folder / "tokenizer",
+        LORA,
+        "optimizer.lr=1e-2",
+        *often,
+    )
     return folder
 
 
 def _tensors(checkpoint: Path) -> set[str]:
     """The names of the tensors in a checkpoint."""
-    keys = chain.from_iterable(safe_open(file, "np").keys() for file in checkpoint.glob("*.safetensors"))
+    keys = chain.from_iterable(
+        safe_open(file, "np").keys() for file in checkpoint.glob("*.safetensors")
+    )
     return {key.partition("@")[0] for key in keys}
 
 
-def test_only_what_was_added_is_learned_and_kept(tuned: Path, base: Path, samestep: Samestep) -> None:
+def test_only_what_was_added_is_learned_and_kept(
+    tuned: Path, base: Path, samestep: Samestep
+) -> None:
     run = tuned / "run-classification"
     (last,) = (row for row in tasks.rows_of(run) if "heldout/accuracy" in row)
     assert last["heldout/accuracy"] > 0.9
     kept = _tensors(run / "checkpoints" / "step-00000060")
     assert all(".lora." in name or "/head." in name for name in kept)
-    assert len([name for name in kept if name.startswith("model/")]) * 3 == len(kept), "moments of what is trained"
+    assert len([name for name in kept if name.startswith("model/")]) * 3 == len(kept), (
+        "moments of what is trained"
+    )
     weights, before = load_weights(run), load_weights(base)
     for name in before.tensors:
         if name.startswith(("embeddings.", "layers.")):
@@ -72,10 +86,14 @@ def test_only_what_was_added_is_learned_and_kept(tuned: Path, base: Path, samest
 
 def test_plans_and_the_run_count_what_is_trained(tuned: Path, samestep: Samestep) -> None:
     arguments = ("--devices", 4, "--strategy", "single", "ddp", "fsdp", "zero1", "--json", LORA)
-    ((phase,),) = (json.loads(samestep("plan", tuned / "classification.yaml", *arguments).out)["phases"],)
+    ((phase,),) = (
+        json.loads(samestep("plan", tuned / "classification.yaml", *arguments).out)["phases"],
+    )
     weights = load_weights(tuned / "run-classification")
     trained = sum(
-        math.prod(weights.tensors.shape(name)) for name in weights.tensors if ".lora." in name or "head." in name
+        math.prod(weights.tensors.shape(name))
+        for name in weights.tensors
+        if ".lora." in name or "head." in name
     )
     whole = sum(math.prod(weights.tensors.shape(name)) for name in weights.tensors)
     for plan in phase["plans"]:
@@ -83,9 +101,10 @@ def test_plans_and_the_run_count_what_is_trained(tuned: Path, samestep: Samestep
         assert held["optimizer"] == pytest.approx(8 * trained / parts, rel=0.2), plan["strategy"]
         assert held["gradients"] <= 4 * trained * 1.3
         assert held["parameters"] >= 4 * whole / parts
-    assert {plan["strategy"]: sum(each["nbytes"] for each in plan["collectives"]) for plan in phase["plans"]}[
-        "ddp"
-    ] == 4 * trained
+    assert {
+        plan["strategy"]: sum(each["nbytes"] for each in plan["collectives"])
+        for plan in phase["plans"]
+    }["ddp"] == 4 * trained
 
 
 METHODS = {
@@ -100,11 +119,22 @@ METHODS = {
 @pytest.fixture(scope="module")
 def short(tuned: Path) -> dict[str, Path]:
     """Runs of 8 steps with a checkpoint in the middle, one for each way to freeze."""
-    settings = ["training.steps=8", "schedule.warmup_steps=2", "checkpoint.every=4", "training.evaluate_every=null"]
+    settings = [
+        "training.steps=8",
+        "schedule.warmup_steps=2",
+        "checkpoint.every=4",
+        "training.evaluate_every=null",
+    ]
     settings += ["data.sequence_length=20", "model.max_positions=32"]
     runs = {method: tuned / f"short-{method}" for method in METHODS}
     for method, run in runs.items():
-        command = ["train", str(tuned / "classification.yaml"), f"output={run}", METHODS[method], *settings]
+        command = [
+            "train",
+            str(tuned / "classification.yaml"),
+            f"output={run}",
+            METHODS[method],
+            *settings,
+        ]
         assert main(command) == 0
     return runs
 
@@ -120,18 +150,27 @@ def test_same_losses_everywhere_and_after_a_restart(
     world_size: int, cases: list[tuple[str, str]], short: dict[str, Path], tmp_path: Path
 ) -> None:
     """From step 4, which one process has reached, and from the start."""
-    found = run_ranks(world_size, run_all, cases, {method: str(run) for method, run in short.items()}, str(tmp_path))[0]
+    found = run_ranks(
+        world_size,
+        run_all,
+        cases,
+        {method: str(run) for method, run in short.items()},
+        str(tmp_path),
+    )[0]
     for (method, strategy), (whole, resumed) in zip(cases, found, strict=True):
         expected = [loss for _, loss in sorted(losses(short[method]).items())]
         np.testing.assert_allclose(whole, expected, rtol=1e-5, err_msg=f"{method} {strategy}")
         np.testing.assert_allclose(resumed, expected[4:], rtol=1e-5, err_msg=f"{method} {strategy}")
         kept, alone = (
-            run / "checkpoints" / "step-00000008" for run in (tmp_path / f"{method}-{strategy}", short[method])
+            run / "checkpoints" / "step-00000008"
+            for run in (tmp_path / f"{method}-{strategy}", short[method])
         )
         assert _tensors(kept) == _tensors(alone)
 
 
-def run_all(cases: list[tuple[str, str]], runs: dict[str, str], folder: str) -> list[tuple[list[float], list[float]]]:
+def run_all(
+    cases: list[tuple[str, str]], runs: dict[str, str], folder: str
+) -> list[tuple[list[float], list[float]]]:
     """The losses of each case from the start, and those from step 4 on."""
     world = World.start(60)
     world.connect("gloo")
@@ -142,15 +181,21 @@ def run_all(cases: list[tuple[str, str]], runs: dict[str, str], folder: str) -> 
         whole = train_and_note(f"{runs[method]}/config.yaml", overrides, world)
         resumed = f"{output}-resumed"
         if world.rank == 0:
-            shutil.copytree(f"{runs[method]}/checkpoints/step-00000004", f"{resumed}/checkpoints/step-00000004")
+            shutil.copytree(
+                f"{runs[method]}/checkpoints/step-00000004", f"{resumed}/checkpoints/step-00000004"
+            )
         dist.barrier()
         overrides[0] = f"output={resumed}"
-        found.append((whole, train_and_note(f"{runs[method]}/config.yaml", overrides, world, resume=4)))
+        found.append(
+            (whole, train_and_note(f"{runs[method]}/config.yaml", overrides, world, resume=4))
+        )
     world.close()
     return found
 
 
-def test_what_is_frozen_has_no_gradients_and_no_state(short: dict[str, Path], tmp_path: Path) -> None:
+def test_what_is_frozen_has_no_gradients_and_no_state(
+    short: dict[str, Path], tmp_path: Path
+) -> None:
     """Where a step of each strategy is taken: the memory of gradients, buffers included, is that of what is trained."""
     weights = load_weights(short["lora"])
     trained = {name for name in weights.tensors if ".lora." in name or name.startswith("head.")}
@@ -162,7 +207,10 @@ def test_what_is_frozen_has_no_gradients_and_no_state(short: dict[str, Path], tm
         copies = 2 if strategy == "ddp" else 1
         for held, each in (("gradients", count), ("state", 2 * count)):  # Adam has two moments
             whole = copies * each
-            assert whole <= sum(rank[held] for rank in found) <= 1.01 * whole, (strategy, held)  # parts are padded
+            assert whole <= sum(rank[held] for rank in found) <= 1.01 * whole, (
+                strategy,
+                held,
+            )  # parts are padded
 
 
 def hold_all(strategies: Sequence[str], file: str, folder: str) -> list[dict[str, Any]]:
@@ -172,7 +220,9 @@ def hold_all(strategies: Sequence[str], file: str, folder: str) -> list[dict[str
     found = []
     for name in strategies:
         changes = ["training.steps=1", "schedule.warmup_steps=0", f"output={folder}/{name}"]
-        trainer = make_trainer(load(Experiment, file, [*changes, f"strategy={STRATEGIES.get(name, name)}"]), world)
+        trainer = make_trainer(
+            load(Experiment, file, [*changes, f"strategy={STRATEGIES.get(name, name)}"]), world
+        )
         found.append(hold(trainer))
         trainer.close()
     world.close()
@@ -183,13 +233,25 @@ def hold(trainer: Trainer) -> dict[str, Any]:
     step, found = trainer.strategy.step, dict[str, Any]()
 
     def look(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> None:
-        held = {name: each.grad for name, each in trainer.strategy.parameters.items() if each.grad is not None}
-        of_model = {name: each.grad for name, each in trainer.model.named_parameters() if each.grad is not None}
-        found["reached"] = {name.removeprefix("module.") for name in (*held, *of_model)}  # DDP's is a module
+        held = {
+            name: each.grad
+            for name, each in trainer.strategy.parameters.items()
+            if each.grad is not None
+        }
+        of_model = {
+            name: each.grad
+            for name, each in trainer.model.named_parameters()
+            if each.grad is not None
+        }
+        found["reached"] = {
+            name.removeprefix("module.") for name in (*held, *of_model)
+        }  # DDP's is a module
         found["gradients"] = numbers([*held.values(), *of_model.values()])
         step(optimizer, grad_norm)
         moments = (value for state in optimizer.state.values() for value in state.values())
-        found["state"] = numbers(value for value in moments if isinstance(value, torch.Tensor) and value.ndim)
+        found["state"] = numbers(
+            value for value in moments if isinstance(value, torch.Tensor) and value.ndim
+        )
 
     trainer.strategy.step = look  # type: ignore[method-assign]
     trainer.fit([])
@@ -205,7 +267,10 @@ def numbers(tensors: Iterable[torch.Tensor]) -> int:
 
 def test_bf16_is_the_same_in_two_processes(short: dict[str, Path], tmp_path: Path) -> None:
     expected = [loss for _, loss in sorted(losses(short["lora"]).items())]
-    file, settings = f"{short['lora']}/config.yaml", ["training.precision=bf16", f"output={tmp_path}"]
+    file, settings = (
+        f"{short['lora']}/config.yaml",
+        ["training.precision=bf16", f"output={tmp_path}"],
+    )
     found = [
         run_ranks(count, run_once, file, [*settings, f"strategy={strategy}"])[0]
         for count, strategy in ((1, "single"), (2, "fsdp"))
@@ -240,10 +305,14 @@ def test_exports_are_those_of_transformers_and_peft(
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "README.md", "exec"), loaded)
     texts = ["the class of a list", "a file"]
-    inputs = AutoTokenizer.from_pretrained(tmp_path / "merged")(texts, padding=True, return_tensors="pt")
+    inputs = AutoTokenizer.from_pretrained(tmp_path / "merged")(
+        texts, padding=True, return_tensors="pt"
+    )
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
     added = loaded["model"].eval()
-    torch.testing.assert_close(added(**inputs).logits, merged(**inputs).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        added(**inputs).logits, merged(**inputs).logits, rtol=1e-5, atol=1e-5
+    )
     (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n")
     found = []
     for source in (run, tmp_path / "merged", tmp_path / "added"):
@@ -254,7 +323,9 @@ def test_exports_are_those_of_transformers_and_peft(
         np.testing.assert_allclose(each, found[0], atol=1e-5)
 
 
-def test_a_prompt_is_left_out_of_features(short: dict[str, Path], tmp_path: Path, samestep: Samestep) -> None:
+def test_a_prompt_is_left_out_of_features(
+    short: dict[str, Path], tmp_path: Path, samestep: Samestep
+) -> None:
     (tmp_path / "texts.txt").write_text("the class of a list\n")
     shapes = []
     for method in ("prefix", "prompt", "lora"):
@@ -269,11 +340,16 @@ def test_a_prompt_is_left_out_of_features(short: dict[str, Path], tmp_path: Path
         "with adapters, peft does not compute"
         in samestep("export", short["adapters"], tmp_path / "exported", "--adapter").message
     )
-    assert "leave --adapter out" in samestep("export", short["frozen"], tmp_path / "exported", "--adapter").message
+    assert (
+        "leave --adapter out"
+        in samestep("export", short["frozen"], tmp_path / "exported", "--adapter").message
+    )
     assert samestep("export", short["prompt"], tmp_path / "exported", "--adapter").code == 0
     arguments = ("--output", tmp_path / "again.npy", "--pool", "none")
     assert samestep("features", tmp_path / "exported", tmp_path / "texts.txt", *arguments).code == 0
-    np.testing.assert_allclose(np.load(tmp_path / "again.npy"), np.load(tmp_path / "prompt.npy"), atol=1e-5)
+    np.testing.assert_allclose(
+        np.load(tmp_path / "again.npy"), np.load(tmp_path / "prompt.npy"), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -289,7 +365,11 @@ def test_a_prompt_is_left_out_of_features(short: dict[str, Path], tmp_path: Path
         (["redraw_layers=1"], "which is frozen"),
         (["model.peft={kind: prompt, length: 16}"], "model.max_positions"),
         (
-            ["data.sequence_length=16", "model.peft={kind: prompt, length: 4}", "data.packing=best_fit"],
+            [
+                "data.sequence_length=16",
+                "model.peft={kind: prompt, length: 4}",
+                "data.packing=best_fit",
+            ],
             "data.packing=padded",
         ),
     ],
@@ -301,16 +381,32 @@ def test_what_does_not_fit_is_refused(
     assert message in samestep("train", tuned / "classification.yaml", *overrides).message
 
 
-def test_another_base_is_refused(tuned: Path, base: Path, tmp_path: Path, samestep: Samestep) -> None:
+def test_another_base_is_refused(
+    tuned: Path, base: Path, tmp_path: Path, samestep: Samestep
+) -> None:
     """When the run goes on, and when its checkpoint is opened; the checkpoint it began with may be named."""
     run = Path(shutil.copytree(tuned / "run-classification", tmp_path / "run"))
     began = load_weights(run).base.folder
     other = base / "checkpoints" / "step-00000008"
-    again = ["train", run / "config.yaml", f"output={run}", "training.steps=61", "schedule.warmup_steps=1"]
+    again = [
+        "train",
+        run / "config.yaml",
+        f"output={run}",
+        "training.steps=61",
+        "schedule.warmup_steps=1",
+    ]
     assert f"set init_from={began}" in samestep(*again, f"init_from={other}").message
     assert samestep(*again, f"init_from={began}").code == 0
-    full = ["train", tuned / "classification.yaml", f"output={tmp_path / 'full'}", f"init_from={run}"]
-    assert "holds a model with lora, and the experiment's has none" in samestep(*full, "model.peft=null").message
+    full = [
+        "train",
+        tuned / "classification.yaml",
+        f"output={tmp_path / 'full'}",
+        f"init_from={run}",
+    ]
+    assert (
+        "holds a model with lora, and the experiment's has none"
+        in samestep(*full, "model.peft=null").message
+    )
 
 
 def test_a_base_that_has_moved_is_found_beside_the_checkpoints(
@@ -318,21 +414,36 @@ def test_a_base_that_has_moved_is_found_beside_the_checkpoints(
 ) -> None:
     """As a link or a copy, if its content is what it was; every command and `init_from` find it there."""
     run = Path(shutil.copytree(tuned / "run-classification", tmp_path / "run"))
-    began, beside, moved = load_weights(run).base.folder, run / "checkpoints" / "base", tmp_path / "moved" / "base"
+    began, beside, moved = (
+        load_weights(run).base.folder,
+        run / "checkpoints" / "base",
+        tmp_path / "moved" / "base",
+    )
     scores = samestep("evaluate", run).out
     moved.parent.mkdir()
     began.rename(moved)
     try:
         message = samestep("evaluate", run).message
         assert "holds only what was trained" in message
-        assert f"bring back what {began} held, or copy that to {beside}, or put a link there" in message
+        assert (
+            f"bring back what {began} held, or copy that to {beside}, or put a link there"
+            in message
+        )
         beside.symlink_to(base / "checkpoints" / "step-00000008")
-        assert "does not hold the frozen weights that go with it" in samestep("evaluate", run).message
+        assert (
+            "does not hold the frozen weights that go with it" in samestep("evaluate", run).message
+        )
         beside.unlink()
         beside.symlink_to(moved)
         assert samestep("evaluate", run).out == scores
         more = ("training.steps=1", "schedule.warmup_steps=0", "training.evaluate_every=null")
-        again = ("train", run / "config.yaml", f"output={tmp_path / 'again'}", f"init_from={run}", *more)
+        again = (
+            "train",
+            run / "config.yaml",
+            f"output={tmp_path / 'again'}",
+            f"init_from={run}",
+            *more,
+        )
         assert samestep(*again).code == 0
         beside.unlink()
         shutil.copytree(moved, beside)

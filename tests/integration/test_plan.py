@@ -42,10 +42,15 @@ class Measured:
 def _measure(file: str, strategies: dict[str, str], counted: list[str]) -> Measured:
     world = World.start(600)
     world.connect("gloo")
-    experiments = {name: load(Experiment, file, [f"strategy={each}"]) for name, each in strategies.items()}
+    experiments = {
+        name: load(Experiment, file, [f"strategy={each}"]) for name, each in strategies.items()
+    }
     return Measured(
         {name: _hold(experiment, world) for name, experiment in experiments.items()},
-        [{name: _exchange(experiments[name], world, count) for name in counted} for count in (1, 2)],
+        [
+            {name: _exchange(experiments[name], world, count) for name in counted}
+            for count in (1, 2)
+        ],
     )
 
 
@@ -63,7 +68,9 @@ def _hold(experiment: Experiment, world: World) -> tuple[int, int, int]:
     batch = {key: torch.from_numpy(column) for key, column in columns.items()}
     for _ in range(2):
         with strategy.accumulate(last=True):
-            loss = objective.loss(wrapped, batch, {key: torch.ones(()) for key in objective.weights(columns)})
+            loss = objective.loss(
+                wrapped, batch, {key: torch.ones(()) for key in objective.weights(columns)}
+            )
             strategy.backward(loss.total)
         measured = held(strategy, model, optimizer)
         strategy.step(optimizer, strategy.clip_grad_norm(1.0))
@@ -83,7 +90,11 @@ def _exchange(experiment: Experiment, world: World, micro_batches: int) -> dict[
 def strategies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Of two processes; the last is stage 3 where no parameter is small enough to stay gathered."""
     none_small = tmp_path_factory.mktemp("zero") / "none_small.json"
-    keys = ("stage3_param_persistence_threshold", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size")
+    keys = (
+        "stage3_param_persistence_threshold",
+        "stage3_max_reuse_distance",
+        "stage3_prefetch_bucket_size",
+    )
     none_small.write_text(json.dumps({"zero_optimization": {"stage": 3, **dict.fromkeys(keys, 0)}}))
     made = {name: strategy for name, strategy in STRATEGIES.items() if name != "single"}
     return {**made, "zero3 of all": f"{{kind: deepspeed, stage: 3, config: {none_small}}}"}
@@ -91,18 +102,27 @@ def strategies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def bert(experiment_file: str, strategies: dict[str, str]) -> list[Measured]:
-    counted = [name for name in strategies if "fsdp" not in strategies[name]]  # fake processes can do the others
+    counted = [
+        name for name in strategies if "fsdp" not in strategies[name]
+    ]  # fake processes can do the others
     return run_ranks(2, _measure, experiment_file, strategies, counted, timeout=900)
 
 
 @pytest.fixture(scope="module")
 def t5(t5_experiment: str, strategies: dict[str, str]) -> list[Measured]:
     return run_ranks(
-        2, _measure, t5_experiment, {name: strategies[name] for name in ("fsdp", "zero3")}, [], timeout=900
+        2,
+        _measure,
+        t5_experiment,
+        {name: strategies[name] for name in ("fsdp", "zero3")},
+        [],
+        timeout=900,
     )
 
 
-@pytest.mark.parametrize(("recipe", "measured"), [("experiment_file", "bert"), ("t5_experiment", "t5")])
+@pytest.mark.parametrize(
+    ("recipe", "measured"), [("experiment_file", "bert"), ("t5_experiment", "t5")]
+)
 def test_what_processes_hold_is_what_was_planned(
     recipe: str, measured: str, strategies: dict[str, str], request: pytest.FixtureRequest
 ) -> None:
@@ -115,7 +135,9 @@ def test_what_processes_hold_is_what_was_planned(
         if name == "zero1":  # whole until they are reduced, and then as under the other stages
             gradients -= 4 * sum(each.elements for each in step.parameters.values())
         most = [max(each.held[name][kind] for each in processes) for kind in range(3)]
-        assert sum(most) == pytest.approx(planned.parameters + gradients + planned.optimizer, rel=0.02), (name, most)
+        assert sum(most) == pytest.approx(
+            planned.parameters + gradients + planned.optimizer, rel=0.02
+        ), (name, most)
 
 
 def test_what_processes_exchange_is_what_was_planned(
@@ -133,12 +155,16 @@ def _by_kind(collectives: list[Collective]) -> dict[str, int]:
     return {each.kind: each.nbytes for each in collectives}
 
 
-@pytest.mark.parametrize(("name", "replicas", "reshard"), [("fsdp", 1, "true"), ("hsdp", 64, "false")])
+@pytest.mark.parametrize(
+    ("name", "replicas", "reshard"), [("fsdp", 1, "true"), ("hsdp", 64, "false")]
+)
 def test_512_ranks_that_are_not_there_exchange_what_was_planned(
     experiment_file: str, name: str, replicas: int, reshard: str
 ) -> None:
     strategy = f"strategy={{kind: fsdp, replicas: {replicas}, reshard_after_forward: {reshard}}}"
     experiment = load(Experiment, experiment_file, [strategy])
-    counted = count_fake(experiment, experiment.resolved_phases()[0], experiment.strategy, 512, micro_batches=2)
+    counted = count_fake(
+        experiment, experiment.resolved_phases()[0], experiment.strategy, 512, micro_batches=2
+    )
     planned = divide(name, experiment, Step(experiment, on_cpu=True), 512).exchanged(2)
     assert dict(counted) == _by_kind(planned)

@@ -58,7 +58,9 @@ def cosine(peak: float, last: float, warmup: int, steps: int, first: float = 0.0
     def rate(step: int) -> float:
         if step < warmup:
             return peak * (first + (1 - first) * step / warmup)
-        return last + (peak - last) * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
+        return (
+            last + (peak - last) * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
+        )
 
     return rate
 
@@ -72,7 +74,13 @@ ADAM = {"kind": "adamw", "betas": (0.9, 0.98), "eps": 1e-6, "bias_correction": T
 ADAFACTOR = {
     "kind": "adafactor", "scale_by_rms": True, "clip_threshold": 1.0, "decay_rate": 0.8, "beta1": 0.0, "eps": 1e-30,
 }  # fmt: skip
-LAMB = {"kind": "lamb", "betas": (0.9, 0.999), "eps": 1e-6, "bias_correction": True, "max_trust_ratio": None}
+LAMB = {
+    "kind": "lamb",
+    "betas": (0.9, 0.999),
+    "eps": 1e-6,
+    "bias_correction": True,
+    "max_trust_ratio": None,
+}
 
 
 @dataclass(frozen=True)
@@ -107,12 +115,20 @@ LARGE = 336_226_108
 
 def ladder(batch: int, steps: int, peak: float, warmup: int) -> Promise:
     phases = ((steps * 9 // 10, batch, 128), (steps - steps * 9 // 10, batch, 512))
-    return Promise(LARGE, phases, decay(peak, warmup, steps, begin=0), optimizer={**LAMB, "variant": "paper"})
+    return Promise(
+        LARGE, phases, decay(peak, warmup, steps, begin=0), optimizer={**LAMB, "variant": "paper"}
+    )
 
 
 def t5(parameters: int, steps: int = 1_000_000, batch: int = 2048) -> Promise:
     return Promise(
-        parameters, ((steps, batch, 512),), inverse_sqrt, decay=0.0, clip=None, optimizer=ADAFACTOR, sides=(512, 114)
+        parameters,
+        ((steps, batch, 512),),
+        inverse_sqrt,
+        decay=0.0,
+        clip=None,
+        optimizer=ADAFACTOR,
+        sides=(512, 114),
     )
 
 
@@ -128,7 +144,11 @@ PROMISES = {
     "bert_large_lamb": Promise(
         LARGE,
         ((7038, 65_536, 128), (1563, 32_768, 512)),
-        in_turn(7038, decay(6e-3, 2001, 7038, 0.5, begin=0), decay(4e-3, 200, 1563, 0.5, first=7038, begin=0)),
+        in_turn(
+            7038,
+            decay(6e-3, 2001, 7038, 0.5, begin=0),
+            decay(4e-3, 200, 1563, 0.5, first=7038, begin=0),
+        ),
         optimizer={**LAMB, "variant": "nvidia"},
     ),
     "bert_large_lamb_512": ladder(512, 1_000_000, 5e-3 / 2**3.0, 3125),
@@ -161,13 +181,25 @@ PROMISES = {
         optimizer={**ADAM, "eps": 1e-12},
     ),
     "roberta_base": Promise(
-        124_697_433, ((500_000, 8192, 512),), decay(6e-4, 24_000, 500_000), clip=None, optimizer=ADAM
+        124_697_433,
+        ((500_000, 8192, 512),),
+        decay(6e-4, 24_000, 500_000),
+        clip=None,
+        optimizer=ADAM,
     ),
     "roberta_base_2k": Promise(
-        124_697_433, ((125_000, 2048, 512),), decay(5e-4, 10_000, 125_000), clip=None, optimizer=ADAM
+        124_697_433,
+        ((125_000, 2048, 512),),
+        decay(5e-4, 10_000, 125_000),
+        clip=None,
+        optimizer=ADAM,
     ),
     "roberta_large": Promise(
-        355_412_057, ((500_000, 8192, 512),), decay(4e-4, 30_000, 500_000), clip=None, optimizer=ADAM
+        355_412_057,
+        ((500_000, 8192, 512),),
+        decay(4e-4, 30_000, 500_000),
+        clip=None,
+        optimizer=ADAM,
     ),
     "t5_small": t5(60_506_624),
     "t5_base": t5(222_903_552),
@@ -184,7 +216,12 @@ PROMISES = {
         ((65_536, 128, 512),),
         cosine(2e-2, 1e-5, 10_000, 65_536, first=0.5),
         decay=0.0,
-        optimizer={"kind": "adamw_scale", "betas": (0.9, 0.999), "eps": 1e-6, "bias_correction": True},
+        optimizer={
+            "kind": "adamw_scale",
+            "betas": (0.9, 0.999),
+            "eps": 1e-6,
+            "bias_correction": True,
+        },
         sides=(512, 114),
     ),
     "gpt1": Promise(
@@ -226,7 +263,9 @@ def test_parameters_and_what_decays(name: str) -> None:
     assert sum(parameter.numel() for parameter in parameters.values()) == promise.parameters
 
     groups = experiment.optimizer.build(parameters.items()).param_groups
-    decays = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+    decays = {
+        id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]
+    }
     expected = {
         id(parameter): 0.0 if name.endswith("bias") or "norm" in name else promise.decay
         for name, parameter in parameters.items()
@@ -237,7 +276,10 @@ def test_parameters_and_what_decays(name: str) -> None:
 @recipes
 def test_batches_optimizer_and_clipping(name: str) -> None:
     experiment, promise = recipe(name), PROMISES[name]
-    found = [(p.end - p.first_step, p.global_batch_size, p.sequence_length) for p in experiment.resolved_phases()]
+    found = [
+        (p.end - p.first_step, p.global_batch_size, p.sequence_length)
+        for p in experiment.resolved_phases()
+    ]
     assert tuple(found) == promise.batches
     assert experiment.training.max_grad_norm == promise.clip
     kind = type(experiment.optimizer).__module__.rpartition(".")[2]
@@ -265,7 +307,10 @@ def test_share_of_tokens_that_is_predicted(name: str) -> None:
         spec = objective.pack_spec(phase.sequence_length)
         assert (spec.sides and spec.sides.size) == promise.sides
         batch = objective.collate(_examples(spec), spec.sequence_length)
-        predicted, room = batch["labels"][batch["weights"] > 0], spec.sequence_length - 3 * spec.prefix
+        predicted, room = (
+            batch["labels"][batch["weights"] > 0],
+            spec.sequence_length - 3 * spec.prefix,
+        )
         if promise.sides is not None:
             assert predicted.size == 8 * promise.sides[1]
             assert (batch["segments"] == 1).all()
@@ -276,7 +321,9 @@ def test_share_of_tokens_that_is_predicted(name: str) -> None:
 def vocabulary_of(size: int) -> Vocabulary:
     """All special tokens that any objective needs."""
     sentinels = tuple(range(size - 1, size - 101, -1))
-    return Vocabulary(size, 0, 1, 2, 3, special=(0, 1, 2, 3, *sentinels), eos=2, sentinels=sentinels)
+    return Vocabulary(
+        size, 0, 1, 2, 3, special=(0, 1, 2, 3, *sentinels), eos=2, sentinels=sentinels
+    )
 
 
 def _examples(spec: PackSpec) -> Examples:
@@ -296,7 +343,11 @@ def _examples(spec: PackSpec) -> Examples:
 
 
 ARCHITECTURES = Path("configs/t5_architectures")
-LAYER, CROSS, OTHER = 4 * 768**2 + 2 * 768 * 3072 + 2 * 768, 4 * 768**2 + 768, 32_128 * 768 + 32 * 12 + 768
+LAYER, CROSS, OTHER = (
+    4 * 768**2 + 2 * 768 * 3072 + 2 * 768,
+    4 * 768**2 + 768,
+    32_128 * 768 + 32 * 12 + 768,
+)
 PARAMETERS = {
     "encoder_decoder": 24 * LAYER + 12 * CROSS + OTHER + 32 * 12 + 768,
     "shared": 12 * LAYER + 12 * CROSS + OTHER + 32 * 12,
@@ -307,13 +358,19 @@ PARAMETERS = {
 
 
 def test_there_is_a_file_for_each_architecture_and_objective() -> None:
-    names = {f"{architecture}_{objective}" for architecture in PARAMETERS for objective in ("denoising", "lm")}
+    names = {
+        f"{architecture}_{objective}"
+        for architecture in PARAMETERS
+        for objective in ("denoising", "lm")
+    }
     assert names == {path.stem for path in ARCHITECTURES.glob("*.yaml")}
 
 
 @pytest.mark.parametrize("objective", ["denoising", "lm"])
 @pytest.mark.parametrize("architecture", PARAMETERS)
-def test_architectures_of_t5_train(architecture: str, objective: str, t5_experiment: str, tmp_path: Path) -> None:
+def test_architectures_of_t5_train(
+    architecture: str, objective: str, t5_experiment: str, tmp_path: Path
+) -> None:
     """Table 2 of Raffel et al. 2020: so many parameters, 128 texts of about 512 tokens a step. A small one trains."""
     file = str(ARCHITECTURES / f"{architecture}_{objective}.yaml")
     experiment = load(Experiment, file)
@@ -322,7 +379,11 @@ def test_architectures_of_t5_train(architecture: str, objective: str, t5_experim
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[architecture]
     assert experiment.objective.z_loss == 1e-4
 
-    text = experiment.objective.build(vocabulary_of(32_128)).pack_spec(experiment.data.sequence_length).sequence_length
+    text = (
+        experiment.objective.build(vocabulary_of(32_128))
+        .pack_spec(experiment.data.sequence_length)
+        .sequence_length
+    )
     texts = 568 if objective == "denoising" else 512
     assert text * experiment.training.global_batch_size == pytest.approx(128 * texts, rel=0.01)
 

@@ -63,7 +63,12 @@ def test_table(samestep: Samestep, finished_run: Path) -> None:
 def test_phases_and_long_rows(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
     """Step 11 is the third of a data order that began after the checkpoint, in a row of three steps."""
     phases = "phases=[{steps: 8}, {steps: 4, sequence_length: 16, global_batch_size: 7}]"
-    settings = [f"output={tmp_path}", "strategy=single", "checkpoint={every: 5, keep_last: 3}", "training.log_every=3"]
+    settings = [
+        f"output={tmp_path}",
+        "strategy=single",
+        "checkpoint={every: 5, keep_last: 3}",
+        "training.log_every=3",
+    ]
     assert samestep("train", experiment_file, *settings, phases).code == 0
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000010")
     for exact in ([], ["--exact"]):
@@ -75,7 +80,12 @@ def test_phases_and_long_rows(samestep: Samestep, experiment_file: str, tmp_path
 
 def test_after_a_skip(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
     """The batch that step 8 was taken with, that which was skipped, and a later one, whose numbers are shifted."""
-    settings = ["strategy=single", "data.threads=0", "checkpoint.every=5", "training.faults.action=skip"]
+    settings = [
+        "strategy=single",
+        "data.threads=0",
+        "checkpoint.every=5",
+        "training.faults.action=skip",
+    ]
     sick = "objective={kind: tests.sick_objective, sick: [75]}"
     assert samestep("train", experiment_file, f"output={tmp_path}", *settings, sick).code == 0
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000010")

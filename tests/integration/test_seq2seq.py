@@ -17,7 +17,9 @@ PREFIX = "turn around: "
 
 def sentences(count: int) -> list[tuple[str, str]]:
     """Sentences of three words, and the same turned around."""
-    texts = [[WORDS[(7 * i + step * (i // 10 + 1)) % 10] for step in range(3)] for i in range(count)]
+    texts = [
+        [WORDS[(7 * i + step * (i // 10 + 1)) % 10] for step in range(3)] for i in range(count)
+    ]
     return [(" ".join(text), " ".join(reversed(text))) for text in texts]
 
 
@@ -40,7 +42,11 @@ def build(corpus: Path, samestep: Samestep, tmp_path: Path):
     """Builds a dataset of pairs, with changed settings of the source."""
 
     def run(*overrides: str, **source: object):
-        settings = {"kind": "parallel_text", "source_paths": [f"{corpus}/train.en"], "prefix": PREFIX}
+        settings = {
+            "kind": "parallel_text",
+            "source_paths": [f"{corpus}/train.en"],
+            "prefix": PREFIX,
+        }
         settings |= {"target_paths": [f"{corpus}/train.de"]}
         config = {
             "source": source or settings,
@@ -75,7 +81,9 @@ checkpoint: {{every: 3}}
     return str(tmp_path / "experiment.yaml")
 
 
-def test_from_files_to_scores(samestep: Samestep, build, corpus: Path, experiment: str, tmp_path: Path) -> None:
+def test_from_files_to_scores(
+    samestep: Samestep, build, corpus: Path, experiment: str, tmp_path: Path
+) -> None:
     assert build().code == 0
     assert samestep("data", "inspect", tmp_path / "data").code == 0
     assert samestep("train", experiment).code == 0
@@ -83,7 +91,11 @@ def test_from_files_to_scores(samestep: Samestep, build, corpus: Path, experimen
     assert "verified" in samestep("ledger", "verify", run).out
     fed = samestep("ledger", "step", run, "2").out
     lines = {
-        name: {part.rpartition(":")[2] for part in fed.replace("\n", ", ").split(", ") if f"{name}:" in part}
+        name: {
+            part.rpartition(":")[2]
+            for part in fed.replace("\n", ", ").split(", ")
+            if f"{name}:" in part
+        }
         for name in ("train.en", "train.de")
     }
     assert lines["train.en"] == lines["train.de"] != set()
@@ -96,7 +108,12 @@ def test_from_files_to_scores(samestep: Samestep, build, corpus: Path, experimen
     assert scores.keys() == {"step", "pairs", "bleu", "chrf", "rouge_l"}
     assert (scores["step"], scores["pairs"]) == ("6", "7")
     assert all(0 <= float(scores[name]) <= 100 for name in ("bleu", "chrf", "rouge_l"))
-    assert samestep(*arguments, "--limit", "5", "--pairs", corpus / "train.en", corpus / "train.de").code == 0
+    assert (
+        samestep(
+            *arguments, "--limit", "5", "--pairs", corpus / "train.en", corpus / "train.de"
+        ).code
+        == 0
+    )
     rows = [json.loads(line) for line in (run / "scores.jsonl").read_text().splitlines()]
     assert [(row["step"], row["pairs"], row["of"]) for row in rows] == [
         (6, 7, f"{tmp_path}/data"),
@@ -107,7 +124,10 @@ def test_from_files_to_scores(samestep: Samestep, build, corpus: Path, experimen
     (trained,) = (row for row in read_rows(run / "metrics.jsonl") if "heldout/accuracy" in row)
     assert f"| token_accuracy | {trained['heldout/accuracy']:.6g} |" in card
     assert "| accuracy |" not in card
-    assert "Of 7 texts that it wrote for data, after step 6:\n\n| score | value |\n| --- | --- |\n| bleu | " in card
+    assert (
+        "Of 7 texts that it wrote for data, after step 6:\n\n| score | value |\n| --- | --- |\n| bleu | "
+        in card
+    )
     assert "Of 5 texts that it wrote for train.en, train.de, after step 6:" in card
     result = samestep("evaluate", run, "--generate", "beem=2")
     assert (result.code, "did you mean 'beams'" in result.message) == (2, True)
@@ -116,7 +136,9 @@ def test_from_files_to_scores(samestep: Samestep, build, corpus: Path, experimen
 
 
 @pytest.mark.parametrize("layout", ["prefix_lm", "language_model"])
-def test_a_decoder_alone_is_fine_tuned_as_well(samestep: Samestep, build, experiment: str, layout: str) -> None:
+def test_a_decoder_alone_is_fine_tuned_as_well(
+    samestep: Samestep, build, experiment: str, layout: str
+) -> None:
     assert build().code == 0
     changes = [f"model.architecture={layout}", f"objective.layout={layout}", "training.steps=2"]
     assert samestep("train", experiment, *changes, "data.packing=padded").code == 0
@@ -129,12 +151,20 @@ def test_long_texts_are_cut_for_training_and_compared_whole(
     from trainer.inference.scores import heldout_pairs
 
     assert build().code == 0
-    cut = ["objective.truncate_sources=true", "objective.truncate_targets=true", "objective.target_length=3"]
-    assert samestep("train", experiment, *cut, "data.sequence_length=6", "training.steps=3").code == 0
+    cut = [
+        "objective.truncate_sources=true",
+        "objective.truncate_targets=true",
+        "objective.target_length=3",
+    ]
+    assert (
+        samestep("train", experiment, *cut, "data.sequence_length=6", "training.steps=3").code == 0
+    )
     run = tmp_path / "run"
     assert samestep("train", run / "config.yaml", "training.steps=6").code == 0
     assert "verified" in samestep("ledger", "verify", run).out
-    scored = samestep("evaluate", run, "--generate", "max_new_tokens=6", "--metrics", "accuracy", "--limit", "7")
+    scored = samestep(
+        "evaluate", run, "--generate", "max_new_tokens=6", "--metrics", "accuracy", "--limit", "7"
+    )
     assert scored.code == 0
     assert "7 of 7 sources are longer than 5 tokens and lose their end" in scored.err
     whole = {target for _, target in sentences(400)}
@@ -146,7 +176,8 @@ def test_files_of_different_length(samestep: Samestep, build, corpus: Path, tmp_
     result = build(f"source.target_paths=[{tmp_path / 'short.de'}]")
     assert result.code == 1
     assert (
-        f"{corpus}/train.en has 400 lines and {tmp_path}/short.de 399: line 400 of {corpus}/train.en" in result.message
+        f"{corpus}/train.en has 400 lines and {tmp_path}/short.de 399: line 400 of {corpus}/train.en"
+        in result.message
     )
 
 
@@ -155,10 +186,17 @@ def test_empty_lines(samestep: Samestep, build, corpus: Path, tmp_path: Path) ->
     gap = f"source.target_paths=[{tmp_path / 'gap.de'}]"
     result = build(gap)
     assert result.code == 1
-    assert f"{corpus}/train.en:7: empty target; correct it, or leave such documents out" in result.message
+    assert (
+        f"{corpus}/train.en:7: empty target; correct it, or leave such documents out"
+        in result.message
+    )
     assert build(gap, "on_error=skip").code == 0
     (rejected,) = (tmp_path / "data" / "rejected.jsonl").read_text().splitlines()
-    assert json.loads(rejected) == {"file": f"{corpus}/train.en", "line": 7, "reason": "empty target"}
+    assert json.loads(rejected) == {
+        "file": f"{corpus}/train.en",
+        "line": 7,
+        "reason": "empty target",
+    }
 
 
 @pytest.mark.parametrize(
@@ -169,14 +207,26 @@ def test_empty_lines(samestep: Samestep, build, corpus: Path, tmp_path: Path) ->
             1,
             ["train.en:", "the target takes", "objective.target_length is 3", "raise it to"],
         ),
-        ("data.sequence_length=6", 1, ["train.en:", "the source takes", "set objective.truncate_sources=true"]),
-        ("data.packing=concat", 2, ["pairs of texts and data.packing is concat", "data.packing=best_fit"]),
+        (
+            "data.sequence_length=6",
+            1,
+            ["train.en:", "the source takes", "set objective.truncate_sources=true"],
+        ),
+        (
+            "data.packing=concat",
+            2,
+            ["pairs of texts and data.packing is concat", "data.packing=best_fit"],
+        ),
         (
             "model.architecture=prefix_lm",
             2,
             ["the objective, seq2seq, needs target_tokens", "objective.layout=prefix_lm"],
         ),
-        ("objective={kind: span_corruption, mean_span_length: 1, noise_density: 0.5}", 2, ["spans", "sentinels"]),
+        (
+            "objective={kind: span_corruption, mean_span_length: 1, noise_density: 0.5}",
+            2,
+            ["spans", "sentinels"],
+        ),
     ],
 )
 def test_settings_that_do_not_fit_the_pairs(
@@ -189,7 +239,9 @@ def test_settings_that_do_not_fit_the_pairs(
     assert all(word in result.message for word in words), result.message
 
 
-def test_documents_instead_of_pairs(samestep: Samestep, build, corpus: Path, experiment: str) -> None:
+def test_documents_instead_of_pairs(
+    samestep: Samestep, build, corpus: Path, experiment: str
+) -> None:
     assert build("heldout_fraction=0", kind="text", paths=[f"{corpus}/train.en"]).code == 0
     result = samestep("train", experiment)
     assert result.code == 1
@@ -204,8 +256,13 @@ def test_a_tokenizer_without_sentinels(
     plain.mkdir()
     for file in settings.parent.iterdir():
         (plain / file.name).write_bytes(file.read_bytes())
-    (plain / settings.name).write_text(json.dumps({**json.loads(settings.read_text()), "extra_ids": 0}))
+    (plain / settings.name).write_text(
+        json.dumps({**json.loads(settings.read_text()), "extra_ids": 0})
+    )
     assert build(f"tokenizer.path={plain}").code == 0
     result = samestep("train", experiment, "objective={kind: span_corruption}")
     assert result.code == 2
-    assert "needs a tokenizer with sentinels (<extra_id_0>, ...), and this one has none" in result.message
+    assert (
+        "needs a tokenizer with sentinels (<extra_id_0>, ...), and this one has none"
+        in result.message
+    )

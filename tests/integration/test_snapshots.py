@@ -45,7 +45,11 @@ def arguments(tmp_path: Path, experiment_file: str) -> list[str]:
     (tmp_path / "own").mkdir()
     (tmp_path / "hold").touch()
     (tmp_path / "own" / "slow.py").write_text(SLOW_OBJECTIVE)
-    settings = [f"output={tmp_path / 'run'}", "objective=own.slow", f"checkpoint.snapshot_every={EVERY}"]
+    settings = [
+        f"output={tmp_path / 'run'}",
+        "objective=own.slow",
+        f"checkpoint.snapshot_every={EVERY}",
+    ]
     return ["train", experiment_file, *settings]
 
 
@@ -61,14 +65,18 @@ def assert_went_on_from_memory(run: Path, killed_at: int, undisturbed: Path) -> 
     starts = [json.loads(line)["step"] for line in (run / "starts.jsonl").read_text().splitlines()]
     assert starts[0] == 0
     # A machine that came late has made the run start anew as well.
-    assert killed_at - 2 * EVERY <= starts[-1] < STEPS, "the newest snapshot; if that was cut short, the one before"
+    assert killed_at - 2 * EVERY <= starts[-1] < STEPS, (
+        "the newest snapshot; if that was cut short, the one before"
+    )
     assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-5)
     saved = {path.name for path in (run / "checkpoints").glob("step-*")}
     # Where a machine came late, there is one of the step at which the other one stopped for it, too.
     assert saved - {f"step-{step:08d}" for step in starts[1:-1]} == {f"step-{STEPS:08d}"}
 
 
-def test_a_killed_worker(start: Start, arguments: list[str], finished_run: Path, tmp_path: Path) -> None:
+def test_a_killed_worker(
+    start: Start, arguments: list[str], finished_run: Path, tmp_path: Path
+) -> None:
     process = start(*arguments, "--processes", 2, "--elastic", 1)
     killed_at = step_after(process, tmp_path / "run", 6)
     os.kill(process.workers[1], signal.SIGKILL)
@@ -78,7 +86,9 @@ def test_a_killed_worker(start: Start, arguments: list[str], finished_run: Path,
     assert not process.leftovers
 
 
-def test_a_killed_machine(start: Start, arguments: list[str], finished_run: Path, tmp_path: Path) -> None:
+def test_a_killed_machine(
+    start: Start, arguments: list[str], finished_run: Path, tmp_path: Path
+) -> None:
     """What the other one holds is enough, and that goes on alone."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -101,4 +111,7 @@ def test_a_killed_machine(start: Start, arguments: list[str], finished_run: Path
 def test_without_a_place_to_keep_them(samestep: Samestep, arguments: list[str]) -> None:
     result = samestep(*arguments, "objective=mlm", "training.steps=5")
     assert result.code == 0
-    assert "no snapshots are taken: only `samestep train --elastic` has a place to keep them" in result.err
+    assert (
+        "no snapshots are taken: only `samestep train --elastic` has a place to keep them"
+        in result.err
+    )

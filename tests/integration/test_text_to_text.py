@@ -23,12 +23,19 @@ STEPS = 6
 def t5_run(t5_experiment: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run."""
     run = tmp_path_factory.mktemp("runs") / "t5"
-    changes = [f"output={run}", f"training.steps={STEPS}", f"training.evaluate_every={STEPS}", "checkpoint.every=3"]
+    changes = [
+        f"output={run}",
+        f"training.steps={STEPS}",
+        f"training.evaluate_every={STEPS}",
+        "checkpoint.every=3",
+    ]
     assert train(load(Experiment, t5_experiment, changes)) == 0
     return run
 
 
-def test_a_step_has_the_tokens_of_both_sides(samestep: Samestep, t5_experiment: str, tmp_path: Path) -> None:
+def test_a_step_has_the_tokens_of_both_sides(
+    samestep: Samestep, t5_experiment: str, tmp_path: Path
+) -> None:
     result = samestep("train", t5_experiment, f"output={tmp_path}", "training.steps=4")
     assert "10 examples x (64 + 14) = 780 tokens a step" in result.err
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -37,7 +44,9 @@ def test_a_step_has_the_tokens_of_both_sides(samestep: Samestep, t5_experiment: 
     assert all(0 < row["data/padding_fraction"] < 0.2 for row in rows)
 
 
-def test_the_ledger_proves_both_sides_and_a_step_is_made_again(samestep: Samestep, t5_run: Path) -> None:
+def test_the_ledger_proves_both_sides_and_a_step_is_made_again(
+    samestep: Samestep, t5_run: Path
+) -> None:
     verified = samestep("ledger", "verify", t5_run)
     assert verified.code == 0, verified.err
     replayed = samestep("replay", t5_run, 5, "--json")
@@ -54,11 +63,17 @@ def test_it_scores_held_out_text_as_it_did_in_training(samestep: Samestep, t5_ru
     result = samestep("evaluate", t5_run)
     assert result.code == 0, result.err
     rows = [json.loads(line) for line in (t5_run / "metrics.jsonl").read_text().splitlines()]
-    (trained,) = [row["heldout/loss"] for row in rows if "heldout/loss" in row and row["step"] == STEPS]
-    assert float(dict(line.split() for line in result.out.splitlines())["loss"]) == pytest.approx(trained, rel=1e-4)
+    (trained,) = [
+        row["heldout/loss"] for row in rows if "heldout/loss" in row and row["step"] == STEPS
+    ]
+    assert float(dict(line.split() for line in result.out.splitlines())["loss"]) == pytest.approx(
+        trained, rel=1e-4
+    )
 
 
-def test_it_becomes_a_model_of_transformers(samestep: Samestep, t5_run: Path, tmp_path: Path) -> None:
+def test_it_becomes_a_model_of_transformers(
+    samestep: Samestep, t5_run: Path, tmp_path: Path
+) -> None:
     assert samestep("export", t5_run, tmp_path / "exported").code == 0
     model = T5ForConditionalGeneration.from_pretrained(tmp_path / "exported")
     assert torch.isfinite(model(torch.tensor([[5, 6, 1]]), labels=torch.tensor([[7, 1]])).loss)
@@ -86,18 +101,33 @@ def test_sources_are_shown_with_their_targets(samestep: Samestep, t5_experiment:
     dataset = Path(t5_experiment).parent / "dataset"
     for layout in ("encoder_decoder", "language_model"):
         shown = samestep(
-            "data", "show", dataset, "--objective", t5_experiment, f"objective.layout={layout}", "--count", 3
+            "data",
+            "show",
+            dataset,
+            "--objective",
+            t5_experiment,
+            f"objective.layout={layout}",
+            "--count",
+            3,
         )
         sources = re.findall(r"^  (.*)</s>$", shown.out, re.MULTILINE)
         targets = re.findall(r"^→ (.*)</s>$", shown.out, re.MULTILINE)
         assert len(sources) == len(targets) >= 3
         for source, target in zip(sources, targets, strict=True):
-            assert re.findall("<extra_id_[0-9]+>", source) == re.findall("<extra_id_[0-9]+>", target) != []
+            assert (
+                re.findall("<extra_id_[0-9]+>", source)
+                == re.findall("<extra_id_[0-9]+>", target)
+                != []
+            )
 
 
-def test_text_is_shown_as_it_is_where_every_token_is_predicted(samestep: Samestep, t5_experiment: str) -> None:
+def test_text_is_shown_as_it_is_where_every_token_is_predicted(
+    samestep: Samestep, t5_experiment: str
+) -> None:
     dataset = Path(t5_experiment).parent / "dataset"
-    shown = samestep("data", "show", dataset, "--objective", t5_experiment, *TASKS["causal_lm"], "--count", 20).out
+    shown = samestep(
+        "data", "show", dataset, "--objective", t5_experiment, *TASKS["causal_lm"], "--count", 20
+    ).out
     assert "62 predicted" in shown
     assert "→" not in shown.partition("example 0")[2]
 
@@ -114,7 +144,10 @@ def test_text_is_shown_as_it_is_where_every_token_is_predicted(samestep: Sameste
             "offers hidden, target_tokens; set model.architecture=prefix_lm or objective",
         ),
         (["objective=causal_lm"], "set model.architecture=language_model, or choose"),
-        ([*TASKS["causal_lm"], "objective={kind: prefix_lm, layout: prefix_lm}"], "choose another model or objective"),
+        (
+            [*TASKS["causal_lm"], "objective={kind: prefix_lm, layout: prefix_lm}"],
+            "choose another model or objective",
+        ),
         (["data.packing=pairs"], "by token types, and the model has none"),
         (["data.sequence_length=2000"], "sentinels"),
     ],

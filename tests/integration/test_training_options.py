@@ -30,7 +30,12 @@ from trainer.training.experiment import Experiment
     ],
 )
 def test_option(
-    samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path, override: str, tolerance: float
+    samestep: Samestep,
+    experiment_file: str,
+    finished_run: Path,
+    tmp_path: Path,
+    override: str,
+    tolerance: float,
 ) -> None:
     assert samestep("train", experiment_file, f"output={tmp_path}", override).code == 0
     run, plain = list(losses(tmp_path).values()), list(losses(finished_run).values())
@@ -39,18 +44,29 @@ def test_option(
         assert run != plain
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
-def test_compile(samestep: Samestep, experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU"
+)
+def test_compile(
+    samestep: Samestep, experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Activation checkpointing with it, as that is the harder case."""
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # Ten long rows always need a mask; a second graph, without one, would take as long again.
-    settings = ["data.sequence_length=128", "model.max_positions=128", "training.micro_batch_size=10"]
+    settings = [
+        "data.sequence_length=128",
+        "model.max_positions=128",
+        "training.micro_batch_size=10",
+    ]
     settings += ["model.layers=1", "training.steps=6"]
     for name, more in (
         ("plain", []),
         ("compiled", ["training.compile=true", "training.activation_checkpointing=true"]),
     ):
-        assert samestep("train", experiment_file, f"output={tmp_path / name}", *settings, *more).code == 0
+        assert (
+            samestep("train", experiment_file, f"output={tmp_path / name}", *settings, *more).code
+            == 0
+        )
     compiled, plain = losses(tmp_path / "compiled"), losses(tmp_path / "plain")
     np.testing.assert_allclose(list(compiled.values()), list(plain.values()), rtol=1e-5)
 
@@ -69,7 +85,10 @@ VARIANTS = {
 
 def test_every_variant_learns(experiment_file: str, tmp_path: Path) -> None:
     """All in one process, as each takes a second."""
-    runs = [[f"output={tmp_path / name}", "optimizer.lr=1e-2", *settings] for name, settings in VARIANTS.items()]
+    runs = [
+        [f"output={tmp_path / name}", "optimizer.lr=1e-2", *settings]
+        for name, settings in VARIANTS.items()
+    ]
     (traces,) = run_ranks(1, train_all, experiment_file, runs)
     for name, trace in zip(VARIANTS, traces, strict=True):
         assert np.mean(trace[-3:]) < np.mean(trace[:3]) - 0.05, f"{name}: {trace}"
@@ -93,7 +112,9 @@ def test_fewer_heldout_examples_than_replicas(
     whole = Shard.open(folder / manifest.splits["heldout"][0].name, manifest.token_dtype)
     shortest = int(whole.length.argmin())
     tokens = whole.tokens[whole.start[shortest] :][: whole.length[shortest]]
-    shard = write_shard(folder / "heldout-one.tar", [tokens], whole.origin[:1], manifest.token_dtype)
+    shard = write_shard(
+        folder / "heldout-one.tar", [tokens], whole.origin[:1], manifest.token_dtype
+    )
     dataclasses.replace(manifest, splits={**manifest.splits, "heldout": (shard,)}).save(folder)
 
     overrides = [f"output={finished_run}", f"data.path={folder}"]

@@ -40,7 +40,13 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def settings(experiment_file: str, tmp_path: Path) -> list[str]:
     """The arguments of a run in the folder `run` that W&B is told of."""
-    return ["train", experiment_file, f"output={tmp_path / 'run'}", "tracking.wandb={}", "data.threads=0"]
+    return [
+        "train",
+        experiment_file,
+        f"output={tmp_path / 'run'}",
+        "tracking.wandb={}",
+        "data.threads=0",
+    ]
 
 
 def starts_of(run: Path) -> list[dict[str, Any]]:
@@ -48,7 +54,11 @@ def starts_of(run: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_that_is_cut_and_requeued_is_one_run(
-    start: Start, samestep: Samestep, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start,
+    samestep: Samestep,
+    settings: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = tmp_path / "run"
     monkeypatch.setenv("SAMESTEP_JOB", "42")
@@ -85,7 +95,9 @@ def test_a_run_that_is_cut_and_requeued_is_one_run(
     )
 
 
-def test_without_a_cluster_the_node_is_this_one(samestep: Samestep, settings: list[str], tmp_path: Path) -> None:
+def test_without_a_cluster_the_node_is_this_one(
+    samestep: Samestep, settings: list[str], tmp_path: Path
+) -> None:
     assert samestep(*settings, "training.steps=4").code == 0
     assert ended(tmp_path / "run") == [0]
     summary = offline_summary(tmp_path / "run")
@@ -95,7 +107,9 @@ def test_without_a_cluster_the_node_is_this_one(samestep: Samestep, settings: li
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_failure_is_told(start: Start, settings: list[str], tmp_path: Path, processes: int) -> None:
+def test_a_failure_is_told(
+    start: Start, settings: list[str], tmp_path: Path, processes: int
+) -> None:
     """A global batch has 10 examples: step 3 takes 20 to 29. Workers end at once, without Python's farewells."""
     sick = "objective={kind: tests.sick_objective, sick: [25]}"
     process = start(*settings, sick, "training.faults.sigma=6", "--processes", processes)
@@ -104,12 +118,17 @@ def test_a_failure_is_told(start: Start, settings: list[str], tmp_path: Path, pr
     assert ended(tmp_path / "run") == [1]
     (alert,) = offline_alerts(tmp_path / "run")
     assert alert[:2] == ("ERROR", "The run has failed")
-    assert alert[2].startswith("step 3 was not taken: the gradient norm is nan, twice over. Its examples, by loss: ")
+    assert alert[2].startswith(
+        "step 3 was not taken: the gradient norm is nan, twice over. Its examples, by loss: "
+    )
     assert alert[2] == result.message.splitlines()[0]
 
 
 def test_skipped_spike(samestep: Samestep, settings: list[str], tmp_path: Path) -> None:
-    spike = ["objective={kind: tests.sick_objective, sick: [75], factor: 100}", "checkpoint.every=5"]
+    spike = [
+        "objective={kind: tests.sick_objective, sick: [75], factor: 100}",
+        "checkpoint.every=5",
+    ]
     faults = "training.faults={action: skip, sigma: 50, window: 5}"
     assert samestep(*settings, *spike, faults).code == 0
     assert ended(tmp_path / "run") == [0]
@@ -127,7 +146,9 @@ def test_skipped_spike(samestep: Samestep, settings: list[str], tmp_path: Path) 
 def test_rewind(samestep: Samestep, settings: list[str], tmp_path: Path) -> None:
     """W&B's run is opened anew then, and offline that is all that is kept."""
     sick = "objective={kind: tests.sick_objective, sick: [75]}"
-    result = samestep(*settings, sick, "checkpoint.every=3", "training.faults={action: rewind, around: 1}")
+    result = samestep(
+        *settings, sick, "checkpoint.every=3", "training.faults={action: rewind, around: 1}"
+    )
     assert result.code == 0, result.err
     assert ended(tmp_path / "run") == [0]
     (alert,) = offline_alerts(tmp_path / "run")
@@ -157,7 +178,9 @@ class Objective(mlm.MaskedLM):
 """
 
 
-@pytest.mark.parametrize(("processes", "hangs", "where"), [(1, 0, "forward"), (2, 1, "waiting in all_reduce")])
+@pytest.mark.parametrize(
+    ("processes", "hangs", "where"), [(1, 0, "forward"), (2, 1, "waiting in all_reduce")]
+)
 def test_a_hang_is_told(
     start: Start,
     settings: list[str],
@@ -183,18 +206,24 @@ def test_a_hang_is_told(
     assert str(tmp_path / "run" / "stacks") in alert[2]
 
 
-def test_sweep(samestep: Samestep, experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep(
+    samestep: Samestep, experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """W&B's own agent runs two trials of the sweep's file; only the server that would choose them is missing."""
     from wandb.wandb_agent import Agent
 
     (tmp_path / "configs" / "debug").mkdir(parents=True)
-    (tmp_path / "configs" / "debug" / "bert_mini.yaml").write_text(Path(experiment_file).read_text())
+    (tmp_path / "configs" / "debug" / "bert_mini.yaml").write_text(
+        Path(experiment_file).read_text()
+    )
     monkeypatch.chdir(tmp_path)
     for name, value in (
         ("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"),
         ("WANDB_SWEEP_ID", "sweep"),
         ("WANDB_DIR", str(tmp_path)),
-        *((name, "") for name in ("WANDB_RUN_ID", "WANDB_SWEEP_PARAM_PATH")),  # which the agent sets
+        *(
+            (name, "") for name in ("WANDB_RUN_ID", "WANDB_SWEEP_PARAM_PATH")
+        ),  # which the agent sets
     ):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("WANDB_RUN_ID")
@@ -216,7 +245,10 @@ def test_sweep(samestep: Samestep, experiment_file: str, tmp_path: Path, monkeyp
         assert config["optimizer"]["lr"] == config["optimizer.lr"] == rate
         assert config["schedule"]["warmup_steps"] == 2
         assert [row["_step"] for row in offline_rows(run)] == list(range(1, 13))
-    assert sorted(path.name for path in (tmp_path / "runs" / "sweep").iterdir()) == ["trial1", "trial2"]
+    assert sorted(path.name for path in (tmp_path / "runs" / "sweep").iterdir()) == [
+        "trial1",
+        "trial2",
+    ]
 
     # A finished trial's folder, too, which would otherwise be left as it is, and counted as this trial's success.
     result = samestep("train", experiment_file, "output=runs/sweep/trial1", "tracking.wandb={}")

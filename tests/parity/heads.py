@@ -43,18 +43,29 @@ class Pair:
         """Logits as `transformers` shapes them, of starts and ends [B, S, 2]."""
         raise NotImplementedError
 
-    def theirs(self, batch: dict[str, Tensor], model: PreTrainedModel | None = None, **labels: Tensor) -> Any:
+    def theirs(
+        self, batch: dict[str, Tensor], model: PreTrainedModel | None = None, **labels: Tensor
+    ) -> Any:
         """What theirs gives, or another model of its kind."""
         raise NotImplementedError
 
-    def their_logits(self, batch: dict[str, Tensor], model: PreTrainedModel | None = None) -> Tensor:
+    def their_logits(
+        self, batch: dict[str, Tensor], model: PreTrainedModel | None = None
+    ) -> Tensor:
         out = self.theirs(batch, model)
-        return torch.stack([out.start_logits, out.end_logits], -1) if self.head == "question_answering" else out.logits
+        return (
+            torch.stack([out.start_logits, out.end_logits], -1)
+            if self.head == "question_answering"
+            else out.logits
+        )
 
 
 def names_of(labels: tuple[str, ...]) -> dict[str, Any]:
     """Labels as settings of `transformers`; none where there are none."""
-    names = {"id2label": dict(enumerate(labels)), "label2id": {label: n for n, label in enumerate(labels)}}
+    names = {
+        "id2label": dict(enumerate(labels)),
+        "label2id": {label: n for n, label in enumerate(labels)},
+    }
     return names if labels else {}
 
 
@@ -80,7 +91,10 @@ def assert_logits_are_equal(pair: Pair, batch: dict[str, Tensor]) -> None:
 
 
 def assert_losses_and_gradients_are_equal(
-    pair: Pair, batch: dict[str, Tensor], spans: tuple[list[int], list[int]], untagged: slice | None = None
+    pair: Pair,
+    batch: dict[str, Tensor],
+    spans: tuple[list[int], list[int]],
+    untagged: slice | None = None,
 ) -> None:
     """Args: spans are the answers' first and last cells; untagged are cells without a tag."""
     logits = pair.ours(batch)
@@ -102,14 +116,20 @@ def assert_losses_and_gradients_are_equal(
     close(ours, theirs)
     ours.backward()
     theirs.backward()
-    expected = pair.config.import_tensors({name: p.grad for name, p in pair.reference.named_parameters()})
+    expected = pair.config.import_tensors(
+        {name: p.grad for name, p in pair.reference.named_parameters()}
+    )
     close({name: p.grad for name, p in pair.model.named_parameters()}, expected)
 
 
-def assert_transformers_loads_what_we_export(pair: Pair, batch: dict[str, Tensor], folder: Path) -> PreTrainedModel:
+def assert_transformers_loads_what_we_export(
+    pair: Pair, batch: dict[str, Tensor], folder: Path
+) -> PreTrainedModel:
     """Exports ours into the folder, and returns what transformers loads."""
     _, name, labels = TASKS[pair.task]
-    save_folder(folder, pair.config.to_huggingface(), pair.config.export_tensors(pair.model.state_dict()))
+    save_folder(
+        folder, pair.config.to_huggingface(), pair.config.export_tensors(pair.model.state_dict())
+    )
     auto = getattr(transformers, f"AutoModelFor{name}")
     theirs, report = auto.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
@@ -121,5 +141,7 @@ def assert_transformers_loads_what_we_export(pair: Pair, batch: dict[str, Tensor
     close(pair.their_logits(batch, theirs.eval()), pair.their_logits(batch))
     again, same = load(type(pair.config), folder)
     assert again == pair.config
-    assert all(torch.equal(same.state_dict()[key], value) for key, value in pair.model.state_dict().items())
+    assert all(
+        torch.equal(same.state_dict()[key], value) for key, value in pair.model.state_dict().items()
+    )
     return theirs

@@ -53,7 +53,9 @@ def compare(name: str) -> str:
     """A row of the table."""
     config, generator = MODELS[name], torch.Generator().manual_seed(0)
     two_stacks = config.is_encoder_decoder
-    auto: Any = transformers.AutoModelForSeq2SeqLM if two_stacks else transformers.AutoModelForCausalLM
+    auto: Any = (
+        transformers.AutoModelForSeq2SeqLM if two_stacks else transformers.AutoModelForCausalLM
+    )
     torch.manual_seed(0)
     theirs: PreTrainedModel = auto.from_config(config).eval()
     if name == "t5-v1_1-small":  # which transformers unties only when it loads
@@ -65,7 +67,9 @@ def compare(name: str) -> str:
         ours = weights.config.build().eval()
         ours.load_state_dict(dict(weights.tensors))
     tokens = torch.randint(2, config.vocab_size, (2, 256), generator=generator)
-    labels = torch.randint(2, config.vocab_size, (2, 64), generator=generator) if two_stacks else tokens
+    labels = (
+        torch.randint(2, config.vocab_size, (2, 64), generator=generator) if two_stacks else tokens
+    )
     start = F.pad(labels[:, :-1], (1, 0))
     if two_stacks:
         logits = [
@@ -74,11 +78,16 @@ def compare(name: str) -> str:
         ]
     else:
         positions = torch.arange(256).expand(2, -1)
-        logits = [theirs(input_ids=tokens).logits, predict(ours, tokens=tokens, positions=positions)]
+        logits = [
+            theirs(input_ids=tokens).logits,
+            predict(ours, tokens=tokens, positions=positions),
+        ]
     losses = [F.cross_entropy(each.flatten(0, 1), labels.flatten()) for each in logits]
     for loss in losses:
         loss.backward()
-    expected = weights.config.import_tensors({key: value.grad for key, value in theirs.named_parameters()})
+    expected = weights.config.import_tensors(
+        {key: value.grad for key, value in theirs.named_parameters()}
+    )
     gradients = max(difference(value.grad, expected[key]) for key, value in ours.named_parameters())
     equal = torch.equal(ours_greedy(ours, tokens, two_stacks), theirs_greedy(theirs, tokens))
     count = sum(parameter.numel() for parameter in ours.parameters())
@@ -89,7 +98,11 @@ def compare(name: str) -> str:
 
 def theirs_greedy(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     return model.generate(
-        input_ids=tokens, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+        input_ids=tokens,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
     )[:, -NEW_TOKENS:]
 
 
@@ -98,7 +111,9 @@ def ours_greedy(model: Any, tokens: Tensor, two_stacks: bool) -> Tensor:
         begin = torch.zeros(2, 1, dtype=torch.int64)
         logits, cache = model.start(Inputs(tokens, target_tokens=begin), NEW_TOKENS)
     else:
-        logits, cache = model.start(Inputs(tokens, torch.ones_like(tokens)), tokens.shape[1] + NEW_TOKENS)
+        logits, cache = model.start(
+            Inputs(tokens, torch.ones_like(tokens)), tokens.shape[1] + NEW_TOKENS
+        )
     chosen = [logits.argmax(-1)]
     while len(chosen) < NEW_TOKENS:
         chosen.append(model.step(chosen[-1], cache).argmax(-1))

@@ -8,7 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, BertConfig, BertForPreTraining
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    BertConfig,
+    BertForPreTraining,
+)
 
 from tests.outputs import outputs, predict
 from trainer.checkpoint.huggingface import load_folder, save_folder
@@ -62,7 +67,9 @@ def batch() -> dict[str, torch.Tensor]:
         random=np.array([True, False, False, True, True, False]),
     )
     objective = mlm_nsp.Config().build(Vocabulary(500, PAD, CLS, SEP, MASK, (PAD, CLS, SEP, MASK)))
-    return {name: torch.from_numpy(array) for name, array in objective.collate(examples, 24).items()}
+    return {
+        name: torch.from_numpy(array) for name, array in objective.collate(examples, 24).items()
+    }
 
 
 def whole_rows(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -96,8 +103,12 @@ def test_logits_losses_and_gradients_are_equal(reference, batch, tmp_path):
     totals = {name: torch.tensor(value) for name, value in objective.weights(batch).items()}
     loss = objective.loss(model, batch, totals)
     torch.testing.assert_close(loss.total, theirs.loss, rtol=1e-5, atol=1e-5)
-    next_loss = torch.nn.functional.cross_entropy(theirs.seq_relationship_logits, batch["next_labels"])
-    torch.testing.assert_close(loss.metrics["nsp_loss"][0] / 6, next_loss.detach(), rtol=1e-5, atol=1e-5)
+    next_loss = torch.nn.functional.cross_entropy(
+        theirs.seq_relationship_logits, batch["next_labels"]
+    )
+    torch.testing.assert_close(
+        loss.metrics["nsp_loss"][0] / 6, next_loss.detach(), rtol=1e-5, atol=1e-5
+    )
 
     loss.total.backward()
     theirs.loss.backward()
@@ -108,12 +119,20 @@ def test_logits_losses_and_gradients_are_equal(reference, batch, tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformers_loads_what_we_export(batch, tmp_path, tied):
-    config = bert.Config(vocab_size=500, layers=2, width=48, heads=4, ffn_width=96, max_positions=40, tied=tied)
+    config = bert.Config(
+        vocab_size=500, layers=2, width=48, heads=4, ffn_width=96, max_positions=40, tied=tied
+    )
     config = replace(config, nsp=True)
     model = config.build().eval()
-    save_folder(tmp_path / "ours", config.to_huggingface(), config.export_tensors(model.state_dict()))
-    assert json.loads((tmp_path / "ours" / "config.json").read_text())["architectures"] == ["BertForPreTraining"]
-    theirs, report = AutoModelForPreTraining.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    save_folder(
+        tmp_path / "ours", config.to_huggingface(), config.export_tensors(model.state_dict())
+    )
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["architectures"] == [
+        "BertForPreTraining"
+    ]
+    theirs, report = AutoModelForPreTraining.from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
     assert not any(report.values()), report
     assert type(theirs) is BertForPreTraining
     found = theirs.eval()(**their_inputs(batch))
@@ -121,8 +140,12 @@ def test_transformers_loads_what_we_export(batch, tmp_path, tied):
     torch.testing.assert_close(next_logits, found.seq_relationship_logits, rtol=1e-5, atol=1e-5)
     again, same = load(tmp_path / "ours")
     assert again == config
-    assert all(torch.equal(same.state_dict()[name], value) for name, value in model.state_dict().items())
-    assert AutoModelForMaskedLM.from_pretrained(tmp_path / "ours").config.hidden_size == 48  # it is a masked LM, too
+    assert all(
+        torch.equal(same.state_dict()[name], value) for name, value in model.state_dict().items()
+    )
+    assert (
+        AutoModelForMaskedLM.from_pretrained(tmp_path / "ours").config.hidden_size == 48
+    )  # it is a masked LM, too
 
 
 def test_the_head_goes_by_the_tensors_not_by_the_architecture(reference, tmp_path, caplog):
@@ -141,14 +164,18 @@ def test_the_head_goes_by_the_tensors_not_by_the_architecture(reference, tmp_pat
 
 
 def test_a_model_with_the_head_is_a_masked_lm_unless_asked_for_more(batch):
-    config = bert.Config(vocab_size=500, layers=1, width=48, heads=4, ffn_width=96, max_positions=40, nsp=True)
+    config = bert.Config(
+        vocab_size=500, layers=1, width=48, heads=4, ffn_width=96, max_positions=40, nsp=True
+    )
     for each in (config, replace(config, norm="pre")):
         model = each.build().eval()
         inputs = {name: batch[name] for name in ("tokens", "segments", "positions", "predicted")}
         logits = predict(model, **inputs)
         assert logits.shape == (6, batch["predicted"].shape[1], 500)
         with_next = outputs(model, "tokens", "next_sentence", **inputs)
-        torch.testing.assert_close(with_next[0], logits, rtol=0, atol=1e-6 * float(logits.detach().abs().max()))
+        torch.testing.assert_close(
+            with_next[0], logits, rtol=0, atol=1e-6 * float(logits.detach().abs().max())
+        )
         assert with_next[1].shape == (6, 2)
 
 

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from trainer.examples import Vocabulary
 from trainer.generation import Config, Generator
@@ -15,8 +21,12 @@ from trainer.training.weights import load_weights
 
 # So few tokens that texts end at many lengths.
 VOCABULARY = Vocabulary(size=24, pad=0, cls=None, sep=None, mask=None, special=(0, 1), eos=1)
-T5 = T5Config(vocab_size=24, d_model=32, d_kv=12, d_ff=48, num_layers=2, num_heads=2, decoder_start_token_id=0)
-GPT2 = GPT2Config(vocab_size=24, n_embd=32, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=1)
+T5 = T5Config(
+    vocab_size=24, d_model=32, d_kv=12, d_ff=48, num_layers=2, num_heads=2, decoder_start_token_id=0
+)
+GPT2 = GPT2Config(
+    vocab_size=24, n_embd=32, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=1
+)
 LENGTHS = (9, 1, 17, 4, 12, 3)
 
 SETTINGS: list[dict[str, Any]] = [
@@ -24,16 +34,27 @@ SETTINGS: list[dict[str, Any]] = [
     {"min_new_tokens": 6},
     *(
         {"beams": 4, "length_penalty": penalty, "early_stopping": stopping}
-        for penalty, stopping in ((0.6, False), (0.6, True), (1.0, "never"), (1.0, True), (2.0, False), (2.0, "never"))
+        for penalty, stopping in (
+            (0.6, False),
+            (0.6, True),
+            (1.0, "never"),
+            (1.0, True),
+            (2.0, False),
+            (2.0, "never"),
+        )
     ),
     {"beams": 3, "length_penalty": -1.0, "min_new_tokens": 5},
 ]
 
 
 @pytest.fixture(params=["t5", "gpt2"], scope="module")
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Any]:
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[PreTrainedModel, Any]:
     """A random model of theirs, and ours with its weights."""
-    reference: Any = T5ForConditionalGeneration(T5) if request.param == "t5" else GPT2LMHeadModel(GPT2)
+    reference: Any = (
+        T5ForConditionalGeneration(T5) if request.param == "t5" else GPT2LMHeadModel(GPT2)
+    )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in reference.parameters():
@@ -52,10 +73,14 @@ def texts() -> list[list[int]]:
     return [torch.randint(2, 24, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-def theirs(reference: Any, sources: Sequence[Sequence[int]], settings: dict[str, Any]) -> list[list[int]]:
+def theirs(
+    reference: Any, sources: Sequence[Sequence[int]], settings: dict[str, Any]
+) -> list[list[int]]:
     """What they generate, without the end token and what follows it."""
     side = "right" if reference.config.is_encoder_decoder else "left"
-    tokens = pad_sequence([torch.tensor(source) for source in sources], batch_first=True, padding_side=side)
+    tokens = pad_sequence(
+        [torch.tensor(source) for source in sources], batch_first=True, padding_side=side
+    )
     settings = {{"beams": "num_beams"}.get(name, name): value for name, value in settings.items()}
     generated = reference.generate(
         input_ids=tokens,
@@ -69,7 +94,9 @@ def theirs(reference: Any, sources: Sequence[Sequence[int]], settings: dict[str,
     return [text[: text.index(1)] if 1 in text else text for text in new]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(map(str, s.values())) or "greedy")
+@pytest.mark.parametrize(
+    "settings", SETTINGS, ids=lambda s: "-".join(map(str, s.values())) or "greedy"
+)
 def test_tokens_are_those_of_transformers(pair: tuple[Any, Any], settings: dict[str, Any]):
     """Sources of different lengths in one batch, of which texts of different lengths come."""
     reference, model = pair

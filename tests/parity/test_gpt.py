@@ -21,12 +21,18 @@ FAMILIES = {"gpt2": GPT2Config(**SHAPE, n_inner=80), "openai-gpt": OpenAIGPTConf
 
 
 @pytest.fixture(params=FAMILIES)
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[PreTrainedModel, gpt2.Config, Transformer]:
+def pair(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> tuple[PreTrainedModel, gpt2.Config, Transformer]:
     """A random model of theirs, and ours imported from the folder tmp_path/reference that it saved."""
-    reference = AutoModelForCausalLM.from_config(FAMILIES[request.param], attn_implementation="eager").eval()
+    reference = AutoModelForCausalLM.from_config(
+        FAMILIES[request.param], attn_implementation="eager"
+    ).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in reference.parameters():  # larger than at initialisation, and biases not zero
+        for (
+            parameter
+        ) in reference.parameters():  # larger than at initialisation, and biases not zero
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     reference.save_pretrained(tmp_path / "reference")
     weights = load_weights(tmp_path / "reference")
@@ -45,7 +51,9 @@ def packed(*texts: Tensor) -> dict[str, Tensor]:
     lengths = [len(text) for text in texts]
     return {
         "tokens": torch.cat([*texts, torch.zeros(3, dtype=torch.int64)])[None],
-        "segments": torch.tensor([[n + 1 for n, length in enumerate(lengths) for _ in range(length)] + [0] * 3]),
+        "segments": torch.tensor(
+            [[n + 1 for n, length in enumerate(lengths) for _ in range(length)] + [0] * 3]
+        ),
         "positions": torch.tensor([[p for length in lengths for p in range(length)] + [0] * 3]),
     }
 
@@ -56,7 +64,10 @@ def test_logits_loss_and_gradients_are_equal(pair):
     theirs = reference(input_ids=tokens).logits
     ours = predict(model, tokens=tokens, positions=torch.arange(32).expand(2, -1))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    losses = [F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) for logits in (theirs, ours)]
+    losses = [
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        for logits in (theirs, ours)
+    ]
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
     for loss in losses:
         loss.backward()
@@ -69,7 +80,9 @@ def test_packed_documents_get_the_logits_they_get_alone(pair):
     reference, _, model = pair
     first, second = documents(9, 12)
     ours = predict(model, **packed(first, second))[0, :21]
-    theirs = torch.cat([reference(input_ids=document[None]).logits[0] for document in (first, second)])
+    theirs = torch.cat(
+        [reference(input_ids=document[None]).logits[0] for document in (first, second)]
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -78,14 +91,21 @@ def test_greedy_tokens_are_those_of_generate(pair):
     reference, _, model = pair
     prompts = documents(7, 3, 1)
     tokens = torch.stack([F.pad(prompt, (7 - len(prompt), 0)) for prompt in prompts])
-    segments = torch.stack([F.pad(torch.ones_like(prompt), (7 - len(prompt), 0)) for prompt in prompts])
+    segments = torch.stack(
+        [F.pad(torch.ones_like(prompt), (7 - len(prompt), 0)) for prompt in prompts]
+    )
     logits, cache = model.start(Inputs(tokens, segments), capacity=20)
     ours = [logits.argmax(-1)]
     for _ in range(12):
         ours.append(model.step(ours[-1], cache).argmax(-1))
     for prompt, row in zip(prompts, torch.stack(ours, 1), strict=True):
         theirs = reference.generate(
-            prompt[None], max_new_tokens=13, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=False
+            prompt[None],
+            max_new_tokens=13,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            use_cache=False,
         )
         assert theirs[0, len(prompt) :].tolist() == row.tolist()
 
@@ -95,8 +115,12 @@ def test_transformers_loads_what_we_export(pair, tmp_path: Path):
     with torch.no_grad():
         for parameter in model.parameters():  # weights that only we have
             parameter.mul_(1.1)
-    save_folder(tmp_path / "ours", config.to_huggingface(), config.export_tensors(model.state_dict()))
-    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    save_folder(
+        tmp_path / "ours", config.to_huggingface(), config.export_tensors(model.state_dict())
+    )
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
     assert not any(report.values()), report
     tokens = torch.stack(documents(20))
     ours = predict(model, tokens=tokens, positions=torch.arange(20)[None])
@@ -110,7 +134,11 @@ def test_older_checkpoints_are_understood(pair, tmp_path: Path):
     config = pair[1]
     old = {name.removeprefix("transformer."): tensors[name] for name in tensors}
     embedding = tensors[config.table_names["embeddings.tokens.weight"]]
-    old |= {"h.0.attn.bias": torch.ones(1), "h.1.attn.masked_bias": torch.ones(1), "lm_head.weight": embedding}
+    old |= {
+        "h.0.attn.bias": torch.ones(1),
+        "h.1.attn.masked_bias": torch.ones(1),
+        "lm_head.weight": embedding,
+    }
     imported, expected = config.import_tensors(old), config.import_tensors(tensors)
     assert imported.keys() == expected.keys()
     assert all(torch.equal(imported[name], value) for name, value in expected.items())

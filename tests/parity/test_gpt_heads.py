@@ -25,7 +25,14 @@ from trainer.objectives import classification
 from trainer.training.compatibility import stored_values
 from trainer.training.weights import load_weights
 
-SHAPE = {"vocab_size": 300, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 32, "pad_token_id": 0}
+SHAPE = {
+    "vocab_size": 300,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 32,
+    "pad_token_id": 0,
+}
 FAMILIES: dict[str, tuple[Any, str]] = {
     "gpt2": (GPT2Config(**SHAPE, n_inner=80), "GPT2"),
     "openai-gpt": (OpenAIGPTConfig(**SHAPE), "OpenAIGPT"),
@@ -46,12 +53,18 @@ def make(family: str, task: str, folder: Path) -> Pair:
     config, name = FAMILIES[family]
     labels = LABELS[task]
     config = type(config).from_dict(
-        {**config.to_dict(), "id2label": dict(enumerate(labels)), "label2id": {n: i for i, n in enumerate(labels)}}
+        {
+            **config.to_dict(),
+            "id2label": dict(enumerate(labels)),
+            "label2id": {n: i for i, n in enumerate(labels)},
+        }
     )
     reference = getattr(transformers, f"{name}ForSequenceClassification")(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in reference.parameters():  # larger than at initialisation, and biases not zero
+        for (
+            parameter
+        ) in reference.parameters():  # larger than at initialisation, and biases not zero
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     reference.save_pretrained(folder)
     weights = load_weights(folder)
@@ -72,7 +85,12 @@ def rows(*lengths: int) -> dict[str, Tensor]:
     tokens = torch.randint(3, 300, cells.shape, generator=generator)
     tokens[cells == length] = 2
     real = cells <= length
-    return {"tokens": tokens * real, "segments": real.int(), "positions": cells * real, "predicted": length}
+    return {
+        "tokens": tokens * real,
+        "segments": real.int(),
+        "positions": cells * real,
+        "predicted": length,
+    }
 
 
 def test_logits_loss_and_gradients_are_equal(pair: Pair):
@@ -90,7 +108,9 @@ def test_logits_loss_and_gradients_are_equal(pair: Pair):
     torch.testing.assert_close(loss, theirs, rtol=1e-5, atol=1e-5)
     loss.backward()
     theirs.backward()
-    expected = pair.config.import_tensors({name: p.grad for name, p in pair.reference.named_parameters()})
+    expected = pair.config.import_tensors(
+        {name: p.grad for name, p in pair.reference.named_parameters()}
+    )
     actual = {name: p.grad for name, p in pair.model.named_parameters()}
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
@@ -113,8 +133,17 @@ def test_transformers_loads_what_we_export(pair: Pair, tmp_path: Path):
     assert type(pair.config).from_huggingface(tree, without).head == "language_model"
 
 
-SMALL = {"vocab_size": 100, "layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "max_positions": 24}
-each_family = pytest.mark.parametrize("family", [gpt2.Config, openai_gpt.Config], ids=["gpt2", "openai_gpt"])
+SMALL = {
+    "vocab_size": 100,
+    "layers": 2,
+    "width": 32,
+    "heads": 4,
+    "ffn_width": 48,
+    "max_positions": 24,
+}
+each_family = pytest.mark.parametrize(
+    "family", [gpt2.Config, openai_gpt.Config], ids=["gpt2", "openai_gpt"]
+)
 
 
 def built(config: gpt2.Config) -> Transformer:
@@ -134,15 +163,25 @@ def test_the_language_model_beside_a_classifier_is_that_without(family: type[gpt
     assert {name for name, _ in model.named_parameters()} == {
         "head.classifier.weight", *(name for name, _ in alone.named_parameters())}  # fmt: skip
     batch = rows(23, 1, 9, 17)
-    batch = {**batch, "tokens": batch["tokens"] % 100, "dropout_key": torch.tensor([5, -6, 7, 8], dtype=torch.int32)}
+    batch = {
+        **batch,
+        "tokens": batch["tokens"] % 100,
+        "dropout_key": torch.tensor([5, -6, 7, 8], dtype=torch.int32),
+    }
     logits, tokens = outputs(model, "classification", "next_tokens", **batch)
     torch.testing.assert_close(logits, predict(model, **batch))
     torch.testing.assert_close(tokens, predict(alone, **{**batch, "predicted": None})[:, :-1])
     for row in range(4):
         own = {name: values[row : row + 1] for name, values in batch.items()}
         of_row = outputs(model, "classification", "next_tokens", **own)
-        torch.testing.assert_close(of_row, (logits[row : row + 1], tokens[row : row + 1]), rtol=1e-5, atol=1e-6)
-    assert (predict(model, **{**batch, "dropout_key": batch["dropout_key"] + 1}) != logits).any(-1).all()
+        torch.testing.assert_close(
+            of_row, (logits[row : row + 1], tokens[row : row + 1]), rtol=1e-5, atol=1e-6
+        )
+    assert (
+        (predict(model, **{**batch, "dropout_key": batch["dropout_key"] + 1}) != logits)
+        .any(-1)
+        .all()
+    )
 
 
 @each_family
@@ -155,12 +194,18 @@ def test_the_auxiliary_loss_is_added(family: type[gpt2.Config]):
     totals = {name: torch.tensor(weight) for name, weight in objective.weights(batch).items()}
     loss = objective.loss(model, batch, totals)
     cells = {name: batch[name] for name in ("tokens", "segments", "positions")}
-    of_classes = F.cross_entropy(predict(model, **cells, predicted=batch["predicted"])[:, 0], batch["labels"])
+    of_classes = F.cross_entropy(
+        predict(model, **cells, predicted=batch["predicted"])[:, 0], batch["labels"]
+    )
     alone = predict(built(family(**SMALL)), **cells)[:, :-1]
     real = batch["segments"][:, 1:] > 0
     of_tokens = F.cross_entropy(alone[real], batch["tokens"][:, 1:][real].long())
     torch.testing.assert_close(loss.total, of_classes + 0.5 * of_tokens)
-    for name, expected in {"loss": loss.total, "class_loss": of_classes, "lm_loss": of_tokens}.items():
+    for name, expected in {
+        "loss": loss.total,
+        "class_loss": of_classes,
+        "lm_loss": of_tokens,
+    }.items():
         total, weight = loss.metrics[name]
         torch.testing.assert_close(total / weight, expected.detach())
     assert loss.outputs is not None
@@ -171,14 +216,23 @@ def test_the_work_is_that_of_the_products():
     model = built(gpt2.Config(**SMALL, head="classification", labels=LABELS["classification"]))
     batch = rows(23, 23)
     with FlopCounterMode(display=False) as counter:
-        predict(model, **{**batch, "tokens": batch["tokens"] % 100}, dropout_key=torch.zeros(2, dtype=torch.int32))
-    assert 24 * model.flops_per_token(24, 1 / 24) == pytest.approx(3 * counter.get_total_flops() / 2)
+        predict(
+            model,
+            **{**batch, "tokens": batch["tokens"] % 100},
+            dropout_key=torch.zeros(2, dtype=torch.int32),
+        )
+    assert 24 * model.flops_per_token(24, 1 / 24) == pytest.approx(
+        3 * counter.get_total_flops() / 2
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"head": "tagging", "labels": ("O", "B")}, "head is tagging, and models of this kind have heads for class"),
+        (
+            {"head": "tagging", "labels": ("O", "B")},
+            "head is tagging, and models of this kind have heads for class",
+        ),
         ({"head": "classification"}, "labels must name at least 1"),
         ({"labels": ("a",)}, "a language_model head has no labels"),
     ],
@@ -189,19 +243,28 @@ def test_settings_that_do_not_go_with_the_head_are_refused(settings: dict[str, A
 
 
 def test_what_transformers_lacks_is_not_exported():
-    with pytest.raises(ConfigError, match="a multiple_choice head cannot be exported: transformers' gpt2 has none"):
+    with pytest.raises(
+        ConfigError, match="a multiple_choice head cannot be exported: transformers' gpt2 has none"
+    ):
         gpt2.Config(**SMALL, head="multiple_choice").to_huggingface()
 
 
 @each_family
-def test_a_pretrained_model_gets_a_head(family: type[gpt2.Config], dataset_folder: Path, tmp_path: Path):
+def test_a_pretrained_model_gets_a_head(
+    family: type[gpt2.Config], dataset_folder: Path, tmp_path: Path
+):
     before = family(**{**SMALL, "vocab_size": 600, "ffn_width": 128})
     tensors = before.export_tensors(built(before).state_dict())
     save_folder(tmp_path / "saved", before.to_huggingface(), tensors, dataset_folder / "tokenizer")
-    weights, tokenizer = load_weights(tmp_path / "saved"), Tokenizer.load(dataset_folder / "tokenizer")
+    weights, tokenizer = (
+        load_weights(tmp_path / "saved"),
+        Tokenizer.load(dataset_folder / "tokenizer"),
+    )
     model = replace(before, head="classification", labels=LABELS["classification"]).build()
     given = stored_values(weights, model, SimpleNamespace(name="rows", tokenizer=tokenizer), seed=0)
     for name, parameter in model.named_parameters():
         drawn = name == "head.classifier.weight"
-        expected = model.initial_values(name, 0, 96, 0) if drawn else weights.tensors[name].flatten()
+        expected = (
+            model.initial_values(name, 0, 96, 0) if drawn else weights.tensors[name].flatten()
+        )
         assert torch.equal(given(name, 0, parameter.numel()), expected)

@@ -45,10 +45,14 @@ class Pair:
 def make(family: str, folder: Path, **changes: object) -> Pair:
     reference_config, _, pad = FAMILIES[family]
     theirs = AutoModelForCausalLM if changes.get("is_decoder") else AutoModelForMaskedLM
-    reference = theirs.from_config(reference_config(**{**SHAPE, **changes}), attn_implementation="eager").eval()
+    reference = theirs.from_config(
+        reference_config(**{**SHAPE, **changes}), attn_implementation="eager"
+    ).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in reference.parameters():  # larger than at initialisation, and biases not zero
+        for (
+            parameter
+        ) in reference.parameters():  # larger than at initialisation, and biases not zero
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     reference.save_pretrained(folder)
     config, model = load(family, folder)
@@ -79,7 +83,11 @@ def padded(pair: Pair, *lengths: int) -> dict[str, Tensor]:
     for row, ids in enumerate(random_tokens(*lengths)):
         tokens[row, : len(ids)] = ids
     segments = (torch.arange(24) < torch.tensor(lengths)[:, None]).int()
-    return {"tokens": tokens, "segments": segments, "positions": torch.arange(24).expand(len(lengths), -1)}
+    return {
+        "tokens": tokens,
+        "segments": segments,
+        "positions": torch.arange(24).expand(len(lengths), -1),
+    }
 
 
 def reference_logits(pair: Pair, batch: dict[str, Tensor], **inputs: Tensor) -> Tensor:
@@ -99,7 +107,9 @@ def test_logits_loss_and_gradients_are_equal(pair: Pair):
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
     for loss in losses:
         loss.backward()
-    expected = pair.config.import_tensors({name: p.grad for name, p in pair.reference.named_parameters()})
+    expected = pair.config.import_tensors(
+        {name: p.grad for name, p in pair.reference.named_parameters()}
+    )
     actual = {name: p.grad for name, p in pair.model.named_parameters()}
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
@@ -126,8 +136,14 @@ def test_left_to_right(family: str, tmp_path: Path):
     batch = padded(pair, 24, 9)
     ours = predict(pair.model, **batch)[batch["segments"].bool()]
     torch.testing.assert_close(ours, reference_logits(pair, batch), rtol=1e-5, atol=1e-5)
-    save_folder(tmp_path / "ours", pair.config.to_huggingface(), pair.config.export_tensors(pair.model.state_dict()))
-    pair.reference = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    save_folder(
+        tmp_path / "ours",
+        pair.config.to_huggingface(),
+        pair.config.export_tensors(pair.model.state_dict()),
+    )
+    pair.reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager"
+    )
     torch.testing.assert_close(ours, reference_logits(pair, batch), rtol=1e-5, atol=1e-5)
 
 
@@ -136,7 +152,9 @@ def test_token_types(tmp_path: Path):
     batch = padded(pair, 24, 9)
     types = (torch.arange(24) > 4).long().expand(2, -1)
     ours = predict(pair.model, **batch, token_types=types)[batch["segments"].bool()]
-    torch.testing.assert_close(ours, reference_logits(pair, batch, token_type_ids=types), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        ours, reference_logits(pair, batch, token_type_ids=types), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_packed_documents_get_the_logits_they_get_alone(pair: Pair):
@@ -144,10 +162,14 @@ def test_packed_documents_get_the_logits_they_get_alone(pair: Pair):
     packed = {
         "tokens": torch.cat([first, second, torch.full((3,), pair.pad)])[None],
         "segments": torch.tensor([[1] * 9 + [2] * 12 + [0] * 3]),
-        "positions": torch.cat([torch.arange(9), torch.arange(12), torch.zeros(3, dtype=torch.int64)])[None],
+        "positions": torch.cat(
+            [torch.arange(9), torch.arange(12), torch.zeros(3, dtype=torch.int64)]
+        )[None],
     }
     ours = predict(pair.model, **packed)[0, :21]
-    theirs = torch.cat([pair.reference(input_ids=document[None]).logits[0] for document in (first, second)])
+    theirs = torch.cat(
+        [pair.reference(input_ids=document[None]).logits[0] for document in (first, second)]
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -159,9 +181,13 @@ def test_transformers_loads_what_we_export(family: str, tied: bool, tmp_path: Pa
         for parameter in pair.model.parameters():  # weights that only we have
             parameter.mul_(1.1)
     exported = tmp_path / "exported"
-    save_folder(exported, pair.config.to_huggingface(), pair.config.export_tensors(pair.model.state_dict()))
+    save_folder(
+        exported, pair.config.to_huggingface(), pair.config.export_tensors(pair.model.state_dict())
+    )
 
-    pair.reference, report = AutoModelForMaskedLM.from_pretrained(exported, output_loading_info=True)
+    pair.reference, report = AutoModelForMaskedLM.from_pretrained(
+        exported, output_loading_info=True
+    )
     assert not any(report.values()), report
     assert type(pair.reference.config) is FAMILIES[family][0]
     batch = padded(pair, 24, 5)
@@ -170,7 +196,10 @@ def test_transformers_loads_what_we_export(family: str, tied: bool, tmp_path: Pa
 
     config, model = load(family, exported)
     assert config == pair.config
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in pair.model.state_dict().items())
+    assert all(
+        torch.equal(model.state_dict()[name], value)
+        for name, value in pair.model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -179,7 +208,9 @@ def test_import_then_export_changes_no_bit(family: str, tied: bool, tmp_path: Pa
     pair = make(family, tmp_path / "reference", tie_word_embeddings=tied)
     _, tensors = load_folder(tmp_path / "reference")
     again = pair.config.export_tensors(pair.config.import_tensors(tensors))
-    unused = {pair.config.head_names["bias"]} if not tied else set()  # transformers computes with decoder.bias alone
+    unused = (
+        {pair.config.head_names["bias"]} if not tied else set()
+    )  # transformers computes with decoder.bias alone
     assert set(again) == set(tensors)
     assert all(torch.equal(again[name], tensors[name]) for name in set(tensors) - unused)
 
@@ -194,7 +225,12 @@ def test_older_checkpoints_are_understood(pair: Pair, caplog: pytest.LogCaptureF
     }  # fmt: skip
     old[f"{pair.config.head_names['decoder']}.weight"] = old["embeddings.word_embeddings.weight"]
     old[f"{pair.config.head_names['decoder']}.bias"] = old.pop(pair.config.head_names["bias"])
-    extra = ["embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias", "cls.seq_relationship.weight"]
+    extra = [
+        "embeddings.position_ids",
+        "pooler.dense.weight",
+        "pooler.dense.bias",
+        "cls.seq_relationship.weight",
+    ]
     with caplog.at_level(logging.INFO):
         imported = pair.config.import_tensors({**old, **dict.fromkeys(extra, torch.zeros(1))})
     assert all(torch.equal(imported[name], value) for name, value in expected.items())
@@ -221,7 +257,9 @@ def test_foreign_tensors_are_refused_by_name(pair: Pair):
         pair.config.import_tensors({})
     parameters = pair.model.state_dict()
     with pytest.raises(CheckpointError, match=r"head\.bias is missing"):
-        pair.config.export_tensors({name: value for name, value in parameters.items() if name != "head.bias"})
+        pair.config.export_tensors(
+            {name: value for name, value in parameters.items() if name != "head.bias"}
+        )
 
 
 @pytest.mark.parametrize(
@@ -239,7 +277,9 @@ def test_foreign_tensors_are_refused_by_name(pair: Pair):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_architectures_are_refused(family: str, change: dict[str, object], message: str):
     reference: PretrainedConfig = FAMILIES[family][0](**SHAPE)
-    tree = {key: value for key, value in {**reference.to_dict(), **change}.items() if value is not None}
+    tree = {
+        key: value for key, value in {**reference.to_dict(), **change}.items() if value is not None
+    }
     with pytest.raises(ConfigError, match=message):
         FAMILIES[family][1].from_huggingface(tree)
 

@@ -55,7 +55,9 @@ NAMES = {"classification": "SequenceClassification", "tagging": "TokenClassifica
 
 def auto(config: Any, folder: Path) -> Any:
     """What transformers makes of a folder for the head of a configuration."""
-    of_words = "Seq2SeqLM" if config.model_type == "t5" else "CausalLM" if config.causal else "MaskedLM"
+    of_words = (
+        "Seq2SeqLM" if config.model_type == "t5" else "CausalLM" if config.causal else "MaskedLM"
+    )
     labels = {"num_labels": len(config.labels)} if config.labels else {}
     padding = {"pad_token_id": 0} if config.causal else {}
     kind = getattr(transformers, f"AutoModelFor{NAMES.get(config.head, of_words)}")
@@ -82,14 +84,18 @@ def batch(config: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     last = real.sum(1, keepdim=True) - 1
     if is_t5 and pooled:
         tokens.scatter_(1, last, 1)  # the token that ends a text
-    tokens = tokens.masked_fill(real == 0, config.position_offset - 1 if config.position_offset else 0)
+    tokens = tokens.masked_fill(
+        real == 0, config.position_offset - 1 if config.position_offset else 0
+    )
     ours = {"tokens": tokens, "segments": real, "positions": torch.arange(9).expand(2, -1)}
     theirs = {"input_ids": tokens, "attention_mask": real}
     if is_t5 and config.head == "language_model":
         ours |= {"target_tokens": tokens, "target_segments": torch.ones_like(tokens)}
         theirs |= {"decoder_input_ids": tokens}
     if pooled:
-        ours |= {"predicted": last if is_t5 or config.causal else torch.zeros(2, 1, dtype=torch.long)}
+        ours |= {
+            "predicted": last if is_t5 or config.causal else torch.zeros(2, 1, dtype=torch.long)
+        }
     if config.head == "multiple_choice":  # the rows are the choices of one example
         theirs = {name: value[None] for name, value in theirs.items()}
     return ours, theirs
@@ -97,7 +103,11 @@ def batch(config: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def logits_of(output: Any) -> Tensor:
     """Of what a model of transformers gives."""
-    logits: Tensor = output.logits if "logits" in output else torch.stack([output.start_logits, output.end_logits], -1)
+    logits: Tensor = (
+        output.logits
+        if "logits" in output
+        else torch.stack([output.start_logits, output.end_logits], -1)
+    )
     return logits
 
 
@@ -111,7 +121,11 @@ def real_cells(config: Any, logits: Tensor) -> Tensor:
 def save(config: Any, tensors: dict[str, Tensor], folder: Path) -> Path:
     """The model without what was added."""
     plain = replace(config, peft=None)
-    own = {name: tensors[name] for name in tensors if config.peft.initial_std(name, tensors[name].shape) is None}
+    own = {
+        name: tensors[name]
+        for name in tensors
+        if config.peft.initial_std(name, tensors[name].shape) is None
+    }
     save_folder(folder, plain.to_huggingface(), plain.export_tensors(own))
     return folder
 
@@ -154,7 +168,9 @@ def test_lora_is_that_of_peft_and_can_be_merged_and_read_back(family: str, tmp_p
     plain = replace(config, peft=None)
     merged = plain.build().eval()
     merged.load_state_dict(config.peft.merge(model, tensors))
-    torch.testing.assert_close(real_cells(config, predict(merged, **ours)), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        real_cells(config, predict(merged, **ours)), expected, rtol=1e-5, atol=1e-5
+    )
     without = auto(config, save(config, tensors, tmp_path / "plain"))
     assert not torch.allclose(found, real_cells(config, logits_of(without(**theirs))), atol=1e-3)
 
@@ -162,8 +178,12 @@ def test_lora_is_that_of_peft_and_can_be_merged_and_read_back(family: str, tmp_p
     assert back.config.head == config.head
     again = back.config.build().eval()
     again.load_state_dict(dict(back.tensors))
-    torch.testing.assert_close(real_cells(config, predict(again, **ours)), expected, rtol=1e-5, atol=1e-5)
-    assert back.config.peft.targets == tuple(target for target in lora.known_targets(model) if target in wanted)
+    torch.testing.assert_close(
+        real_cells(config, predict(again, **ours)), expected, rtol=1e-5, atol=1e-5
+    )
+    assert back.config.peft.targets == tuple(
+        target for target in lora.known_targets(model) if target in wanted
+    )
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
@@ -173,7 +193,9 @@ def test_a_folder_of_peft_starts_a_run(family: str, tmp_path: Path) -> None:
     model, tensors = make(family, lora.Config())
     base = save(model.config, tensors, tmp_path / "base")
     reference = auto(model.config, base)
-    targets, wider = (["query", "output.dense"], "query") if family == "bert" else (["c_attn", "c_fc"], "c_fc")
+    targets, wider = (
+        (["query", "output.dense"], "query") if family == "bert" else (["c_attn", "c_fc"], "c_fc")
+    )
     task = "SEQ_CLS" if family == "bert" else "CAUSAL_LM"
     settings = LoraConfig(task_type=task, r=2, lora_alpha=3, target_modules=targets, rank_pattern={wider: 5},
                           alpha_pattern={wider: 7}, init_lora_weights=False, 
@@ -209,12 +231,15 @@ def test_a_prefix_and_a_prompt_are_those_of_peft(family: str, added: Any, tmp_pa
     kind = type(added).__module__.rpartition(".")[2]
     if family in NOT_IN_PEFT[kind]:
         with pytest.raises(
-            ConfigError, match=f"with {kind}, peft does not compute what samestep does for {model.config.model_type}"
+            ConfigError,
+            match=f"with {kind}, peft does not compute what samestep does for {model.config.model_type}",
         ):
             export_adapter(model.config, tensors, "base")
         return
     base = save_base(model.config, tensors, tmp_path / "base")
-    save_folder(tmp_path / "adapter", *export_adapter(model.config, tensors, str(base)), adapter=True)
+    save_folder(
+        tmp_path / "adapter", *export_adapter(model.config, tensors, str(base)), adapter=True
+    )
     config = model.config
     reference = PeftModel.from_pretrained(auto(config, base), tmp_path / "adapter").eval()
     ours, theirs = batch(config)
@@ -236,7 +261,10 @@ def test_a_prefix_and_a_prompt_are_those_of_peft(family: str, added: Any, tmp_pa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"peft_type": "IA3"}, "peft_type 'IA3', and LORA, PROMPT_TUNING, PREFIX_TUNING can be read"),
+        (
+            {"peft_type": "IA3"},
+            "peft_type 'IA3', and LORA, PROMPT_TUNING, PREFIX_TUNING can be read",
+        ),
         (
             {"num_virtual_tokens": 2},
             "of 3 x 32, and 2 x 32 are expected; export it anew",
@@ -247,9 +275,13 @@ def test_a_prefix_and_a_prompt_are_those_of_peft(family: str, added: Any, tmp_pa
         ),
     ],
 )
-def test_what_cannot_be_read_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     model, tensors = make("bert", prompt.Config(3))
-    content, found = export_adapter(model.config, tensors, str(save_base(model.config, tensors, tmp_path / "base")))
+    content, found = export_adapter(
+        model.config, tensors, str(save_base(model.config, tensors, tmp_path / "base"))
+    )
     save_folder(tmp_path / "adapter", {**content, **settings}, found, adapter=True)
     with pytest.raises(CheckpointError, match=message):
         load_weights(tmp_path / "adapter")
@@ -263,7 +295,9 @@ def test_a_prompt_of_both_stacks_is_refused(tmp_path: Path) -> None:
     theirs = get_peft_model(auto(model.config, base), settings)
     theirs.peft_config["default"].base_model_name_or_path = str(base)
     theirs.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match=r"of 6 x 32, and 3 x 32 .* train with num_transformer_submodules=1"):
+    with pytest.raises(
+        CheckpointError, match=r"of 6 x 32, and 3 x 32 .* train with num_transformer_submodules=1"
+    ):
         load_weights(tmp_path / "adapter")
 
 

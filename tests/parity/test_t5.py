@@ -30,7 +30,9 @@ def make(version: str, folder: Path) -> T5ForConditionalGeneration:
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             scale = 0.5 if "bias" in name else 0.1
-            parameter.copy_(("norm" in name) + scale * torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(
+                ("norm" in name) + scale * torch.randn(parameter.shape, generator=generator)
+            )
     reference.save_pretrained(folder)
     return reference
 
@@ -67,8 +69,16 @@ def test_logits_loss_and_gradients_are_equal(pair):
     reference, config, model = pair
     tokens, segments = padded(150, 13, 1)
     labels, is_label = padded(140, 3, 9)
-    theirs = reference(input_ids=tokens, attention_mask=segments, decoder_input_ids=shift(labels)).logits
-    ours = predict(model, tokens=tokens, segments=segments, target_tokens=shift(labels), target_segments=is_label)
+    theirs = reference(
+        input_ids=tokens, attention_mask=segments, decoder_input_ids=shift(labels)
+    ).logits
+    ours = predict(
+        model,
+        tokens=tokens,
+        segments=segments,
+        target_tokens=shift(labels),
+        target_segments=is_label,
+    )
     used = is_label.bool()
     torch.testing.assert_close(ours[used], theirs[used], rtol=1e-5, atol=1e-5)
     losses = [F.cross_entropy(logits[used], labels[used]) for logits in (theirs, ours)]
@@ -123,8 +133,12 @@ def test_transformers_loads_what_we_export(pair, tmp_path: Path):
     with torch.no_grad():
         for parameter in model.parameters():  # weights that only we have
             parameter.mul_(1.1)
-    save_folder(tmp_path / "ours", config.to_huggingface(), config.export_tensors(model.state_dict()))
-    theirs, report = T5ForConditionalGeneration.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    save_folder(
+        tmp_path / "ours", config.to_huggingface(), config.export_tensors(model.state_dict())
+    )
+    theirs, report = T5ForConditionalGeneration.from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
     assert not any(report.values()), report
     tokens, targets = padded(20, 20)[0], shift(padded(7, 7)[0])
     ours = predict(model, tokens=tokens, target_tokens=targets)
@@ -140,13 +154,19 @@ def test_older_checkpoints_are_understood(pair, tmp_path: Path):
     old = {name: tensors[name] for name in tensors}
     old |= {f"{stack}.embed_tokens.weight": shared for stack in ("encoder", "decoder")}
     old |= {"lm_head.weight": shared} if config.tied else {}
-    old["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.zeros(32, 4)
+    old["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.zeros(
+        32, 4
+    )
     imported, expected = config.import_tensors(old), config.import_tensors(tensors)
     assert all(torch.equal(imported[name], value) for name, value in expected.items())
-    with pytest.raises(CheckpointError, match=r"encoder\.embed_tokens\.weight differs from the word embeddings"):
+    with pytest.raises(
+        CheckpointError, match=r"encoder\.embed_tokens\.weight differs from the word embeddings"
+    ):
         config.import_tensors(old | {"encoder.embed_tokens.weight": shared + 1})
     with pytest.raises(CheckpointError, match=r"decoder\.final_layer_norm\.weight is missing"):
-        config.import_tensors({name: old[name] for name in old if name != "decoder.final_layer_norm.weight"})
+        config.import_tensors(
+            {name: old[name] for name in old if name != "decoder.final_layer_norm.weight"}
+        )
 
 
 def test_configurations_of_published_models_are_understood():
@@ -157,7 +177,15 @@ def test_configurations_of_published_models_are_understood():
     assert small == t5.Config(layers=6, width=512, heads=8, ffn_width=2048)
     newer = {"d_ff": 1024, "num_layers": 8, "num_decoder_layers": 8, "num_heads": 6}
     newer |= {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-    expected = replace(small, layers=8, decoder_layers=8, heads=6, ffn_width=1024, activation="geglu_tanh", tied=False)
+    expected = replace(
+        small,
+        layers=8,
+        decoder_layers=8,
+        heads=6,
+        ffn_width=1024,
+        activation="geglu_tanh",
+        tied=False,
+    )
     assert t5.Config.from_huggingface({**common, **newer}) == expected
 
 
@@ -172,12 +200,18 @@ def test_configurations_of_published_models_are_understood():
     ],
 )
 def test_other_architectures_are_refused(change: dict[str, object], message: str):
-    tree = {key: value for key, value in {**T5Config(**SHAPE).to_dict(), **change}.items() if value is not None}
+    tree = {
+        key: value
+        for key, value in {**T5Config(**SHAPE).to_dict(), **change}.items()
+        if value is not None
+    }
     with pytest.raises(ConfigError, match=message):
         t5.Config.from_huggingface(tree)
 
 
-@pytest.mark.parametrize("change", [{"architecture": "shared_encoder_decoder"}, {"activation": "geglu"}])
+@pytest.mark.parametrize(
+    "change", [{"architecture": "shared_encoder_decoder"}, {"activation": "geglu"}]
+)
 def test_what_transformers_lacks_is_not_exported(change: dict[str, object]):
     with pytest.raises(ConfigError, match="cannot be exported"):
         replace(t5.Config(), **change).to_huggingface()

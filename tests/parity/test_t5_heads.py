@@ -44,11 +44,17 @@ class Pair(heads.Pair):
     def ours(self, batch: dict[str, Tensor]) -> Tensor:
         """Logits as `transformers` shapes them, of starts and ends [B, S, 2]."""
         last = batch["segments"].sum(1, keepdim=True) - 1
-        logits: Tensor = predict(self.model, **batch, predicted=last if self.head == "classification" else None)
+        logits: Tensor = predict(
+            self.model, **batch, predicted=last if self.head == "classification" else None
+        )
         return logits[:, 0] if self.head == "classification" else logits
 
-    def theirs(self, batch: dict[str, Tensor], model: PreTrainedModel | None = None, **labels: Tensor) -> Any:
-        return (model or self.reference)(input_ids=batch["tokens"], attention_mask=batch["segments"], **labels)
+    def theirs(
+        self, batch: dict[str, Tensor], model: PreTrainedModel | None = None, **labels: Tensor
+    ) -> Any:
+        return (model or self.reference)(
+            input_ids=batch["tokens"], attention_mask=batch["segments"], **labels
+        )
 
 
 def rows(lengths: list[tuple[int, int]]) -> dict[str, Tensor]:
@@ -70,7 +76,9 @@ def make(version: str, task: str, folder: Path) -> Pair:
     with torch.no_grad():
         for key, parameter in reference.named_parameters():
             scale = 0.5 if "bias" in key else 0.1
-            parameter.copy_(("norm" in key) + scale * torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(
+                ("norm" in key) + scale * torch.randn(parameter.shape, generator=generator)
+            )
     reference.save_pretrained(folder)
     return Pair(task, reference, *load(t5.Config, folder))
 
@@ -103,7 +111,9 @@ def test_older_checkpoints_are_understood(tmp_path: Path):
     old |= {f"transformer.{stack}.embed_tokens.weight": shared for stack in ("encoder", "decoder")}
     unread = "transformer.decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     imported = pair.config.import_tensors(old | {unread: torch.zeros(32, 4)})
-    assert all(torch.equal(imported[name], value) for name, value in pair.model.state_dict().items())
+    assert all(
+        torch.equal(imported[name], value) for name, value in pair.model.state_dict().items()
+    )
     without = [name for name in tensors if "out_proj" not in name]
     assert t5.Config.from_huggingface(tree, without).head == "language_model"
     with pytest.raises(ConfigError, match="decoder_start_token_id 2"):
@@ -111,7 +121,14 @@ def test_older_checkpoints_are_understood(tmp_path: Path):
 
 
 def small(head: Head, labels: tuple[str, ...] = (), **changes: Any) -> t5.Config:
-    shape = {"vocab_size": 300, "layers": 2, "width": 32, "heads": 4, "head_width": 12, "ffn_width": 48}
+    shape = {
+        "vocab_size": 300,
+        "layers": 2,
+        "width": 32,
+        "heads": 4,
+        "head_width": 12,
+        "ffn_width": 48,
+    }
     return t5.Config(**{**shape, **changes}, head=head, labels=labels)
 
 
@@ -152,10 +169,17 @@ def test_a_row_is_scored_in_the_same_way_beside_any_others(head: Head, labels: t
     dropped = {"tagging": [twice], "question_answering": [0.3]}.get(head, [twice, 0.3])
     assert [zeros.float().mean().item() for zeros in seen] == pytest.approx(dropped, abs=0.08)
     for row in range(4):
-        alone = {name: None if values is None else values[row : row + 1] for name, values in batch.items()}
-        torch.testing.assert_close(predict(model, **alone), together[row : row + 1], rtol=1e-5, atol=1e-6)
+        alone = {
+            name: None if values is None else values[row : row + 1]
+            for name, values in batch.items()
+        }
+        torch.testing.assert_close(
+            predict(model, **alone), together[row : row + 1], rtol=1e-5, atol=1e-6
+        )
     assert (predict(model, **{**batch, "dropout_key": key + 1}) != together).any(-1).all()
-    assert torch.equal(predict(model.eval(), **batch), predict(model, **{**batch, "dropout_key": None}))
+    assert torch.equal(
+        predict(model.eval(), **batch), predict(model, **{**batch, "dropout_key": None})
+    )
     some = torch.tensor([[0, 7, 2]] * 4)
     whole = predict(model, **{**batch, "predicted": None})
     torch.testing.assert_close(
@@ -172,20 +196,28 @@ def test_the_work_is_that_of_the_products(head: Head, labels: tuple[str, ...]):
             model, **batch, dropout_key=torch.zeros(4, dtype=torch.int32)
         )  # its attention is written out, for dropout
     cells = CELLS if batch["predicted"] is None else 1
-    assert CELLS * model.flops_per_token(CELLS, cells / CELLS) == pytest.approx(3 * counter.get_total_flops() / 4)
+    assert CELLS * model.flops_per_token(CELLS, cells / CELLS) == pytest.approx(
+        3 * counter.get_total_flops() / 4
+    )
 
 
 @pytest.mark.parametrize(
     ("make_config", "message"),
     [
-        (lambda: small("classification"), "labels must name at least 1 for a classification head, not 0"),
+        (
+            lambda: small("classification"),
+            "labels must name at least 1 for a classification head, not 0",
+        ),
         (lambda: small("question_answering", ("a",)), "a question_answering head has no labels"),
         (lambda: small("tagging", ("O", "O")), "labels must differ"),
         (
             lambda: small("question_answering", architecture="prefix_lm"),
             "architecture prefix_lm is for language models, and head is",
         ),
-        (lambda: small("multiple_choice").to_huggingface(), "a multiple_choice head cannot be exported"),
+        (
+            lambda: small("multiple_choice").to_huggingface(),
+            "a multiple_choice head cannot be exported",
+        ),
     ],
 )
 def test_settings_that_do_not_go_with_the_head_are_refused(make_config: Any, message: str):
@@ -204,7 +236,9 @@ def start(dataset_folder: Path, tmp_path: Path) -> tuple[Weights, Any]:
 
 
 @each_head
-def test_a_pretrained_model_gets_a_head(start: tuple[Weights, Any], head: Head, labels: tuple[str, ...]):
+def test_a_pretrained_model_gets_a_head(
+    start: tuple[Weights, Any], head: Head, labels: tuple[str, ...]
+):
     """Encoder and decoder are taken, its own head is left out; a tagger needs no decoder."""
     weights, dataset = start
     model = replace(weights.config, head=head, labels=labels).build()
@@ -221,6 +255,8 @@ def test_a_pretrained_model_gets_a_head(start: tuple[Weights, Any], head: Head, 
 
 def test_a_decoder_of_another_depth_is_not_taken(start: tuple[Weights, Any]):
     weights, dataset = start
-    model = t5.Config(**{**asdict(weights.config), "decoder_layers": 1, "head": "question_answering"}).build()
+    model = t5.Config(
+        **{**asdict(weights.config), "decoder_layers": 1, "head": "question_answering"}
+    ).build()
     with pytest.raises(CheckpointError, match=r"10 are unknown, first decoder\.1\."):
         stored_values(weights, model, dataset, seed=0)

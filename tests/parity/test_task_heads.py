@@ -26,7 +26,10 @@ from trainer.errors import CheckpointError, ConfigError
 from trainer.models import bert, roberta
 from trainer.training.weights import load_weights
 
-FAMILIES: dict[str, Any] = {"bert": (BertConfig, bert.Config, 0), "roberta": (RobertaConfig, roberta.Config, 1)}
+FAMILIES: dict[str, Any] = {
+    "bert": (BertConfig, bert.Config, 0),
+    "roberta": (RobertaConfig, roberta.Config, 1),
+}
 SHAPE = {"vocab_size": 300, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "intermediate_size": 96, "max_position_embeddings": 40, "type_vocab_size": 2}  # fmt: skip
 PADDED, FULL = (
@@ -59,21 +62,41 @@ class Pair(heads.Pair):
         pooled = self.head in ("classification", "multiple_choice")
         first = torch.zeros(len(batch["tokens"]), 1, dtype=torch.int64)
         logits: Tensor = predict(self.model, **batch, predicted=first if pooled else None)
-        return logits.view(-1, CHOICES) if self.head == "multiple_choice" else logits[:, 0] if pooled else logits
+        return (
+            logits.view(-1, CHOICES)
+            if self.head == "multiple_choice"
+            else logits[:, 0]
+            if pooled
+            else logits
+        )
 
-    def theirs(self, batch: dict[str, Tensor], model: PreTrainedModel | None = None, **labels: Tensor) -> Any:
-        inputs = {"input_ids": "tokens", "attention_mask": "segments", "token_type_ids": "token_types"}
+    def theirs(
+        self, batch: dict[str, Tensor], model: PreTrainedModel | None = None, **labels: Tensor
+    ) -> Any:
+        inputs = {
+            "input_ids": "tokens",
+            "attention_mask": "segments",
+            "token_type_ids": "token_types",
+        }
         shape = (-1, CHOICES, CELLS) if self.head == "multiple_choice" else (-1, CELLS)
-        return (model or self.reference)(**{name: batch[own].view(shape) for name, own in inputs.items()}, **labels)
+        return (model or self.reference)(
+            **{name: batch[own].view(shape) for name, own in inputs.items()}, **labels
+        )
 
 
 def make(family: str, task: str, folder: Path) -> Pair:
     _, name, labels = TASKS[task]
     theirs, ours, _ = FAMILIES[family]
-    reference = getattr(transformers, f"AutoModelFor{name}").from_config(theirs(**SHAPE, **names_of(labels))).eval()
+    reference = (
+        getattr(transformers, f"AutoModelFor{name}")
+        .from_config(theirs(**SHAPE, **names_of(labels)))
+        .eval()
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in reference.parameters():  # larger than at initialisation, and biases not zero
+        for (
+            parameter
+        ) in reference.parameters():  # larger than at initialisation, and biases not zero
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     reference.save_pretrained(folder)
     return Pair(task, reference, *load(ours, folder), family=family)
@@ -107,9 +130,13 @@ def test_old_checkpoints_hold_more_than_their_head_takes(tmp_path: Path):
     config = bert.Config.from_huggingface(tree, old)
     assert config == pair.config
     imported = config.import_tensors(old)
-    assert all(torch.equal(imported[name], value) for name, value in pair.model.state_dict().items())
+    assert all(
+        torch.equal(imported[name], value) for name, value in pair.model.state_dict().items()
+    )
     with pytest.raises(CheckpointError, match=r"classifier.bias is missing"):
-        config.import_tensors({name: value for name, value in old.items() if name != "classifier.bias"})
+        config.import_tensors(
+            {name: value for name, value in old.items() if name != "classifier.bias"}
+        )
 
 
 def test_the_head_goes_by_the_architecture_and_is_there(tmp_path: Path):

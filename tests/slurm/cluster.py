@@ -13,7 +13,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")  # each is reached at an address of its own, by its own name
+NODES = (
+    "127.0.0.1",
+    "127.0.0.2",
+    "127.0.0.3",
+)  # each is reached at an address of its own, by its own name
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost=localhost(127.0.0.1)
@@ -71,7 +75,8 @@ class Slurm:
     def start_node(self, name: str) -> None:
         (self.root / "spool" / name).mkdir(parents=True, exist_ok=True)
         self.nodes[name] = subprocess.Popen(
-            ["slurmd", "-D", "-N", name, "-f", str(self.root / "slurm.conf")], stderr=subprocess.DEVNULL
+            ["slurmd", "-D", "-N", name, "-f", str(self.root / "slurm.conf")],
+            stderr=subprocess.DEVNULL,
         )
 
     def kill_node(self, name: str) -> None:
@@ -97,7 +102,9 @@ class Slurm:
     def wait_until_idle(self) -> None:
         """Returns when all nodes are there, and free."""
         until = time.monotonic() + 120
-        while len(self.run("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").split()) < len(NODES):
+        while len(
+            self.run("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").split()
+        ) < len(NODES):
             assert time.monotonic() < until, self.run("sinfo", "--Node", "--long")
             time.sleep(0.1)
 
@@ -128,15 +135,20 @@ def started(root: Path) -> Iterator[Slurm]:
         f"NodeName={name} NodeHostname=localhost NodeAddr={name} Port={port} CPUs=4 RealMemory=4000 State=UNKNOWN"
         for name, port in zip(NODES, ports[1:], strict=True)
     ]
-    (root / "slurm.conf").write_text(CONFIGURATION.format(root=root, controller=ports[0], nodes="\n".join(lines)))
+    (root / "slurm.conf").write_text(
+        CONFIGURATION.format(root=root, controller=ports[0], nodes="\n".join(lines))
+    )
     os.environ["SLURM_CONF"] = str(root / "slurm.conf")
     slurm = Slurm(root)
     with ExitStack() as daemons:
         daemons.callback(os.environ.pop, "SLURM_CONF")
-        munge = [f"--{name}={root}/run/munge.{name}" for name in ("socket", "pid-file", "seed-file")]
+        munge = [
+            f"--{name}={root}/run/munge.{name}" for name in ("socket", "pid-file", "seed-file")
+        ]
         log = f"--log-file={root}/log/munge.log"
         munged = subprocess.Popen(
-            ["munged", "--force", "--foreground", f"--key-file={key}", *munge, log], stderr=subprocess.DEVNULL
+            ["munged", "--force", "--foreground", f"--key-file={key}", *munge, log],
+            stderr=subprocess.DEVNULL,
         )
         daemons.callback(_stop, munged)
         while not (root / "run" / "munge.socket").exists():

@@ -67,7 +67,11 @@ def undisturbed(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_two_nodes_the_time_limit_and_on_from_there(
-    slurm: Slurm, launched: Launched, project: Path, samestep: Samestep, undisturbed: dict[int, float]
+    slurm: Slurm,
+    launched: Launched,
+    project: Path,
+    samestep: Samestep,
+    undisturbed: dict[int, float],
 ) -> None:
     """The signal before the limit, exit 75, a requeue, the end: one run, in a folder of a name that means mischief."""
     run = project / STRANGE
@@ -80,7 +84,9 @@ def test_two_nodes_the_time_limit_and_on_from_there(
     assert "stopping     on SIGUSR1" in text
     assert text.count("2 x CPU") == len(starts(run)) >= 2
     assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
-    assert int(slurm.job(job)["Restarts"]) >= len(starts(run)) - 1  # the signal may come before the run has begun
+    assert (
+        int(slurm.job(job)["Restarts"]) >= len(starts(run)) - 1
+    )  # the signal may come before the run has begun
     assert {start["job"] for start in starts(run)} == {job}
     assert (run / "launch" / "001" / "exit").read_text() == "0\n"
     assert sorted(path.name for path in (run / "launch" / "001" / "logs").iterdir()) == [
@@ -113,14 +119,20 @@ def test_a_dead_node_and_on_with_those_that_are_left(
     assert len(list((run / "wandb").glob("offline-run-*"))) == 1
 
 
-def test_cancelled_with_a_checkpoint(slurm: Slurm, launched: Launched, project: Path, samestep: Samestep) -> None:
+def test_cancelled_with_a_checkpoint(
+    slurm: Slurm, launched: Launched, project: Path, samestep: Samestep
+) -> None:
     """And what runs is the code of the moment of submission."""
     run = project / "run"
     job = launched("output=run", *LONG)
-    (project / "own" / "paced.py").write_text("raise SystemExit('edited while the job was waiting')")
+    (project / "own" / "paced.py").write_text(
+        "raise SystemExit('edited while the job was waiting')"
+    )
     wait_for_step(slurm, job, run, 2)
     assert " running " in samestep("jobs").out
-    again = samestep("launch", "cluster.yaml", run / "launch" / "001" / "config.yaml", "objective=mlm")
+    again = samestep(
+        "launch", "cluster.yaml", run / "launch" / "001" / "config.yaml", "objective=mlm"
+    )
     assert f"job {job} (running) is about run already" in again.message
     assert samestep("cancel", job).code == 0
     slurm.wait_for(job, "FAILED")  # which any exit code but 0 is to Slurm
@@ -130,14 +142,18 @@ def test_cancelled_with_a_checkpoint(slurm: Slurm, launched: Launched, project: 
     assert " stopped " in samestep("jobs").out
 
 
-def test_cancelled_before_it_has_begun(slurm: Slurm, launched: Launched, project: Path, samestep: Samestep) -> None:
+def test_cancelled_before_it_has_begun(
+    slurm: Slurm, launched: Launched, project: Path, samestep: Samestep
+) -> None:
     job = launched("output=run", "cluster.options=[--begin=now+1hour]")
     assert samestep("cancel", job).code == 0
     slurm.wait_for(job, "CANCELLED")
     assert " cancelled " in samestep("jobs").out
 
 
-def test_segments_where_requeuing_is_not_allowed(slurm: Slurm, launched: Launched, project: Path) -> None:
+def test_segments_where_requeuing_is_not_allowed(
+    slurm: Slurm, launched: Launched, project: Path
+) -> None:
     """The second job goes on where the first was stopped, and takes back those after it."""
     run = project / "run"
     job = launched("output=run", *LONG, "cluster.time=1h", "cluster.segments=4")
@@ -156,7 +172,10 @@ def test_segments_where_requeuing_is_not_allowed(slurm: Slurm, launched: Launche
 def test_a_dataset_built_by_an_array(
     slurm: Slurm, launched: Launched, project: Path, samestep: Samestep, dataset_folder: Path
 ) -> None:
-    lines = [json.dumps({"text": f"{number} bottles of beer on the wall. " * 20}) for number in range(600)]
+    lines = [
+        json.dumps({"text": f"{number} bottles of beer on the wall. " * 20})
+        for number in range(600)
+    ]
     (project / "texts.jsonl").write_text("\n".join(lines))
     (project / "data.yaml").write_text(
         f"source: {{kind: jsonl, paths: [texts.jsonl]}}\ntokenizer: {{path: {dataset_folder / 'tokenizer'}}}\n"
@@ -164,8 +183,13 @@ def test_a_dataset_built_by_an_array(
     )
     job = launched("--tasks", "3", file="data.yaml")
     until = time.monotonic() + 200
-    while not (project / "built" / "manifest.json").exists() or slurm.run("squeue", "--noheader").strip():
-        assert time.monotonic() < until, [log.read_text() for log in project.glob("built.launch/*/*.log")]
+    while (
+        not (project / "built" / "manifest.json").exists()
+        or slurm.run("squeue", "--noheader").strip()
+    ):
+        assert time.monotonic() < until, [
+            log.read_text() for log in project.glob("built.launch/*/*.log")
+        ]
         time.sleep(0.2)
     assert "built" in samestep("logs", job).out
     assert " done " in samestep("jobs").out
@@ -190,7 +214,12 @@ def test_a_dataset_built_by_an_array(
     ],
 )
 def test_what_is_refused_leaves_nothing(
-    slurm: Slurm, project: Path, samestep: Samestep, experiment_file: str, settings: list[str], message: str
+    slurm: Slurm,
+    project: Path,
+    samestep: Samestep,
+    experiment_file: str,
+    settings: list[str],
+    message: str,
 ) -> None:
     result = samestep("launch", "cluster.yaml", experiment_file, "output=run", *settings)
     assert result.code in (1, 2)
@@ -202,15 +231,25 @@ def test_what_is_refused_leaves_nothing(
 
 def test_a_job_of_somebody_else(slurm: Slurm, project: Path, samestep: Samestep) -> None:
     (project / "job.sh").write_text("#!/bin/sh\nsleep 30\n")
-    other = slurm.run("sbatch", "--parsable", "--uid=nobody", "--output=/dev/null", "job.sh").strip()
-    assert f"no job {other} has been submitted from here by you" in samestep("cancel", other).message
+    other = slurm.run(
+        "sbatch", "--parsable", "--uid=nobody", "--output=/dev/null", "job.sh"
+    ).strip()
+    assert (
+        f"no job {other} has been submitted from here by you" in samestep("cancel", other).message
+    )
     slurm.run("scancel", other)
 
 
 def test_slurm_does_not_answer(
-    slurm: Slurm, project: Path, samestep: Samestep, experiment_file: str, monkeypatch: pytest.MonkeyPatch
+    slurm: Slurm,
+    project: Path,
+    samestep: Samestep,
+    experiment_file: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (project / "slurm.conf").write_text("ClusterName=x\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=1\n")
+    (project / "slurm.conf").write_text(
+        "ClusterName=x\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=1\n"
+    )
     monkeypatch.setenv("SLURM_CONF", str(project / "slurm.conf"))
     result = samestep("launch", "cluster.yaml", experiment_file, "output=run")
     assert "Slurm's controller cannot be reached" in result.message

@@ -39,7 +39,9 @@ def test_norms_are_exact_for_millions_of_elements() -> None:
     tensors.append(torch.tensor(-2.0))
     exact = torch.stack([tensor.double().square().sum().sqrt() for tensor in tensors])
     torch.testing.assert_close(whole_norms(tensors, tensors[0]), exact, rtol=1e-8, atol=0)
-    assert abs(float(torch._foreach_norm(tensors[:1])[0]) / float(exact[0]) - 1) > 1e-5  # why there is this function
+    assert (
+        abs(float(torch._foreach_norm(tensors[:1])[0]) / float(exact[0]) - 1) > 1e-5
+    )  # why there is this function
 
 
 @pytest.mark.parametrize("dimensions", range(5))
@@ -54,9 +56,14 @@ def test_rectangles_tile_any_flat_range(dimensions: int) -> None:
         assert len(found) <= max(1, 2 * dimensions - 1)
         for view, offset in found:
             assert view.numel() > 0
-            place = tuple(slice(first, first + length) for first, length in zip(offset, view.shape, strict=True))
+            place = tuple(
+                slice(first, first + length)
+                for first, length in zip(offset, view.shape, strict=True)
+            )
             assert torch.equal(view, whole[place])
-        assert [int(each) for view, _ in found for each in view.flatten()] == list(range(start, stop))
+        assert [int(each) for view, _ in found for each in view.flatten()] == list(
+            range(start, stop)
+        )
         for view, _ in found:
             view.fill_(-1)
         assert (part == -1).all(), "they are views"

@@ -7,7 +7,9 @@ from trainer.ranges import global_number, merged
 
 def test_global_number_passes_over_what_is_excluded() -> None:
     excluded = [[2, 4], [5, 7], [20, 30]]
-    kept = [number for number in range(40) if not any(first <= number < end for first, end in excluded)]
+    kept = [
+        number for number in range(40) if not any(first <= number < end for first, end in excluded)
+    ]
     assert [global_number(taken, excluded) for taken in range(len(kept))] == kept
 
 

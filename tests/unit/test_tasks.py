@@ -26,7 +26,9 @@ def test_a_kind_is_a_source_and_an_objective_and_has_a_head(kind: TaskKind) -> N
     assert set(objective.score_names) <= set(TASKS[kind].metrics)
     module = sources.__name__ + f".{kind}"
     Kinds(sources.__name__).schema(kind, "source")
-    assert [each.kind for each in TaskSource.__subclasses__() if each.__module__ == module] == [kind]
+    assert [each.kind for each in TaskSource.__subclasses__() if each.__module__ == module] == [
+        kind
+    ]
 
 
 def test_every_kind_and_every_head_is_in_the_table() -> None:

@@ -31,10 +31,19 @@ class Config(mlm.Config):
 class ChangingObjective(mlm.MaskedLM):
     calls = 0
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
+    def loss(
+        self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]
+    ) -> Loss:
         self.calls += 1
         changed = self.calls > _SOUND_CALLS
         if changed and self.config.changes == "shape":
-            batch = {**batch, **{name: batch[name][:, 1:] for name in ("predicted", "labels", "weights")}}
+            batch = {
+                **batch,
+                **{name: batch[name][:, 1:] for name in ("predicted", "labels", "weights")},
+            }
         loss = super().loss(model, batch, totals)
-        return Loss(loss.total * (1.0 if changed else 2.0), loss.metrics) if self.config.changes == "number" else loss
+        return (
+            Loss(loss.total * (1.0 if changed else 2.0), loss.metrics)
+            if self.config.changes == "number"
+            else loss
+        )

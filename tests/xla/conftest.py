@@ -25,7 +25,12 @@ Work: TypeAlias = Callable[..., dict[str, Any]]
 
 def environment(**changes: str) -> dict[str, str]:
     """Of a process under torch-xla."""
-    added = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_FLAGS": _FLAGS, "PYTHONPATH": str(ROOT)}
+    added = {
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": "4",
+        "XLA_FLAGS": _FLAGS,
+        "PYTHONPATH": str(ROOT),
+    }
     return {**os.environ, **added, "TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1", **changes}
 
 
@@ -41,7 +46,9 @@ def xla() -> Xla:
 
     def run(module: str, *arguments: object, **changes: str) -> subprocess.CompletedProcess[str]:
         command = [PYTHON, "-m", module, *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, env=environment(**changes), timeout=600)
+        return subprocess.run(
+            command, capture_output=True, text=True, env=environment(**changes), timeout=600
+        )
 
     return run
 
@@ -49,7 +56,9 @@ def xla() -> Xla:
 @pytest.fixture(scope="session")
 def work(xla: Xla) -> Work:
     def run(file: str, *overrides: str, resume: int | None = None) -> dict[str, Any]:
-        done = xla("tests.xla.worker", file, "start" if resume is None else resume, *XLA, *overrides)
+        done = xla(
+            "tests.xla.worker", file, "start" if resume is None else resume, *XLA, *overrides
+        )
         assert done.returncode == 0, done.stderr[-4000:]
         (report,) = reports(done.stdout)
         return report

@@ -32,7 +32,8 @@ def main() -> None:
         for cells, width, causal, packed in json.loads(sys.argv[1]):
             report(error=trial.attention_error(cells, width, causal, packed))
         flash._CALLS += [
-            flash._Call((4, 2, 1024, width), True, False, 1.0, split.register(trial._mesh)) for width in (64, 128)
+            flash._Call((4, 2, 1024, width), True, False, 1.0, split.register(trial._mesh))
+            for width in (64, 128)
         ]
     pallas.pl.pallas_call, flash._PLATFORM = written_out, "tpu"
     jax.clear_caches()

@@ -30,13 +30,22 @@ def test_a_device_that_computes_wrongly_is_named(xla: Xla) -> None:
     assert re.search(r"failed all-reduce 4 devices by XLA: \S+ GB/s, and a wrong result", said)
 
 
-def test_a_strategy_that_does_not_fit_is_found_before_the_run(xla: Xla, experiment_file: str) -> None:
-    done = xla("trainer.cli", "doctor", experiment_file, "accelerator=xla", "strategy=fsdp", COLUMNS="200")
+def test_a_strategy_that_does_not_fit_is_found_before_the_run(
+    xla: Xla, experiment_file: str
+) -> None:
+    done = xla(
+        "trainer.cli", "doctor", experiment_file, "accelerator=xla", "strategy=fsdp", COLUMNS="200"
+    )
     assert done.returncode == 1
-    assert "failed topology 1 machine, 4 devices; the strategy is for other devices" in words(done.stdout)
+    assert "failed topology 1 machine, 4 devices; the strategy is for other devices" in words(
+        done.stdout
+    )
     done = xla("trainer.cli", "doctor", experiment_file, *XLA, "strategy.replicas=3", COLUMNS="200")
     assert done.returncode == 1
-    assert "failed topology strategy.replicas=3 on 1 machine, 4 devices → use a divisor of 4" in words(done.stdout)
+    assert (
+        "failed topology strategy.replicas=3 on 1 machine, 4 devices → use a divisor of 4"
+        in words(done.stdout)
+    )
 
 
 def test_no_chip_is_a_failure_and_no_crash(xla: Xla, experiment_file: str) -> None:

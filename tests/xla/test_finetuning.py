@@ -26,9 +26,18 @@ def test_losses_and_scores_are_those_of_the_cpu(
     work: Work, samestep: Samestep, dataset_folder: Path, tmp_path: Path, kind: str
 ) -> None:
     """Two micro-batches a step, and evaluations whose last batch is not full; outputs are gathered without a graph."""
-    assert samestep("data", "build", tasks.write_build(kind, tmp_path, dataset_folder / "tokenizer")).code == 0
+    assert (
+        samestep(
+            "data", "build", tasks.write_build(kind, tmp_path, dataset_folder / "tokenizer")
+        ).code
+        == 0
+    )
     file = tasks.write_experiment(kind, tmp_path, tmp_path / "none", steps=20)
-    batches = ("training.global_batch_size=16", "training.micro_batch_size=2", "training.evaluate_every=10")
+    batches = (
+        "training.global_batch_size=16",
+        "training.micro_batch_size=2",
+        "training.evaluate_every=10",
+    )
     settings = ("init_from=null", MODEL, *TASKS[kind], *batches)
     own = [each for each in settings if not each.startswith("strategy")]
     assert samestep("train", file, f"output={tmp_path / 'cpu'}", *own).code == 0
@@ -36,7 +45,9 @@ def test_losses_and_scores_are_those_of_the_cpu(
     report = work(str(file), f"output={tmp_path / 'xla'}", *settings)
     expected = [row["train/loss"] for row in rows if "train/loss" in row]
     np.testing.assert_allclose(report["losses"], expected, rtol=RELATIVE)
-    scores = [{name: row[name] for name in row if "/" in name} for row in rows if "heldout/loss" in row]
+    scores = [
+        {name: row[name] for name in row if "/" in name} for row in rows if "heldout/loss" in row
+    ]
     assert report["scores"] == [pytest.approx(each, rel=RELATIVE) for each in scores]
     assert len(scores) == 2
     assert report["compiled"] == 4  # the start, the step, the reading of metrics, the evaluation
@@ -49,10 +60,19 @@ def test_a_student_learns_beside_its_teacher(
 ) -> None:
     """The teacher is whole on each device, and part of the step's graph."""
     assert (
-        samestep("data", "build", tasks.write_build("classification", tmp_path, dataset_folder / "tokenizer")).code == 0
+        samestep(
+            "data",
+            "build",
+            tasks.write_build("classification", tmp_path, dataset_folder / "tokenizer"),
+        ).code
+        == 0
     )
     file = tasks.write_experiment("classification", tmp_path, tmp_path / "none", steps=10)
-    batches = ("training.global_batch_size=16", "training.micro_batch_size=2", "training.evaluate_every=null")
+    batches = (
+        "training.global_batch_size=16",
+        "training.micro_batch_size=2",
+        "training.evaluate_every=null",
+    )
     settings = ("init_from=null", MODEL, *TASKS["classification"][:2], *batches)
     teacher = tmp_path / "teacher"
     assert samestep("train", file, f"output={teacher}", *settings).code == 0
@@ -71,10 +91,19 @@ def test_lora_is_that_of_the_cpu(
 ) -> None:
     """Its layers are a loop, too; frozen parameters are there, and not in what a checkpoint gets."""
     assert (
-        samestep("data", "build", tasks.write_build("classification", tmp_path, dataset_folder / "tokenizer")).code == 0
+        samestep(
+            "data",
+            "build",
+            tasks.write_build("classification", tmp_path, dataset_folder / "tokenizer"),
+        ).code
+        == 0
     )
     file = tasks.write_experiment("classification", tmp_path, finished_run, steps=6)
-    settings = ("training.global_batch_size=16", "training.micro_batch_size=2", "training.evaluate_every=null")
+    settings = (
+        "training.global_batch_size=16",
+        "training.micro_batch_size=2",
+        "training.evaluate_every=null",
+    )
     lora = "model.peft={kind: lora, rank: 4, targets: [query, value, up]}"
     assert samestep("train", file, f"output={tmp_path / 'cpu'}", lora, *settings).code == 0
     report = work(str(tmp_path / "cpu" / "config.yaml"), f"output={tmp_path / 'xla'}")

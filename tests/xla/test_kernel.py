@@ -11,7 +11,11 @@ import pytest
 
 from tests.xla.conftest import XLA, Work, Xla, reports
 
-CALLS = [*product([640], [64], [False, True], [False, True]), (256, 128, True, True), (128, 32, False, True)]
+CALLS = [
+    *product([640], [64], [False, True], [False, True]),
+    (256, 128, True, True),
+    (128, 32, False, True),
+]
 FORWARD_AND_BACKWARD = [1, 2]  # kernels
 
 
@@ -35,7 +39,9 @@ def test_the_doctor_tries_it_out(xla: Xla) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_a_run_with_it(xla: Xla, work: Work, experiment_file: str, tmp_path: Path, recomputed: bool) -> None:
+def test_a_run_with_it(
+    xla: Xla, work: Work, experiment_file: str, tmp_path: Path, recomputed: bool
+) -> None:
     """In the loop of layers, outside of it, and in an evaluation; compared with attention written out."""
     settings = (
         "model={kind: roberta, vocab_size: 600, layers: 2, width: 32, heads: 2, ffn_width: 64, max_positions: 128,"
@@ -46,7 +52,15 @@ def test_a_run_with_it(xla: Xla, work: Work, experiment_file: str, tmp_path: Pat
         "strategy.flash_attention_from=128",
     )
     expected = work(experiment_file, f"output={tmp_path / 'out'}", *settings)
-    done = xla("tests.xla.interpreted_kernel", "run", experiment_file, "start", *XLA, *settings, f"output={tmp_path}")
+    done = xla(
+        "tests.xla.interpreted_kernel",
+        "run",
+        experiment_file,
+        "start",
+        *XLA,
+        *settings,
+        f"output={tmp_path}",
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     found, *kernels = reports(done.stdout)
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=2e-3)

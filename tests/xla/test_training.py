@@ -39,7 +39,12 @@ def on_cpu(samestep: Samestep, file: str, folder: Path, *overrides: str) -> list
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["bert", "packed roberta", "t5", "gpt2"])
 def test_losses_are_those_of_the_cpu(
-    work: Work, samestep: Samestep, experiment_file: str, t5_experiment: str, tmp_path: Path, kind: str
+    work: Work,
+    samestep: Samestep,
+    experiment_file: str,
+    t5_experiment: str,
+    tmp_path: Path,
+    kind: str,
 ) -> None:
     """From a checkpoint of the CPU on: two micro-batches a step, evaluations whose last batch is not full, saves.
 
@@ -48,13 +53,24 @@ def test_losses_are_those_of_the_cpu(
     """
     file = t5_experiment if kind in ("t5", "gpt2") else experiment_file
     model = {"packed roberta": PACKED, "gpt2": DECODER}.get(kind, ("model.layers=3",))
-    settings = (*model, f"training.steps={STEPS}", "training.evaluate_every=15", "training.micro_batch_size=2")
+    settings = (
+        *model,
+        f"training.steps={STEPS}",
+        "training.evaluate_every=15",
+        "training.micro_batch_size=2",
+    )
     expected = on_cpu(samestep, file, tmp_path / "cpu", *settings)
     shutil.copytree(tmp_path / "cpu", tmp_path / "xla")
     for folder in (tmp_path / "xla" / "checkpoints").glob("step-*"):
         if folder.name != f"step-{SAVED:08d}":
             shutil.rmtree(folder)
-    report = work(file, f"output={tmp_path / 'xla'}", *settings, "checkpoint={every: 10, keep_last: 99}", resume=SAVED)
+    report = work(
+        file,
+        f"output={tmp_path / 'xla'}",
+        *settings,
+        "checkpoint={every: 10, keep_last: 99}",
+        resume=SAVED,
+    )
     np.testing.assert_allclose(report["losses"], expected[SAVED:], rtol=RELATIVE)
     assert report["compilations"] == {
         "start": 1,
@@ -66,17 +82,32 @@ def test_losses_are_those_of_the_cpu(
     }
     assert report["compiled"] == 5
     assert report["fallbacks"] == []
-    names = ("model/embeddings.tokens.weight", next(n for n in report["splits"] if n.endswith("ffn.up.weight")))
-    if file == experiment_file:  # the other one trains with Adafactor, whose means are whole on all devices
-        names += (next(n for n in report["splits"] if n.startswith("optimizer/exp_avg/") and "ffn.down" in n),)
+    names = (
+        "model/embeddings.tokens.weight",
+        next(n for n in report["splits"] if n.endswith("ffn.up.weight")),
+    )
+    if (
+        file == experiment_file
+    ):  # the other one trains with Adafactor, whose means are whole on all devices
+        names += (
+            next(
+                n
+                for n in report["splits"]
+                if n.startswith("optimizer/exp_avg/") and "ffn.down" in n
+            ),
+        )
     for name in names:
-        print(f"{kind}: {name} is split as {report['splits'][name]}, {report['shards'][name]} on each device")
+        print(
+            f"{kind}: {name} is split as {report['splits'][name]}, {report['shards'][name]} on each device"
+        )
         layers = "1," if "layers.0" in name or ".0." in name else ""
         assert report["splits"][name] == f"{{devices=[{layers}4,1]0,1,2,3}}"
 
 
 @pytest.mark.timeout(600)
-def test_lamb_in_two_phases(work: Work, samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
+def test_lamb_in_two_phases(
+    work: Work, samestep: Samestep, experiment_file: str, tmp_path: Path
+) -> None:
     """Each phase has shapes of its own, and so a step and an evaluation of its own."""
     settings = (
         "model.layers=3",
@@ -93,22 +124,33 @@ def test_lamb_in_two_phases(work: Work, samestep: Samestep, experiment_file: str
 
 
 @pytest.mark.timeout(600)
-def test_from_fsdp_to_xla_to_ddp(xla: Xla, samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
+def test_from_fsdp_to_xla_to_ddp(
+    xla: Xla, samestep: Samestep, experiment_file: str, tmp_path: Path
+) -> None:
     """A run goes on under XLA with what 3 processes of FSDP2 left, and 2 of DDP go on with what XLA left."""
     schedule = "schedule={warmup_steps: 4, decay: constant}"
     expected = on_cpu(samestep, experiment_file, tmp_path / "whole", schedule, "training.steps=30")
     common = (experiment_file, f"output={tmp_path / 'run'}", schedule, "model.layers=2")
     common += ("checkpoint.keep_last=9",)
-    assert samestep("train", *common, "training.steps=10", "strategy=fsdp", "--processes", 3).code == 0
+    assert (
+        samestep("train", *common, "training.steps=10", "strategy=fsdp", "--processes", 3).code == 0
+    )
     done = xla("trainer.cli", "train", *common, "training.steps=20", *XLA)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert samestep("train", *common, "training.steps=30", "strategy=ddp", "--processes", 2).code == 0
+    assert (
+        samestep("train", *common, "training.steps=30", "strategy=ddp", "--processes", 2).code == 0
+    )
     np.testing.assert_allclose(list(losses(tmp_path / "run").values()), expected, rtol=RELATIVE)
     printed = [
-        samestep("evaluate", tmp_path / "run", "--step", 20, "strategy=single", "accelerator=cpu").out,
+        samestep(
+            "evaluate", tmp_path / "run", "--step", 20, "strategy=single", "accelerator=cpu"
+        ).out,
         xla("trainer.cli", "evaluate", tmp_path / "run", "--step", 20, *XLA).stdout,
     ]
-    theirs, ours = ({line.split()[0]: float(line.split()[1]) for line in each.splitlines()[-4:]} for each in printed)
+    theirs, ours = (
+        {line.split()[0]: float(line.split()[1]) for line in each.splitlines()[-4:]}
+        for each in printed
+    )
     assert ours == pytest.approx(theirs, rel=RELATIVE)
     assert {"loss", "accuracy", "perplexity"} <= theirs.keys()
     verified = samestep("ledger", "verify", tmp_path / "run")
@@ -122,7 +164,11 @@ def test_from_fsdp_to_xla_to_ddp(xla: Xla, samestep: Samestep, experiment_file: 
     [
         ("strategy={kind: xla_spmd, scan_layers: false}",),
         ("training.activation_checkpointing=true",),
-        ("strategy={kind: xla_spmd, replicas: 2}", "training.faults.action=skip", "training.micro_batch_size=1"),
+        (
+            "strategy={kind: xla_spmd, replicas: 2}",
+            "training.faults.action=skip",
+            "training.micro_batch_size=1",
+        ),
     ],
     ids=["written out", "checkpointing", "replicas, and each step looked at"],
 )
@@ -144,7 +190,9 @@ def test_asked_to_stop_on_one_device_it_goes_on_on_four(
     common = ("model.architecture=shared_encoder_decoder", "training.steps=60")
     expected = on_cpu(samestep, t5_experiment, tmp_path / "cpu", *common)
     command = ("train", t5_experiment, f"output={tmp_path / 'run'}", *common, *XLA)
-    with subprocess.Popen([PYTHON, "-m", "trainer.cli", *command], env=environment(CPU_NUM_DEVICES="1")) as process:
+    with subprocess.Popen(
+        [PYTHON, "-m", "trainer.cli", *command], env=environment(CPU_NUM_DEVICES="1")
+    ) as process:
         while not losses(tmp_path / "run"):
             assert process.poll() is None
             time.sleep(0.1)
@@ -158,9 +206,16 @@ def test_asked_to_stop_on_one_device_it_goes_on_on_four(
 
 
 @pytest.mark.timeout(600)
-def test_the_host_waits_for_the_devices_to_log_only(work: Work, experiment_file: str, tmp_path: Path) -> None:
+def test_the_host_waits_for_the_devices_to_log_only(
+    work: Work, experiment_file: str, tmp_path: Path
+) -> None:
     """In 100 steps with 10 rows of metrics: each reads the sums of metrics, and the norm of the gradient."""
-    settings = ("training.steps=110", "training.log_every=10", "training.precision=bf16", "model.layers=3")
+    settings = (
+        "training.steps=110",
+        "training.log_every=10",
+        "training.precision=bf16",
+        "model.layers=3",
+    )
     report = work(experiment_file, f"output={tmp_path}", *settings)
     assert report["transfers"][-1] - report["transfers"][0] == 2 * 10
     assert report["losses"][-1] < report["losses"][0]
@@ -174,7 +229,10 @@ def test_the_host_waits_for_the_devices_to_log_only(work: Work, experiment_file:
             "shape",
             r"step is not the graph that was compiled: .*\[12,3\].*, where it had .* \(changing_objective.py, line",
         ),
-        ("number", r"graph that was compiled: aten::mul, .*with another number in it \(changing_objective.py, line"),
+        (
+            "number",
+            r"graph that was compiled: aten::mul, .*with another number in it \(changing_objective.py, line",
+        ),
     ],
 )
 def test_a_graph_that_changes_ends_the_run(
@@ -195,13 +253,21 @@ def test_a_graph_that_changes_ends_the_run(
             {},
             "replicas 3 does not divide the 4 devices; use one of [1, 2, 4]",
         ),
-        (("training.global_batch_size=3",), {}, "global_batch_size 3 is less than the 4 data-parallel devices"),
+        (
+            ("training.global_batch_size=3",),
+            {},
+            "global_batch_size 3 is less than the 4 data-parallel devices",
+        ),
         (
             ("strategy={kind: deepspeed, stage: 1}",),
             {},
             "strategy deepspeed does not fit XLA on 4 CPU devices; use strategy=xla_spmd",
         ),
-        (("strategy=fsdp",), {}, "strategy fsdp does not fit XLA on 4 CPU devices; use strategy=xla_spmd"),
+        (
+            ("strategy=fsdp",),
+            {},
+            "strategy fsdp does not fit XLA on 4 CPU devices; use strategy=xla_spmd",
+        ),
         (
             ("accelerator=cpu",),
             {},
@@ -213,9 +279,16 @@ def test_a_graph_that_changes_ends_the_run(
     ],
 )
 def test_what_does_not_fit_is_refused(
-    xla: Xla, experiment_file: str, tmp_path: Path, settings: tuple[str, ...], changes: dict[str, str], said: str
+    xla: Xla,
+    experiment_file: str,
+    tmp_path: Path,
+    settings: tuple[str, ...],
+    changes: dict[str, str],
+    said: str,
 ) -> None:
-    done = xla("trainer.cli", "train", experiment_file, f"output={tmp_path}", *XLA, *settings, **changes)
+    done = xla(
+        "trainer.cli", "train", experiment_file, f"output={tmp_path}", *XLA, *settings, **changes
+    )
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert said in " ".join(done.stderr.split()), done.stderr

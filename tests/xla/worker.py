@@ -51,8 +51,15 @@ def main() -> None:
         "compilations": trainer.strategy.accelerator.compilations,
         "compiled": _count("CompileTime"),
         "transfers": tracker.transfers,
-        "fallbacks": [name for name in xla_metrics.counter_names() if name.startswith("aten::") and name != _READING],
-        "splits": {name: torch_xla._XLAC._get_xla_sharding_spec(each) for name, each in trainer._tensors().items()},
+        "fallbacks": [
+            name
+            for name in xla_metrics.counter_names()
+            if name.startswith("aten::") and name != _READING
+        ],
+        "splits": {
+            name: torch_xla._XLAC._get_xla_sharding_spec(each)
+            for name, each in trainer._tensors().items()
+        },
         "shards": {name: _shards(each) for name, each in trainer._tensors().items()},
     }
     sys.stdout.write(json.dumps(report))

@@ -20,7 +20,11 @@ class GpuAttention(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func == Tensor.is_cpu.__get__:  # type: ignore[attr-defined]

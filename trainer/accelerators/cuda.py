@@ -83,7 +83,9 @@ def _exit_with_count() -> None:
 def unusable() -> str | None:
     """Why torch cannot use the GPUs that nvidia-smi lists; None where there are none."""
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10).stdout
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10
+        ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
     gpus = [line for line in listed.splitlines() if line.startswith("GPU ")]
@@ -108,7 +110,9 @@ def _energy_counter(device: torch.device) -> Callable[[], int] | None:
         return None
     try:
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        handle = pynvml.nvmlDeviceGetHandleByUUID(
+            f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        )
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
     except pynvml.NVMLError:
         return None
@@ -131,7 +135,10 @@ class CudaAccelerator(Accelerator):
     def peak_flops(self, precision: Precision) -> float | None:
         name = torch.cuda.get_device_name(self.device)
         figures = {"fp32": {}, "bf16": _TFLOPS, "fp16": _TFLOPS | _FP16_TFLOPS}[precision]
-        return next((tflops * 1e12 for part, tflops in figures.items() if re.search(rf"\b{part}\b", name)), None)
+        return next(
+            (tflops * 1e12 for part, tflops in figures.items() if re.search(rf"\b{part}\b", name)),
+            None,
+        )
 
     def memory(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.device)

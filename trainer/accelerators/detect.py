@@ -49,8 +49,12 @@ def detect() -> Accelerator:
     if isinstance(config, cpu.Config):
         meant = "accelerator=cpu says it is meant so"
         if reason := cuda.unusable():
-            logger.warning("training on the CPU, although this machine has GPUs: %s; %s", reason, meant)
+            logger.warning(
+                "training on the CPU, although this machine has GPUs: %s; %s", reason, meant
+            )
         elif chips.count():
             install = "pip install 'samestep[tpu]', in an environment of its own"
-            logger.warning("training on the CPU, although this machine has TPUs: %s; %s", install, meant)
+            logger.warning(
+                "training on the CPU, although this machine has TPUs: %s; %s", install, meant
+            )
     return config.build()

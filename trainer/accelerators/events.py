@@ -14,7 +14,9 @@ def on_device(event: Mapping[str, Any]) -> bool:
 def is_collective(event: Mapping[str, Any]) -> bool:
     """NCCL's kernels, and the annotations of gloo's threads."""
     name, kind = event["name"], event.get("cat")
-    return (kind == "kernel" and name.startswith("nccl")) or (kind == "user_annotation" and name.startswith("gloo:"))
+    return (kind == "kernel" and name.startswith("nccl")) or (
+        kind == "user_annotation" and name.startswith("gloo:")
+    )
 
 
 def is_compute(event: Mapping[str, Any], devices: bool) -> bool:
@@ -25,5 +27,7 @@ def is_compute(event: Mapping[str, Any], devices: bool) -> bool:
         devices: whether the trace has kernels of devices; if not, the host's operations count.
     """
     if devices:
-        return event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and not is_collective(event)
+        return event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and not is_collective(
+            event
+        )
     return event.get("cat") == "cpu_op" and event["name"].startswith("aten::")

@@ -20,7 +20,9 @@ def reserve(size: int, device: torch.device | None) -> Tensor:
         size: their number.
         device: what page-locks them, as of `locked_by`.
     """
-    with torch.cuda.device(-1 if device is None else device):  # -1 changes nothing; threads start on the first GPU
+    with torch.cuda.device(
+        -1 if device is None else device
+    ):  # -1 changes nothing; threads start on the first GPU
         return torch.empty(size, dtype=torch.uint8, pin_memory=device is not None).zero_()
 
 

@@ -56,7 +56,9 @@ def check_installed() -> None:
             f"accelerator: tpu needs TorchTPU (torch 2.11 or newer), {install}; or use torch-xla: accelerator=xla"
         )
     if tuple(map(int, version.split(".")[:2])) < (0, 2):
-        raise ConfigError(f"accelerator: tpu needs TorchTPU 0.2 or newer, and this is {version}; {install}")
+        raise ConfigError(
+            f"accelerator: tpu needs TorchTPU 0.2 or newer, and this is {version}; {install}"
+        )
 
 
 class TpuAccelerator(Accelerator):

@@ -10,7 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer import accelerators
-from trainer.accelerators import DTYPES, Accelerator, Precision, chips, cpu, cuda, detect, version_of
+from trainer.accelerators import (
+    DTYPES,
+    Accelerator,
+    Precision,
+    chips,
+    cpu,
+    cuda,
+    detect,
+    version_of,
+)
 from trainer.findings import Finding
 
 OWN_ENVIRONMENT = ("tpu",)
@@ -41,14 +50,23 @@ def devices(wanted: accelerators.Config | None) -> Iterator[Finding]:
             accelerator = cuda.CudaAccelerator(index)
             major, minor = torch.cuda.get_device_capability(index)
             free = accelerator.memory() / 2**30
-            yield Finding(f"device {index}", "ok", f"{accelerator.description}, {free:.0f} free, sm_{major}{minor}")
+            yield Finding(
+                f"device {index}",
+                "ok",
+                f"{accelerator.description}, {free:.0f} free, sm_{major}{minor}",
+            )
     elif not isinstance(config := wanted or detect.best(), cpu.Config):
         yield Finding("devices", "ok", config.build().description)  # or why it cannot be had
     elif reason := cuda.unusable():
         yield Finding("devices", "failed", f"training would run on the CPU: {reason}")
     elif chips.count():
         fix = "pip install 'samestep[tpu]', in an environment of its own"
-        yield Finding("devices", "failed", "training would run on the CPU, although this machine has TPUs", fix)
+        yield Finding(
+            "devices",
+            "failed",
+            "training would run on the CPU, although this machine has TPUs",
+            fix,
+        )
     else:
         yield Finding("devices", "ok", "no GPU: training would run on the CPU")
 
@@ -63,7 +81,9 @@ def product(accelerator: Accelerator, subject: str, precision: Precision) -> Ite
     dtype, factor = DTYPES[precision], exact()
     left = factor.to(accelerator.device, dtype)
     if not torch.equal((left @ left.T).double().cpu(), factor @ factor.T):
-        yield Finding(subject, "failed", "a matrix product has a wrong result", "take this device out of use")
+        yield Finding(
+            subject, "failed", "a matrix product has a wrong result", "take this device out of use"
+        )
         return
     peak = accelerator.peak_flops(precision)
     size, seconds = (8192, 1.0) if peak else (1024, 0.2)
@@ -75,11 +95,15 @@ def product(accelerator: Accelerator, subject: str, precision: Precision) -> Ite
         repeats += 1
     speed = repeats * 2 * size**3 / accelerator.seconds(begin, accelerator.mark())
     found = f"right result, {speed / 1e12:.3g} TFLOP/s in {precision}"
-    yield compared(subject, found, speed, peak, "see nvidia-smi -q for other processes, heat and power limits")
+    yield compared(
+        subject, found, speed, peak, "see nvidia-smi -q for other processes, heat and power limits"
+    )
 
 
 def compared(subject: str, found: str, speed: float, peak: float | None, fix: str) -> Finding:
     """A finding about FLOP/s beside those of the data sheet, if that has any."""
     if peak and speed < 0.4 * peak:
         return Finding(subject, "warning", f"{found}: {speed / peak:.0%} of the data sheet's", fix)
-    return Finding(subject, "ok", found + (f", {speed / peak:.0%} of the data sheet's" if peak else ""))
+    return Finding(
+        subject, "ok", found + (f", {speed / peak:.0%} of the data sheet's" if peak else "")
+    )

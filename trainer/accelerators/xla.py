@@ -38,13 +38,17 @@ class Config(chips.Products):
                 "accelerator: xla finds no TPU on this machine; on a TPU VM look at /dev/accel* and /dev/vfio, which "
                 "another process may hold, or set PJRT_DEVICE=CPU to try XLA on the processor"
             )
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # or XLA tells with each graph what it will drop one day
+        os.environ.setdefault(
+            "TF_CPP_MIN_LOG_LEVEL", "2"
+        )  # or XLA tells with each graph what it will drop one day
         try:
             import torch_xla.backends
             import torch_xla.runtime
 
             torch_xla.runtime.use_spmd()
-            logging.getLogger("torch_xla.backends").setLevel(logging.ERROR)  # it warns of second calls at the first
+            logging.getLogger("torch_xla.backends").setLevel(
+                logging.ERROR
+            )  # it warns of second calls at the first
             torch_xla.backends.set_mat_mul_precision("default" if self.bf16_products else "highest")
             return XlaAccelerator()
         except (OSError, RuntimeError) as error:
@@ -80,7 +84,9 @@ class XlaAccelerator(Accelerator):
         platform: "tpu" or "cpu".
     """
 
-    collective_backend = "gloo"  # between machines, for numbers of the host; XLA moves what is on devices
+    collective_backend = (
+        "gloo"  # between machines, for numbers of the host; XLA moves what is on devices
+    )
     precisions = ("fp32", "bf16")
     compiles = True
 
@@ -95,7 +101,9 @@ class XlaAccelerator(Accelerator):
 
     @property
     def description(self) -> str:
-        kind = f"TPU {chips.name() or ''}".strip() if self.platform == "tpu" else self.platform.upper()
+        kind = (
+            f"TPU {chips.name() or ''}".strip() if self.platform == "tpu" else self.platform.upper()
+        )
         return f"XLA on {self.devices} {kind} device{'s' if self.devices > 1 else ''}"
 
     def peak_flops(self, precision: Precision) -> float | None:
@@ -106,7 +114,9 @@ class XlaAccelerator(Accelerator):
         """Copies tensors to all devices; not as `Tensor.to` does, which would be recorded in the graph."""
         from torch_xla.core.xla_model import send_cpu_data_to_device
 
-        return dict(zip(batch, send_cpu_data_to_device(list(batch.values()), self.device), strict=True))
+        return dict(
+            zip(batch, send_cpu_data_to_device(list(batch.values()), self.device), strict=True)
+        )
 
     @contextmanager
     def graph(self, work: str) -> Iterator[None]:
@@ -180,7 +190,10 @@ def _compilations() -> int:
 
 def _difference(error: RuntimeError) -> str:
     """What the detector of changes has found, in a line."""
-    lines = [line.replace("[] ", "").replace(", dynamic_dims: ()", "").strip() for line in str(error).splitlines()]
+    lines = [
+        line.replace("[] ", "").replace(", dynamic_dims: ()", "").strip()
+        for line in str(error).splitlines()
+    ]
     found = {key: rest for key, _, rest in (line.partition(": ") for line in lines)}
     if "Got" not in found:
         said = " ".join(filter(None, lines))
@@ -189,7 +202,9 @@ def _difference(error: RuntimeError) -> str:
     else:
         said = f"{found['Got']}, where it had {found.get('Expected', 'others')}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not {"torch", "torch_xla"} & set(Path(frame.filename).parts)][-1]
+    own = [
+        frame for frame in frames if not {"torch", "torch_xla"} & set(Path(frame.filename).parts)
+    ][-1]
     return f"{said} ({Path(own.filename).name}, line {own.lineno})"
 
 

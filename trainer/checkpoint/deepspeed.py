@@ -33,7 +33,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHTS = "fp32"
 _LAYOUT = "0.19.8"  # the version whose universal layout is written
 _PARTITION = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")  # stages 1 and 2; stage 3
+_MODEL_STATES = (
+    "mp_rank_00_model_states.pt",
+    "zero_pp_rank_0_mp_rank_00_model_states.pt",
+)  # stages 1 and 2; stage 3
 _UNIVERSAL = "zero"
 _PARAM_GROUPS = 1024  # more than any script has
 
@@ -65,7 +68,11 @@ def step_folder(path: Path) -> Path | None:
     for pointer in ("latest", "latest_universal"):
         if (path / pointer).is_file():
             return path / (path / pointer).read_text().strip()
-    is_one = (path / _UNIVERSAL).is_dir() or any(path.glob("*_model_states.pt")) or any(path.glob("*_optim_states.pt"))
+    is_one = (
+        (path / _UNIVERSAL).is_dir()
+        or any(path.glob("*_model_states.pt"))
+        or any(path.glob("*_optim_states.pt"))
+    )
     return path if is_one else None
 
 
@@ -76,7 +83,9 @@ def open_checkpoint(folder: Path) -> DeepSpeedState:
         CheckpointError: files are missing, damaged, of different saves, or hold what cannot be taken over.
     """
     try:
-        return _open_universal(folder) if (folder / _UNIVERSAL).is_dir() else _open_partitioned(folder)
+        return (
+            _open_universal(folder) if (folder / _UNIVERSAL).is_dir() else _open_partitioned(folder)
+        )
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
             f"{folder} is not laid out as DeepSpeed {_LAYOUT} does it ({type(error).__name__}: {error}); go on from it "
@@ -86,7 +95,11 @@ def open_checkpoint(folder: Path) -> DeepSpeedState:
 
 def _open_partitioned(folder: Path) -> DeepSpeedState:
     """ZeRO's own layout: rank r has the r-th stretch of what is laid end to end, or of each parameter in stage 3."""
-    found = {path: match for path in sorted(folder.glob("*.pt")) if (match := _PARTITION.fullmatch(path.name))}
+    found = {
+        path: match
+        for path in sorted(folder.glob("*.pt"))
+        if (match := _PARTITION.fullmatch(path.name))
+    }
     if not found:
         raise CheckpointError(
             f"{folder} has no partitions of ZeRO (zero_pp_rank_*_optim_states.pt): it was saved without ZeRO, or not "
@@ -105,8 +118,12 @@ def _open_partitioned(folder: Path) -> DeepSpeedState:
             f"{folder} was saved by {model['dp_world_size']} processes, and the optimizer states of rank {absent[0]} "
             "are missing; copy the files of all machines into it"
         )
-    shapes = {name: tuple(shape) for group in model["param_shapes"] for name, shape in group.items()}
-    ranges: dict[str, dict[str, list[Range]]] = {kind: {name: [] for name in shapes} for kind in (WEIGHTS, *MOMENTS)}
+    shapes = {
+        name: tuple(shape) for group in model["param_shapes"] for name, shape in group.items()
+    }
+    ranges: dict[str, dict[str, list[Range]]] = {
+        kind: {name: [] for name in shapes} for kind in (WEIGHTS, *MOMENTS)
+    }
     steps, settings = set(), {}
     for rank in range(model["dp_world_size"]):
         state = _load(paths[rank])["optimizer_state_dict"]
@@ -121,17 +138,28 @@ def _open_partitioned(folder: Path) -> DeepSpeedState:
             if partitioned:
                 group = model["param_shapes"][number]
                 spans = _spans(group, rank, model["dp_world_size"])
-                _check_lengths(group, model["dp_world_size"], {WEIGHTS: flat, **moments}, paths[rank])
+                _check_lengths(
+                    group, model["dp_world_size"], {WEIGHTS: flat, **moments}, paths[rank]
+                )
             else:
-                spans = ((name, at.start, at.numel) for name, at in state["param_slice_mappings"][number].items())
+                spans = (
+                    (name, at.start, at.numel)
+                    for name, at in state["param_slice_mappings"][number].items()
+                )
             for name, start, length in spans:
                 for kind in ranges:
-                    ranges[kind][name].append(((flat if kind == WEIGHTS else moments[kind]), start, length))
+                    ranges[kind][name].append(
+                        ((flat if kind == WEIGHTS else moments[kind]), start, length)
+                    )
     tensors = {kind: _stored(kind, each, shapes, folder) for kind, each in ranges.items()}
-    return DeepSpeedState(_single_step(steps, folder), model.get("global_samples"), settings, tensors)
+    return DeepSpeedState(
+        _single_step(steps, folder), model.get("global_samples"), settings, tensors
+    )
 
 
-def _spans(shapes: Mapping[str, Sequence[int]], rank: int, ranks: int) -> Iterator[tuple[str, int, int]]:
+def _spans(
+    shapes: Mapping[str, Sequence[int]], rank: int, ranks: int
+) -> Iterator[tuple[str, int, int]]:
     """Where a rank has its parts of the parameters of a group, and their lengths without padding, in stage 3."""
     start = 0
     for name, shape in shapes.items():
@@ -145,7 +173,9 @@ def _padded_part(shape: Sequence[int], ranks: int) -> int:
     return -(-math.prod(shape) // ranks)
 
 
-def _check_lengths(shapes: Mapping[str, Sequence[int]], ranks: int, flats: Mapping[str, Tensor], path: Path) -> None:
+def _check_lengths(
+    shapes: Mapping[str, Sequence[int]], ranks: int, flats: Mapping[str, Tensor], path: Path
+) -> None:
     """Refuses what is shorter or longer than the parts of a group that a rank has in stage 3, padding included."""
     due = sum(_padded_part(shape, ranks) for shape in shapes.values())
     for kind in (WEIGHTS, *MOMENTS):
@@ -159,13 +189,23 @@ def _check_lengths(shapes: Mapping[str, Sequence[int]], ranks: int, flats: Mappi
 def _open_universal(folder: Path) -> DeepSpeedState:
     """The universal layout: what ZeRO stages 1 and 2 had is there with its shape and step, what stage 3 had without."""
     model, common = _model_states(folder), _load(folder / _UNIVERSAL / "optimizer_state.pt")
-    shapes = {name: tuple(shape) for group in model.get("param_shapes", ()) for name, shape in group.items()}
-    names = list(shapes) or sorted(path.name for path in (folder / _UNIVERSAL).iterdir() if path.is_dir())
+    shapes = {
+        name: tuple(shape)
+        for group in model.get("param_shapes", ())
+        for name, shape in group.items()
+    }
+    names = list(shapes) or sorted(
+        path.name for path in (folder / _UNIVERSAL).iterdir() if path.is_dir()
+    )
     ranges: dict[str, dict[str, list[Range]]] = {kind: {} for kind in (WEIGHTS, *MOMENTS)}
     steps = set()
     for name in names:  # there may be more: copies of tied tensors
         kept = {file.stem: _load(file) for file in (folder / _UNIVERSAL / name).glob("*.pt")}
-        step = kept.pop("step") if "step" in kept else common["optimizer_state_dict"]["state"][0]["step"]
+        step = (
+            kept.pop("step")
+            if "step" in kept
+            else common["optimizer_state_dict"]["state"][0]["step"]
+        )
         steps.add(_step(step, folder))
         weights = kept.pop(WEIGHTS)
         _check_moments(kept, folder / _UNIVERSAL / name)
@@ -175,7 +215,9 @@ def _open_universal(folder: Path) -> DeepSpeedState:
             ranges[kind][name] = [(tensor.flatten(), 0, tensor.numel())]
     tensors = {kind: _stored(kind, each, shapes, folder) for kind, each in ranges.items()}
     settings = dict((common.get("param_groups") or [{}])[0])
-    return DeepSpeedState(_single_step(steps, folder), model.get("global_samples"), settings, tensors)
+    return DeepSpeedState(
+        _single_step(steps, folder), model.get("global_samples"), settings, tensors
+    )
 
 
 def _model_states(folder: Path) -> Loaded:
@@ -186,7 +228,9 @@ def _model_states(folder: Path) -> Loaded:
     """
     path = next((folder / name for name in _MODEL_STATES if (folder / name).exists()), None)
     if path is None:
-        raise CheckpointError(f"{folder} has no {' and no '.join(_MODEL_STATES)}; copy all files of the checkpoint")
+        raise CheckpointError(
+            f"{folder} has no {' and no '.join(_MODEL_STATES)}; copy all files of the checkpoint"
+        )
     model = _load(path)
     if frozen := model.get("frozen_param_shapes"):
         raise CheckpointError(
@@ -211,7 +255,9 @@ def _step(value: SupportsFloat, folder: Path) -> int:
     """A count of updates, which is kept as a number or a tensor of one."""
     count = float(value)
     if not (count.is_integer() and count >= 0):
-        raise CheckpointError(f"{folder} has made {count} updates, which cannot be; copy it again, or use another one")
+        raise CheckpointError(
+            f"{folder} has made {count} updates, which cannot be; copy it again, or use another one"
+        )
     return int(count)
 
 
@@ -225,7 +271,10 @@ def _single_step(steps: set[int], folder: Path) -> int:
 
 
 def _stored(
-    kind: str, ranges: Mapping[str, Sequence[Range]], shapes: Mapping[str, tuple[int, ...]], folder: Path
+    kind: str,
+    ranges: Mapping[str, Sequence[Range]],
+    shapes: Mapping[str, tuple[int, ...]],
+    folder: Path,
 ) -> StoredTensors:
     pieces = {}
     for name, parts in ranges.items():
@@ -278,7 +327,9 @@ def _load(path: Path) -> Loaded:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         if damaged is not None:
-            raise CheckpointError(f"{path} is damaged ({damaged} in it); copy it again, or use another checkpoint")
+            raise CheckpointError(
+                f"{path} is damaged ({damaged} in it); copy it again, or use another checkpoint"
+            )
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         with torch.serialization.safe_globals([(_StandIn, name) for name in names]):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -294,10 +345,14 @@ def _load(path: Path) -> Loaded:
         ) from error
     except (OSError, RuntimeError, ValueError, EOFError) as error:
         reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"cannot read {path}: {reason}; copy it again, or use another checkpoint") from error
+        raise CheckpointError(
+            f"cannot read {path}: {reason}; copy it again, or use another checkpoint"
+        ) from error
 
 
-def write_universal(folder: Path, step: int, parameters: Iterable[tuple[str, Mapping[str, Tensor]]]) -> None:
+def write_universal(
+    folder: Path, step: int, parameters: Iterable[tuple[str, Mapping[str, Tensor]]]
+) -> None:
     """Writes a universal checkpoint, which DeepSpeed loads under any ZeRO stage and number of processes.
 
     The settings of the optimizer are left to the script that loads it: those in the file, one set for all groups in
@@ -322,14 +377,22 @@ def write_universal(folder: Path, step: int, parameters: Iterable[tuple[str, Map
             (temporary / _UNIVERSAL / name).mkdir()
             torch.save(count, temporary / _UNIVERSAL / name / "step.pt")
             for kind, tensor in tensors.items():
-                content = {"param": tensor.detach().clone(memory_format=torch.contiguous_format)}  # without its base
+                content = {
+                    "param": tensor.detach().clone(memory_format=torch.contiguous_format)
+                }  # without its base
                 torch.save(content, temporary / _UNIVERSAL / name / f"{kind}.pt")
         # Stages 1 and 2 take groups one by one, and leave out those that have no counterpart; stage 3 takes the other.
         groups: list[dict[str, object]] = [{}] * _PARAM_GROUPS
         optimizer = {"state": {0: {"step": count}}, "param_groups": groups[:1]}
         common = {"ds_version": _LAYOUT, "param_groups": groups, "optimizer_state_dict": optimizer}
         torch.save(common, temporary / _UNIVERSAL / "optimizer_state.pt")
-        model = {"module": {}, "dp_world_size": 1, "mp_world_size": 1, "global_steps": step, "skipped_steps": 0}
+        model = {
+            "module": {},
+            "dp_world_size": 1,
+            "mp_world_size": 1,
+            "global_steps": step,
+            "skipped_steps": 0,
+        }
         for name in _MODEL_STATES:
             torch.save({**model, "ds_version": _LAYOUT}, temporary / name)
         temporary.replace(target)

@@ -51,7 +51,9 @@ class Deferred(Tensor):
         def call(convert: Callable[[object], object]) -> object:
             return function(*tree_map(convert, args), **tree_map(convert, dict(kwargs or {})))
 
-        if function is torch.ops.aten.equal.default:  # the only question that is asked about elements
+        if (
+            function is torch.ops.aten.equal.default
+        ):  # the only question that is asked about elements
             return call(_made)
 
         def make(index: int) -> Tensor:
@@ -59,7 +61,10 @@ class Deferred(Tensor):
             return made
 
         described, structure = tree_flatten(call(_described))
-        return tree_unflatten([Deferred(each, partial(make, index)) for index, each in enumerate(described)], structure)
+        return tree_unflatten(
+            [Deferred(each, partial(make, index)) for index, each in enumerate(described)],
+            structure,
+        )
 
 
 def promises(stored: StoredTensors) -> dict[str, Tensor]:

@@ -34,7 +34,9 @@ _LOCAL_POLL_SECONDS = 0.05
 _REMOTE_POLL_SECONDS = 0.5
 _BLOCK_BYTES = 2**18  # takes an object store about as long as a byte
 _BLOCKS_KEPT = 8  # of a file
-_PART_BYTES = 2**25  # of a large range; several parts at a time are faster than one, and cheaper to ask for again
+_PART_BYTES = (
+    2**25
+)  # of a large range; several parts at a time are faster than one, and cheaper to ask for again
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,9 @@ def open_bytes(path: Location) -> Callable[[int, int], Tensor]:
     if isinstance(path, Url):
         return _Ranges(path.url)
     with _explained("read", path):
-        content = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        content = torch.from_file(
+            str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8
+        )
     return lambda start, stop: content[start:stop]
 
 
@@ -155,7 +159,9 @@ class _Ranges:
             content = self._read_parts(start, stop)
         else:
             first = start - start % _BLOCK_BYTES
-            with self._lock:  # threads that want the same block wait for it, rather than all read it
+            with (
+                self._lock
+            ):  # threads that want the same block wait for it, rather than all read it
                 blocks = b"".join(self._block(begin) for begin in range(first, stop, _BLOCK_BYTES))
             content = bytearray(blocks[start - first : stop - first])
         return torch.frombuffer(content, dtype=torch.uint8)
@@ -254,7 +260,9 @@ def on_disk(folder: Location) -> Iterator[Path]:
     else:
         with TemporaryDirectory(prefix="samestep-") as copy:
             if not names(folder):
-                raise CheckpointError(f"there is nothing in {folder}; copy the folder of that name of the run there")
+                raise CheckpointError(
+                    f"there is nothing in {folder}; copy the folder of that name of the run there"
+                )
             copy_folder(folder, Path(copy))
             yield Path(copy)
 
@@ -268,5 +276,10 @@ def _explained(action: str, path: Location) -> Iterator[None]:
             errno.ENOSPC: "free some space, or keep fewer checkpoints (keep_last, keep_every)",
             errno.EDQUOT: "raise the quota, or keep fewer checkpoints (keep_last, keep_every)",
             errno.ENOENT: "something has removed it: see what else uses this folder",
-        }.get(error.errno or 0, "check that the folder exists, is writable and its disk works, or name another one")
-        raise CheckpointError(f"cannot {action} {path}: {error.strerror or error}; {fix}") from error
+        }.get(
+            error.errno or 0,
+            "check that the folder exists, is writable and its disk works, or name another one",
+        )
+        raise CheckpointError(
+            f"cannot {action} {path}: {error.strerror or error}; {fix}"
+        ) from error

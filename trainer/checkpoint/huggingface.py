@@ -43,7 +43,9 @@ class LazyTensors(Mapping[str, Tensor]):
             try:
                 file: _TensorFile = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"cannot read {path}: {error}; copy or download it again") from error
+                raise CheckpointError(
+                    f"cannot read {path}: {error}; copy or download it again"
+                ) from error
             self._files.update(dict.fromkeys(file.keys(), file))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -62,7 +64,9 @@ def identity(folder: Path) -> str:
         _ADAPTER_CONFIG if is_adapter(folder) else _CONFIG,
         *sorted(path.name for path in folder.glob("*.safetensors")),
     ]
-    return hashlib.sha256("".join(files.digest(folder / name).sha256 for name in names).encode()).hexdigest()
+    return hashlib.sha256(
+        "".join(files.digest(folder / name).sha256 for name in names).encode()
+    ).hexdigest()
 
 
 def load_folder(folder: Path) -> tuple[Tree, LazyTensors]:
@@ -92,7 +96,9 @@ def load_folder(folder: Path) -> tuple[Tree, LazyTensors]:
             f"{folder} has its weights in pytorch_model.bin, a pickle, which could run any code when read; convert it "
             f"where you trust it: AutoModelForMaskedLM.from_pretrained({str(folder)!r}).save_pretrained('converted')"
         )
-    raise CheckpointError(f"{folder} has neither {_WEIGHTS} nor {_INDEX}; name a folder that save_pretrained wrote")
+    raise CheckpointError(
+        f"{folder} has neither {_WEIGHTS} nor {_INDEX}; name a folder that save_pretrained wrote"
+    )
 
 
 def is_adapter(folder: Path) -> bool:
@@ -141,7 +147,9 @@ def save_folder(
     try:
         temporary.mkdir(parents=True)
         settings, weights = (_ADAPTER_CONFIG, _ADAPTER_WEIGHTS) if adapter else (_CONFIG, _WEIGHTS)
-        (temporary / settings).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+        (temporary / settings).write_text(
+            json.dumps(dict(config), indent=2) + "\n", encoding="utf-8"
+        )
         save_file(dict(tensors), temporary / weights, metadata={"format": "pt"})
         if tokenizer_folder is not None:
             _copy_tokenizer(tokenizer_folder, temporary)
@@ -163,7 +171,9 @@ def save_folder(
 def _copy_tokenizer(source: Path, target: Path) -> None:
     files = [source / name for name in TOKENIZER_FILES if (source / name).exists()]
     if not files:
-        raise CheckpointError(f"{source} holds no tokenizer; name a folder with one of: {', '.join(TOKENIZER_FILES)}")
+        raise CheckpointError(
+            f"{source} holds no tokenizer; name a folder with one of: {', '.join(TOKENIZER_FILES)}"
+        )
     for file in files:
         shutil.copyfile(file, target / file.name)
 

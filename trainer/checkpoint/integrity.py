@@ -46,10 +46,16 @@ def is_committed(folder: Location) -> bool:
 
 def _step_folders(root: Location) -> dict[int, tuple[Location, bool]]:
     """The folder of each step, oldest first, and whether it was committed."""
-    steps = sorted(int(name.removeprefix("step-")) for name in files.names(root) if re.fullmatch(r"step-\d{8,}", name))
+    steps = sorted(
+        int(name.removeprefix("step-"))
+        for name in files.names(root)
+        if re.fullmatch(r"step-\d{8,}", name)
+    )
     folders = [step_folder(root, step) for step in steps]
     with ThreadPoolExecutor(files.THREADS) as pool:
-        return dict(zip(steps, zip(folders, pool.map(is_committed, folders), strict=True), strict=True))
+        return dict(
+            zip(steps, zip(folders, pool.map(is_committed, folders), strict=True), strict=True)
+        )
 
 
 def commit(folder: Location, digests: Mapping[str, Digest]) -> None:
@@ -71,7 +77,9 @@ def read_checksums(folder: Location) -> dict[str, Digest]:
         CheckpointError: the step is not committed, or its list of files is damaged.
     """
     if not is_committed(folder):
-        raise CheckpointError(f"{folder} was never committed: saving it was cut short; use another step")
+        raise CheckpointError(
+            f"{folder} was never committed: saving it was cut short; use another step"
+        )
     committed, checksums = files.read(folder / _COMMITTED), folder / _CHECKSUMS
     if files.digest(checksums).sha256.encode() != committed:
         raise _damaged(checksums, "its SHA-256 is not the one in COMMITTED")

@@ -85,14 +85,21 @@ def stored_piece(piece: Piece) -> StoredPiece:
     """A piece that is in memory, as one that is read."""
     lengths, dtype = tuple(piece.tensor.shape), piece.tensor.dtype
     return StoredPiece(
-        piece.name, piece.shape, piece.offset, lengths, dtype, lambda start, stop: piece.tensor.flatten()[start:stop]
+        piece.name,
+        piece.shape,
+        piece.offset,
+        lengths,
+        dtype,
+        lambda start, stop: piece.tensor.flatten()[start:stop],
     )
 
 
 def local_pieces(name: str, tensor: Tensor) -> list[Piece]:
     """The pieces of a tensor that this process holds: one of a plain tensor or a DTensor, any number of a segment."""
     shape = whole_shape(tensor)
-    return [Piece(name, shape, offset, local) for local, offset in local_rectangles(tensor.detach())]
+    return [
+        Piece(name, shape, offset, local) for local, offset in local_rectangles(tensor.detach())
+    ]
 
 
 def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> list[Piece]:
@@ -174,9 +181,13 @@ def _header(pieces: Sequence[Piece]) -> tuple[bytes, int]:
     places = {}
     start = 0
     for piece in pieces:
-        key = f"{piece.name}@{','.join(map(str, piece.offset))}" if any(piece.offset) else piece.name
+        key = (
+            f"{piece.name}@{','.join(map(str, piece.offset))}" if any(piece.offset) else piece.name
+        )
         assert key not in entries, f"two pieces named {key}"
-        assert piece.tensor.dtype in _DTYPE_NAMES, f"{piece.name}: checkpoints hold no {piece.tensor.dtype}"
+        assert piece.tensor.dtype in _DTYPE_NAMES, (
+            f"{piece.name}: checkpoints hold no {piece.tensor.dtype}"
+        )
         entries[key] = {
             "dtype": _DTYPE_NAMES[piece.tensor.dtype],
             "shape": list(piece.tensor.shape),
@@ -205,12 +216,21 @@ def read_pieces(path: Location) -> list[StoredPiece]:
         dtype, lengths = _DTYPES[entry["dtype"]], tuple(entry["shape"])
         elements = partial(_elements, content, body + entry["data_offsets"][0], dtype)
         pieces.append(
-            StoredPiece(place["name"], tuple(place["shape"]), tuple(place["offset"]), lengths, dtype, elements)
+            StoredPiece(
+                place["name"],
+                tuple(place["shape"]),
+                tuple(place["offset"]),
+                lengths,
+                dtype,
+                elements,
+            )
         )
     return pieces
 
 
-def _elements(content: Callable[[int, int], Tensor], begin: int, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+def _elements(
+    content: Callable[[int, int], Tensor], begin: int, dtype: torch.dtype, start: int, stop: int
+) -> Tensor:
     return content(begin + start * dtype.itemsize, begin + stop * dtype.itemsize).view(dtype)
 
 
@@ -256,7 +276,11 @@ def _copy_overlap(source: StoredPiece, target: Piece) -> int:
         to_target.append(slice(start - target_start, stop - target_start))
     rows, row = from_source[0] if from_source else slice(0, 1), math.prod(source.lengths[1:])
     elements = source.elements(rows.start * row, rows.stop * row)
-    block = elements.view(-1, *source.lengths[1:])[(slice(None), *from_source[1:])] if from_source else elements[0]
+    block = (
+        elements.view(-1, *source.lengths[1:])[(slice(None), *from_source[1:])]
+        if from_source
+        else elements[0]
+    )
     target.tensor[tuple(to_target)].copy_(block)
     return block.numel()
 
@@ -321,7 +345,9 @@ def check_same_tensors(
         ],
     }
     if any(differences.values()):
-        found = "; ".join(f"{len(names)} {what}: {_first(names)}" for what, names in differences.items() if names)
+        found = "; ".join(
+            f"{len(names)} {what}: {_first(names)}" for what, names in differences.items() if names
+        )
         raise CheckpointError(
             f"{where} is a checkpoint of another model or optimizer. Tensors {found}. "
             "Use the configuration that it was saved with (in its meta.json), or start in another output folder"

@@ -74,7 +74,9 @@ class Owner:
 
     def __str__(self) -> str:
         job = "" if self.job is None else f", job {self.job}"
-        age, silence = (timedelta(seconds=round(time.time() - moment)) for moment in (self.since, self.renewed))
+        age, silence = (
+            timedelta(seconds=round(time.time() - moment)) for moment in (self.since, self.renewed)
+        )
         return f"{self.user} on {self.host}, process {self.pid}{job}, for {age} (last sign of life {silence} ago)"
 
     @property
@@ -128,7 +130,9 @@ class Lock:
         try:
             return Owner(**json.loads(files.read(self._note)))
         except CheckpointError as error:
-            if isinstance(error, ObjectNotFoundError) or isinstance(error.__cause__, FileNotFoundError):
+            if isinstance(error, ObjectNotFoundError) or isinstance(
+                error.__cause__, FileNotFoundError
+            ):
                 return None
             raise
         except (ValueError, TypeError):  # another version's
@@ -164,7 +168,9 @@ class Lock:
 
     def _watch(self, former: Owner) -> None:
         """Returns when a note has not been renewed for long enough."""
-        logger.info("waiting to see whether another training is alive in %s: %s", self.folder, former)
+        logger.info(
+            "waiting to see whether another training is alive in %s: %s", self.folder, former
+        )
         deadline = time.monotonic() + _STALE_SECONDS
         while time.monotonic() < deadline:
             time.sleep(min(1.0, _STALE_SECONDS / 10))
@@ -173,7 +179,9 @@ class Lock:
                 return
             if found != former:
                 raise _refused(self.folder, found)
-        logger.warning("taking %s over from a training that gives no sign of life: %s", self.folder, former)
+        logger.warning(
+            "taking %s over from a training that gives no sign of life: %s", self.folder, former
+        )
 
     def _renew(self) -> None:
         while not self._released.wait(_RENEW_SECONDS):
@@ -183,7 +191,9 @@ class Lock:
             except ConfigError as error:
                 logger.error("error: %s", error)
                 logging.shutdown()
-                os._exit(error.exit_code)  # whatever the other threads are at: it must not be written
+                os._exit(
+                    error.exit_code
+                )  # whatever the other threads are at: it must not be written
             except CheckpointError as error:  # a full disk or a silent store, which passes
                 logger.debug("not renewed: %s", error)
 

@@ -56,13 +56,21 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.every < 1:
-            raise ConfigError(f"every is {self.every}; the number of steps between checkpoints must be 1 or more")
+            raise ConfigError(
+                f"every is {self.every}; the number of steps between checkpoints must be 1 or more"
+            )
         if self.keep_last < 2:
-            raise ConfigError(f"keep_last is {self.keep_last}; keep 2 or more: the newest may turn out to be damaged")
+            raise ConfigError(
+                f"keep_last is {self.keep_last}; keep 2 or more: the newest may turn out to be damaged"
+            )
         if self.keep_every is not None and self.keep_every < 1:
-            raise ConfigError(f"keep_every is {self.keep_every}; use 1 or more, or null to keep only the newest")
+            raise ConfigError(
+                f"keep_every is {self.keep_every}; use 1 or more, or null to keep only the newest"
+            )
         if self.snapshot_every is not None and self.snapshot_every < 1:
-            raise ConfigError(f"snapshot_every is {self.snapshot_every}; use 1 or more, or null for no snapshots")
+            raise ConfigError(
+                f"snapshot_every is {self.snapshot_every}; use 1 or more, or null for no snapshots"
+            )
         if self.folder is not None and is_url(self.folder) and not is_writable(self.folder):
             raise ConfigError(
                 f"folder {shown(self.folder)!r} can only be read; use s3://..., gs://... or a local folder"
@@ -80,7 +88,13 @@ class Checkpointer:
     """
 
     def __init__(
-        self, folder: Location, config: Config, *, rank: int, world_size: int, peer_timeout: float = 300.0
+        self,
+        folder: Location,
+        config: Config,
+        *,
+        rank: int,
+        world_size: int,
+        peer_timeout: float = 300.0,
     ) -> None:
         """
         Args:
@@ -111,7 +125,11 @@ class Checkpointer:
         self._staging.reserve(layout.pieces_to_write(tensors, self._rank, self._world_size))
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, object], kept: int | None = None
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, object],
+        kept: int | None = None,
     ) -> None:
         """Writes a checkpoint; returns once the tensors have been copied, if `asynchronous`.
 
@@ -191,7 +209,9 @@ class Checkpointer:
         with together(self._world_size):
             if self._rank == 0:
                 files.make_folder(self.folder)
-                for leftover in [name for name in files.names(self.folder) if name.startswith(_TOKEN)]:
+                for leftover in [
+                    name for name in files.names(self.folder) if name.startswith(_TOKEN)
+                ]:
                     files.remove(self.folder / leftover)
                 files.write(token, b"")
         with together(self._world_size):  # so that the file is gone when ranks go on
@@ -232,7 +252,11 @@ class Checkpointer:
             if self._rank == 0:
                 for leftover in integrity.uncommitted_folders(self.folder):
                     logger.warning("passing over %s: saving it was cut short", leftover)
-                found = [step for step in self.steps() if (least or 0) <= step <= (step if most is None else most)]
+                found = [
+                    step
+                    for step in self.steps()
+                    if (least or 0) <= step <= (step if most is None else most)
+                ]
         steps = gather(found, self._world_size)[0]
         for step in reversed(steps):
             damage = self._damage(integrity.step_folder(self.folder, step))
@@ -273,12 +297,18 @@ class Checkpointer:
             CheckpointError: there is none, it is damaged, or it belongs to another model.
         """
         if step is None and (step := self.latest()) is None:
-            raise CheckpointError(f"there is no checkpoint in {self.folder}; check the output folder")
+            raise CheckpointError(
+                f"there is no checkpoint in {self.folder}; check the output folder"
+            )
         folder = integrity.step_folder(self.folder, step)
         meta, stored = self.open(folder)
         with together(self._world_size):
             layout.check_same_tensors(tensors, stored.pieces, folder)
-            wanted = [piece for name, tensor in tensors.items() for piece in layout.local_pieces(name, tensor)]
+            wanted = [
+                piece
+                for name, tensor in tensors.items()
+                for piece in layout.local_pieces(name, tensor)
+            ]
             layout.fill(wanted, stored.pieces)
         self._at, self._error = step, None
         return meta
@@ -329,7 +359,9 @@ class Checkpointer:
             integrity.remove_step(leftover)
         for later in self.steps():
             if later >= step:
-                logger.warning("removing the checkpoint of step %d: the run went on from before it", later)
+                logger.warning(
+                    "removing the checkpoint of step %d: the run went on from before it", later
+                )
                 integrity.remove_step(integrity.step_folder(self.folder, later))
         files.make_folder(integrity.step_folder(self.folder, step))
 
@@ -338,7 +370,9 @@ class Checkpointer:
         folder = integrity.step_folder(self.folder, step)
         rank, ranks, patience = self._rank, self._world_size, self._peer_timeout
         try:
-            writer.write_step(folder, content, meta, rank=rank, world_size=ranks, peer_timeout=patience)
+            writer.write_step(
+                folder, content, meta, rank=rank, world_size=ranks, peer_timeout=patience
+            )
         except Exception as error:
             self._fail(step, error)
             if self._rank == 0:
@@ -357,18 +391,24 @@ class Checkpointer:
         self._failures += 1
         if self._rank == 0:
             again = "" if self._failures == 1 else f" ({self._failures} saves in a row have failed)"
-            logger.warning("%s; training goes on, and the next save tries again%s", self._error, again)
+            logger.warning(
+                "%s; training goes on, and the next save tries again%s", self._error, again
+            )
 
     def _remove_old(self) -> None:
         """Removes what retention lets go; it stays if that fails, which takes nothing from what was saved."""
         try:
             last, every = self.config.keep_last, self.config.keep_every
-            for step in retention.outdated_steps(self.folder, last, every, integrity.check_sizes, self._kept):
+            for step in retention.outdated_steps(
+                self.folder, last, every, integrity.check_sizes, self._kept
+            ):
                 integrity.remove_step(integrity.step_folder(self.folder, step))
         except CheckpointError as error:
             logger.warning("an old checkpoint stays: %s", error)
 
-    def _await_everywhere(self, path: Location, appears: Callable[[Location, float], bool] = files.appears) -> None:
+    def _await_everywhere(
+        self, path: Location, appears: Callable[[Location, float], bool] = files.appears
+    ) -> None:
         """Waits until what rank 0 has made is there for all ranks.
 
         Raises:

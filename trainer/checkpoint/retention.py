@@ -11,7 +11,11 @@ from trainer.errors import CheckpointError, ObjectNotFoundError, StorageError
 
 
 def outdated_steps(
-    root: Location, keep_last: int, keep_every: int | None, check: Callable[[Location], None], best: int | None = None
+    root: Location,
+    keep_last: int,
+    keep_every: int | None,
+    check: Callable[[Location], None],
+    best: int | None = None,
 ) -> list[int]:
     """The committed steps that are to go: older than the newest sound ones, no milestones, and not the best.
 
@@ -39,7 +43,9 @@ def best_step(root: Location) -> int | None:
     """
     for step in reversed(integrity.committed_steps(root)):
         with suppress(CheckpointError):
-            best: int | None = integrity.read_meta(integrity.step_folder(root, step)).get("best", {}).get("step")
+            best: int | None = (
+                integrity.read_meta(integrity.step_folder(root, step)).get("best", {}).get("step")
+            )
             return best
     return None
 

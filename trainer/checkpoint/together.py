@@ -28,7 +28,9 @@ def raise_together(error: Exception | None, world_size: int) -> None:
     Raises:
         CheckpointError: with the words of the first rank that has one.
     """
-    problem = next((text for text in gather(error and str(error), world_size) if text is not None), None)
+    problem = next(
+        (text for text in gather(error and str(error), world_size) if text is not None), None
+    )
     if problem is not None:
         raise CheckpointError(problem) from error
 

@@ -33,9 +33,19 @@ def describe(step: int, world_size: int, meta: Mapping[str, object]) -> bytes:
         world_size: number of ranks that write.
         meta: what else is needed to go on; anything JSON can hold.
     """
-    versions = {"samestep": trainer.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions = {
+        "samestep": trainer.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     saved = datetime.now(UTC).isoformat(timespec="seconds")
-    header = {"format": integrity.FORMAT, "step": step, "saved": saved, "world_size": world_size, "versions": versions}
+    header = {
+        "format": integrity.FORMAT,
+        "step": step,
+        "saved": saved,
+        "world_size": world_size,
+        "versions": versions,
+    }
     assert not header.keys() & meta.keys(), f"reserved: {sorted(header.keys() & meta.keys())}"
     return json.dumps(header | dict(meta), indent=1).encode()
 
@@ -65,9 +75,14 @@ def write_step(
     try:
         digest = files.write(folder / f"{_name(rank)}.safetensors", *content)
         if rank > 0:
-            files.write(folder / f"{_name(rank)}.json", json.dumps(dataclasses.asdict(digest)).encode())
+            files.write(
+                folder / f"{_name(rank)}.json", json.dumps(dataclasses.asdict(digest)).encode()
+            )
             return
-        digests = {f"{_name(0)}.safetensors": digest, integrity.META: files.write(folder / integrity.META, meta)}
+        digests = {
+            f"{_name(0)}.safetensors": digest,
+            integrity.META: files.write(folder / integrity.META, meta),
+        }
         integrity.commit(folder, digests | _await_peers(folder, world_size, peer_timeout))
     except Exception as error:
         if rank > 0:
@@ -88,7 +103,9 @@ def _await_peers(folder: Location, world_size: int, timeout: float) -> dict[str,
         for rank in sorted(waiting):
             note = folder / f"{_name(rank)}.json"
             if f"{_name(rank)}.failed" in present:
-                raise CheckpointError(f"rank {rank} {files.read(folder / f'{_name(rank)}.failed').decode()}")
+                raise CheckpointError(
+                    f"rank {rank} {files.read(folder / f'{_name(rank)}.failed').decode()}"
+                )
             if note.name in present:
                 digests[f"{_name(rank)}.safetensors"] = Digest(**json.loads(files.read(note)))
                 files.remove(note)

@@ -59,14 +59,18 @@ class Kinds:
             ConfigError: the kind is missing, or names no module with a `Config`.
         """
         if not isinstance(kind, str) or not kind:
-            raise ConfigError(f"{path}.kind must name one of: {', '.join(self.available())}; it is {kind!r}")
+            raise ConfigError(
+                f"{path}.kind must name one of: {', '.join(self.available())}; it is {kind!r}"
+            )
         name = self.module_name(kind)
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
                 raise
-            raise ConfigError(f"{path}.kind: no module for {kind!r}; {_suggest(kind, self.available())}") from error
+            raise ConfigError(
+                f"{path}.kind: no module for {kind!r}; {_suggest(kind, self.available())}"
+            ) from error
         schema: object = vars(module).get("Config")
         if not isinstance(schema, type) or not dataclasses.is_dataclass(schema):
             raise ConfigError(f"{path}.kind: the module {name} has no dataclass named Config")
@@ -112,8 +116,12 @@ def _decode(schema: object, value: object, path: str) -> object:
     if origin is Literal:
         if value not in arguments or type(value) not in {type(a) for a in arguments}:
             if (name := renamed.new_name(path, value)) is not None:
-                raise ConfigError(f"{path} is {value!r}, which is now called {name!r}; set {path}={name}")
-            raise _Mismatch(path, value, "one of " * (len(arguments) > 1) + ", ".join(str(a) for a in arguments))
+                raise ConfigError(
+                    f"{path} is {value!r}, which is now called {name!r}; set {path}={name}"
+                )
+            raise _Mismatch(
+                path, value, "one of " * (len(arguments) > 1) + ", ".join(str(a) for a in arguments)
+            )
         return value
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
@@ -122,7 +130,10 @@ def _decode(schema: object, value: object, path: str) -> object:
     if origin is dict:
         if not isinstance(value, dict):
             raise _Mismatch(path, value, "a section of key: value lines")
-        return {_decode(arguments[0], k, path): _decode(arguments[1], v, _join(path, k)) for k, v in value.items()}
+        return {
+            _decode(arguments[0], k, path): _decode(arguments[1], v, _join(path, k))
+            for k, v in value.items()
+        }
     return _decode_scalar(schema, value, path)
 
 
@@ -144,7 +155,12 @@ def _decode_scalar(schema: object, value: object, path: str) -> object:
             return value
         if number is not None and number.is_integer():
             return int(number)
-    expected: dict[object, str] = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
+    expected: dict[object, str] = {
+        bool: "true or false",
+        str: "text",
+        int: "a whole number",
+        float: "a number",
+    }
     raise _Mismatch(path, value, expected.get(schema, str(schema)))
 
 
@@ -158,8 +174,12 @@ def _decode_union(choices: tuple[object, ...], value: object, path: str) -> obje
                 return _decode(choice, value, path)
             except ConfigError as error:
                 errors.append(error)
-    expected = [error.expected for error in errors if isinstance(error, _Mismatch) and error.path == path]
-    raise _Mismatch(path, value, " or ".join(expected)) if len(expected) == len(errors) else errors[0]
+    expected = [
+        error.expected for error in errors if isinstance(error, _Mismatch) and error.path == path
+    ]
+    raise (
+        _Mismatch(path, value, " or ".join(expected)) if len(expected) == len(errors) else errors[0]
+    )
 
 
 def _decode_kind(kinds: Kinds, value: object, path: str) -> object:
@@ -181,10 +201,14 @@ def _decode_dataclass(schema: type[object], value: object, path: str) -> object:
     fields = {field.name: field for field in dataclasses.fields(schema)}
     for key in value:
         if key not in fields:
-            raise ConfigError(f"{_join(path, key)} is not a known key; {_suggest(str(key), fields)}")
+            raise ConfigError(
+                f"{_join(path, key)} is not a known key; {_suggest(str(key), fields)}"
+            )
     arguments = {key: _decode(hints[key], item, _join(path, key)) for key, item in value.items()}
     for name, field in fields.items():
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        required = (
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        )
         if required and name not in arguments:
             kinds = kinds_of(hints[name])
             choices = f" with a kind out of: {', '.join(kinds.available())}" if kinds else ""

@@ -50,7 +50,9 @@ def original(tree: Tree) -> Tree:
 def new_name(setting: str, value: object) -> str | None:
     """Returns the new name of an old value of a setting, or None. `setting` may have a prefix."""
     for name, names in _RENAMED.items():
-        if isinstance(value, str) and (setting == name or setting.endswith((f".{name}", f" {name}"))):
+        if isinstance(value, str) and (
+            setting == name or setting.endswith((f".{name}", f" {name}"))
+        ):
             return names.get(value)
     return None
 

@@ -24,7 +24,10 @@ def parse_size(text: str, name: str) -> int:
     size = 0
     if match:
         number, prefix = match[1], match[2] or " "
-        size = int(float(number) * (1024 if prefix.endswith("i") else 1000) ** _PREFIXES.index(prefix[0].upper()))
+        size = int(
+            float(number)
+            * (1024 if prefix.endswith("i") else 1000) ** _PREFIXES.index(prefix[0].upper())
+        )
     if size < 1:
         raise ConfigError(f"{name} must be a size such as 500MB, 1.5GB or 2GiB, not {text!r}")
     return size

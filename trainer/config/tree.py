@@ -17,12 +17,16 @@ Tree: TypeAlias = dict[str, Any]
 class _UniqueKeyLoader(yaml.SafeLoader):
     """SafeLoader that refuses a key given twice, which YAML parsers otherwise let the last one win."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Hashable, object]:
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if key in seen:
-                raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark
+                )
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -43,9 +47,15 @@ def merge(base: Tree, changes: Tree) -> Tree:
             value = _merge_items(key, below, value)
         if isinstance(below, dict) and "kind" in below and isinstance(value, str):  # optimizer=lamb
             value = {"kind": value}
-        if isinstance(below, str) and isinstance(value, dict):  # optimizer.lr=1 where the file says `optimizer: adamw`
+        if isinstance(below, str) and isinstance(
+            value, dict
+        ):  # optimizer.lr=1 where the file says `optimizer: adamw`
             below = {"kind": below}
-        if isinstance(below, dict) and isinstance(value, dict) and value.get("kind") in (None, below.get("kind")):
+        if (
+            isinstance(below, dict)
+            and isinstance(value, dict)
+            and value.get("kind") in (None, below.get("kind"))
+        ):
             value = merge(below, value)
         merged[key] = value
     return merged
@@ -56,7 +66,9 @@ def _merge_items(name: str, items: list[object], changes: Tree) -> list[object]:
     numbered = {str(number): item for number, item in enumerate(items)}
     unknown = [key for key in changes if str(key) not in numbered]
     if unknown:
-        raise ConfigError(f"{name}.{unknown[0]} does not exist: {name} has {len(items)} items, numbered from 0")
+        raise ConfigError(
+            f"{name}.{unknown[0]} does not exist: {name} has {len(items)} items, numbered from 0"
+        )
     return list(merge(numbered, {str(key): value for key, value in changes.items()}).values())
 
 
@@ -78,7 +90,9 @@ def _read_file(path: Path, chain: tuple[Path, ...]) -> Tree:
     merged: Tree = {}
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise ConfigError(f"base in {path} must be the name of a file, or a list of names, not {bases!r}")
+        raise ConfigError(
+            f"base in {path} must be the name of a file, or a list of names, not {bases!r}"
+        )
     for base in bases:
         merged = merge(merged, _read_file((path.parent / base).resolve(), (*chain, path)))
     return merge(merged, tree)
@@ -100,7 +114,9 @@ def parse_override(text: str) -> Tree:
     """Turns `a.b=value` (the value is YAML) into the tree {a: {b: value}}."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
-        raise ConfigError(f"{text!r} is not an override; write key=value, for example optimizer.lr=1e-3")
+        raise ConfigError(
+            f"{text!r} is not an override; write key=value, for example optimizer.lr=1e-3"
+        )
     tree = _parse(value, f"the value of {key}")
     for part in reversed(key.split(".")):
         tree = {part: tree}

@@ -68,7 +68,9 @@ class Elastic:
         match = re.fullmatch(r"(\d+)(?::(\d+))?", machines)
         least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= least <= most:
-            raise ConfigError(f"--elastic {machines} is no MIN:MAX; give the number of machines, such as 1:4")
+            raise ConfigError(
+                f"--elastic {machines} is no MIN:MAX; give the number of machines, such as 1:4"
+            )
         if rendezvous is None and most > 1:
             raise ConfigError(
                 f"--elastic {machines} is about several machines, which must meet somewhere: add --rendezvous "
@@ -126,9 +128,15 @@ class _Agent:
         place = elastic or Elastic()
         self._rendezvous = Rendezvous(place.rendezvous, place.least, place.most, run)
         self._workers, self._processes = workers, processes
-        self._elastic, self._snapshots, self._preemption = elastic is not None, place.snapshots, preemption
+        self._elastic, self._snapshots, self._preemption = (
+            elastic is not None,
+            place.snapshots,
+            preemption,
+        )
         self._received: list[tuple[signal.Signals, float]] = []
-        self._stop: tuple[signal.Signals, float] | None = None  # the signal that asked to stop, and when it came
+        self._stop: tuple[signal.Signals, float] | None = (
+            None  # the signal that asked to stop, and when it came
+        )
         self._impatience: signal.Signals | None = None  # a later one
         self._kill_at = math.inf
         self._asked = False  # whether the workers of this round were asked to make room for an agent that has arrived
@@ -156,7 +164,9 @@ class _Agent:
         return code
 
     def _end_for_all(self, code: int, reason: str) -> None:
-        if self._stop is None and code != EXIT_PREEMPTED:  # else only this machine leaves, and others may go on
+        if (
+            self._stop is None and code != EXIT_PREEMPTED
+        ):  # else only this machine leaves, and others may go on
             self._rendezvous.close(code, reason)
 
     def _rounds(self) -> int:
@@ -199,7 +209,9 @@ class _Agent:
                 alive -= 1
                 if not killed:
                     ends.append(end)
-                if end[1]:  # a worker that was killed cannot have told the others, and they can do nothing without it
+                if end[
+                    1
+                ]:  # a worker that was killed cannot have told the others, and they can do nothing without it
                     self._kill_within(0 if end[1] < 0 else _LEAVE_SECONDS)
             self._heed_signals()
             self._heed_news()
@@ -217,7 +229,9 @@ class _Agent:
         if news == "lost":
             self._kill_within(_LEAVE_SECONDS)
         elif news == "arrived" and not self._asked and self._stop is None:
-            logger.info("another machine has come: starting again with it, after this step and a checkpoint")
+            logger.info(
+                "another machine has come: starting again with it, after this step and a checkpoint"
+            )
             self._asked = True
             if self._preemption:
                 self._workers.signal(self._preemption[0])
@@ -231,7 +245,9 @@ class _Agent:
                 self._stop = number, when
                 if number not in self._preemption:  # Ctrl-C reaches the workers, too
                     self._kill_within(_LEAVE_SECONDS if number == signal.SIGINT else 0)
-                elif not self._asked:  # or they are about to stop, and a second signal would end them at once
+                elif (
+                    not self._asked
+                ):  # or they are about to stop, and a second signal would end them at once
                     self._workers.signal(number)
             elif when > self._stop[1] + TOGETHER_SECONDS:
                 logger.warning("a second signal (%s): stopping at once", number.name)
@@ -246,30 +262,47 @@ class _Agent:
             KeyboardInterrupt: the user has ended it.
         """
         failures = [end for end in ends if end[1]]
-        rank, code = next((end for end in failures if end[1] != EXIT_REGROUP), (failures or ends)[0])
+        rank, code = next(
+            (end for end in failures if end[1] != EXIT_REGROUP), (failures or ends)[0]
+        )
         if self._stop is not None:
             signalled = self._stop[0]
             if signalled in self._preemption:
                 if self._impatience is not None:
                     return 128 + self._impatience
-                if code == EXIT_REGROUP or -code in self._preemption:  # before the workers had begun
+                if (
+                    code == EXIT_REGROUP or -code in self._preemption
+                ):  # before the workers had begun
                     return EXIT_PREEMPTED
             elif signalled == signal.SIGINT:
                 raise KeyboardInterrupt
             else:
                 raise LaunchError(f"stopped by {signalled.name}; {_AGAIN}")
-        elif self._asked and code in (EXIT_PREEMPTED, *(sign for n in self._preemption for sign in (-n, 128 + n))):
+        elif self._asked and code in (
+            EXIT_PREEMPTED,
+            *(sign for n in self._preemption for sign in (-n, 128 + n)),
+        ):
             return None  # also when they had not begun, or took too long
         if code == EXIT_REGROUP:
-            logger.info("another machine stopped: starting again from the newest checkpoint with those that are there")
+            logger.info(
+                "another machine stopped: starting again from the newest checkpoint with those that are there"
+            )
             return None if self._elastic else EXIT_FAILED
         if code >= 0 and code != EXIT_CRASHED:
             return code
         what = "failed" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-        hint = "; the kernel does that when memory runs out (see dmesg)" if -code == signal.SIGKILL else ""
+        hint = (
+            "; the kernel does that when memory runs out (see dmesg)"
+            if -code == signal.SIGKILL
+            else ""
+        )
         if self._elastic and self._stop is None:
             self._count_death(group, what + hint)
-            logger.warning("rank %d %s: starting again from the newest checkpoint", group.first_rank + rank, what)
+            logger.warning(
+                "rank %d %s: starting again from the newest checkpoint",
+                group.first_rank + rank,
+                what,
+            )
             return None
         if code == EXIT_CRASHED:
             return EXIT_FAILED
@@ -279,7 +312,9 @@ class _Agent:
         """Raises a LaunchError when restarts lead nowhere: deaths in a row with no newer checkpoint in between."""
         progress = ""
         with suppress(RuntimeError):  # the store is gone with its host
-            store = TCPStore(self._rendezvous.host, group.port, is_master=False, timeout=timedelta(seconds=2))
+            store = TCPStore(
+                self._rendezvous.host, group.port, is_master=False, timeout=timedelta(seconds=2)
+            )
             progress = store.get(PROGRESS).decode() if store.check([PROGRESS]) else ""
         self._deaths = self._deaths + 1 if progress == self._progress else 1
         self._progress = progress

@@ -81,7 +81,9 @@ class Rendezvous:
                 f"--rendezvous {address} is no HOST:PORT; name a machine of the run and a free port of it"
             )
         self._port, self._least, self._most = int(port), least, most
-        self._run = hashlib.sha256(run.encode()).hexdigest()  # a command may hold signed addresses, which are secrets
+        self._run = hashlib.sha256(
+            run.encode()
+        ).hexdigest()  # a command may hold signed addresses, which are secrets
         self._connection: _Connection | None = None
         self._over: Over | None = None
 
@@ -110,7 +112,12 @@ class Rendezvous:
                             "machine that takes part in the run, by a name that leads to it from all of them"
                         )
                     if said != (said := str(problem)):
-                        logger.info("waiting      for %s:%d, where the machines meet: %s", self.host, self._port, said)
+                        logger.info(
+                            "waiting      for %s:%d, where the machines meet: %s",
+                            self.host,
+                            self._port,
+                            said,
+                        )
                     time.sleep(_POLL_SECONDS)
                     continue
                 self._send(ready=workers)
@@ -257,14 +264,18 @@ class _Host(threading.Thread):
 
     def _begin(self) -> None:
         """Begins a round, unless somebody is still to be waited for."""
-        ready = [agent for agent, workers in self._ready.items() if workers is not None][: self._most]
+        ready = [agent for agent, workers in self._ready.items() if workers is not None][
+            : self._most
+        ]
         waited = time.monotonic() - self._since
         if len(ready) < self._least:
             if ready and waited > _PATIENCE_SECONDS:
                 reason = f"{len(ready)} of at least {self._least} machines have come within {_PATIENCE_SECONDS:g} s"
                 self._tell(ready, {"refused": f"{reason}; start more, or lower MIN of --elastic"})
             return
-        all_here = len(ready) == self._most or (len(ready) == len(self._ready) and self._store is not None)
+        all_here = len(ready) == self._most or (
+            len(ready) == len(self._ready) and self._store is not None
+        )
         if not all_here and waited < _LAST_CALL_SECONDS:
             return
         self._round, self._ending = ready, math.inf

@@ -20,7 +20,14 @@ Main: TypeAlias = Callable[[list[str]], int]
 Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 _CONTEXT = multiprocessing.get_context("fork")
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_PASSED_ON = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 
 
 class Workers:
@@ -36,10 +43,14 @@ class Workers:
         signals: further ones that workers heed; others may send them to all processes.
     """
 
-    def __init__(self, main: Main, arguments: Sequence[str], signals: Sequence[signal.Signals] = ()) -> None:
+    def __init__(
+        self, main: Main, arguments: Sequence[str], signals: Sequence[signal.Signals] = ()
+    ) -> None:
         self._pipe, theirs = _CONTEXT.Pipe()
         passed_on = {*_PASSED_ON, *signals}
-        self._server = _CONTEXT.Process(target=_serve, args=(theirs, self._pipe, main, list(arguments), passed_on))
+        self._server = _CONTEXT.Process(
+            target=_serve, args=(theirs, self._pipe, main, list(arguments), passed_on)
+        )
         gc.freeze()  # what waits for its thread when it is collected (a TCPStore does) would hang or crash over there
         self._server.start()
         gc.unfreeze()
@@ -49,7 +60,10 @@ class Workers:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._pipe.close()  # upon which the server kills what is left, and ends
         self._server.join()
@@ -75,7 +89,11 @@ class Workers:
 
 
 def _serve(
-    orders: Connection, other_end: Connection, main: Main, arguments: list[str], passed_on: set[signal.Signals]
+    orders: Connection,
+    other_end: Connection,
+    main: Main,
+    arguments: list[str],
+    passed_on: set[signal.Signals],
 ) -> None:
     """Forks workers as it is told, until the agent is gone."""
     other_end.close()
@@ -99,7 +117,9 @@ def _serve(
                 else:  # a signal to a worker that ignores them still, as this process does, is to wait
                     signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
                     for number, environment in enumerate(order):
-                        worker = _CONTEXT.Process(target=_work, args=(orders, main, arguments, environment, handlers))
+                        worker = _CONTEXT.Process(
+                            target=_work, args=(orders, main, arguments, environment, handlers)
+                        )
                         worker.start()
                         workers[worker.sentinel] = number, worker
                     signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
@@ -122,5 +142,7 @@ def _work(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
     os.environ.update(environment)
     faulthandler.enable(2)  # a crash in compiled code leaves the stacks that led to it on stderr
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # the variable alone is read when torch is imported
+    torch.set_num_threads(
+        int(environment["OMP_NUM_THREADS"])
+    )  # the variable alone is read when torch is imported
     sys.exit(main(arguments))

@@ -32,23 +32,47 @@ def register(commands: Commands) -> None:
         "  samestep finetune-suite hf://google-bert/bert-base-uncased --tasks mrpc rte --grid --output runs/suite\n"
         "  samestep finetune-suite runs/bert_mini --tasks my_task.yaml optimizer.lr=1e-4 model.dropout=0.1",
     )
-    parser.add_argument("checkpoint", metavar="CKPT", help="a run or a step, a Hugging Face folder or hf://NAME")
     parser.add_argument(
-        "--tasks", nargs="+", required=True, metavar="TASK", help="glue, mrpc, ...: see configs/tasks; or YAML files"
+        "checkpoint", metavar="CKPT", help="a run or a step, a Hugging Face folder or hf://NAME"
+    )
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        required=True,
+        metavar="TASK",
+        help="glue, mrpc, ...: see configs/tasks; or YAML files",
     )
     parser.add_argument(
         "--recipe",
         metavar="NAME",
         help="fine-tune as bert, roberta, gpt, t5, mini (small BERTs) or distilbert was (default: the tasks' own)",
     )
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each setting (default: 3)")
-    parser.add_argument("--grid", action="store_true", help="try every point of the tasks' grids, not the first alone")
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="runs of each setting (default: 3)"
+    )
+    parser.add_argument(
+        "--grid",
+        action="store_true",
+        help="try every point of the tasks' grids, not the first alone",
+    )
     help_ = "make the runs from random weights, too: what the checkpoint's weights are worth"
     parser.add_argument("--scratch", action="store_true", help=help_)
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints of all runs")
-    parser.add_argument("--output", default="runs/suite", metavar="DIR", help="where it all goes (default: runs/suite)")
-    parser.add_argument("--parallel", type=int, metavar="N", help="runs at a time (default: one a GPU, or one)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of all runs, as optimizer.lr=5e-5")
+    parser.add_argument(
+        "--output",
+        default="runs/suite",
+        metavar="DIR",
+        help="where it all goes (default: runs/suite)",
+    )
+    parser.add_argument(
+        "--parallel", type=int, metavar="N", help="runs at a time (default: one a GPU, or one)"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings of all runs, as optimizer.lr=5e-5",
+    )
 
 
 def _suite(args: argparse.Namespace) -> int:
@@ -64,10 +88,18 @@ def _suite(args: argparse.Namespace) -> int:
     if args.parallel is not None and args.parallel < 1:
         raise ConfigError(f"--parallel must be at least 1, not {args.parallel}")
     tasks = find_tasks([name for name in args.tasks if "=" not in name], args.recipe)
-    overrides = [*args.overrides, *(name for name in args.tasks if "=" in name)]  # which stand behind --tasks
+    overrides = [
+        *args.overrides,
+        *(name for name in args.tasks if "=" in name),
+    ]  # which stand behind --tasks
     folder, slots = Path(args.output), _slots(args.parallel, "accelerator=cpu" in overrides)
     signal.signal(signal.SIGTERM, _interrupt)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("building datasets", total=None)
 
@@ -76,10 +108,14 @@ def _suite(args: argparse.Namespace) -> int:
                 progress.update(bar, description=f"{run.task} {run.name}")
             else:
                 said = f"{run.score} {100 * result.scores[run.score]:.1f}"
-                progress.console.print(f"{run.task} {run.name}: {said}, {result.seconds:.0f} s", highlight=False)
+                progress.console.print(
+                    f"{run.task} {run.name}: {said}, {result.seconds:.0f} s", highlight=False
+                )
                 progress.advance(bar)
 
-        runs = list_runs(args.checkpoint, tasks, folder, args.seeds, args.grid, overrides, args.scratch)
+        runs = list_runs(
+            args.checkpoint, tasks, folder, args.seeds, args.grid, overrides, args.scratch
+        )
         with only_writer(folder):
             suite = Suite(folder, runs, args.keep)
             progress.update(bar, total=len(suite.missing()), description="fine-tuning")
@@ -87,7 +123,9 @@ def _suite(args: argparse.Namespace) -> int:
     rows = summarise(tasks, runs, read_results(folder))
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     console.print(as_table(rows), notes(rows))
-    write_page(rows, f"{args.checkpoint}: {', '.join(task.name for task in tasks)}", folder / "table.html")
+    write_page(
+        rows, f"{args.checkpoint}: {', '.join(task.name for task in tasks)}", folder / "table.html"
+    )
     for problem in problems:
         sys.stderr.write(f"{problem}\n")
     return EXIT_FAILED if problems else EXIT_DONE

@@ -80,7 +80,9 @@ class Run:
     @property
     def weights(self) -> str:
         """What `load_weights` opens when it is over: its best checkpoint, or its last."""
-        return f"{self.folder}/best" if self.experiment["training"].get("best") else str(self.folder)
+        return (
+            f"{self.folder}/best" if self.experiment["training"].get("best") else str(self.folder)
+        )
 
 
 def list_runs(
@@ -120,7 +122,9 @@ def list_runs(
     if own := [name for name in _OWN if name in changes]:
         raise ConfigError(f"{own[0]} is what the suite sets for each run; leave {own[0]}=... out")
     if _has(changes, "training.best"):
-        raise ConfigError("training.best is for evaluations and patience in a task's file to set; leave it out")
+        raise ConfigError(
+            "training.best is for evaluations and patience in a task's file to set; leave it out"
+        )
     ordered = _in_order(tasks)
     weights = load_weights(checkpoint)
     model = renamed.original({"model": to_tree(weights.config)})["model"]
@@ -132,18 +136,30 @@ def list_runs(
                 name: _dataset(f"{task.name}-{name}", task.config, source, tokenizer, folder)
                 for name, source in task.also.items()
             }
-            rows = [dataset.manifest.digest, *(f"{name} {found.manifest.digest}" for name, found in also.items())]
+            rows = [
+                dataset.manifest.digest,
+                *(f"{name} {found.manifest.digest}" for name, found in also.items()),
+            ]
             points = list(_points(task, dataset, also, whole_grid, changes))
-            before = tuple(run.digest for run in runs if run.task == task.config.start and not run.scratch)
+            before = tuple(
+                run.digest for run in runs if run.task == task.config.start and not run.scratch
+            )
             of = [weights.identity(), model, *rows, *before]
             for point in points:
                 # What is done to the checkpoint's layers has been done to those of the run before.
-                start = {"init_layers": [], "redraw_layers": 0} if before else {"init_from": checkpoint}
+                start = (
+                    {"init_layers": [], "redraw_layers": 0} if before else {"init_from": checkpoint}
+                )
                 runs += _seeded(task, folder, point.having(start), of, seeds, start=before)
             for point in points if scratch and not before else ():
                 new_model = model_of({**point.experiment, "init_from": checkpoint})
                 new_model = merge(new_model, point.experiment.get("model") or {})
-                drawn = {"model": {**new_model, "peft": None}, "frozen": [], "init_layers": [], "redraw_layers": 0}
+                drawn = {
+                    "model": {**new_model, "peft": None},
+                    "frozen": [],
+                    "init_layers": [],
+                    "redraw_layers": 0,
+                }
                 runs += _seeded(task, folder, point.having(drawn), rows, seeds, scratch=True)
     return runs
 
@@ -238,7 +254,11 @@ def _points(
     }
     teacher = decode(_OBJECTIVE, merge(own, changes)["objective"], "objective").teacher_path
     generation = [f"{name}={json.dumps(value)}" for name, value in task.generation.items()]
-    of = (*config.metrics, *generation, *(() if teacher is None else (load_weights(teacher).identity(),)))
+    of = (
+        *config.metrics,
+        *generation,
+        *(() if teacher is None else (load_weights(teacher).identity(),)),
+    )
     grid = {name: values for name, values in config.grid.items() if not _has(changes, name)}
     grid = grid if whole_grid else {name: values[:1] for name, values in grid.items()}
     for point in itertools.product(*grid.values()):
@@ -262,15 +282,25 @@ def _points(
             "data": {"path": str(dataset.path)},
         }
         if config.evaluations > 1:
-            by_steps["training"]["best"] = {"metric": config.score, "mode": "max", "patience": config.patience}
+            by_steps["training"]["best"] = {
+                "metric": config.score,
+                "mode": "max",
+                "patience": config.patience,
+            }
         experiment = merge(by_steps, tree)
         baseline = chance(objective, dataset, config.score)
         evaluations = _evaluations(predicted, experiment, config.metrics, generation, also)
-        yield _Point(settings, experiment, config.metrics or objective.score_names, baseline, evaluations, of)
+        yield _Point(
+            settings, experiment, config.metrics or objective.score_names, baseline, evaluations, of
+        )
 
 
 def _evaluations(
-    predicted: Any, experiment: Tree, metrics: Sequence[str], generation: Sequence[str], also: Mapping[str, Dataset]
+    predicted: Any,
+    experiment: Tree,
+    metrics: Sequence[str],
+    generation: Sequence[str],
+    also: Mapping[str, Dataset],
 ) -> Mapping[str, Sequence[str]]:
     """How a run is scored when it is over: on further rows, and where its answers are texts, on the task's own."""
     data = {f"{name}/": [f"data.path={dataset.path}"] for name, dataset in also.items()}
@@ -295,7 +325,9 @@ def _has(tree: Tree, name: str) -> bool:
     return True
 
 
-def _dataset(name: str, task: TaskConfig, source: SourceConfig, tokenizer: Path, folder: Path) -> Dataset:
+def _dataset(
+    name: str, task: TaskConfig, source: SourceConfig, tokenizer: Path, folder: Path
+) -> Dataset:
     """The dataset of a task's source, in a folder that is named by all that it is made of."""
     config = BuildConfig(
         source,
@@ -305,9 +337,16 @@ def _dataset(name: str, task: TaskConfig, source: SourceConfig, tokenizer: Path,
         on_error=task.on_error,
     )
     tree = to_tree(config)
-    made_of = [tree["source"], tree["heldout_fraction"], tree["on_error"], Tokenizer.load(tokenizer).fingerprint]
+    made_of = [
+        tree["source"],
+        tree["heldout_fraction"],
+        tree["on_error"],
+        Tokenizer.load(tokenizer).fingerprint,
+    ]
     hub = tree["source"].get("dataset") or {}
-    folder_files = sorted(Path(hub["path"]).rglob("*")) if Path(hub.get("path", "")).is_dir() and hub else []
+    folder_files = (
+        sorted(Path(hub["path"]).rglob("*")) if Path(hub.get("path", "")).is_dir() and hub else []
+    )
     made_of += [_stamp(file) for file in (*map(Path, source.build().files), *folder_files)]
     digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:8]
     output = folder / "data" / f"{name}-{digest}"

@@ -77,9 +77,15 @@ class Suite:
         missing = [run for run in self._runs if run.digest not in results]
         starts = {run.start for run in missing if run.start and results.keys() >= set(run.start)}
         best = {self._best(start, results).digest for start in starts}
-        return [run for run in self._runs if run in missing or (run.digest in best and not _has_checkpoint(run))]
+        return [
+            run
+            for run in self._runs
+            if run in missing or (run.digest in best and not _has_checkpoint(run))
+        ]
 
-    def make(self, slots: Sequence[Mapping[str, str]], tell: Callable[[Run, Result | None], None]) -> list[str]:
+    def make(
+        self, slots: Sequence[Mapping[str, str]], tell: Callable[[Run, Result | None], None]
+    ) -> list[str]:
         """Makes the missing runs, as many at a time as there are slots.
 
         Args:
@@ -132,7 +138,9 @@ class Suite:
                 for process in list(self._processes):
                     process.terminate()  # it saves a checkpoint to go on from
                 raise
-        return problems + [f"{run.folder} was not made: a run that it may start from has failed" for run in waiting]
+        return problems + [
+            f"{run.folder} was not made: a run that it may start from has failed" for run in waiting
+        ]
 
     def _best(self, digests: Collection[str], results: Mapping[str, Result]) -> Run:
         """Of finished runs, the one with the best score; of equal ones, the first."""
@@ -164,10 +172,17 @@ class Suite:
         with log.open("wb") as output:
             self._samestep(run, ["train", str(file), "--processes", "1"], environment, output)
             for arguments in run.evaluations.values():
-                self._samestep(run, ["evaluate", str(run.folder), "--processes", "1", *arguments], environment, output)
+                self._samestep(
+                    run,
+                    ["evaluate", str(run.folder), "--processes", "1", *arguments],
+                    environment,
+                    output,
+                )
         return _result(run, time.monotonic() - began)
 
-    def _samestep(self, run: Run, arguments: list[str], environment: Mapping[str, str], output: BinaryIO) -> None:
+    def _samestep(
+        self, run: Run, arguments: list[str], environment: Mapping[str, str], output: BinaryIO
+    ) -> None:
         """Runs a command of a run, which says what it says in its log.
 
         Raises:
@@ -176,9 +191,13 @@ class Suite:
         if self._stopped:
             raise SamestepError(f"{run.folder} was stopped; run the same command again")
         command = [sys.executable, "-m", "trainer.cli", *arguments]
-        if setpriv := shutil.which("setpriv"):  # a suite that is killed takes what it has started with it
+        if setpriv := shutil.which(
+            "setpriv"
+        ):  # a suite that is killed takes what it has started with it
             command = [setpriv, "--pdeathsig", "TERM", *command]
-        process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            command, env={**os.environ, **environment}, stdout=output, stderr=output
+        )
         self._processes.add(process)
         code = process.wait()
         self._processes.remove(process)
@@ -193,7 +212,9 @@ class Suite:
             return run.experiment
         best = self._best(run.start, read_results(self._folder))
         if not _has_checkpoint(best):
-            raise SamestepError(f"{best.folder}, to start from, has no checkpoint any more; run the same command again")
+            raise SamestepError(
+                f"{best.folder}, to start from, has no checkpoint any more; run the same command again"
+            )
         return {**run.experiment, "init_from": best.weights}
 
 
@@ -213,16 +234,34 @@ def _result(run: Run, seconds: float) -> Result:
         row = max(rows, key=lambda row: row[f"heldout/{run.score}"], default=row)
     of_tokens = "" in run.evaluations
     scores = _as_shares(scores_of(row, of_tokens))
-    evaluated = list(read_rows(run.folder / "scores.jsonl"))[-len(run.evaluations) :] if run.evaluations else []
+    evaluated = (
+        list(read_rows(run.folder / "scores.jsonl"))[-len(run.evaluations) :]
+        if run.evaluations
+        else []
+    )
     for prefix, row in zip(run.evaluations, evaluated, strict=True):
-        scores |= {f"{prefix}{name}": value for name, value in _as_shares(scores_of(row, of_tokens)).items()}
+        scores |= {
+            f"{prefix}{name}": value
+            for name, value in _as_shares(scores_of(row, of_tokens)).items()
+        }
     if run.score not in scores:
         raise SamestepError(
             f"{run.folder} has no score {run.score!r}; name one of objective.metrics in the task's file"
         )
-    return Result(run.task, run.name, run.settings, run.seed, run.digest, scores, int(row["step"]), round(seconds, 1))
+    return Result(
+        run.task,
+        run.name,
+        run.settings,
+        run.seed,
+        run.digest,
+        scores,
+        int(row["step"]),
+        round(seconds, 1),
+    )
 
 
 def _as_shares(scores: Mapping[str, float]) -> dict[str, float]:
     """Scores as shares of the whole, where they are percentages."""
-    return {name: value / 100 if name.startswith(PERCENT) else value for name, value in scores.items()}
+    return {
+        name: value / 100 if name.startswith(PERCENT) else value for name, value in scores.items()
+    }

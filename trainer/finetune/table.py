@@ -60,13 +60,16 @@ class Row:
             f"{100 * spread:.1f}",
             f"{self.runs - self.degenerate} of {self.runs}" if self.degenerate else str(self.runs),
             ", ".join(
-                f"{name.rpartition('_')[2].rpartition('.')[2]} {value:g}" for name, value in self.settings.items()
+                f"{name.rpartition('_')[2].rpartition('.')[2]} {value:g}"
+                for name, value in self.settings.items()
             ),
             "" if self.published is None else f"{self.published:g}",
         )
 
 
-def summarise(tasks: Sequence[Task], runs: Sequence[Run], results: Mapping[str, Result]) -> list[Row]:
+def summarise(
+    tasks: Sequence[Task], runs: Sequence[Run], results: Mapping[str, Result]
+) -> list[Row]:
     """A row for each task and each of its metrics, that by which runs are compared first; then those of further rows.
 
     Args:
@@ -78,7 +81,9 @@ def summarise(tasks: Sequence[Task], runs: Sequence[Run], results: Mapping[str, 
         row
         for task in tasks
         for scratch in (False, True)
-        for row in _rows_of(task, [run for run in runs if (run.task, run.scratch) == (task.name, scratch)], results)
+        for row in _rows_of(
+            task, [run for run in runs if (run.task, run.scratch) == (task.name, scratch)], results
+        )
     ]
 
 
@@ -94,13 +99,17 @@ def _rows_of(task: Task, runs: Sequence[Run], results: Mapping[str, Result]) -> 
         return [run for run in point if results[run.digest].scores[run.score] > run.chance + 1e-6]
 
     def compared(point: Sequence[Run]) -> float:
-        return statistics.median(results[run.digest].scores[run.score] for run in learnt(point) or point)
+        return statistics.median(
+            results[run.digest].scores[run.score] for run in learnt(point) or point
+        )
 
     best = max(points.values(), key=compared)
     varied = {name for name in best[0].settings if len({run.settings[name] for run in runs}) > 1}
     config = task.config
     names = dict.fromkeys((config.score, *best[0].metrics))  # as a set, but in this order
-    for metric in (f"{prefix}{name}" for prefix in ("", *(f"{also}/" for also in task.also)) for name in names):
+    for metric in (
+        f"{prefix}{name}" for prefix in ("", *(f"{also}/" for also in task.also)) for name in names
+    ):
         found = [results[run.digest].scores.get(metric) for run in learnt(best) or best]
         values = [value for value in found if value is not None]
         if not values:  # such as of further rows, where a task that is based on another has none
@@ -125,7 +134,9 @@ def as_table(rows: Sequence[Row]) -> Table:
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in headings:
         wraps = name in ("task", "settings")  # where a terminal is narrow
-        table.add_column(name, no_wrap=not wraps, overflow="fold", min_width=10 if name == "settings" else None)
+        table.add_column(
+            name, no_wrap=not wraps, overflow="fold", min_width=10 if name == "settings" else None
+        )
     for row in cells:
         table.add_row(*row)
     return table
@@ -144,15 +155,25 @@ def _columns(rows: Sequence[Row]) -> list[list[str]]:
 
 def notes(rows: Sequence[Row]) -> str:
     """What a reader of the table has to know."""
-    compared: dict[str, dict[str, None]] = {}  # the tasks of each who has published, in the order of the rows
+    compared: dict[
+        str, dict[str, None]
+    ] = {}  # the tasks of each who has published, in the order of the rows
     for row in rows:
         if row.published is not None:
             compared.setdefault(row.published_by, {})[row.task] = None
     whose = "; ".join(f"{', '.join(tasks)}: {who}" for who, tasks in compared.items())
     return (
         "Scores are percentages of the held-out rows, of the runs that learnt something"
-        + ("; the others scored no more than a constant answer" if any(row.degenerate for row in rows) else "")
-        + ("; of several evaluations of a run, the best counts" if any(row.evaluations > 1 for row in rows) else "")
+        + (
+            "; the others scored no more than a constant answer"
+            if any(row.degenerate for row in rows)
+            else ""
+        )
+        + (
+            "; of several evaluations of a run, the best counts"
+            if any(row.evaluations > 1 for row in rows)
+            else ""
+        )
         + (f". Published: {whose}." if whose else ".")
     )
 
@@ -161,8 +182,15 @@ def write_page(rows: Sequence[Row], title: str, file: Path) -> None:
     """Writes the table as a page of its own."""
     headings, *cells = _columns(rows)
     head = "".join(f"<th>{html.escape(name)}</th>" for name in headings)
-    body = "\n".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
-    write_text(file, _PAGE.format(title=html.escape(title), notes=html.escape(notes(rows)), head=head, body=body))
+    body = "\n".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells
+    )
+    write_text(
+        file,
+        _PAGE.format(
+            title=html.escape(title), notes=html.escape(notes(rows)), head=head, body=body
+        ),
+    )
 
 
 _PAGE = """<!doctype html>

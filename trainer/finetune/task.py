@@ -72,11 +72,17 @@ class Config(TaskData):
                 "name them in objective.metrics instead"
             )
         if self.objective.task.writes_text and not self.metrics:
-            raise ConfigError("seq2seq writes texts; name what they are scored by in metrics, as accuracy")
+            raise ConfigError(
+                "seq2seq writes texts; name what they are scored by in metrics, as accuracy"
+            )
         if unknown := [name for name in self.metrics if name not in METRICS]:
-            raise ConfigError(f"metrics has {unknown[0]!r}, which is none of texts; use {', '.join(METRICS)}")
+            raise ConfigError(
+                f"metrics has {unknown[0]!r}, which is none of texts; use {', '.join(METRICS)}"
+            )
         if self.metrics and self.score not in self.metrics:
-            raise ConfigError(f"score is {self.score!r}, and metrics has {', '.join(self.metrics)}; name one of them")
+            raise ConfigError(
+                f"score is {self.score!r}, and metrics has {', '.join(self.metrics)}; name one of them"
+            )
         if self.metrics and self.evaluations > 1:
             raise ConfigError(
                 f"evaluations is {self.evaluations}, and texts are written when a run is over; set evaluations to 1"
@@ -121,17 +127,25 @@ class Task:
             tree = {**merge(tree, recipe), "grid": recipe.get("grid") or tree.get("grid") or {}}
         for name in ("tokenizer", "output"):  # for `samestep data build` alone
             tree.pop(name, None)
-        sections = {name: tree.pop(name, None) or {} for name in ("experiment", "also", "generation")}
+        sections = {
+            name: tree.pop(name, None) or {} for name in ("experiment", "also", "generation")
+        }
         for name, section in sections.items():
             if not isinstance(section, dict):
                 raise ConfigError(f"{path}: {name} is {section!r}; it is a section of settings")
         experiment, also, generation = sections.values()
         try:
             config = decode(Config, tree)
-            sources = {name: _heldout_only(tree["source"], changes, name) for name, changes in also.items() if changes}
+            sources = {
+                name: _heldout_only(tree["source"], changes, name)
+                for name, changes in also.items()
+                if changes
+            }
             if generation:
                 if not config.metrics:
-                    raise ConfigError("generation is for texts that are written, as with seq2seq; leave it out")
+                    raise ConfigError(
+                        "generation is for texts that are written, as with seq2seq; leave it out"
+                    )
                 length = config.objective.task.target_length
                 decode(GenerationConfig, {"max_new_tokens": length, **generation}, "generation")
             return cls(path.stem, config, experiment, sources, generation)
@@ -142,7 +156,9 @@ class Task:
 def _heldout_only(source: Tree, changes: Tree, name: str) -> SourceConfig:
     """A source like another, with nothing to train on."""
     if changes.get("paths") or (changes.get("dataset") or {}).get("split"):
-        raise ConfigError(f"also.{name} is of held-out rows alone: name them in heldout, or in dataset.heldout")
+        raise ConfigError(
+            f"also.{name} is of held-out rows alone: name them in heldout, or in dataset.heldout"
+        )
     merged = merge(source, changes)
     nothing: Tree = {"paths": []} if merged.get("dataset") is None else {"dataset": {"split": None}}
     config: SourceConfig = decode(_SOURCE, merge(merged, nothing), f"also.{name}")
@@ -181,7 +197,9 @@ def _files(name: str) -> list[Path]:
     for folder in folders:
         if files := sorted(folder.glob(f"*/{name}.yaml")):
             return files[:1]
-    known = sorted({str(path.relative_to(folder)) for folder in folders for path in folder.glob("*/*.yaml")})
+    known = sorted(
+        {str(path.relative_to(folder)) for folder in folders for path in folder.glob("*/*.yaml")}
+    )
     raise ConfigError(
         f"no task {name!r}: it is no file or folder here, nor in {_FOLDER}; known: {', '.join(known) or 'none'}"
     )
@@ -189,13 +207,17 @@ def _files(name: str) -> list[Path]:
 
 def _read_recipe(name: str) -> Tree:
     """How tasks are fine-tuned, from a file or by the name of one."""
-    known = {path.stem: path for folder in reversed(_folders()) for path in sorted(folder.glob("*.yaml"))}
+    known = {
+        path.stem: path for folder in reversed(_folders()) for path in sorted(folder.glob("*.yaml"))
+    }
     path = Path(name) if Path(name).is_file() else known.get(name)
     if path is None:
         raise ConfigError(f"no recipe {name!r}: it is no file here; known: {', '.join(known)}")
     tree = read_tree(path)
     if others := [key for key in tree if key not in _RECIPE]:
-        raise ConfigError(f"{path} is no recipe, which has {', '.join(_RECIPE)} alone: leave {others[0]} out")
+        raise ConfigError(
+            f"{path} is no recipe, which has {', '.join(_RECIPE)} alone: leave {others[0]} out"
+        )
     return tree
 
 

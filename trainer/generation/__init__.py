@@ -66,8 +66,12 @@ class Generator:
                 "a decoder (t5) or a causal one (gpt2, or trained with causal: true), or samestep fill"
             )
         if end is None or (model.config.encoder_decoder and vocabulary.pad is None):
-            missing = "token that ends a text" if end is None else "<pad> for its texts to begin with"
-            raise ConfigError(f"the tokenizer has no {missing}; use the one that the model was trained with")
+            missing = (
+                "token that ends a text" if end is None else "<pad> for its texts to begin with"
+            )
+            raise ConfigError(
+                f"the tokenizer has no {missing}; use the one that the model was trained with"
+            )
         if config.max_new_tokens >= model.max_sequence_length:
             raise ConfigError(
                 f"max_new_tokens is {config.max_new_tokens}, and the model takes texts of {model.max_sequence_length} "
@@ -106,7 +110,9 @@ class Generator:
         texts: list[list[int]] = [[]] * len(sources)
         for begin in range(0, len(order), self._config.batch_size):
             numbers = order[begin : begin + self._config.batch_size]
-            generated = self._generate([sources[number] for number in numbers], np.array(numbers) + first)
+            generated = self._generate(
+                [sources[number] for number in numbers], np.array(numbers) + first
+            )
             for number, text in zip(numbers, generated.tolist(), strict=True):
                 texts[number] = text[: text.index(self.end)] if self.end in text else text
         return texts
@@ -115,7 +121,9 @@ class Generator:
         """A batch: int64 [B, max_new_tokens], filled up with the token that ends a text."""
         config = self._config
         logits, cache = self._start([torch.tensor(source) for source in sources])
-        logits = logits[:, : self._size]  # the model's table may have more rows than there are tokens
+        logits = logits[
+            :, : self._size
+        ]  # the model's table may have more rows than there are tokens
         if config.beams > 1:
             return beam_search(self._model, logits, cache, self.end, config)
         drawn = None

@@ -50,10 +50,16 @@ class Config:
                 f"min_new_tokens is {self.min_new_tokens}; use 0 to {self.max_new_tokens - 1}, below max_new_tokens"
             )
         if not self.temperature > 0:
-            raise ConfigError(f"temperature must be above 0, not {self.temperature}; without sample, it is as if 0")
+            raise ConfigError(
+                f"temperature must be above 0, not {self.temperature}; without sample, it is as if 0"
+            )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is a probability in (0, 1], not {self.top_p}")
         if self.sample and self.beams > 1:
-            raise ConfigError(f"sample and beams={self.beams} exclude each other; leave one of them out")
+            raise ConfigError(
+                f"sample and beams={self.beams} exclude each other; leave one of them out"
+            )
         if not self.sample and (self.temperature, self.top_k, self.top_p) != (1.0, None, 1.0):
-            raise ConfigError("temperature, top_k and top_p have no effect without sample; add it, or leave them out")
+            raise ConfigError(
+                "temperature, top_k and top_p have no effect without sample; add it, or leave them out"
+            )

@@ -14,7 +14,12 @@ from trainer.models.cache import Cache
 
 
 def one_by_one(
-    model: Generates, logits: Tensor, cache: Cache, end: int, config: Config, drawn: Tensor | None = None
+    model: Generates,
+    logits: Tensor,
+    cache: Cache,
+    end: int,
+    config: Config,
+    drawn: Tensor | None = None,
 ) -> Tensor:
     """Takes the likeliest token after the other, or random ones.
 
@@ -84,14 +89,19 @@ def beam_search(model: Generates, logits: Tensor, cache: Cache, end: int, config
     texts = logits.new_full((len(logits), longest), end, dtype=torch.int64)
     rows = torch.arange(len(logits), device=logits.device)
     running = _Beams(texts[:, None], logits.new_zeros((len(logits), 1), dtype=torch.float32))
-    finished = _Beams(texts[:, None].expand(-1, beams, -1), running.scores.expand(-1, beams) - torch.inf)
+    finished = _Beams(
+        texts[:, None].expand(-1, beams, -1), running.scores.expand(-1, beams) - torch.inf
+    )
     for length in range(1, longest + 1):
         forbidden = end if length <= config.min_new_tokens else None
         candidates, parents = _extend(running, logits.float(), length, 2 * beams, forbidden)
         ends = (candidates.tokens[:, :, length - 1] == end) | (length == longest)
-        scores = candidates.scores.where(ends, -torch.inf)[:, :beams] / length**config.length_penalty
+        scores = (
+            candidates.scores.where(ends, -torch.inf)[:, :beams] / length**config.length_penalty
+        )
         finished = _Beams(
-            torch.cat([finished.tokens, candidates.tokens[:, :beams]], 1), torch.cat([finished.scores, scores], 1)
+            torch.cat([finished.tokens, candidates.tokens[:, :beams]], 1),
+            torch.cat([finished.scores, scores], 1),
         ).best(beams)
         texts[rows] = finished.tokens[:, 0]
         # A running text ends in one way, so half of twice as many candidates as beams are left to go on with.
@@ -110,7 +120,9 @@ def beam_search(model: Generates, logits: Tensor, cache: Cache, end: int, config
     return texts
 
 
-def _extend(running: _Beams, logits: Tensor, length: int, count: int, forbidden: int | None) -> tuple[_Beams, Tensor]:
+def _extend(
+    running: _Beams, logits: Tensor, length: int, count: int, forbidden: int | None
+) -> tuple[_Beams, Tensor]:
     """The `count` likeliest texts of a token more for each source, and the row int64 [B, count] that each comes from.
 
     logits: fp32 [B * N, V]; length: of the new texts, in tokens; forbidden: a token that is not to be the next.

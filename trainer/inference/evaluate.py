@@ -24,7 +24,9 @@ from trainer.training.teacher import attach_teacher
 from trainer.training.weights import load_weights
 
 
-def evaluate(experiment: Experiment, step: int | None, predictions: Path | None = None) -> dict[str, float]:
+def evaluate(
+    experiment: Experiment, step: int | None, predictions: Path | None = None
+) -> dict[str, float]:
     """Scores a checkpoint of a run on the held-out documents; see `records.keep_scores`.
 
     Args:
@@ -49,11 +51,15 @@ def evaluate(experiment: Experiment, step: int | None, predictions: Path | None 
             ) from error
 
 
-def _evaluate(experiment: Experiment, step: int | None, file: Path | None, strategy: Strategy) -> dict[str, float]:
+def _evaluate(
+    experiment: Experiment, step: int | None, file: Path | None, strategy: Strategy
+) -> dict[str, float]:
     check_installed(experiment.objective.task.metrics)
     dataset = experiment.data.open()
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
-    if file is not None and strategy.world.rank == 0:  # the one that writes it, perhaps on a disk of its own
+    if (
+        file is not None and strategy.world.rank == 0
+    ):  # the one that writes it, perhaps on a disk of its own
         _check_predictions(objective, file)
     checkpoints = checkpoint_folder(experiment)
     source = checkpoints if step is None else integrity.step_folder(checkpoints, step)
@@ -67,11 +73,21 @@ def _evaluate(experiment: Experiment, step: int | None, file: Path | None, strat
     assert weights.step is not None
     phase = phase_of(experiment.resolved_phases(), weights.step - 1)
     heldout = open_loader(
-        experiment, dataset, objective, strategy.replica, phase, split="heldout", largest=strategy.largest
+        experiment,
+        dataset,
+        objective,
+        strategy.replica,
+        phase,
+        split="heldout",
+        largest=strategy.largest,
     )
-    scores, predictions = score(wrapped, objective, strategy, heldout, experiment.training.evaluate_batches)
+    scores, predictions = score(
+        wrapped, objective, strategy, heldout, experiment.training.evaluate_batches
+    )
     if strategy.world.rank == 0:
-        records.keep_scores(experiment, weights.step, dataset.name, {f"heldout/{k}": v for k, v in scores.items()})
+        records.keep_scores(
+            experiment, weights.step, dataset.name, {f"heldout/{k}": v for k, v in scores.items()}
+        )
         if file is not None and isinstance(objective, Task) and predictions is not None:
             json_lines.write(file, _rows(objective, predictions))
     return {"step": weights.step, **scores}
@@ -89,5 +105,7 @@ def _check_predictions(objective: Objective, file: Path) -> None:
 def _rows(objective: Task, predictions: Predictions) -> Iterator[dict[str, Any]]:
     """A line for each row: its number in the split, its texts, what is right and what is predicted."""
     of_rows = objective.row_predictions(predictions)
-    for number, row, found in zip(predictions.number.tolist(), predictions.rows, of_rows, strict=True):
+    for number, row, found in zip(
+        predictions.number.tolist(), predictions.rows, of_rows, strict=True
+    ):
         yield {"row": number, "texts": row.texts, **found}

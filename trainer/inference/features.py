@@ -51,11 +51,17 @@ def register(commands: Commands) -> None:
         "Write a frozen model's hidden states of texts as an array, float32 in NumPy's format.",
     )
     parser.add_argument(
-        "checkpoint", metavar="CKPT", help="a run or a step, its folder or address; a Hugging Face folder or hf://NAME"
+        "checkpoint",
+        metavar="CKPT",
+        help="a run or a step, its folder or address; a Hugging Face folder or hf://NAME",
     )
-    parser.add_argument("file", metavar="FILE", help="texts, one a line, or .jsonl; also .gz or .zst")
+    parser.add_argument(
+        "file", metavar="FILE", help="texts, one a line, or .jsonl; also .gz or .zst"
+    )
     parser.add_argument("--output", required=True, metavar="FILE.npy", help="a new file")
-    parser.add_argument("--field", metavar="NAME", help="of .jsonl: the key of the text (default: text)")
+    parser.add_argument(
+        "--field", metavar="NAME", help="of .jsonl: the key of the text (default: text)"
+    )
     parser.add_argument(
         "--layers",
         default="-1",
@@ -63,7 +69,9 @@ def register(commands: Commands) -> None:
         help="from 1, or -1 and so on from the last; 0 is the embeddings; or all, 0 included (default: -1). Write "
         "--layers=-2,-1 where a list begins with a minus",
     )
-    parser.add_argument("--mix", choices=("mean", "concat"), help="make one vector of those of several layers")
+    parser.add_argument(
+        "--mix", choices=("mean", "concat"), help="make one vector of those of several layers"
+    )
     parser.add_argument(
         "--pool",
         choices=("mean", "first", "max", "none"),
@@ -72,7 +80,11 @@ def register(commands: Commands) -> None:
         "token's, all texts end to end, and write where each begins to FILE.offsets.npy (default: mean)",
     )
     parser.add_argument(
-        "--batch-tokens", type=int, default=8192, metavar="N", help="computed at a time (default: 8192)"
+        "--batch-tokens",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="computed at a time (default: 8192)",
     )
 
 
@@ -87,7 +99,11 @@ def _run(args: argparse.Namespace) -> int:
     numbers = _numbers(args.layers)
     texts = read_texts(args.file, args.field, blank=True)
     encoder = TextEncoder(args.checkpoint)
-    layers = range(encoder.layers + 1) if numbers is None else [encoder.layer(n, "--layers") for n in numbers]
+    layers = (
+        range(encoder.layers + 1)
+        if numbers is None
+        else [encoder.layer(n, "--layers") for n in numbers]
+    )
     if args.pool == "first" and not encoder.sees_all:
         raise ConfigError(
             "--pool first takes the features of a text's first token, and this model reads from left to right, so that "
@@ -95,7 +111,9 @@ def _run(args: argparse.Namespace) -> int:
         )
     tokens = _tokenized(encoder, texts)
     logger.info("reading %d texts on %s", len(tokens), encoder.device)
-    shape = write(encoder, tokens, Features(tuple(layers), args.mix, args.pool), output, args.batch_tokens)
+    shape = write(
+        encoder, tokens, Features(tuple(layers), args.mix, args.pool), output, args.batch_tokens
+    )
     logger.info("wrote %s: float32 %s", output, " x ".join(map(str, shape)))
     return EXIT_DONE
 
@@ -135,7 +153,9 @@ class Features:
 
         if self.mix == "mean":
             # In ascending order, so that the sum does not depend on how layers were listed.
-            weights = {number: self.layers.count(number) / len(self.layers) for number in sorted(states)}
+            weights = {
+                number: self.layers.count(number) / len(self.layers) for number in sorted(states)
+            }
             weighted = (states[number] * weight for number, weight in weights.items())
             return self._pooled(reduce(torch.add, weighted), real)
         found = {number: self._pooled(hidden, real) for number, hidden in states.items()}
@@ -154,7 +174,9 @@ class Features:
         return (hidden * cells).sum(1) / cells.sum(1)
 
 
-def write(encoder: TextEncoder, tokens: Sequence[Tokens], features: Features, output: Path, cells: int) -> Shape:
+def write(
+    encoder: TextEncoder, tokens: Sequence[Tokens], features: Features, output: Path, cells: int
+) -> Shape:
     """Writes the features of texts, each as `TextEncoder.prepare` gives it, in their order.
 
     With pool none, the features of text i are rows offsets[i] to offsets[i + 1], and FILE.offsets.npy, int64 [N + 1],
@@ -183,12 +205,16 @@ def write(encoder: TextEncoder, tokens: Sequence[Tokens], features: Features, ou
     with ExitStack() as stack:
         array = stack.enter_context(_new_array(output, shape, np.float32))
         if ragged:
-            stack.enter_context(_new_array(_offsets_file(output), offsets.shape, np.int64))[:] = offsets
+            stack.enter_context(_new_array(_offsets_file(output), offsets.shape, np.int64))[:] = (
+                offsets
+            )
         bar = stack.enter_context(progress_bar(len(tokens)))
         for numbers in batches(lengths, cells):
             real, states = encoder([tokens[number] for number in numbers], set(features.layers))
             found = features.of(states, real).cpu().numpy()
-            for number, part in zip(numbers, np.split(found, np.cumsum(counts[numbers])[:-1]), strict=True):
+            for number, part in zip(
+                numbers, np.split(found, np.cumsum(counts[numbers])[:-1]), strict=True
+            ):
                 array[offsets[number] : offsets[number + 1]] = part
             bar.advance(bar.task_ids[0], len(numbers))
     return shape
@@ -213,7 +239,9 @@ def _numbers(text: str) -> list[int] | None:
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--layers must be all, or numbers as -1 or 9,10,11,12, not {text!r}") from None
+        raise ConfigError(
+            f"--layers must be all, or numbers as -1 or 9,10,11,12, not {text!r}"
+        ) from None
 
 
 def _offsets_file(output: Path) -> Path:
@@ -222,11 +250,15 @@ def _offsets_file(output: Path) -> Path:
 
 def _check_new(path: Path) -> None:
     if path.suffix != ".npy":
-        raise ConfigError(f"--output {path} is to be an array of NumPy; give it a name that ends in .npy")
+        raise ConfigError(
+            f"--output {path} is to be an array of NumPy; give it a name that ends in .npy"
+        )
     if path.exists():
         raise ConfigError(f"{path} already exists; name another file with --output, or remove it")
     if not path.parent.is_dir():
-        raise ConfigError(f"--output {path}: there is no folder {path.parent}; make it, or name another file")
+        raise ConfigError(
+            f"--output {path}: there is no folder {path.parent}; make it, or name another file"
+        )
 
 
 @contextmanager
@@ -239,7 +271,9 @@ def _new_array(path: Path, shape: Shape, dtype: npt.DTypeLike) -> Iterator[npt.N
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         array = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
-        if hasattr(os, "posix_fallocate"):  # not on macOS. A disk that is full later would kill the process
+        if hasattr(
+            os, "posix_fallocate"
+        ):  # not on macOS. A disk that is full later would kill the process
             with temporary.open("r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, temporary.stat().st_size)
         yield array

@@ -48,7 +48,9 @@ def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
             logits = model(inputs, frozenset({"tokens"}))["tokens"]
         table = Table("probability", "token", "text", title=text, title_justify="left")
         for place in logits[0].float().softmax(-1):
-            for probability, token in zip(*(found.tolist() for found in place.topk(top)), strict=True):
+            for probability, token in zip(
+                *(found.tolist() for found in place.topk(top)), strict=True
+            ):
                 filled = tokens.copy()
                 filled[masked[0]] = token
                 words = tokenizer.decode(filled[1:-1]) if len(masked) == 1 else ""
@@ -61,13 +63,17 @@ def _encode(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:
     """The tokens of a text with its special tokens, and the places of its masks."""
     vocabulary = tokenizer.vocabulary
     if vocabulary.mask is None or vocabulary.cls is None or vocabulary.sep is None:
-        raise ConfigError("this tokenizer has no mask token, so its model fills no masks; use a BERT or RoBERTa model")
+        raise ConfigError(
+            "this tokenizer has no mask token, so its model fills no masks; use a BERT or RoBERTa model"
+        )
     # Either spelling is taken. A mask takes the space before it, as it does in RoBERTa's vocabulary.
     parts = text.replace("<mask>", "[MASK]").split("[MASK]")
     if len(parts) < 2:
         raise ConfigError(f"nothing to fill in {text!r}; put [MASK] where a word is missing")
     tokens, masked = [vocabulary.cls], []
-    for number, ids in enumerate(tokenizer.encode_batch([*(part.rstrip() for part in parts[:-1]), parts[-1]])):
+    for number, ids in enumerate(
+        tokenizer.encode_batch([*(part.rstrip() for part in parts[:-1]), parts[-1]])
+    ):
         if number:
             masked.append(len(tokens))
             tokens.append(vocabulary.mask)

@@ -48,16 +48,26 @@ def register(commands: Commands) -> None:
         "Generate texts: translate, summarise, or go on with what is given. Prints one line for each text.",
     )
     parser.add_argument(
-        "checkpoint", metavar="CKPT", help="a run or a step, its folder or address; a Hugging Face folder or hf://NAME"
+        "checkpoint",
+        metavar="CKPT",
+        help="a run or a step, its folder or address; a Hugging Face folder or hf://NAME",
     )
     parser.add_argument("text", nargs="*", help="texts (default: the lines of standard input)")
-    parser.add_argument("--input", metavar="FILE", help='.txt or .jsonl ({"source": TEXT}), also .gz or .zst')
-    parser.add_argument("--output", metavar="FILE", help="a new file, of lines with source and text in JSON")
-    parser.add_argument("--prefix", default="", help="what comes before each text, as the task's name does in T5")
+    parser.add_argument(
+        "--input", metavar="FILE", help='.txt or .jsonl ({"source": TEXT}), also .gz or .zst'
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="a new file, of lines with source and text in JSON"
+    )
+    parser.add_argument(
+        "--prefix", default="", help="what comes before each text, as the task's name does in T5"
+    )
     parser.add_argument("--sample", action="store_true", help="draw tokens at random instead")
     for name, text in _SETTINGS.items():
         flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=yaml.safe_load, default=argparse.SUPPRESS, metavar="X", help=text)
+        parser.add_argument(
+            flag, type=yaml.safe_load, default=argparse.SUPPRESS, metavar="X", help=text
+        )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -66,8 +76,16 @@ def _run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in ("sample", *_SETTINGS) if hasattr(args, name)}
     config: Config = decode(Config, given)
     if args.text and args.input:
-        raise ConfigError(f"texts are given, and --input {args.input} besides; leave out one of them")
-    listed = list(_checked(args.text, "the texts given")) if args.text else read(args.input) if args.input else None
+        raise ConfigError(
+            f"texts are given, and --input {args.input} besides; leave out one of them"
+        )
+    listed = (
+        list(_checked(args.text, "the texts given"))
+        if args.text
+        else read(args.input)
+        if args.input
+        else None
+    )
     texts = _checked(sys.stdin, "standard input") if listed is None else iter(listed)
     waiting = listed is None and sys.stdin.isatty()  # a person, for the answer to each line
     generator = TextGenerator(args.checkpoint, config, args.prefix)
@@ -90,7 +108,9 @@ def read(path: str) -> list[str]:
     Raises:
         DataError: there is none, or a line without such a text.
     """
-    return list(_checked(_lines(path), path))  # so that a faulty line is not found after hours of work
+    return list(
+        _checked(_lines(path), path)
+    )  # so that a faulty line is not found after hours of work
 
 
 def _lines(path: str) -> Iterator[str]:
@@ -114,7 +134,9 @@ def _source(line: str, place: str) -> str:
         ) from None
     text = record.get("source") if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise DataError(f'{place} has no text as "source"; each line is an object as {{"source": "a text"}}')
+        raise DataError(
+            f'{place} has no text as "source"; each line is an object as {{"source": "a text"}}'
+        )
     return text
 
 
@@ -122,7 +144,9 @@ def _checked(texts: Iterable[str], name: str) -> Iterator[str]:
     try:
         for number, text in enumerate(texts, start=1):
             if not text.strip():
-                raise DataError(f"{name}:{number} is empty, and there is nothing to generate from; remove the line")
+                raise DataError(
+                    f"{name}:{number} is empty, and there is nothing to generate from; remove the line"
+                )
             yield text.rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{name} is not UTF-8 ({error}); convert it, as with iconv") from None
@@ -154,11 +178,15 @@ class TextGenerator:
         with weights.tokenizer_files() as folder:
             self._tokenizer = Tokenizer.load(folder)
         device = for_any_shapes().device
-        self._generate = Generator(weights.model().to(device), self._tokenizer.vocabulary, config, device)
+        self._generate = Generator(
+            weights.model().to(device), self._tokenizer.vocabulary, config, device
+        )
         self._prefix, self._done = prefix, 0
         end, begin = self._generate.end, self._tokenizer.vocabulary.cls
         reads_sources = weights.config.encoder_decoder or "layout" in weights.objective
-        self._before, self._after = ([], [end]) if reads_sources else ([end if begin is None else begin], [])
+        self._before, self._after = (
+            ([], [end]) if reads_sources else ([end if begin is None else begin], [])
+        )
 
     def __call__(self, texts: Sequence[str]) -> list[str]:
         """The texts generated from these, which are numbered on from those of the call before."""
@@ -177,6 +205,8 @@ def _output(path: str | None) -> Iterator[TextIO]:
     try:
         file = open(path, "x", encoding="utf-8")  # noqa: SIM115
     except FileExistsError:
-        raise ConfigError(f"--output {path} already exists; name another file, or remove it") from None
+        raise ConfigError(
+            f"--output {path} already exists; name another file, or remove it"
+        ) from None
     with file:
         yield file

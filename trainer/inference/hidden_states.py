@@ -35,7 +35,9 @@ class _Lines(Source):
     blank: bool
 
     def records(self) -> Iterator[Record]:
-        return read_records(self.files, (lambda file: enumerate(file, start=1)) if self.blank else lines)
+        return read_records(
+            self.files, (lambda file: enumerate(file, start=1)) if self.blank else lines
+        )
 
 
 def read_texts(path: str, field: str | None = None, *, blank: bool = False) -> Iterator[str]:
@@ -52,7 +54,9 @@ def read_texts(path: str, field: str | None = None, *, blank: bool = False) -> I
     """
     is_json = path.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl")
     if field is not None and not is_json:
-        raise ConfigError(f"--field {field} is for .jsonl files, and {shown(path)} is none; leave --field out")
+        raise ConfigError(
+            f"--field {field} is for .jsonl files, and {shown(path)} is none; leave --field out"
+        )
     texts = _parsed(JsonLines((path,), field or "text") if is_json else _Lines((path,), blank))
     return chain([next(texts)], texts)
 
@@ -170,7 +174,9 @@ class TextEncoder:
             )
 
     @torch.no_grad()
-    def __call__(self, texts: Sequence[Tokens], layers: Collection[int]) -> tuple[Tensor, dict[int, Tensor]]:
+    def __call__(
+        self, texts: Sequence[Tokens], layers: Collection[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """Computes a batch.
 
         Args:

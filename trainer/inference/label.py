@@ -49,20 +49,33 @@ def register(commands: Commands) -> None:
         "file", metavar="FILE", help="rows: .jsonl, .json, .csv, .tsv or .parquet, also .gz or .zst; a path, a pattern "
         "or an address"
     )  # fmt: skip
-    parser.add_argument("--output", required=True, metavar="OUT", help="a new file: .jsonl, .jsonl.gz or .jsonl.zst")
+    parser.add_argument(
+        "--output", required=True, metavar="OUT", help="a new file: .jsonl, .jsonl.gz or .jsonl.zst"
+    )
     parser.add_argument(
         "--texts",
         nargs="+",
         metavar="TEXT",
         help="columns, or templates of them (default: those of the teacher's data)",
     )
-    parser.add_argument("--column", help="the column of the label (default: that of the teacher's data)")
     parser.add_argument(
-        "--on-error", choices=("stop", "skip"), default="stop", help="what is done about a row without these texts"
+        "--column", help="the column of the label (default: that of the teacher's data)"
     )
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of matrix products")
     parser.add_argument(
-        "--batch-tokens", type=int, default=16384, metavar="N", help="computed at a time (default: 16384)"
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="what is done about a row without these texts",
+    )
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), default="fp32", help="of matrix products"
+    )
+    parser.add_argument(
+        "--batch-tokens",
+        type=int,
+        default=16384,
+        metavar="N",
+        help="computed at a time (default: 16384)",
     )
 
 
@@ -86,10 +99,14 @@ def _run(args: argparse.Namespace) -> int:
     words = labeller.source.get("words", {})
     source = Unlabelled.open(args.file, texts, words)
     if column in source.columns:
-        raise ConfigError(f"the column {column!r} holds a text; name another one for the label with --column")
+        raise ConfigError(
+            f"the column {column!r} holds a text; name another one for the label with --column"
+        )
     made_of = {
         "teacher": labeller.identity,
-        "files": [[file, os.path.getsize(file) if os.path.isfile(file) else None] for file in source.files],
+        "files": [
+            [file, os.path.getsize(file) if os.path.isfile(file) else None] for file in source.files
+        ],
         "texts": [*texts, words],
         "column": column,
         "precision": args.precision,
@@ -106,7 +123,9 @@ def _run(args: argparse.Namespace) -> int:
             bar.update(bar.task_ids[0], completed=int(100 * read[-1].read))
     logger.info("wrote %s: %d rows%s", output, grown.rows, _left_out(grown.records - grown.rows))
     if len(labeller.labels) > 1:
-        logger.info("%s holds the probabilities of, in this order: %s", column, ", ".join(labeller.labels))
+        logger.info(
+            "%s holds the probabilities of, in this order: %s", column, ", ".join(labeller.labels)
+        )
     return EXIT_DONE
 
 
@@ -115,7 +134,11 @@ def _left_out(count: int) -> str:
 
 
 def _labelled(
-    read: list[Record], source: Unlabelled, labeller: Labeller, column: str, args: argparse.Namespace
+    read: list[Record],
+    source: Unlabelled,
+    labeller: Labeller,
+    column: str,
+    args: argparse.Namespace,
 ) -> Iterator[str]:
     """The lines of records that hold texts.
 
@@ -149,7 +172,12 @@ def _labelled(
             encoded.append((record, row))
     if not encoded:
         return
-    found = labeller([row for _, row in encoded], args.batch_tokens).astype(float).round(_DIGITS).tolist()
+    found = (
+        labeller([row for _, row in encoded], args.batch_tokens)
+        .astype(float)
+        .round(_DIGITS)
+        .tolist()
+    )
     for (record, _), label in zip(encoded, found, strict=True):
         columns = {**row_of(record.data), column: label if len(label) > 1 else label[0]}
         yield json_lines.line(columns)
@@ -176,7 +204,9 @@ class _Growing:
         self.records, self.rows, size = 0, 0, 0
         state: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"bytes": 0}
         if 0 < state["bytes"] <= os.fstat(file.fileno()).st_size:  # else the file was removed
-            if changed := [name for name, value in made_of.items() if state["made_of"].get(name) != value]:
+            if changed := [
+                name for name, value in made_of.items() if state["made_of"].get(name) != value
+            ]:
                 raise ConfigError(
                     f"{path} says that the output was begun with another {' and '.join(changed)}; put that back, or "
                     "remove the file to begin anew"
@@ -206,12 +236,16 @@ def _growing(output: Path, made_of: dict[str, Any]) -> Iterator[_Growing]:
     """
     import fcntl
 
-    partial, state = (output.with_name(f"{output.name}.{suffix}") for suffix in ("partial", "progress"))
+    partial, state = (
+        output.with_name(f"{output.name}.{suffix}") for suffix in ("partial", "progress")
+    )
     with open(partial, "ab+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigError(f"another process writes {output}; wait for it, or name another file") from None
+            raise ConfigError(
+                f"another process writes {output}; wait for it, or name another file"
+            ) from None
         grown = _Growing(file, state, made_of)
         try:
             yield grown

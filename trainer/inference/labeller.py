@@ -59,7 +59,9 @@ class Labeller:
             )
         self._accelerator, self._precision = for_any_shapes(), precision
         if precision not in self._accelerator.precisions:
-            raise ConfigError(f"--precision {precision} is none of {self._accelerator.description}; leave it out")
+            raise ConfigError(
+                f"--precision {precision} is none of {self._accelerator.description}; leave it out"
+            )
         meta: Tree = {} if weights.step is None else integrity.read_meta(weights.folder)
         self.source = next((manifest.source for manifest in manifests_of(meta)), {}) if meta else {}
         self.identity, self.labels = weights.identity(), weights.config.labels
@@ -96,7 +98,9 @@ class Labeller:
             examples = task_rows.pack([rows[number] for number in numbers], self._spec)
             width = int(parts.filled(examples, self._spec).max())
             arrays = self._objective.collate(examples, width)
-            batch = self._accelerator.to_device({name: torch.from_numpy(array) for name, array in arrays.items()})
+            batch = self._accelerator.to_device(
+                {name: torch.from_numpy(array) for name, array in arrays.items()}
+            )
             with self._accelerator.autocast(self._precision):
                 logits = logits_of(self._model, batch, self._objective.predicts)[:, 0].float()
             found[numbers] = (logits.softmax(-1) if len(self.labels) > 1 else logits).cpu().numpy()
@@ -109,4 +113,6 @@ def _objective(weights: Weights) -> Any:
     if len(weights.config.labels) == 1:
         return decode(regression.Config, settings, "objective")
     config = decode(classification.Config, settings, "objective")
-    return replace(config, soft=False, lm_weight=0.0, reads="last" if config.lm_weight else config.reads)
+    return replace(
+        config, soft=False, lm_weight=0.0, reads="last" if config.lm_weight else config.reads
+    )

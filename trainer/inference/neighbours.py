@@ -46,7 +46,9 @@ def register(commands: Commands) -> None:
         '  samestep neighbours runs/bert_base bank --in "the bank of the river" "the bank lends money" "a river shore"',
     )
     parser.add_argument(
-        "checkpoint", metavar="CKPT", help="a run or a step, its folder or address; a Hugging Face folder or hf://NAME"
+        "checkpoint",
+        metavar="CKPT",
+        help="a run or a step, its folder or address; a Hugging Face folder or hf://NAME",
     )
     parser.add_argument("word", metavar="WORD", help="a word, or several in a row")
     parser.add_argument(
@@ -57,8 +59,14 @@ def register(commands: Commands) -> None:
         metavar="TEXT",
         help="a text with the word, and more that it is compared with where there is no --corpus",
     )
-    parser.add_argument("--corpus", metavar="FILE", help="texts to compare with, one a line, or .jsonl; also .gz, .zst")
-    parser.add_argument("--field", metavar="NAME", help="of .jsonl: the key of the text (default: text)")
+    parser.add_argument(
+        "--corpus",
+        metavar="FILE",
+        help="texts to compare with, one a line, or .jsonl; also .gz, .zst",
+    )
+    parser.add_argument(
+        "--field", metavar="NAME", help="of .jsonl: the key of the text (default: text)"
+    )
     parser.add_argument(
         "--layer",
         type=int,
@@ -66,7 +74,9 @@ def register(commands: Commands) -> None:
         metavar="N",
         help="of contextual vectors, from 1, or -1 and so on from the last; 0 is the embeddings (default: -1)",
     )
-    parser.add_argument("--top", type=int, default=10, metavar="K", help="neighbours of either kind (default: 10)")
+    parser.add_argument(
+        "--top", type=int, default=10, metavar="K", help="neighbours of either kind (default: 10)"
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -75,7 +85,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.top < 1:
         raise ConfigError(f"--top must be at least 1, not {args.top}")
     if args.field is not None and args.corpus is None:
-        raise ConfigError(f"--field {args.field} is of the texts of --corpus, and there is none; leave it out")
+        raise ConfigError(
+            f"--field {args.field} is of the texts of --corpus, and there is none; leave it out"
+        )
     place = find(args.word, args.context[0])
     corpus = iter(args.context) if args.corpus is None else read_texts(args.corpus, args.field)
     encoder = TextEncoder(args.checkpoint)
@@ -99,7 +111,9 @@ def find(word: str, text: str) -> tuple[int, int]:
     pattern = rf"(?<!\w){re.escape(word)}(?!\w)"
     found = re.search(pattern, text) or re.search(pattern, text, re.IGNORECASE)
     if not word.strip() or found is None:
-        raise ConfigError(f"the word {word!r} is not in the text {text!r}; give a text with it to --in")
+        raise ConfigError(
+            f"the word {word!r} is not in the text {text!r}; give a text with it to --in"
+        )
     return found.span()
 
 
@@ -166,7 +180,9 @@ class Neighbour:
     end: int
 
 
-def contextual(encoder: TextEncoder, query: Query, texts: Iterator[str], layer: int, top: int) -> list[Neighbour]:
+def contextual(
+    encoder: TextEncoder, query: Query, texts: Iterator[str], layer: int, top: int
+) -> list[Neighbour]:
     """The words of texts nearest to the query, the nearest first; a text that comes again counts once."""
     from trainer.inference.hidden_states import batches
 
@@ -177,14 +193,18 @@ def contextual(encoder: TextEncoder, query: Query, texts: Iterator[str], layer: 
         encoded = encoder.tokenizer.encode_aligned(block)
         count += len(block)
         cut += sum(len(tokens) > encoder.longest for tokens, _ in encoded)
-        sentences = [_Sentence.of(encoder, text, *found) for text, found in zip(block, encoded, strict=True)]
+        sentences = [
+            _Sentence.of(encoder, text, *found) for text, found in zip(block, encoded, strict=True)
+        ]
         for numbers in batches(np.array([len(sentence.tokens) for sentence in sentences]), _CELLS):
             near = _nearest(encoder, query, [sentences[number] for number in numbers], layer, top)
             best |= {(each.text, each.begin): each for each in near}
         best = dict(sorted(best.items(), key=lambda item: -item[1].cosine)[:top])
     encoder.warn_of_cut(cut, count)
     if not best:
-        raise ConfigError("there is no other word to compare with; give more texts to --in, or a file to --corpus")
+        raise ConfigError(
+            "there is no other word to compare with; give more texts to --in, or a file to --corpus"
+        )
     return list(best.values())
 
 
@@ -199,14 +219,18 @@ class _Sentence:
 
     @classmethod
     def of(cls, encoder: TextEncoder, text: str, tokens: Tokens, spans: Int64) -> _Sentence:
-        words = np.array([match.span() for match in _WORD.finditer(text)], dtype=np.int64).reshape(-1, 2)
+        words = np.array([match.span() for match in _WORD.finditer(text)], dtype=np.int64).reshape(
+            -1, 2
+        )
         return cls(text, encoder.prepare(tokens), words, _words_of(spans, words)[: encoder.longest])
 
 
 def _words_of(spans: Int64, words: Int64) -> Int64:
     """Which word each token is of: its characters int64 [T, 2], those of words [W, 2] -> int64 [T], -1 for none."""
     begin, end = spans.T
-    word = np.searchsorted(words[:, 1], begin, side="right")  # the first that ends behind the token's begin
+    word = np.searchsorted(
+        words[:, 1], begin, side="right"
+    )  # the first that ends behind the token's begin
     word_begin = np.append(words[:, 0], np.iinfo(np.int64).max)[word]
     return np.where((word_begin < end) & (begin < end), word, -1)
 
@@ -217,9 +241,13 @@ def _nearest(
     """The nearest words of a batch, but for the query's own."""
     import torch
 
-    first = np.cumsum([0, *(len(sentence.words) for sentence in sentences)])  # words are counted through the batch
+    first = np.cumsum(
+        [0, *(len(sentence.words) for sentence in sentences)]
+    )  # words are counted through the batch
     row = np.repeat(np.arange(len(sentences)), [len(sentence.word_of) for sentence in sentences])
-    cell = np.concatenate([encoder.first + np.arange(len(sentence.word_of)) for sentence in sentences])
+    cell = np.concatenate(
+        [encoder.first + np.arange(len(sentence.word_of)) for sentence in sentences]
+    )
     word = np.concatenate([sentence.word_of for sentence in sentences])
     row, cell, word = row[word >= 0], cell[word >= 0], word[word >= 0]
     word = word + first[row]
@@ -234,7 +262,9 @@ def _nearest(
     hidden = states[layer]
     sums = hidden.new_zeros(len(words), hidden.shape[2])
     sums.index_add_(0, torch.from_numpy(word).to(hidden.device), hidden[row, cell])
-    cosines = torch.nn.functional.cosine_similarity(sums, query.vector[None]).cpu()  # as of the mean
+    cosines = torch.nn.functional.cosine_similarity(
+        sums, query.vector[None]
+    ).cpu()  # as of the mean
     cosines[torch.from_numpy(~usable)] = -torch.inf
     found, numbers = cosines.topk(min(top, int(usable.sum())))
     return [
@@ -246,7 +276,9 @@ def _nearest(
 def _static_table(encoder: TextEncoder, neighbours: Sequence[tuple[float, int]]) -> Table:
     tokenizer, table = encoder.tokenizer, Table("cosine", "token")
     for cosine, token in neighbours:
-        table.add_row(f"{cosine:.3f}", Text(tokenizer.decode([token]).strip() or tokenizer.token(token)))
+        table.add_row(
+            f"{cosine:.3f}", Text(tokenizer.decode([token]).strip() or tokenizer.token(token))
+        )
     return table
 
 
@@ -257,6 +289,8 @@ def _contextual_table(neighbours: Sequence[Neighbour]) -> Table:
         before, after = each.text[: each.begin], each.text[each.end :]
         before = before if len(before) <= _SHOWN else f"…{before[-_SHOWN:]}"
         after = after if len(after) <= _SHOWN else f"{after[:_SHOWN]}…"
-        text = Text.assemble(" ".join(before.splitlines()), (f"[{word}]", "bold"), " ".join(after.splitlines()))
+        text = Text.assemble(
+            " ".join(before.splitlines()), (f"[{word}]", "bold"), " ".join(after.splitlines())
+        )
         table.add_row(f"{each.cosine:.3f}", Text(word), text)
     return table

@@ -74,7 +74,9 @@ def evaluate(
             "samestep evaluate scores what it predicts"
         )
     checkpoints = checkpoint_folder(experiment)
-    weights = load_weights(checkpoints if step is None else integrity.step_folder(checkpoints, step))
+    weights = load_weights(
+        checkpoints if step is None else integrity.step_folder(checkpoints, step)
+    )
     dataset = experiment.data.open()
     if isinstance(dataset, MixedDataset):
         raise ConfigError(
@@ -82,12 +84,18 @@ def evaluate(
             f"data.weights=[] data.path={next(iter(dataset.sources.values())).name}"
         )
     if dataset.manifest.target_file is None:
-        raise ConfigError(f"{dataset.name} holds documents, not pairs of texts; set data.path to a dataset of pairs")
+        raise ConfigError(
+            f"{dataset.name} holds documents, not pairs of texts; set data.path to a dataset of pairs"
+        )
     labels = tuple(dataset.manifest.source.get("labels", ()))
-    scorers = {name: texts.build(name, labels) for name in metrics}  # a missing package is named before hours of work
+    scorers = {
+        name: texts.build(name, labels) for name in metrics
+    }  # a missing package is named before hours of work
     with torch.device("meta"):
         shapes = weights.config.build()
-    stored_values(weights, shapes, dataset)  # refuses another tokenizer, before the weights are read
+    stored_values(
+        weights, shapes, dataset
+    )  # refuses another tokenizer, before the weights are read
     model = weights.model()
     accelerator = for_any_shapes(experiment.accelerator)
     device = accelerator.device
@@ -100,11 +108,22 @@ def evaluate(
             "files of pairs with --pairs, or labels of its characters in source.labels"
         )
     task = experiment.objective.task
-    if isinstance(task, seq2seq.Config) and task.truncate_sources and task.layout == "encoder_decoder":
+    if (
+        isinstance(task, seq2seq.Config)
+        and task.truncate_sources
+        and task.layout == "encoder_decoder"
+    ):
         phase = phase_of(experiment.resolved_phases(), (weights.step or 1) - 1)
-        room = phase.sequence_length - 1  # the model reads as much of a source as it has learnt from
+        room = (
+            phase.sequence_length - 1
+        )  # the model reads as much of a source as it has learnt from
         if cut := sum(len(source) > room for source in sources):
-            logger.info("%d of %d sources are longer than %d tokens and lose their end", cut, len(sources), room)
+            logger.info(
+                "%d of %d sources are longer than %d tokens and lose their end",
+                cut,
+                len(sources),
+                room,
+            )
         sources = tuple(source[:room] for source in sources)
     logger.info("generating %d texts on %s", len(sources), accelerator.description)
     generated = generate([[*source.tolist(), generate.end] for source in sources])
@@ -114,7 +133,9 @@ def evaluate(
         scores["no_label"] = len(texts.strangers(written, labels))
     of = ",".join(map(shown, files)) or dataset.name
     generated_scores = {f"generated/{name}": value for name, value in scores.items()}
-    records.keep_scores(experiment, weights.step or 0, of, {"pairs": len(written), **generated_scores})
+    records.keep_scores(
+        experiment, weights.step or 0, of, {"pairs": len(written), **generated_scores}
+    )
     return {"step": weights.step or 0, "pairs": len(written), **scores}
 
 
@@ -122,9 +143,14 @@ def heldout_pairs(dataset: Dataset) -> Iterator[tuple[Tokens, str]]:
     """The tokens of each source of the held-out split, and its target, as far as tokens give the text back."""
     for info in dataset.shards("heldout"):
         shard = dataset.open_shard(info, sentences=True)
-        for start, (source, target) in zip(shard.start.tolist(), text_pairs.lengths(shard).tolist(), strict=True):
+        for start, (source, target) in zip(
+            shard.start.tolist(), text_pairs.lengths(shard).tolist(), strict=True
+        ):
             middle = start + source
-            yield shard.tokens[start:middle], dataset.tokenizer.decode(shard.tokens[middle : middle + target])
+            yield (
+                shard.tokens[start:middle],
+                dataset.tokenizer.decode(shard.tokens[middle : middle + target]),
+            )
 
 
 def _of_files(dataset: Dataset, paths: tuple[str, ...]) -> Iterator[tuple[Tokens, str]]:
@@ -135,6 +161,8 @@ def _of_files(dataset: Dataset, paths: tuple[str, ...]) -> Iterator[tuple[Tokens
         try:
             pairs.append(source.parse_pair(record))
         except BadRecord as error:
-            raise DataError(f"{shown(source.files[record.file])}:{record.line}: {error}; correct it") from None
+            raise DataError(
+                f"{shown(source.files[record.file])}:{record.line}: {error}; correct it"
+            ) from None
     encoded = dataset.tokenizer.encode_batch([text for text, _ in pairs])
     return zip(encoded, (target for _, target in pairs), strict=True)

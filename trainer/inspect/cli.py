@@ -21,9 +21,14 @@ def add_fetch(commands: Commands) -> None:
         "example:\n  samestep fetch hf://bert-base-uncased --to models/bert-base-uncased\n"
         "  samestep fetch configs/data/wikipedia_en.yaml limit=1GB --to raw",
     )
-    fetch.add_argument("target", help="hf://NAME, or the file of an experiment or dataset: all remote things it names")
+    fetch.add_argument(
+        "target",
+        help="hf://NAME, or the file of an experiment or dataset: all remote things it names",
+    )
     fetch.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-    fetch.add_argument("--to", metavar="DIR", help="where to put it (default: the Hub's cache; for data: fetched/)")
+    fetch.add_argument(
+        "--to", metavar="DIR", help="where to put it (default: the Hub's cache; for data: fetched/)"
+    )
 
 
 def add_report(commands: Commands) -> None:
@@ -35,9 +40,14 @@ def add_report(commands: Commands) -> None:
         "write an HTML page with the curves and settings of one or several runs",
         "example:\n  samestep report runs/bert_mini runs/bert_mini_lr2 -o report.html",
     )
-    report.add_argument("runs", nargs="+", metavar="RUN", help="the output folder of a run, finished or not")
     report.add_argument(
-        "-o", "--output", metavar="HTML", help="the file to write (default: report.html, in RUN if one)"
+        "runs", nargs="+", metavar="RUN", help="the output folder of a run, finished or not"
+    )
+    report.add_argument(
+        "-o",
+        "--output",
+        metavar="HTML",
+        help="the file to write (default: report.html, in RUN if one)",
     )
 
 
@@ -50,10 +60,15 @@ def add_doctor(commands: Commands) -> None:
         "try out what a run will need of this machine",
         "example:\n  samestep doctor configs/pretrain/bert_base.yaml",
     )
-    doctor.add_argument("file", nargs="?", help="the experiment that is to run here (default: the machine alone)")
+    doctor.add_argument(
+        "file", nargs="?", help="the experiment that is to run here (default: the machine alone)"
+    )
     doctor.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
     doctor.add_argument(
-        "--processes", type=int, metavar="N", help="processes of the all-reduce (default: one a GPU, else two)"
+        "--processes",
+        type=int,
+        metavar="N",
+        help="processes of the all-reduce (default: one a GPU, else two)",
     )
 
 

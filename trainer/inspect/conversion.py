@@ -74,7 +74,9 @@ def take_over(source: Path, experiment: Experiment) -> None:
         target = integrity.step_folder(root, state.step)
         files.make_folder(target)
         _write(target, tensors, state.step, meta)
-    logger.info("wrote %s, which goes on after step %d of %s: samestep train", target, state.step, folder)
+    logger.info(
+        "wrote %s, which goes on after step %d of %s: samestep train", target, state.step, folder
+    )
 
 
 def hand_over(source: str, target: str) -> None:
@@ -97,7 +99,9 @@ def hand_over(source: str, target: str) -> None:
             f"not {target}"
         )
     if is_url(target):
-        raise ConfigError(f"DeepSpeed loads from a file system; name a folder instead of {shown(target)}")
+        raise ConfigError(
+            f"DeepSpeed loads from a file system; name a folder instead of {shown(target)}"
+        )
     weights = load_weights(source)
     if weights.step is None:
         raise CheckpointError(
@@ -114,16 +118,22 @@ def hand_over(source: str, target: str) -> None:
     for name, found in weights.optimizer.pieces.items():
         kind, _, parameter = name.partition("/")
         pieces.setdefault(kind, {})[parameter] = found
-    if any(each.keys() != pieces[WEIGHTS].keys() for each in pieces.values()) or pieces.keys() != _PREFIXES.keys():
+    if (
+        any(each.keys() != pieces[WEIGHTS].keys() for each in pieces.values())
+        or pieces.keys() != _PREFIXES.keys()
+    ):
         kept = ", ".join(sorted(pieces.keys() - {WEIGHTS}))
         raise CheckpointError(
             f"{weights.folder} is of an optimizer that keeps {kept}, and {' and '.join(MOMENTS)} of the Adam family "
             f"are what can be handed over; samestep export {source} writes its weights"
         )
     exported = {
-        kind: stored(weights.config.export_tensors(promises(StoredTensors(each)))) for kind, each in pieces.items()
+        kind: stored(weights.config.export_tensors(promises(StoredTensors(each))))
+        for kind, each in pieces.items()
     }
-    parameters = ((name, {kind: each[name] for kind, each in exported.items()}) for name in exported[WEIGHTS])
+    parameters = (
+        (name, {kind: each[name] for kind, each in exported.items()}) for name in exported[WEIGHTS]
+    )
     deepspeed.write_universal(Path(target), weights.step, parameters)
     logger.info("wrote %s: step %d of %s", target, weights.step, weights.folder)
 
@@ -154,7 +164,9 @@ def _check_run(experiment: Experiment, state: DeepSpeedState) -> None:
         before, now = state.settings.get(name), getattr(optimizer, name)
         before = tuple(before) if isinstance(before, list) else before
         if before is not None and before != now:
-            logger.warning("optimizer.%s is %s in the experiment, and was %s before", name, now, before)
+            logger.warning(
+                "optimizer.%s is %s in the experiment, and was %s before", name, now, before
+            )
 
 
 def _own_tensors(experiment: Experiment, state: DeepSpeedState, folder: Path) -> StoredTensors:
@@ -165,7 +177,9 @@ def _own_tensors(experiment: Experiment, state: DeepSpeedState, folder: Path) ->
     """
     with torch.device("meta"):
         shapes = dict(experiment.model.build().named_parameters())
-    wanted = {f"{prefix}{name}": each for prefix in _PREFIXES.values() for name, each in shapes.items()}
+    wanted = {
+        f"{prefix}{name}": each for prefix in _PREFIXES.values() for name, each in shapes.items()
+    }
     tensors: dict[str, Tensor] = {}
     try:
         for kind, found in state.tensors.items():
@@ -176,7 +190,9 @@ def _own_tensors(experiment: Experiment, state: DeepSpeedState, folder: Path) ->
         own = stored(tensors)
         layout.check_same_tensors(wanted, own.pieces, folder)
     except CheckpointError as error:
-        raise CheckpointError(f"make the experiment's model section that of the model in {folder}: {error}") from error
+        raise CheckpointError(
+            f"make the experiment's model section that of the model in {folder}: {error}"
+        ) from error
     return own
 
 
@@ -215,9 +231,13 @@ def _write(folder: Location, tensors: StoredTensors, step: int, meta: Mapping[st
     staging = layout.Staging()
     for rank in reversed(range(len(shares))):  # the first commits what the others have written
         shapes = {name: tensors.shape(name) for name in shares[rank]}
-        pieces = [Piece(name, shape, (0,) * len(shape), tensors[name]) for name, shape in shapes.items()]
+        pieces = [
+            Piece(name, shape, (0,) * len(shape), tensors[name]) for name, shape in shapes.items()
+        ]
         content = staging.copy(pieces)
-        writer.write_step(folder, content, text, rank=rank, world_size=len(shares), peer_timeout=_PATIENCE)
+        writer.write_step(
+            folder, content, text, rank=rank, world_size=len(shares), peer_timeout=_PATIENCE
+        )
 
 
 def _shares(tensors: StoredTensors) -> list[list[str]]:

@@ -54,11 +54,15 @@ def examine(experiment: Experiment | None, processes: int | None) -> Iterator[Fi
 def _checks_of(experiment: Experiment) -> list[Check]:
     checkpoints = experiment.checkpoint.folder
     with torch.device("meta"):
-        parameters = sum(each.numel() for each in experiment.build_model().parameters() if each.requires_grad)
+        parameters = sum(
+            each.numel() for each in experiment.build_model().parameters() if each.requires_grad
+        )
     kept = experiment.checkpoint.keep_last + (experiment.training.best is not None)
     needed = parameters * _BYTES_PER_PARAMETER * (kept + 1)
     checks: list[Check] = [("dataset", lambda: _dataset(experiment))]
-    checks.append(("output", lambda: _disk("output", Path(experiment.output), 0 if checkpoints else needed)))
+    checks.append(
+        ("output", lambda: _disk("output", Path(experiment.output), 0 if checkpoints else needed))
+    )
     if checkpoints and storage.is_url(checkpoints):
         checks.append(("checkpoints", lambda: _object_store(checkpoints)))
     elif checkpoints:
@@ -66,7 +70,11 @@ def _checks_of(experiment: Experiment) -> list[Check]:
     if metrics := experiment.objective.task.metrics:
         checks.append(("metrics", lambda: _metrics(metrics)))
     if any(storage.is_url(path) for path in experiment.data.paths):
-        cache = experiment.data.cache or os.environ.get("SAMESTEP_CACHE") or Path.home() / ".cache" / "samestep"
+        cache = (
+            experiment.data.cache
+            or os.environ.get("SAMESTEP_CACHE")
+            or Path.home() / ".cache" / "samestep"
+        )
         checks.append(("cache", lambda: _disk("cache", Path(cache), 0)))
     return checks
 
@@ -85,7 +93,12 @@ def _software() -> Iterator[Finding]:
     missing = [extra for extra, packages in extras.items() if not all(map(version_of, packages))]
     there = ", ".join(extra for extra in extras if extra not in missing)
     fix = f"if you need them: pip install 'samestep[{','.join(missing)}]'" if missing else ""
-    yield Finding("extras", "ok", f"{there or 'none'}{'; not there: ' * bool(missing)}{', '.join(missing)}", fix)
+    yield Finding(
+        "extras",
+        "ok",
+        f"{there or 'none'}{'; not there: ' * bool(missing)}{', '.join(missing)}",
+        fix,
+    )
 
 
 def _dataset(experiment: Experiment) -> Iterator[Finding]:
@@ -119,7 +132,10 @@ def _disk(subject: str, folder: Path, needed: float) -> Iterator[Finding]:
             speed = _DISK_BYTES / (time.perf_counter() - started)
     except OSError as error:
         yield Finding(
-            subject, "failed", f"cannot write in {existing}: {error.strerror}", "give access or choose another"
+            subject,
+            "failed",
+            f"cannot write in {existing}: {error.strerror}",
+            "give access or choose another",
         )
         return
     free = shutil.disk_usage(existing).free
@@ -128,7 +144,12 @@ def _disk(subject: str, folder: Path, needed: float) -> Iterator[Finding]:
         fix = f"the checkpoints kept at a time take {needed / 1e9:.3g} GB: make room, or lower checkpoint.keep_last"
         yield Finding(subject, "failed", found, fix)
     elif speed < _SLOW_DISK:
-        yield Finding(subject, "warning", found, "saving will take long; a local or parallel file system is faster")
+        yield Finding(
+            subject,
+            "warning",
+            found,
+            "saving will take long; a local or parallel file system is faster",
+        )
     else:
         yield Finding(subject, "ok", found)
 
@@ -141,19 +162,27 @@ def _object_store(url: str) -> Iterator[Finding]:
     storage.remove(address)
     seconds = time.perf_counter() - started
     found = f"{storage.shown(url)}: wrote, read and removed an object in {seconds:.2f} s"
-    yield Finding("checkpoints", "ok" if right else "failed", found if right else f"{found}, and it had changed")
+    yield Finding(
+        "checkpoints",
+        "ok" if right else "failed",
+        found if right else f"{found}, and it had changed",
+    )
 
 
 def _wandb(experiment: Experiment | None) -> Iterator[Finding]:
     config = None if experiment is None else experiment.tracking.wandb
     if not version_of("wandb"):
         fix = "pip install 'samestep[wandb]', or tracking.wandb=null" if config else ""
-        yield Finding("W&B", "failed" if config else "ok", "the package wandb is not installed", fix)
+        yield Finding(
+            "W&B", "failed" if config else "ok", "the package wandb is not installed", fix
+        )
         return
     mode = wandb.resolve_mode((config or wandb.Config()).mode)
     key = "an API key was found" if wandb.has_key() else "no API key was found"
     if mode != "online":
-        fix = "wandb login, or set WANDB_API_KEY" if mode == "offline" and not wandb.has_key() else ""
+        fix = (
+            "wandb login, or set WANDB_API_KEY" if mode == "offline" and not wandb.has_key() else ""
+        )
         yield Finding("W&B", "ok", f"{mode}; {key}", fix)
         return
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
@@ -166,7 +195,9 @@ def _wandb(experiment: Experiment | None) -> Iterator[Finding]:
         yield Finding("W&B", "warning", f"{key}, and {host} does not answer ({error})", fix)
         return
     state: State = "ok" if wandb.has_key() else "failed" if config else "warning"
-    yield Finding("W&B", state, f"online; {key}, {host} answers", "" if state == "ok" else "wandb login")
+    yield Finding(
+        "W&B", state, f"online; {key}, {host} answers", "" if state == "ok" else "wandb login"
+    )
 
 
 def _hugging_face() -> Iterator[Finding]:

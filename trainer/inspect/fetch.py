@@ -55,13 +55,18 @@ def fetch(target: str, overrides: list[str], to: str | None) -> list[str]:
     else:
         settings = list(_experiment_inputs(decode(Experiment, tree), to))
     if not settings:
-        raise ConfigError(f"{target} names nothing that is not on this machine already; there is nothing to fetch")
+        raise ConfigError(
+            f"{target} names nothing that is not on this machine already; there is nothing to fetch"
+        )
     return settings
 
 
 def _experiment_inputs(experiment: Experiment, to: str | None) -> Iterator[str]:
     teacher = experiment.objective.teacher_path
-    models = {"init_from": (experiment.init_from, "model"), "objective.teacher": (teacher, "teacher")}
+    models = {
+        "init_from": (experiment.init_from, "model"),
+        "objective.teacher": (teacher, "teacher"),
+    }
     for setting, (start, place) in models.items():
         if start and is_hub_path(start):
             yield f"{setting}={model_folder(start, to and f'{to}/{place}')}"
@@ -78,7 +83,8 @@ def _experiment_inputs(experiment: Experiment, to: str | None) -> Iterator[str]:
         yield f"data.path={here[experiment.data.path]}"
     elif here:
         sources = [
-            {**to_tree(source), "path": here.get(source.path, source.path)} for source in experiment.data.sources
+            {**to_tree(source), "path": here.get(source.path, source.path)}
+            for source in experiment.data.sources
         ]
         yield f"data.sources={json.dumps(sources)}"
 
@@ -97,7 +103,11 @@ def _dataset_inputs(config: build.Config, to: str | None) -> Iterator[str]:
         return
     dataset = config.source.dataset if isinstance(config.source, TableConfig) else None
     if dataset is not None and not Path(dataset.path).exists():
-        saved = folder / dataset.path / "-".join(filter(None, (dataset.name, dataset.revision, "splits")))
+        saved = (
+            folder
+            / dataset.path
+            / "-".join(filter(None, (dataset.name, dataset.revision, "splits")))
+        )
         if not (saved / "dataset_dict.json").exists():
             dataset.save(saved)
         yield f"source.dataset.path={saved}"
@@ -125,7 +135,9 @@ def _source_files(source: Source, limit: int | None, folder: Path) -> None:
             logger.info("%d of %d: %s", number, len(source.files), storage.shown(file))
             _download(file, Path(path))
         if left is not None:
-            left -= sum(len(record.data) for record in dataclasses.replace(source, files=(path,)).records())
+            left -= sum(
+                len(record.data) for record in dataclasses.replace(source, files=(path,)).records()
+            )
             if left <= 0:
                 return
 

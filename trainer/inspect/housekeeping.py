@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 def register(commands: Commands) -> None:
     """Adds `checkpoint` and its sub-commands to the `samestep` command."""
-    subcommands = add_group(commands, "checkpoint", "list, verify, clean up and convert the checkpoints of a run")
+    subcommands = add_group(
+        commands, "checkpoint", "list, verify, clean up and convert the checkpoints of a run"
+    )
     _add(
         subcommands,
         "ls",
@@ -49,7 +51,12 @@ def register(commands: Commands) -> None:
         "example:\n  samestep checkpoint gc runs/bert_mini --keep-last 2 --dry-run",
     )
     gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    gc.add_argument("--keep-last", type=int, metavar="N", help="sound ones to keep, 2 or more (default: the run's own)")
+    gc.add_argument(
+        "--keep-last",
+        type=int,
+        metavar="N",
+        help="sound ones to keep, 2 or more (default: the run's own)",
+    )
     convert = _add(
         subcommands,
         "convert",
@@ -98,19 +105,32 @@ def _report(root: Location, check: Callable[[Location], None], sound: str) -> in
 
     table = Table("step", "age", "size", "ranks", "state")
     problems = []
-    found = [(step, *_look_at(integrity.step_folder(root, step), check)) for step in integrity.committed_steps(root)]
+    found = [
+        (step, *_look_at(integrity.step_folder(root, step), check))
+        for step in integrity.committed_steps(root)
+    ]
     best = next((meta.get("best", {}).get("step") for _, meta, _ in reversed(found) if meta), None)
     for step, meta, damage in found:
         folder = integrity.step_folder(root, step)
         if damage is not None:
-            if not integrity.is_committed(folder):  # the retention of a training that goes on has removed it
+            if not integrity.is_committed(
+                folder
+            ):  # the retention of a training that goes on has removed it
                 continue
             problems.append(f"step {step}: {damage}")
         age = _age(meta["saved"]) if "saved" in meta else "-"
         state = ("damaged" if damage else sound) + (", best" if step == best else "")
-        table.add_row(str(step), age, decimal(_size(folder)), str(meta.get("world_size", "-")), state)
+        table.add_row(
+            str(step), age, decimal(_size(folder)), str(meta.get("world_size", "-")), state
+        )
     for folder in integrity.uncommitted_folders(root):
-        table.add_row(str(int(folder.name.rpartition("-")[2])), "-", decimal(_size(folder)), "-", "not committed")
+        table.add_row(
+            str(int(folder.name.rpartition("-")[2])),
+            "-",
+            decimal(_size(folder)),
+            "-",
+            "not committed",
+        )
     if not table.row_count:
         raise CheckpointError(f"there is no checkpoint in {root}; check the folder")
     console = Console(soft_wrap=True, highlight=False, markup=False)
@@ -143,9 +163,16 @@ def _gc(args: argparse.Namespace) -> int:
     console = Console(soft_wrap=True, highlight=False, markup=False)
     with nullcontext() if args.dry_run else only_writer(root):
         outdated = retention.outdated_steps(
-            root, config.keep_last, config.keep_every, integrity.check_content, retention.best_step(root)
+            root,
+            config.keep_last,
+            config.keep_every,
+            integrity.check_content,
+            retention.best_step(root),
         )
-        going = [*integrity.uncommitted_folders(root), *(integrity.step_folder(root, step) for step in outdated)]
+        going = [
+            *integrity.uncommitted_folders(root),
+            *(integrity.step_folder(root, step) for step in outdated),
+        ]
         freed = 0
         for folder in going:
             size = _size(folder)
@@ -178,7 +205,9 @@ def _root(args: argparse.Namespace) -> Location:
 
     root = files.location(args.folder.rstrip("/"))
     if (root / integrity.META).exists():
-        raise CheckpointError(f"{root} is one checkpoint; name the run, or the folder of all: {root.parent}")
+        raise CheckpointError(
+            f"{root} is one checkpoint; name the run, or the folder of all: {root.parent}"
+        )
     return checkpoints_of(root)
 
 
@@ -206,4 +235,8 @@ def _size(folder: Location) -> int:
 
 
 def _age(saved: str) -> str:
-    return str(timedelta(seconds=round((datetime.now(UTC) - datetime.fromisoformat(saved)).total_seconds())))
+    return str(
+        timedelta(
+            seconds=round((datetime.now(UTC) - datetime.fromisoformat(saved)).total_seconds())
+        )
+    )

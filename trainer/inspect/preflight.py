@@ -47,10 +47,22 @@ def check(experiment: Experiment, devices: Sequence[int], elsewhere: bool = Fals
     start = experiment.init_from
     seen = start is not None and not is_hub_path(start) and (not elsewhere or is_url(start))
     # A run that has begun goes on from its own checkpoints, which leave out what is frozen.
-    if start and seen and (experiment.freezes or not integrity.committed_steps(checkpoint_folder(experiment))):
+    if (
+        start
+        and seen
+        and (experiment.freezes or not integrity.committed_steps(checkpoint_folder(experiment)))
+    ):
         check_weights(files.location(start))
-    told, teacher = not isinstance(experiment.model, starting.Config), experiment.objective.teacher_path
-    if told and teacher is not None and not is_hub_path(teacher) and (not elsewhere or is_url(teacher)):
+    told, teacher = (
+        not isinstance(experiment.model, starting.Config),
+        experiment.objective.teacher_path,
+    )
+    if (
+        told
+        and teacher is not None
+        and not is_hub_path(teacher)
+        and (not elsewhere or is_url(teacher))
+    ):
         build_teacher(experiment, load_config(teacher))
     if told and (not elsewhere or all(map(is_url, experiment.data.paths))):
         _check_data(experiment, experiment.data.open(), sorted({min(devices), max(devices)}))
@@ -58,14 +70,20 @@ def check(experiment: Experiment, devices: Sequence[int], elsewhere: bool = Fals
 
 def _check_data(experiment: Experiment, dataset: AnyDataset, devices: Sequence[int]) -> None:
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
-    build_model(replace(experiment, training=replace(experiment.training, compile=False)), dataset, objective)
+    build_model(
+        replace(experiment, training=replace(experiment.training, compile=False)),
+        dataset,
+        objective,
+    )
     splits = ["train"] + ["heldout"] * (experiment.training.evaluate_every is not None)
     for number, phase, split in itertools.product(devices, experiment.resolved_phases(), splits):
         open_loader(experiment, dataset, objective, Replica(0, number), phase, split).close()
 
 
 def _check_output(folder: Path, name: str) -> None:
-    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    existing = next(
+        place for place in (folder.absolute(), *folder.absolute().parents) if place.exists()
+    )
     try:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:

@@ -25,5 +25,7 @@ def check_installed(names: Sequence[str]) -> None:
     from trainer.metrics import entities, labels
 
     values, tags = np.array([0, 1]), [["B-X"], ["O"]]
-    labels.scores([name for name in names if name not in entities.METRICS], values, values, ("a", "b"))
+    labels.scores(
+        [name for name in names if name not in entities.METRICS], values, values, ("a", "b")
+    )
     entities.scores([name for name in names if name in entities.METRICS], tags, tags)

@@ -62,7 +62,9 @@ def group_first_right(certainty: Array, true: Array, groups: Sequence[str]) -> f
 def _groups(metric: str, groups: Sequence[str]) -> tuple[Array, Array]:
     """The names of the groups, and the number of each row's."""
     if not all(groups):
-        raise ConfigError(f"{metric} needs rows with a group; set source.group to the column, and build again")
+        raise ConfigError(
+            f"{metric} needs rows with a group; set source.group to the column, and build again"
+        )
     names, group = np.unique(np.array(groups), return_inverse=True)
     return names, group
 
@@ -78,7 +80,11 @@ _METRICS: Mapping[str, Metric] = {
 
 
 def scores(
-    names: Sequence[str], predicted: Array, true: Array, groups: Sequence[str] = (), certainty: Array | None = None
+    names: Sequence[str],
+    predicted: Array,
+    true: Array,
+    groups: Sequence[str] = (),
+    certainty: Array | None = None,
 ) -> dict[str, float]:
     """Metrics of N rows by name; none where there are no rows.
 
@@ -95,9 +101,14 @@ def scores(
         return {}
     of_groups = {
         "group_exact_match": lambda: group_exact_match(predicted, true, groups),
-        "group_first_right": lambda: group_first_right(predicted if certainty is None else certainty, true, groups),
+        "group_first_right": lambda: group_first_right(
+            predicted if certainty is None else certainty, true, groups
+        ),
     }
-    return {name: of_groups[name]() if name in of_groups else _METRICS[name](predicted, true) for name in names}
+    return {
+        name: of_groups[name]() if name in of_groups else _METRICS[name](predicted, true)
+        for name in names
+    }
 
 
 def _correlation(name: str, x: Array, y: Array) -> float:

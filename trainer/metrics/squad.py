@@ -67,7 +67,11 @@ class Scores:
 
     def means(self) -> dict[str, float]:
         """exact_match and f1; nothing where there are no predictions."""
-        return {"exact_match": float(self.exact.mean()), "f1": float(self.f1.mean())} if self.exact.size else {}
+        return (
+            {"exact_match": float(self.exact.mean()), "f1": float(self.f1.mean())}
+            if self.exact.size
+            else {}
+        )
 
     def means_by_kind(self) -> dict[str, float]:
         """The same, and those of questions with an answer and without, as far as there are such.
@@ -93,7 +97,12 @@ def raw_scores(predictions: Sequence[str], answers: Sequence[Sequence[str]]) -> 
         right = [answer for answer in right if normalize_answer(answer)] or [""]
         exact[i] = max(exact_match(prediction, answer) for answer in right)
         overlap[i] = max(f1(prediction, answer) for answer in right)
-    return Scores(exact, overlap, np.array([*map(bool, answers)], bool), np.array([*map(bool, predictions)], bool))
+    return Scores(
+        exact,
+        overlap,
+        np.array([*map(bool, answers)], bool),
+        np.array([*map(bool, predictions)], bool),
+    )
 
 
 def best_threshold(raw: Float64, scores: Scores, doubt: Float64) -> tuple[float, float]:
@@ -115,5 +124,9 @@ def best_threshold(raw: Float64, scores: Scores, doubt: Float64) -> tuple[float,
     # What the first 0, 1, ... predictions give, and no answer for all others.
     sums = np.cumsum(np.concatenate(([np.count_nonzero(~scores.has_answer)], gain)))
     best = int(sums.argmax())
-    threshold = doubt[order[best - 1]] if best else min(0.0, np.nextafter(doubt.min(initial=np.inf), -np.inf))
+    threshold = (
+        doubt[order[best - 1]]
+        if best
+        else min(0.0, np.nextafter(doubt.min(initial=np.inf), -np.inf))
+    )
     return float(sums[best] / max(1, len(raw))), float(threshold)

@@ -58,7 +58,9 @@ def build(name: str, labels: Sequence[str] = ()) -> Metric:
         raise ConfigError(
             f"{name} is of classes, and source.labels of the dataset names none; name them, and build again"
         )
-    return lambda texts, references: of_labels.scores((name,), *_classes(texts, references, labels))[name]
+    return lambda texts, references: of_labels.scores(
+        (name,), *_classes(texts, references, labels)
+    )[name]
 
 
 def strangers(texts: Sequence[str], labels: Sequence[str]) -> list[str]:
@@ -66,10 +68,14 @@ def strangers(texts: Sequence[str], labels: Sequence[str]) -> list[str]:
     return [text for text in texts if text.strip() not in labels]
 
 
-def _classes(texts: Sequence[str], references: Sequence[str], labels: Sequence[str]) -> tuple[Array, Array]:
+def _classes(
+    texts: Sequence[str], references: Sequence[str], labels: Sequence[str]
+) -> tuple[Array, Array]:
     """The classes of texts and of what they should be; a text that is no label is of a wrong class, the next."""
     known = {label: number for number, label in enumerate(labels)}
-    predicted, true = (np.array([known.get(text.strip(), -1) for text in each]) for each in (texts, references))
+    predicted, true = (
+        np.array([known.get(text.strip(), -1) for text in each]) for each in (texts, references)
+    )
     return np.where(predicted < 0, (true + 1) % len(labels), predicted), true
 
 

@@ -218,7 +218,9 @@ class Model(nn.Module, ABC):
     @property
     def activation_checkpointing(self) -> bool:
         """Whether layers recompute their activations in the backward pass."""
-        return any(module.checkpointing for module in self.modules() if isinstance(module, Recomputes))
+        return any(
+            module.checkpointing for module in self.modules() if isinstance(module, Recomputes)
+        )
 
     @activation_checkpointing.setter
     def activation_checkpointing(self, enabled: bool) -> None:
@@ -239,15 +241,22 @@ class Model(nn.Module, ABC):
         0 for heads and what follows the last layer; one more than the first layer's for
         embeddings.
         """
-        found = {name: (self.layer_of(name), self.role(name)) for name, _ in self.named_parameters()}
+        found = {
+            name: (self.layer_of(name), self.role(name)) for name, _ in self.named_parameters()
+        }
         above = {name: place.depth - place.number for name, (place, _) in found.items() if place}
         below = max(above.values(), default=0) + 1
-        return {name: above.get(name, below if role.part == "embedding" else 0) for name, (_, role) in found.items()}
+        return {
+            name: above.get(name, below if role.part == "embedding" else 0)
+            for name, (_, role) in found.items()
+        }
 
     def last_layers(self, count: int) -> frozenset[str]:
         """The parameters of the last `count` layers of each stack."""
         places = {name: self.layer_of(name) for name, _ in self.named_parameters()}
-        return frozenset(name for name, place in places.items() if place and place.depth - place.number <= count)
+        return frozenset(
+            name for name, place in places.items() if place and place.depth - place.number <= count
+        )
 
     def start_from(self, stored: Stored) -> Start:
         """Chooses the tensor that each parameter starts from: by default the one of its name."""
@@ -452,7 +461,9 @@ class ModelConfig(ABC):
         """The model that `peft` was added to."""
         return self
 
-    def pad_vocabulary(self, parameters: Mapping[str, Tensor], size: int) -> tuple[Self, dict[str, Tensor]]:
+    def pad_vocabulary(
+        self, parameters: Mapping[str, Tensor], size: int
+    ) -> tuple[Self, dict[str, Tensor]]:
         """Grows the token table to `size` rows, filled with zeros.
 
         Returns:
@@ -485,4 +496,6 @@ class ModelConfig(ABC):
         raise self._unpublished()
 
     def _unpublished(self) -> ConfigError:
-        return ConfigError(f"{type(self).__module__} has no Hugging Face format; use the checkpoint with samestep")
+        return ConfigError(
+            f"{type(self).__module__} has no Hugging Face format; use the checkpoint with samestep"
+        )

@@ -24,7 +24,9 @@ def segment_mask(segments: Tensor, causal: bool = False, prefix: Tensor | None =
     same = segments[:, None, :, None] == segments[:, None, None, :]
     if not causal:
         return same
-    return same.tril() if prefix is None else same & (prefix[:, None, None, :] | causal_mask(segments))
+    return (
+        same.tril() if prefix is None else same & (prefix[:, None, None, :] | causal_mask(segments))
+    )
 
 
 def causal_mask(cells: Tensor) -> Tensor:
@@ -56,7 +58,8 @@ class Attention(nn.Module):
     def split(self, projected: Tensor, parts: int) -> tuple[Tensor, ...]:
         """[B, S, parts * H * K] -> `parts` times [B, H, S, K]."""
         return tuple(
-            part.view(*part.shape[:2], self.heads, -1).transpose(1, 2) for part in projected.chunk(parts, dim=-1)
+            part.view(*part.shape[:2], self.heads, -1).transpose(1, 2)
+            for part in projected.chunk(parts, dim=-1)
         )
 
     def attend(
@@ -81,7 +84,9 @@ class Attention(nn.Module):
             mask = causal_mask(query[:, 0, :, 0]) if causal else mask
             mixed = self._eager(query, key, value, mask, dropout_key)
         else:
-            mixed = self.kernel(query, key, value, attn_mask=mask, is_causal=causal, scale=self.scale)
+            mixed = self.kernel(
+                query, key, value, attn_mask=mask, is_causal=causal, scale=self.scale
+            )
         return mixed.transpose(1, 2).flatten(2)
 
     def _eager(
@@ -154,7 +159,9 @@ class CrossAttention(Attention):
         bias, parts = config.projection_bias, ("cross_key", "cross_value")
         self.query = Projection(config.width, self.inner, ("cross_query",), bias=bias)
         self.kv = Projection(config.width, 2 * self.inner, parts, bias=bias)
-        self.out = Projection(self.inner, config.width, ("cross_out",), bias=bias, into_residual=True)
+        self.out = Projection(
+            self.inner, config.width, ("cross_out",), bias=bias, into_residual=True
+        )
 
     def forward(self, hidden: Tensor, memory: Tensor, context: Context) -> Tensor:
         """[B, T, D], memory [B, M, D] -> [B, T, D]; with a cache, keys and values are computed in

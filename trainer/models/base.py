@@ -132,7 +132,9 @@ class TransformerModel(Model):
         sources: dict[str, str | None] = {name: name for name in shapes}
         sources |= self._new_head(stored, shapes)
         if (peft := self.config.peft) is not None:
-            sources |= {name: None for name in shapes if name not in stored.shapes and peft.owns(name)}
+            sources |= {
+                name: None for name in shapes if name not in stored.shapes and peft.owns(name)
+            }
         parts: tuple[str, ...] = ("nsp_head",)
         reason = "model.nsp is false"
         if self.config.head != "language_model":
@@ -142,7 +144,9 @@ class TransformerModel(Model):
         unused = {name for name in stored.shapes if name.partition(".")[0] in parts}
         return Start(sources, frozenset(unused), reason)
 
-    def _new_head(self, stored: Stored, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str | None]:
+    def _new_head(
+        self, stored: Stored, shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, str | None]:
         """The sources of head parameters that are not the stored ones of the same name."""
         config, before = self.config, stored.config
         if config.head == "language_model":
@@ -188,7 +192,10 @@ def matrix_flops(module: nn.Module, only: str = "", without: str | None = None) 
     return sum(
         _flops(weight)
         for name, weight in module.named_parameters()
-        if weight.ndim == 2 and ".prefix." not in name and only in name and (without is None or without not in name)
+        if weight.ndim == 2
+        and ".prefix." not in name
+        and only in name
+        and (without is None or without not in name)
     )
 
 

@@ -37,7 +37,12 @@ _FIELDS = {
     "tied": "tie_word_embeddings",
     "initializer_range": "initializer_range",
 }
-_OFTEN_ABSENT = {"is_decoder": False, "layer_norm_eps": 1e-12, "tie_word_embeddings": True, "initializer_range": 0.02}
+_OFTEN_ABSENT = {
+    "is_decoder": False,
+    "layer_norm_eps": 1e-12,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+}
 
 _EMBEDDINGS = {
     "tokens.weight": "word_embeddings.weight",
@@ -54,9 +59,16 @@ _LAYER = {
     "ffn.down": ("output.dense",),
     "ffn_norm": ("output.LayerNorm",),
 }
-_TASKS: tuple[TaskHead, ...] = ("classification", "multiple_choice", "tagging", "question_answering")
+_TASKS: tuple[TaskHead, ...] = (
+    "classification",
+    "multiple_choice",
+    "tagging",
+    "question_answering",
+)
 _NSP_HEAD = re.compile(r"(\w+\.)?(pooler\.dense|seq_relationship)\.\w+")
-_BUFFERS = re.compile(r"(\w+\.)?embeddings\.(position|token_type)_ids")  # older versions stored them
+_BUFFERS = re.compile(
+    r"(\w+\.)?embeddings\.(position|token_type)_ids"
+)  # older versions stored them
 
 
 @dataclass(frozen=True)
@@ -87,7 +99,10 @@ class Config(Family):
         "bias": "cls.predictions.bias",
         "decoder": "cls.predictions.decoder",
     }
-    nsp_names: ClassVar[Mapping[str, str]] = {"pooler": "bert.pooler.dense", "classifier": "cls.seq_relationship"}
+    nsp_names: ClassVar[Mapping[str, str]] = {
+        "pooler": "bert.pooler.dense",
+        "classifier": "cls.seq_relationship",
+    }
     task_names: ClassVar[Mapping[str, Mapping[str, str]]] = {
         "classification": {"pooler": "bert.pooler.dense", "classifier": "classifier"},
         "multiple_choice": {"pooler": "bert.pooler.dense", "classifier": "classifier"},
@@ -115,9 +130,14 @@ class Config(Family):
         if not self.initializer_range > 0:
             raise ConfigError(f"initializer_range must be above 0, not {self.initializer_range}")
         self.check_heads()
-        for name, why in (("nsp", "goes with a language-model head"), ("causal", "is for language models")):
+        for name, why in (
+            ("nsp", "goes with a language-model head"),
+            ("causal", "is for language models"),
+        ):
             if self.head != "language_model" and getattr(self, name):
-                raise ConfigError(f"{name} {why}, and head is {self.head}; set {name} to false, or leave head out")
+                raise ConfigError(
+                    f"{name} {why}, and head is {self.head}; set {name} to false, or leave head out"
+                )
         self.check_task(*_TASKS)
 
     @property
@@ -151,7 +171,11 @@ class Config(Family):
         if self.head == "language_model":
             return MaskedLMHead(self, self.head_activation)
         if "pooler" in self.task_names[self.head]:
-            return PooledHead(self, self.classes, self.head == "classification" and self.classification_drops_first)
+            return PooledHead(
+                self,
+                self.classes,
+                self.head == "classification" and self.classification_drops_first,
+            )
         return CellHead(self, self.classes, drops=self.head == "tagging")
 
     @classmethod
@@ -168,14 +192,19 @@ class Config(Family):
             ConfigError: it describes another kind of model, or lacks a key.
         """
         config = {**_OFTEN_ABSENT, **config}
-        fixed = {"model_type": cls.model_type, "position_embedding_type": "absolute", "add_cross_attention": False}
+        fixed = {
+            "model_type": cls.model_type,
+            "position_embedding_type": "absolute",
+            "add_cross_attention": False,
+        }
         if cls.position_offset:  # transformers numbers positions from the id of the padding token
             fixed["pad_token_id"] = cls.position_offset - 1
         fields = huggingface.read_settings(config, _FIELDS, fixed, huggingface.ACTIVATIONS)
         decoded: Self = decode(cls, fields, "config.json")
         names = {cls._canonical(name) for name in tensors}
         heads: dict[Head, tuple[str, str]] = {
-            head: (cls._task_architecture(head), f"{cls.task_names[head]['classifier']}.weight") for head in _TASKS
+            head: (cls._task_architecture(head), f"{cls.task_names[head]['classifier']}.weight")
+            for head in _TASKS
         }
         head, labels = huggingface.read_task(config, names, heads)
         nsp = {f"{name}.weight" for name in cls.nsp_names.values()}
@@ -203,13 +232,20 @@ class Config(Family):
                 f"{self.model_type} has norm post and no gated activation; train with such a model"
             )
         fields = {theirs: getattr(self, ours) for ours, theirs in _FIELDS.items()}
-        fields["hidden_act"] = "gelu_pytorch_tanh" if self.activation == "gelu_tanh" else self.activation
+        fields["hidden_act"] = (
+            "gelu_pytorch_tanh" if self.activation == "gelu_tanh" else self.activation
+        )
         fields["max_position_embeddings"] += self.position_offset
         architecture = self.causal_architecture if self.causal else self.architecture
         architecture = "BertForPreTraining" if self.nsp else architecture
         if self.head != "language_model":
             architecture = self._task_architecture(self.head)
-        tree = {"architectures": [architecture], "model_type": self.model_type, **fields, **self.special_ids}
+        tree = {
+            "architectures": [architecture],
+            "model_type": self.model_type,
+            **fields,
+            **self.special_ids,
+        }
         return tree | huggingface.name_labels(self.labels)
 
     def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -246,13 +282,20 @@ class Config(Family):
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
         """Of each parameter the tensors in transformers that it consists of, end to end."""
         table: dict[str, tuple[str, ...]]
-        table = {f"embeddings.{o}": (f"{self.model_type}.embeddings.{t}",) for o, t in _EMBEDDINGS.items()}
+        table = {
+            f"embeddings.{o}": (f"{self.model_type}.embeddings.{t}",)
+            for o, t in _EMBEDDINGS.items()
+        }
         for layer in range(self.layers):
             for ours, theirs in _LAYER.items():
                 for kind in ("weight", "bias"):
-                    names = tuple(f"{self.model_type}.encoder.layer.{layer}.{name}.{kind}" for name in theirs)
+                    names = tuple(
+                        f"{self.model_type}.encoder.layer.{layer}.{name}.{kind}" for name in theirs
+                    )
                     table[f"layers.{layer}.{ours}.{kind}"] = names
-        modules = {f"nsp_head.{part}": name for part, name in self.nsp_names.items()} if self.nsp else {}
+        modules = (
+            {f"nsp_head.{part}": name for part, name in self.nsp_names.items()} if self.nsp else {}
+        )
         if self.head == "language_model":
             modules |= {f"head.{part}": self.head_names[part] for part in ("dense", "norm")}
             table["head.bias"] = (self.head_names["bias"],)
@@ -267,8 +310,16 @@ class Config(Family):
 
     @classmethod
     def _canonical(cls, name: str) -> str:
-        name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
-        return f"{cls.model_type}.{name}" if name.startswith(("embeddings.", "encoder.", "pooler.")) else name
+        name = re.sub(
+            r"LayerNorm\.gamma$",
+            "LayerNorm.weight",
+            re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name),
+        )
+        return (
+            f"{cls.model_type}.{name}"
+            if name.startswith(("embeddings.", "encoder.", "pooler."))
+            else name
+        )
 
     def _drop_copies(self, found: dict[str, Tensor]) -> None:
         """Drops what checkpoints hold twice: the matrix of a tied head, and the head's bias.
@@ -280,4 +331,6 @@ class Config(Family):
         if copy is not None and not (self.tied and bias in found):
             found[bias] = copy
         if self.tied:
-            huggingface.drop_copy(found, f"{decoder}.weight", f"{self.model_type}.embeddings.word_embeddings.weight")
+            huggingface.drop_copy(
+                found, f"{decoder}.weight", f"{self.model_type}.embeddings.word_embeddings.weight"
+            )

@@ -72,7 +72,9 @@ class Cache:
         memory: the encoder's output, if there is one.
     """
 
-    def __init__(self, layers: int, capacity: int, is_text: Tensor, memory: Memory | None = None) -> None:
+    def __init__(
+        self, layers: int, capacity: int, is_text: Tensor, memory: Memory | None = None
+    ) -> None:
         """Makes an empty cache for `capacity` cells; is_text: bool [B, S], of those that come first."""
         self.layers = [LayerCache(capacity) for _ in range(layers)]
         self.is_text = F.pad(is_text, (0, capacity - is_text.shape[1]), value=True)

@@ -71,7 +71,9 @@ class TransformerConfig(ModelConfig):
         if self.width % self.heads:
             divisors = [heads for heads in range(1, self.width + 1) if self.width % heads == 0]
             nearest = min(divisors, key=lambda heads: abs(heads - self.heads))
-            raise ConfigError(f"width {self.width} is not a multiple of heads {self.heads}; use heads={nearest}")
+            raise ConfigError(
+                f"width {self.width} is not a multiple of heads {self.heads}; use heads={nearest}"
+            )
 
     def check_task(self, *heads: Head) -> None:
         """Refuses a task's head that is none of these, which the family has, and labels that do not go with it."""
@@ -93,7 +95,9 @@ class TransformerConfig(ModelConfig):
             )
         twice = [label for label in self.labels if self.labels.count(label) > 1]
         if twice:
-            raise ConfigError(f"labels must differ, and {twice[0]!r} is among them {twice.count(twice[0])} times")
+            raise ConfigError(
+                f"labels must differ, and {twice[0]!r} is among them {twice.count(twice[0])} times"
+            )
 
     def check_positive(self, name: str) -> None:
         """Refuses a setting below 1."""
@@ -255,6 +259,8 @@ class TransformerConfig(ModelConfig):
     def without_peft(self) -> Self:
         return replace(self, peft=None)
 
-    def pad_vocabulary(self, parameters: Mapping[str, Tensor], size: int) -> tuple[Self, dict[str, Tensor]]:
+    def pad_vocabulary(
+        self, parameters: Mapping[str, Tensor], size: int
+    ) -> tuple[Self, dict[str, Tensor]]:
         name, more = "embeddings.tokens.weight", (0, 0, 0, size - self.vocab_size)
         return replace(self, vocab_size=size), {**parameters, name: F.pad(parameters[name], more)}

@@ -68,7 +68,9 @@ class EncoderDecoder(TransformerModel):
             self.encoder = Stack(config.build_layer(index) for index in range(config.layers))
         self.encoder_bias = encoder_bias
         self.encoder_norm = None if shared else config.build_norm()
-        self.decoder = Stack(config.build_layer(index, cross_attention=True) for index in range(decoder_layers))
+        self.decoder = Stack(
+            config.build_layer(index, cross_attention=True) for index in range(decoder_layers)
+        )
         self.decoder_bias = decoder_bias if decoder_layers else None
         self.decoder_norm = config.build_norm() if decoder_layers else nn.Identity()
         self.head = head
@@ -100,7 +102,9 @@ class EncoderDecoder(TransformerModel):
         both_or_neither = (segments is None) == (target_segments is None)
         assert both_or_neither, "either both sides have segments, or neither"
         # One look-up for both sides: its backward pass fills a table of gradients once.
-        both, matrix = self.embeddings(torch.cat([tokens, targets], 1), None, dropout_key=keys.embeddings)
+        both, matrix = self.embeddings(
+            torch.cat([tokens, targets], 1), None, dropout_key=keys.embeddings
+        )
         source, hidden = both.split([tokens.shape[1], targets.shape[1]], 1)
         source = self._prompted(source)
         memory = self._encode(inputs, source, keys)
@@ -150,7 +154,9 @@ class EncoderDecoder(TransformerModel):
             found[self.config.predicts] = self.head(hidden, matrix, key)
         return found
 
-    def _embed_source(self, inputs: Inputs, dropout_key: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _embed_source(
+        self, inputs: Inputs, dropout_key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """What the encoder reads, with a prompt: embeddings [B, n + S, D], and the token table [V, D]."""
         hidden, matrix = self.embeddings(inputs.tokens, None, dropout_key=dropout_key)
         return self._prompted(hidden), matrix
@@ -167,7 +173,9 @@ class EncoderDecoder(TransformerModel):
     def _encoder_norm(self) -> nn.Module:
         return self.decoder_norm if self.encoder_norm is None else self.encoder_norm
 
-    def _encoder_context(self, inputs: Inputs, hidden: Tensor, keys: _Keys) -> tuple[Tensor, Context]:
+    def _encoder_context(
+        self, inputs: Inputs, hidden: Tensor, keys: _Keys
+    ) -> tuple[Tensor, Context]:
         """The bias, which contains the mask, and the rest of what the encoder's layers need."""
         length, segments = hidden.shape[1], self.with_prompt(inputs.segments)
         mask = None if segments is None else segment_mask(segments)

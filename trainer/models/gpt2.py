@@ -90,7 +90,11 @@ class Config(Family):
 
     def initial_std(self, name: str) -> tuple[float, ...]:
         into_residual = name.endswith((".attention.out.weight", ".ffn.down.weight"))
-        return (self.initializer_range / (2 * self.layers) ** 0.5 if into_residual else self.initializer_range,)
+        return (
+            self.initializer_range / (2 * self.layers) ** 0.5
+            if into_residual
+            else self.initializer_range,
+        )
 
     def build_base(self) -> Transformer:
         lm_head = LanguageModelHead(self)
@@ -151,7 +155,9 @@ class Config(Family):
             )
         fields = {theirs: getattr(self, ours) for ours, theirs in _FIELDS.items()}
         return {
-            "architectures": [self.architecture if self.head == "language_model" else self._task_architecture()],
+            "architectures": [
+                self.architecture if self.head == "language_model" else self._task_architecture()
+            ],
             "model_type": self.model_type,
             **fields,
             "embd_pdrop": self.dropout,
@@ -169,8 +175,14 @@ class Config(Family):
         found = {}
         for name in tensors:
             if not _BUFFERS.fullmatch(name):
-                full = name if name.startswith(("transformer.", "lm_head.", "score.")) else f"transformer.{name}"
-                found[full] = tensors[name].T.contiguous() if _TRANSPOSED.fullmatch(name) else tensors[name]
+                full = (
+                    name
+                    if name.startswith(("transformer.", "lm_head.", "score."))
+                    else f"transformer.{name}"
+                )
+                found[full] = (
+                    tensors[name].T.contiguous() if _TRANSPOSED.fullmatch(name) else tensors[name]
+                )
         huggingface.drop_copy(found, "lm_head.weight", self.table_names["embeddings.tokens.weight"])
         return huggingface.join_tensors(found, self.tensor_names(), self)
 
@@ -181,15 +193,22 @@ class Config(Family):
             CheckpointError: naming the parameters that are missing, unexpected or of another shape.
         """
         exported = huggingface.split_tensors(parameters, self.tensor_names(), self)
-        return {name: t.T.contiguous() if _TRANSPOSED.fullmatch(name) else t for name, t in exported.items()}
+        return {
+            name: t.T.contiguous() if _TRANSPOSED.fullmatch(name) else t
+            for name, t in exported.items()
+        }
 
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
         """Of each parameter the tensors in transformers that it consists of, end to end."""
-        table: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in self.table_names.items()}
+        table: dict[str, tuple[str, ...]] = {
+            ours: (theirs,) for ours, theirs in self.table_names.items()
+        }
         for layer in range(self.layers):
             for ours, theirs in _LAYER.items():
                 for kind in ("weight", "bias"):
-                    table[f"layers.{layer}.{ours}.{kind}"] = (f"transformer.h.{layer}.{theirs}.{kind}",)
+                    table[f"layers.{layer}.{ours}.{kind}"] = (
+                        f"transformer.h.{layer}.{theirs}.{kind}",
+                    )
         if self.head != "language_model":
             table["head.classifier.weight"] = ("score.weight",)
         return table

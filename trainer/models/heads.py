@@ -19,13 +19,19 @@ class MaskedLMHead(nn.Module):
         self.activation = activation
         self.dense = nn.Linear(config.width, config.width)
         self.norm = LayerNorm(config.width, eps=config.norm_eps)
-        self.decoder = None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
+        self.decoder = (
+            None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
+        )
         self.bias = nn.Parameter(self.dense.bias.new_zeros(config.vocab_size))
 
-    def forward(self, hidden: Tensor, embedding: Tensor, _dropout_key: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, embedding: Tensor, _dropout_key: Tensor | None = None
+    ) -> Tensor:
         """[B, P, D] -> logits [B, P, V]; embedding: [V, D], the token embeddings, used when the head is tied."""
         hidden = self.norm(activate(self.dense(hidden), self.activation))
-        return F.linear(hidden, embedding if self.decoder is None else self.decoder.weight, self.bias)
+        return F.linear(
+            hidden, embedding if self.decoder is None else self.decoder.weight, self.bias
+        )
 
 
 class LanguageModelHead(nn.Module):
@@ -34,9 +40,13 @@ class LanguageModelHead(nn.Module):
     def __init__(self, config: TransformerConfig, scale: float = 1.0) -> None:
         super().__init__()
         self.scale = scale
-        self.decoder = None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
+        self.decoder = (
+            None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
+        )
 
-    def forward(self, hidden: Tensor, embedding: Tensor, _dropout_key: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, embedding: Tensor, _dropout_key: Tensor | None = None
+    ) -> Tensor:
         """[B, P, D] -> logits [B, P, V]; embedding: [V, D], the token embeddings, used when the head is tied."""
         if self.decoder is not None:
             logits: Tensor = self.decoder(hidden)
@@ -53,14 +63,18 @@ class PooledHead(nn.Module):
         dropout_first: whether there is dropout before the pooler, too (RoBERTa, T5).
     """
 
-    def __init__(self, config: TransformerConfig, classes: int, dropout_first: bool = False) -> None:
+    def __init__(
+        self, config: TransformerConfig, classes: int, dropout_first: bool = False
+    ) -> None:
         super().__init__()
         self.dropout = config.dropout
         self.dropout_first = dropout_first
         self.pooler = nn.Linear(config.width, config.width)
         self.classifier = nn.Linear(config.width, classes)
 
-    def forward(self, hidden: Tensor, _embedding: Tensor, dropout_key: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, _embedding: Tensor, dropout_key: Tensor | None = None
+    ) -> Tensor:
         """[B, P, D] -> logits [B, P, C]; dropout_key: int32 [B], None means no dropout."""
         before, after = (None, None) if dropout_key is None else split_key(dropout_key, 2)
         if self.dropout_first:
@@ -72,12 +86,16 @@ class PooledHead(nn.Module):
 class CellHead(nn.Module):
     """Scores each cell by itself: a classifier, after dropout if `drops`."""
 
-    def __init__(self, config: TransformerConfig, classes: int, drops: bool = False, bias: bool = True) -> None:
+    def __init__(
+        self, config: TransformerConfig, classes: int, drops: bool = False, bias: bool = True
+    ) -> None:
         super().__init__()
         self.dropout = config.dropout if drops else 0.0
         self.classifier = nn.Linear(config.width, classes, bias=bias)
 
-    def forward(self, hidden: Tensor, _embedding: Tensor, dropout_key: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, _embedding: Tensor, dropout_key: Tensor | None = None
+    ) -> Tensor:
         """[B, S, D] -> logits [B, S, C]; dropout_key: int32 [B], None means no dropout."""
         logits: Tensor = self.classifier(dropout(hidden, self.dropout, dropout_key))
         return logits

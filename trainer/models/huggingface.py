@@ -14,11 +14,19 @@ from trainer.models.config import FEWEST_LABELS, Head
 Names: TypeAlias = Mapping[str, tuple[str, ...]]
 """Parameter name -> the tensors of a checkpoint that it consists of, end to end."""
 
-ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
 
 
 def read_settings(
-    config: Mapping[str, Any], fields: Mapping[str, str], fixed: Mapping[str, Any], activation: Mapping[str, str]
+    config: Mapping[str, Any],
+    fields: Mapping[str, str],
+    fixed: Mapping[str, Any],
+    activation: Mapping[str, str],
 ) -> dict[str, Any]:
     """The settings in a `config.json`, under our names.
 
@@ -39,13 +47,17 @@ def read_settings(
             )
     missing = [theirs for theirs in fields.values() if theirs not in config]
     if missing:
-        raise ConfigError(f"config.json lacks {', '.join(missing)}; use the config.json of a transformers model")
+        raise ConfigError(
+            f"config.json lacks {', '.join(missing)}; use the config.json of a transformers model"
+        )
     key = fields["activation"]
     if str(config[key]) not in activation:
         raise ConfigError(
             f"config.json has {key} {config[key]!r}, which is not supported; known: {', '.join(activation)}"
         )
-    return {ours: config[theirs] for ours, theirs in fields.items()} | {"activation": activation[str(config[key])]}
+    return {ours: config[theirs] for ours, theirs in fields.items()} | {
+        "activation": activation[str(config[key])]
+    }
 
 
 def read_task(
@@ -124,7 +136,9 @@ def join_tensors(found: Mapping[str, Tensor], names: Names, config: Family) -> d
     return {ours: torch.cat(found) if len(found) > 1 else found[0] for ours, found in parts.items()}
 
 
-def split_tensors(parameters: Mapping[str, Tensor], names: Names, config: Family) -> dict[str, Tensor]:
+def split_tensors(
+    parameters: Mapping[str, Tensor], names: Names, config: Family
+) -> dict[str, Tensor]:
     """The inverse of `join_tensors`.
 
     Raises:
@@ -153,10 +167,15 @@ def drop_copy(found: dict[str, Tensor], copy: str, original: str) -> None:
 
 def _shapes(config: Family) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in config.build_base().named_parameters()}
+        return {
+            name: tuple(parameter.shape)
+            for name, parameter in config.build_base().named_parameters()
+        }
 
 
-def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], config: Family) -> None:
+def _check(
+    tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], config: Family
+) -> None:
     problems = [f"{name} is missing" for name in expected if name not in tensors]
     problems += [f"{name} is unexpected" for name in tensors if name not in expected]
     problems += [

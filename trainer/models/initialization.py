@@ -10,10 +10,14 @@ from torch import Tensor
 
 from trainer.hashing import combine, name_key, uniform
 
-_BLOCK = 2**18  # elements at a time: bounds the memory of the 64-bit intermediates, and keeps them in cache
+_BLOCK = (
+    2**18
+)  # elements at a time: bounds the memory of the 64-bit intermediates, and keeps them in cache
 
 
-def initial_values(name: str, start: int, stop: int, *, seed: int, std: float, bound: float = 2.0) -> Tensor:
+def initial_values(
+    name: str, start: int, stop: int, *, seed: int, std: float, bound: float = 2.0
+) -> Tensor:
     """Elements [start, stop) of a flattened parameter: fp32 [stop - start].
 
     Biases are 0 and the weights of norms 1. All else is drawn from a normal distribution of standard deviation `std`
@@ -30,5 +34,7 @@ def initial_values(name: str, start: int, stop: int, *, seed: int, std: float, b
         last = min(first + _BLOCK, stop)
         u = torch.from_numpy(uniform(combine(seed, name_key(name), np.arange(first, last))))
         # The inverse of the truncated distribution; in fp64, so that rounding to fp32 hides libraries' last bits.
-        values[first - start : last - start] = torch.erfinv((2 * u - 1) * inside) * (math.sqrt(2) * std)
+        values[first - start : last - start] = torch.erfinv((2 * u - 1) * inside) * (
+            math.sqrt(2) * std
+        )
     return values

@@ -33,7 +33,9 @@ class FeedForward(nn.Module):
         parts = ("up", "gate") if config.gated else ("up",)
         bias = config.projection_bias
         self.up = Projection(config.width, len(parts) * config.ffn_width, parts, bias=bias)
-        self.down = Projection(config.ffn_width, config.width, ("down",), bias=bias, into_residual=True)
+        self.down = Projection(
+            config.ffn_width, config.width, ("down",), bias=bias, into_residual=True
+        )
 
     def forward(self, hidden: Tensor, context: Context) -> Tensor:
         """[B, S, D] -> [B, S, D]; with `context.positions`, S is P and these are the positions."""
@@ -53,7 +55,9 @@ class Layer(nn.Module):
         static: what distinguishes it from layers that compute something else.
     """
 
-    def __init__(self, config: TransformerConfig, index: int, cross_attention: bool = False) -> None:
+    def __init__(
+        self, config: TransformerConfig, index: int, cross_attention: bool = False
+    ) -> None:
         super().__init__()
         self.static = (cross_attention, config.static(index))
         self.norm = config.norm
@@ -66,7 +70,9 @@ class Layer(nn.Module):
         self.ffn = config.build_feed_forward(index)
         self.ffn_norm = config.build_norm()
 
-    def forward(self, hidden: Tensor, memory: Tensor | None, bias: Tensor | None, context: Context) -> Tensor:
+    def forward(
+        self, hidden: Tensor, memory: Tensor | None, bias: Tensor | None, context: Context
+    ) -> Tensor:
         """[B, S, D] -> [B, S, D], or [B, P, D] for `context.positions` [B, P] alone.
 
         Args:

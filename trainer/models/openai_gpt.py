@@ -26,7 +26,10 @@ class Config(gpt2.Config):
         "embeddings.positions.weight": "transformer.positions_embed.weight",
     }
     activation_key: ClassVar[str] = "afn"
-    activations: ClassVar[Mapping[str, str]] = {"gelu": "gelu_tanh", "relu": "relu"}  # its "gelu" is the approximation
+    activations: ClassVar[Mapping[str, str]] = {
+        "gelu": "gelu_tanh",
+        "relu": "relu",
+    }  # its "gelu" is the approximation
 
     vocab_size: int = 40478
     max_positions: int = 512

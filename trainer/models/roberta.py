@@ -19,7 +19,11 @@ class Config(bert.Config):
     model_type: ClassVar[str] = "roberta"
     architecture: ClassVar[str] = "RobertaForMaskedLM"
     causal_architecture: ClassVar[str] = "RobertaForCausalLM"
-    special_ids: ClassVar[Mapping[str, int]] = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
+    special_ids: ClassVar[Mapping[str, int]] = {
+        "bos_token_id": 0,
+        "pad_token_id": 1,
+        "eos_token_id": 2,
+    }
     head_names: ClassVar[Mapping[str, str]] = {
         "dense": "lm_head.dense",
         "norm": "lm_head.layer_norm",
@@ -41,11 +45,17 @@ class Config(bert.Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nsp:
-            raise ConfigError("nsp is true, and RoBERTa has no next-sentence head; set nsp to false, or use kind: bert")
+            raise ConfigError(
+                "nsp is true, and RoBERTa has no next-sentence head; set nsp to false, or use kind: bert"
+            )
 
     @property
     def settings_for(self) -> Mapping[str, str]:
-        return {name: setting for name, setting in super().settings_for.items() if name != "next_sentence"}
+        return {
+            name: setting
+            for name, setting in super().settings_for.items()
+            if name != "next_sentence"
+        }
 
     @property
     def head_activation(self) -> Activation:

@@ -217,7 +217,9 @@ def one_by_one(
         own = stack.of_layer(context, index, positions, cache)
         if stack.checkpointing and stack.training:
             # Dropout masks come from keys, so there is no generator state to restore.
-            hidden = checkpoint(layer, hidden, memory, bias, own, use_reentrant=False, preserve_rng_state=False)
+            hidden = checkpoint(
+                layer, hidden, memory, bias, own, use_reentrant=False, preserve_rng_state=False
+            )
         else:
             hidden = layer(hidden, memory, bias, own)
     return hidden

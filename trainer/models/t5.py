@@ -20,7 +20,9 @@ from trainer.models.relative import RelativeBias
 from trainer.models.transformer import Transformer
 from trainer.tasks import TASKS
 
-Architecture: TypeAlias = Literal["encoder_decoder", "shared_encoder_decoder", "language_model", "prefix_lm"]
+Architecture: TypeAlias = Literal[
+    "encoder_decoder", "shared_encoder_decoder", "language_model", "prefix_lm"
+]
 
 _FIELDS = {
     "vocab_size": "vocab_size",
@@ -36,10 +38,18 @@ _FIELDS = {
     "norm_eps": "layer_norm_epsilon",
     "activation": "feed_forward_proj",
 }
-_OFTEN_ABSENT = {"relative_attention_max_distance": 128, "feed_forward_proj": "relu", "num_decoder_layers": None}
+_OFTEN_ABSENT = {
+    "relative_attention_max_distance": 128,
+    "feed_forward_proj": "relu",
+    "num_decoder_layers": None,
+}
 _ACTIVATIONS = {"relu": "relu", "gated-gelu": "geglu_tanh", "gelu": "gelu", "gelu_new": "gelu_tanh"}
 _ATTENTION = {"attention.qkv": ("q", "k", "v"), "attention.out": ("o",)}
-_CROSS_ATTENTION = {"cross_attention.query": ("q",), "cross_attention.kv": ("k", "v"), "cross_attention.out": ("o",)}
+_CROSS_ATTENTION = {
+    "cross_attention.query": ("q",),
+    "cross_attention.kv": ("k", "v"),
+    "cross_attention.out": ("o",),
+}
 _EXPORTED: tuple[TaskHead, ...] = ("classification", "tagging", "question_answering")
 """Tasks that transformers has a T5 for."""
 _ARCHITECTURES: dict[str, str] = {
@@ -107,13 +117,18 @@ class Config(Family):
         self.check_positive("head_width")
         if self.decoder_layers is not None:
             self.check_positive("decoder_layers")
-        if self.architecture != "encoder_decoder" and self.decoder_layers not in (None, self.layers):
+        if self.architecture != "encoder_decoder" and self.decoder_layers not in (
+            None,
+            self.layers,
+        ):
             raise ConfigError(
                 f"decoder_layers is {self.decoder_layers}, and architecture {self.architecture} has one stack of "
                 f"{self.layers} layers; leave decoder_layers out"
             )
         if self.relative_buckets < 4 or self.relative_buckets % 4:
-            raise ConfigError(f"relative_buckets is {self.relative_buckets}; use a multiple of 4, as 32")
+            raise ConfigError(
+                f"relative_buckets is {self.relative_buckets}; use a multiple of 4, as 32"
+            )
         if self.max_distance <= self.relative_buckets // 2:
             raise ConfigError(
                 f"max_distance is {self.max_distance}, which the {self.relative_buckets} relative_buckets reach one by "
@@ -179,9 +194,18 @@ class Config(Family):
         """As in mesh-tensorflow and transformers, but for an untied head, where transformers has 1 instead."""
         width, inner = self.width**-0.5, (self.heads * self.head_width) ** -0.5
         query = (self.width * self.head_width) ** -0.5
-        module = name.removesuffix(".weight").rpartition("attention.")[2] if "attention." in name else name
+        module = (
+            name.removesuffix(".weight").rpartition("attention.")[2]
+            if "attention." in name
+            else name
+        )
         if module in ("qkv", "query", "kv", "out"):
-            return {"qkv": (query, width, width), "query": (query,), "kv": (width, width), "out": (inner,)}[module]
+            return {
+                "qkv": (query, width, width),
+                "query": (query,),
+                "kv": (width, width),
+                "out": (inner,),
+            }[module]
         if name.endswith(".ffn.down.weight"):
             return (self.ffn_width**-0.5,)
         return (1.0,) if name == "embeddings.tokens.weight" else (width,)
@@ -189,7 +213,9 @@ class Config(Family):
     def build_base(self) -> EncoderDecoder | Transformer:
         head = self._build_head()
         if self.causal:
-            return Transformer(self, head, relative_bias=self._bias(bidirectional=self.architecture == "prefix_lm"))
+            return Transformer(
+                self, head, relative_bias=self._bias(bidirectional=self.architecture == "prefix_lm")
+            )
         return EncoderDecoder(
             self,
             head,
@@ -202,7 +228,9 @@ class Config(Family):
     @property
     def _stacks(self) -> dict[str, int]:
         """The layers of each stack."""
-        return {"encoder": self.layers} | ({"decoder": self.decoder_layers or self.layers} if self.decoder else {})
+        return {"encoder": self.layers} | (
+            {"decoder": self.decoder_layers or self.layers} if self.decoder else {}
+        )
 
     def _build_head(self) -> nn.Module:
         if self.head == "language_model":
@@ -240,7 +268,12 @@ class Config(Family):
         fields = huggingface.read_settings(config, _FIELDS, fixed, _ACTIVATIONS)
         # transformers 5 says tied of every model, and tells those of v1.1 by this.
         tied = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True))
-        own = {"tied": tied, "attention_dropout": fields["dropout"], "head": head, "labels": list(labels)}
+        own = {
+            "tied": tied,
+            "attention_dropout": fields["dropout"],
+            "head": head,
+            "labels": list(labels),
+        }
         decoded: Self = decode(cls, {**fields, **own}, "config.json")
         return decoded
 
@@ -283,7 +316,11 @@ class Config(Family):
         """
         found = {name.removeprefix(_PREFIX): tensors[name] for name in tensors}
         found.pop(_UNUSED, None)
-        for name in [name for name in found if _COPIES.fullmatch(name) or (self.tied and name == "lm_head.weight")]:
+        for name in [
+            name
+            for name in found
+            if _COPIES.fullmatch(name) or (self.tied and name == "lm_head.weight")
+        ]:
             huggingface.drop_copy(found, name, "shared.weight")
         return huggingface.join_tensors(found, self._table(), self)
 
@@ -314,12 +351,18 @@ class Config(Family):
             table[f"{stack}_bias.weight"] = (bias,)
             table[f"{stack}_norm.weight"] = (f"{stack}.final_layer_norm.weight",)
             branches = [("attention", "SelfAttention", _ATTENTION)]
-            branches += [("cross_attention", "EncDecAttention", _CROSS_ATTENTION)] if stack == "decoder" else []
+            branches += (
+                [("cross_attention", "EncDecAttention", _CROSS_ATTENTION)]
+                if stack == "decoder"
+                else []
+            )
             branches += [("ffn", "DenseReluDense", {"ffn.up": up, "ffn.down": ("wo",)})]
             for layer in range(layers):
                 for place, (branch, module, parts) in enumerate(branches):
                     theirs = f"{stack}.block.{layer}.layer.{place}"
-                    table[f"{stack}.{layer}.{branch}_norm.weight"] = (f"{theirs}.layer_norm.weight",)
+                    table[f"{stack}.{layer}.{branch}_norm.weight"] = (
+                        f"{theirs}.layer_norm.weight",
+                    )
                     for part, names in parts.items():
                         joined = tuple(f"{theirs}.{module}.{name}.weight" for name in names)
                         table[f"{stack}.{layer}.{part}.weight"] = joined

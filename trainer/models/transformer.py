@@ -108,7 +108,11 @@ class Transformer(TransformerModel):
             found["next_sentence"] = self.nsp_head(whole[:, 0])
         if self.config.predicts in outputs:
             if read is None:  # the hidden states are those of all positions
-                of_head = take(whole, self.pooled(inputs.predicted)) if inputs.predicted is not None else hidden
+                of_head = (
+                    take(whole, self.pooled(inputs.predicted))
+                    if inputs.predicted is not None
+                    else hidden
+                )
             else:
                 of_head = hidden[:, 1:] if "next_sentence" in outputs else hidden
             found[self.config.predicts] = self.head(of_head, matrix, keys.final)
@@ -133,7 +137,9 @@ class Transformer(TransformerModel):
         positions = inputs.positions
         if positions is not None:
             positions = positions + self.config.virtual_tokens
-        hidden, matrix = self.embeddings(inputs.tokens, positions, inputs.token_types, dropout_key, self.prompt)
+        hidden, matrix = self.embeddings(
+            inputs.tokens, positions, inputs.token_types, dropout_key, self.prompt
+        )
         return hidden, matrix, self.with_prompt(inputs.segments), self.with_prompt(inputs.prefix)
 
     @property
@@ -158,7 +164,9 @@ class Transformer(TransformerModel):
         length = tokens.shape[1]
         return None, self.relative_bias(length, length, mask)
 
-    def _finish(self, hidden: Tensor, dropout_key: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def _finish(
+        self, hidden: Tensor, dropout_key: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         """What comes between the last layer and the head."""
         if self.final_norm is not None:
             hidden = self.final_norm(hidden)
@@ -204,7 +212,9 @@ class Transformer(TransformerModel):
         hidden, matrix = self.embeddings(tokens[:, None], positions)
         return self._decode(hidden, matrix, mask, bias, cache)
 
-    def _decode(self, hidden: Tensor, matrix: Tensor, mask: Tensor | None, bias: Tensor | None, cache: Cache) -> Tensor:
+    def _decode(
+        self, hidden: Tensor, matrix: Tensor, mask: Tensor | None, bias: Tensor | None, cache: Cache
+    ) -> Tensor:
         last = torch.full((len(hidden), 1), hidden.shape[1] - 1, device=hidden.device)
         context = Context(mask=mask, causal=self.config.causal)
         hidden = self.layers.run(hidden, None, bias, context, last, cache)

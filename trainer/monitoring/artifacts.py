@@ -32,7 +32,9 @@ class CheckpointArtifacts:
 
     def look(self) -> None:
         """Has new checkpoints logged, unless that is going on or was done just before; returns at once."""
-        if time.monotonic() - self._looked >= _LOOK_SECONDS and (self._thread is None or not self._thread.is_alive()):
+        if time.monotonic() - self._looked >= _LOOK_SECONDS and (
+            self._thread is None or not self._thread.is_alive()
+        ):
             self._looked = time.monotonic()
             self._thread = Thread(target=self._log_new, name="wandb-artifacts", daemon=True)
             self._thread.start()
@@ -58,11 +60,15 @@ class CheckpointArtifacts:
             try:
                 self._log(place)
             except Exception as error:  # as when retention has just removed it
-                logger.warning("W&B: the checkpoint %s is not logged as an artifact: %s", place, error)
+                logger.warning(
+                    "W&B: the checkpoint %s is not logged as an artifact: %s", place, error
+                )
 
     def _log(self, place: str) -> None:
         step = int(re.findall(r"\d+", place)[-1])
-        artifact = self._wandb.Artifact(f"checkpoint-{self._run.id}", type="model", metadata={"step": step})
+        artifact = self._wandb.Artifact(
+            f"checkpoint-{self._run.id}", type="model", metadata={"step": step}
+        )
         if "://" in place:
             artifact.add_reference(place, checksum=False)
         else:

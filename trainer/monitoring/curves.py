@@ -23,17 +23,33 @@ def plot_loss(metrics: Path, png: Path) -> None:
         raise MissingExtra("matplotlib", "plot", "drawing a loss curve") from error
     rows = list(read_rows(metrics))
     train, heldout = (
-        np.array([(row["step"], row[name]) for row in rows if name in row]) for name in ("train/loss", "heldout/loss")
+        np.array([(row["step"], row[name]) for row in rows if name in row])
+        for name in ("train/loss", "heldout/loss")
     )
     if not train.size:
-        raise DataError(f"{metrics} has no train/loss to draw; train first, for at least training.log_every steps")
+        raise DataError(
+            f"{metrics} has no train/loss to draw; train first, for at least training.log_every steps"
+        )
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     axes.plot(train[:, 0], train[:, 1], color="#9ecae1", linewidth=1, label="training, each row")
-    axes.plot(train[:, 0], _smooth(train[:, 1]), color="#2171b5", linewidth=2, label="training, moving average")
+    axes.plot(
+        train[:, 0],
+        _smooth(train[:, 1]),
+        color="#2171b5",
+        linewidth=2,
+        label="training, moving average",
+    )
     if heldout.size:
-        axes.plot(heldout[:, 0], heldout[:, 1], "o-", color="#d94801", markersize=5, label="held-out documents")
+        axes.plot(
+            heldout[:, 0],
+            heldout[:, 1],
+            "o-",
+            color="#d94801",
+            markersize=5,
+            label="held-out documents",
+        )
     axes.set(xlabel="step", ylabel="loss (nats per predicted token)")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

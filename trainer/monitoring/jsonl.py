@@ -33,7 +33,11 @@ def read_rows(path: Path) -> Iterator[Row]:
                 row = json.loads(line)
                 row |= {"step": int(row["step"]), "time": float(row["time"])}
             except (ValueError, TypeError, KeyError):
-                logger.warning("%s, line %d is no row of metrics (torn by a kill?); it is passed over", path, number)
+                logger.warning(
+                    "%s, line %d is no row of metrics (torn by a kill?); it is passed over",
+                    path,
+                    number,
+                )
                 continue
             yield row
 
@@ -90,12 +94,18 @@ class JsonlTracker(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
         """Appends a row."""
-        self._waiting += (json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n").encode()
+        self._waiting += (
+            json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n"
+        ).encode()
         try:
             self._write()
         except OSError as error:
             if not self._warned:
-                logger.warning("rows of %s wait in memory: %s; make room or give access", self.path, error.strerror)
+                logger.warning(
+                    "rows of %s wait in memory: %s; make room or give access",
+                    self.path,
+                    error.strerror,
+                )
             self._warned = True
 
     def sync(self) -> None:

@@ -32,7 +32,9 @@ class Meter:
         """Adds scalars (sum, weight) by name; only enqueues work on the device."""
         for name, pair in metrics.items():
             addend = torch.stack(pair).detach().double()
-            if name not in self._totals:  # zeros from the host, so that the first addition is like all others
+            if (
+                name not in self._totals
+            ):  # zeros from the host, so that the first addition is like all others
                 self._totals |= self._to_device({name: torch.zeros(2, dtype=torch.float64)})
             self._totals[name] = self._totals[name] + addend
 

@@ -18,7 +18,9 @@ from trainer.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _MOST_STEPS = 20  # a trace is a few megabytes a micro-batch
-_MOST_BYTES = 32 * 2**20  # of a compressed trace that is analysed, which takes some fifty times its size in memory
+_MOST_BYTES = (
+    32 * 2**20
+)  # of a compressed trace that is analysed, which takes some fifty times its size in memory
 
 
 class Event(TypedDict, total=False):
@@ -46,9 +48,13 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.start is not None and self.start < 1:
-            raise ConfigError(f"start must be at least 1, or null to profile on demand only, not {self.start}")
+            raise ConfigError(
+                f"start must be at least 1, or null to profile on demand only, not {self.start}"
+            )
         if not 1 <= self.steps <= _MOST_STEPS:
-            raise ConfigError(f"steps must lie in 1 .. {_MOST_STEPS}, not {self.steps}; traces grow large")
+            raise ConfigError(
+                f"steps must lie in 1 .. {_MOST_STEPS}, not {self.steps}; traces grow large"
+            )
 
     def build(self, folder: Path, rank: int) -> Profiler:
         """Makes the profiler of this process; `folder` is the run's."""

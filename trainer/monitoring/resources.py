@@ -22,7 +22,11 @@ class Resources:
 
         `perf/peak_memory_gib` is of the device's memory, where it has its own, and `perf/peak_rss_gib` of the host's.
         """
-        peaks = {"perf/peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT / 2**30}
+        peaks = {
+            "perf/peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            * _RSS_UNIT
+            / 2**30
+        }
         device = self._accelerator.peak_memory()
         if device is not None:
             peaks["perf/peak_memory_gib"] = device / 2**30

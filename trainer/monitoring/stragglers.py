@@ -28,4 +28,7 @@ def slowest(own: Sequence[float], total: float) -> dict[str, float]:
     if len(own) < 2:
         return {}
     rank = max(range(len(own)), key=own.__getitem__)
-    return {"perf/slowest_rank": float(rank), "perf/slowest_rank_lag": (own[rank] - statistics.median(own)) / total}
+    return {
+        "perf/slowest_rank": float(rank),
+        "perf/slowest_rank_lag": (own[rank] - statistics.median(own)) / total,
+    }

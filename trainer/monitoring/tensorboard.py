@@ -62,7 +62,9 @@ class TensorBoardTracker(Tracker):
             text = f"```yaml\n{yaml.safe_dump(dict(description), sort_keys=False)}```".encode()
             tensor = TensorProto(dtype="DT_STRING", string_val=[text])
             kind = create_summary_metadata("config", "")
-            settings = Summary(value=[Summary.Value(tag="config/text_summary", metadata=kind, tensor=tensor)])
+            settings = Summary(
+                value=[Summary.Value(tag="config/text_summary", metadata=kind, tensor=tensor)]
+            )
             self._writer.add_event(Event(step=0, summary=settings))
             for row in read_rows(folder / "metrics.jsonl"):
                 self._add(row.pop("step"), row.pop("time"), row)
@@ -90,8 +92,12 @@ class TensorBoardTracker(Tracker):
 
     def _add(self, step: int, wall_time: float, metrics: Mapping[str, float]) -> None:
         if self._writer is not None:
-            values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-            self._writer.add_event(self._event(step=step, wall_time=wall_time, summary=self._summary(value=values)))
+            values = [
+                self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()
+            ]
+            self._writer.add_event(
+                self._event(step=step, wall_time=wall_time, summary=self._summary(value=values))
+            )
 
     def _give_up(self, error: Exception) -> None:
         self._writer = None

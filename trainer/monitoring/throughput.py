@@ -33,10 +33,16 @@ class Throughput:
     ) -> None:
         self._first_step = self._step = step
         self._total_steps = total_steps
-        self._flops_until, self._peak_flops, self._cells_until = flops_until, peak_flops, cells_until
+        self._flops_until, self._peak_flops, self._cells_until = (
+            flops_until,
+            peak_flops,
+            cells_until,
+        )
         self._trained = 0.0
 
-    def measure(self, step: int, cells: int, tokens: int, seconds: Mapping[str, float]) -> dict[str, float]:
+    def measure(
+        self, step: int, cells: int, tokens: int, seconds: Mapping[str, float]
+    ) -> dict[str, float]:
         """Returns the rates since the last call and starts a new window.
 
         Args:
@@ -60,7 +66,8 @@ class Throughput:
             "perf/tokens_per_second": cells / training,
             "perf/useful_tokens_per_second": tokens / training,
             "perf/seconds_per_step": training / (step - self._step),
-            "perf/eta_seconds": (self._flops_until(self._total_steps) - self._flops_until(step)) / mean_speed,
+            "perf/eta_seconds": (self._flops_until(self._total_steps) - self._flops_until(step))
+            / mean_speed,
             "data/padding_fraction": 1 - useful,
         }
         if self._peak_flops is not None:

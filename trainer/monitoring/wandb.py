@@ -172,7 +172,11 @@ class WandbTracker(Tracker):
         if mode == "offline":
             for old in replaced:
                 shutil.rmtree(old, ignore_errors=True)
-        where = self._run.url if mode == "online" else f"upload it with: wandb sync {self._run.settings.sync_dir}"
+        where = (
+            self._run.url
+            if mode == "online"
+            else f"upload it with: wandb sync {self._run.settings.sync_dir}"
+        )
         logger.info("W&B          %s run %s; %s", mode, run_id, where)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -192,7 +196,9 @@ class WandbTracker(Tracker):
         In a thread, as the one that trains may hang within W&B, or W&B itself.
         """
         if self._run is not None and self._alerts:
-            sending = Thread(target=self._send, args=(level, title, text), name="wandb-alert", daemon=True)
+            sending = Thread(
+                target=self._send, args=(level, title, text), name="wandb-alert", daemon=True
+            )
             sending.start()
             sending.join(ALERT_SECONDS)
 
@@ -201,7 +207,9 @@ class WandbTracker(Tracker):
             self._run.alert(title=title, text=storage.shown(text), level=level)
         except Exception as error:
             self._give_up(error)
-        if level == "ERROR" and self._run is not None:  # the process may end before W&B's own has heard of the alert
+        if (
+            level == "ERROR" and self._run is not None
+        ):  # the process may end before W&B's own has heard of the alert
             run, self._run = self._run, None
             with suppress(Exception):  # W&B says so itself
                 run.finish(exit_code=1)

@@ -90,7 +90,9 @@ class Objective(ABC):
         """What this micro-batch, in host memory, adds to the denominator of each loss term."""
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
+    def loss(
+        self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]
+    ) -> Loss:
         """Runs the model on a micro-batch and scores it; never waits for the device."""
 
 

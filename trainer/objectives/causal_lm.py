@@ -96,6 +96,8 @@ class CausalLM(Objective):
         """The number of predictions that count."""
         return {"lm": float(batch["weights"].sum())}
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
+    def loss(
+        self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]
+    ) -> Loss:
         """As `rows.language_model_loss`."""
         return language_model_loss(model, self.predicts, batch, totals, self.config.z_loss)

@@ -57,9 +57,13 @@ class Config(ObjectiveConfig):
     def __post_init__(self) -> None:
         check_names(self.metrics, TASKS["classification"].metrics)
         if not 0 <= self.label_smoothing < 1:
-            raise ConfigError(f"label_smoothing is {self.label_smoothing}; use 0 to go without, or a share, as 0.1")
+            raise ConfigError(
+                f"label_smoothing is {self.label_smoothing}; use 0 to go without, or a share, as 0.1"
+            )
         if self.lm_weight < 0:
-            raise ConfigError(f"lm_weight is {self.lm_weight}; use 0 to go without, or 0.5 as for GPT")
+            raise ConfigError(
+                f"lm_weight is {self.lm_weight}; use 0 to go without, or 0.5 as for GPT"
+            )
         if self.lm_weight and self.reads == "first":
             raise ConfigError(
                 f"lm_weight is {self.lm_weight} and reads is first, as for an encoder, which predicts no next tokens; "
@@ -106,7 +110,9 @@ class Classification(Task):
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
         """All texts of a row in one sequence."""
-        return self._rows.pack_spec(sequence_length, Parts("classification", between=self._rows.between))
+        return self._rows.pack_spec(
+            sequence_length, Parts("classification", between=self._rows.between)
+        )
 
     def predictions(self, sequence_length: int) -> int:
         """One; all with `lm_weight`."""
@@ -137,7 +143,9 @@ class Classification(Task):
                 f"a row of the dataset has {classes} probabilities, and objective.soft is false; set it to true"
             )
         several = labels.count > 1
-        assert (labels.count[several] == classes).all(), "rows have probabilities for different numbers of classes"
+        assert (labels.count[several] == classes).all(), (
+            "rows have probabilities for different numbers of classes"
+        )
         probabilities = np.zeros((several.size, classes), dtype=np.float32)
         of_several = np.repeat(several, labels.count)
         probabilities[several] = labels.values[of_several].reshape(-1, classes)
@@ -149,13 +157,19 @@ class Classification(Task):
         tokens = {"lm": float(batch["lm_weights"].sum())} if self.config.lm_weight else {}
         return count_examples(batch) | tokens
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
+    def loss(
+        self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]
+    ) -> Loss:
         """Cross-entropy in float32, over the step's number of examples, totals["examples"].
 
         With `lm_weight`, so much of the cross-entropy of the tokens is added, which is over totals["lm"].
         """
         target = batch["probabilities" if "probabilities" in batch else "labels"]
-        weights, smoothing, lm_weight = batch["weights"], self.config.label_smoothing, self.config.lm_weight
+        weights, smoothing, lm_weight = (
+            batch["weights"],
+            self.config.label_smoothing,
+            self.config.lm_weight,
+        )
         outputs = model(Inputs.of(batch), self.outputs)
         logits = outputs["classification"][:, 0]
         of_class = class_loss(logits, target, weights, totals["examples"], smoothing)
@@ -188,4 +202,6 @@ class Classification(Task):
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
         """The names of label and prediction, the probability of each label, and the group where rows have one."""
         for row in class_predictions(predictions, predictions.labels):
-            yield row | {"probabilities": dict(zip(predictions.labels, row["probabilities"], strict=True))}
+            yield row | {
+                "probabilities": dict(zip(predictions.labels, row["probabilities"], strict=True))
+            }

@@ -18,10 +18,27 @@ from trainer.config import Kinds
 from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, PackSpec, Vocabulary
 from trainer.models import Inputs, Outputs
-from trainer.objectives import Loss, Objective, ObjectiveConfig, Predictions, Task, Taught, classification
+from trainer.objectives import (
+    Loss,
+    Objective,
+    ObjectiveConfig,
+    Predictions,
+    Task,
+    Taught,
+    classification,
+)
 
 # Those that score each prediction by itself, so that a student's and its teacher's can be compared.
-_KINDS = ("causal_lm", "classification", "mlm", "prefix_lm", "regression", "seq2seq", "span_corruption", "tagging")
+_KINDS = (
+    "causal_lm",
+    "classification",
+    "mlm",
+    "prefix_lm",
+    "regression",
+    "seq2seq",
+    "span_corruption",
+    "tagging",
+)
 
 
 @dataclass(frozen=True)
@@ -56,24 +73,34 @@ class Config(ObjectiveConfig):
     def __post_init__(self) -> None:
         kind = type(self.of).__module__.rpartition(".")[2]
         if kind not in _KINDS:
-            raise ConfigError(f"of is {kind}, whose predictions cannot be compared; use one of: {', '.join(_KINDS)}")
+            raise ConfigError(
+                f"of is {kind}, whose predictions cannot be compared; use one of: {', '.join(_KINDS)}"
+            )
         if not self.temperature > 0:
-            raise ConfigError(f"temperature must be above 0, not {self.temperature}; use 1 to leave logits as they are")
+            raise ConfigError(
+                f"temperature must be above 0, not {self.temperature}; use 1 to leave logits as they are"
+            )
         for name in ("soft", "hard", "mse", "cosine"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; use 0 to leave the term out, or a weight above 0")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; use 0 to leave the term out, or a weight above 0"
+                )
         if kind == "regression" and self.soft:
             raise ConfigError(
                 f"soft is {self.soft:g}, and a regression predicts one number; set soft to 0, and mse to 1"
             )
         if not self.soft and not self.mse:
-            raise ConfigError("soft and mse are 0, so that nothing the teacher predicts is learnt; set soft to 1")
+            raise ConfigError(
+                "soft and mse are 0, so that nothing the teacher predicts is learnt; set soft to 1"
+            )
         if isinstance(self.of, classification.Config) and self.of.lm_weight:
             raise ConfigError(
                 f"of.lm_weight is {self.of.lm_weight}, and tokens are not distilled beside classes; set 0"
             )
         if self.cells == "all" and kind != "mlm":
-            raise ConfigError(f"cells is all, which is for mlm, and of is {kind}; set cells to predicted")
+            raise ConfigError(
+                f"cells is all, which is for mlm, and of is {kind}; set cells to predicted"
+            )
 
     @property
     def teacher_path(self) -> str | None:
@@ -91,7 +118,9 @@ class Config(ObjectiveConfig):
     def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
         settings = self.task.adapted(missing, offers)
         own = ("objective.cosine=0",) if "hidden" in missing else ()
-        return own + tuple(setting.replace("objective.", "objective.of.", 1) for setting in settings)
+        return own + tuple(
+            setting.replace("objective.", "objective.of.", 1) for setting in settings
+        )
 
     def build(self, vocabulary: Vocabulary) -> Objective:
         objective: Objective = self.of.build(vocabulary)
@@ -142,7 +171,9 @@ class Distillation(Taught):
         cells = {"cells": float(batch["cells"].sum())} if "cells" in batch else {}
         return self.of.weights(batch) | cells
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
+    def loss(
+        self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]
+    ) -> Loss:
         """The weighted sum of the terms, in float32, each over the step's predictions, or its number of cells.
 
         The metric "loss" is this sum; "hard_loss" is the loss of the student's own objective, whatever its weight, and
@@ -158,16 +189,30 @@ class Distillation(Taught):
             weights, count = batch["cells"], totals["cells"]
         total, metrics = torch.zeros((), device=logits.device), {}
 
-        def add(name: str, coefficient: float, each: Tensor, weights: Tensor, count: Tensor) -> None:
+        def add(
+            name: str, coefficient: float, each: Tensor, weights: Tensor, count: Tensor
+        ) -> None:
             nonlocal total
             term = (each * weights).sum()
             metrics[name] = (term.detach(), weights.sum())
             total = total + coefficient * term / count
 
         if config.soft:
-            add("soft_loss", config.soft, soft_loss(logits, taught, config.temperature), weights, count)
+            add(
+                "soft_loss",
+                config.soft,
+                soft_loss(logits, taught, config.temperature),
+                weights,
+                count,
+            )
         if config.mse:
-            add("mse", config.mse, (logits.float() - taught.float()).square().sum(-1), weights, count)
+            add(
+                "mse",
+                config.mse,
+                (logits.float() - taught.float()).square().sum(-1),
+                weights,
+                count,
+            )
         if config.cosine:
             distance = 1 - F.cosine_similarity(states.float(), taught_states.float(), dim=-1)
             add("cosine_loss", config.cosine, distance, batch["cells"], totals["cells"])
@@ -181,7 +226,9 @@ class Distillation(Taught):
             hard = self.of.loss(_Known({self.predicts: known}), batch, totals)
         if config.hard:
             total = total + config.hard * hard.total
-        own_metrics = {"hard_loss" if name == "loss" else name: metric for name, metric in hard.metrics.items()}
+        own_metrics = {
+            "hard_loss" if name == "loss" else name: metric for name, metric in hard.metrics.items()
+        }
         # Its denominators differ; so weighted, the micro-batches of a step add up to the loss of the step.
         whole = {"loss": (total.detach() * own, hard.metrics["loss"][1])}
         return Loss(total, whole | metrics | own_metrics, hard.outputs)
@@ -228,7 +275,9 @@ def soft_loss(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
 
     Its gradient is that of Hinton et al.'s cross-entropy, and it is 0 where both agree.
     """
-    log_probabilities, log_taught = (F.log_softmax(each.float() / temperature, dim=-1) for each in (logits, taught))
+    log_probabilities, log_taught = (
+        F.log_softmax(each.float() / temperature, dim=-1) for each in (logits, taught)
+    )
     divergence = F.kl_div(log_probabilities, log_taught, reduction="none", log_target=True)
     return divergence.sum(-1) * temperature**2
 

@@ -47,8 +47,13 @@ class Config(ObjectiveConfig):
 
     def __post_init__(self) -> None:
         if not 0 < self.mask_fraction <= 1:
-            raise ConfigError(f"mask_fraction is {self.mask_fraction}; use a share above 0 and at most 1, as 0.15")
-        if min(self.replace_mask, self.replace_random) < 0 or self.replace_mask + self.replace_random > 1 + 1e-9:
+            raise ConfigError(
+                f"mask_fraction is {self.mask_fraction}; use a share above 0 and at most 1, as 0.15"
+            )
+        if (
+            min(self.replace_mask, self.replace_random) < 0
+            or self.replace_mask + self.replace_random > 1 + 1e-9
+        ):
             raise ConfigError(
                 f"replace_mask {self.replace_mask} and replace_random {self.replace_random} must be probabilities that "
                 "add up to at most 1; use 0.8 and 0.1"
@@ -82,7 +87,9 @@ class MaskedLM(Objective):
         self._rows = Rows.between_specials(vocabulary)
         ordinary = np.setdiff1d(np.arange(vocabulary.size, dtype=np.int32), vocabulary.special)
         if ordinary.size == 0:
-            raise ConfigError("the tokenizer has 0 ordinary tokens, only special ones; train one on your text")
+            raise ConfigError(
+                "the tokenizer has 0 ordinary tokens, only special ones; train one on your text"
+            )
         self.config = config
         self._mask = np.int32(vocabulary.mask)
         self._ordinary = ordinary
@@ -130,7 +137,9 @@ class MaskedLM(Objective):
         available = maskable.sum(axis=1, dtype=np.int32)
         count = np.minimum(available, np.maximum(1, np.rint(self.config.mask_fraction * available)))
         if self._is_continuing is not None:
-            return columns_of(choose_words(key, maskable, self._is_continuing.take(tokens), count), slots)
+            return columns_of(
+                choose_words(key, maskable, self._is_continuing.take(tokens), count), slots
+            )
         column = np.arange(width, dtype=np.uint64)
         # The column in the low bits makes hashes distinct, and lets us partition values, which is quicker than indices.
         rank = combine(key[:, None], _CHOOSE, column)
@@ -156,10 +165,15 @@ class MaskedLM(Objective):
         """The number of predictions that count."""
         return {"mlm": float(batch["weights"].sum())}
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
+    def loss(
+        self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]
+    ) -> Loss:
         """Cross-entropy of the predicted tokens in float32, over the step's number of predictions, totals["mlm"]."""
         score = score_tokens(logits(model, batch, self.predicts), batch)
-        metrics = {"loss": (score.nll.detach(), score.weight), "accuracy": (score.correct, score.weight)}
+        metrics = {
+            "loss": (score.nll.detach(), score.weight),
+            "accuracy": (score.correct, score.weight),
+        }
         return Loss(score.nll / totals["mlm"], metrics)
 
 

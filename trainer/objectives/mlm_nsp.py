@@ -57,13 +57,19 @@ class MaskedLMWithNextSentence(Objective):
         """Lays the pairs out and masks them; see the class for the arrays."""
         assert examples.random is not None, "the packing is not pairs"
         batch = self._mlm.collate(examples, sequence_length)
-        return {**batch, "next_labels": examples.random.astype(np.int64), "next_weights": examples.weight}
+        return {
+            **batch,
+            "next_labels": examples.random.astype(np.int64),
+            "next_weights": examples.weight,
+        }
 
     def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
         """The number of tokens that are predicted, and of pairs."""
         return {**self._mlm.weights(batch), "nsp": float(batch["next_weights"].sum())}
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
+    def loss(
+        self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]
+    ) -> Loss:
         """The sum of both cross-entropies in float32, each over the step's number of its predictions."""
         outputs = model(Inputs.of(batch), self.needs)
         next_logits = outputs["next_sentence"]

@@ -104,7 +104,9 @@ class MultipleChoice(Task):
         """The number of examples that count."""
         return count_examples(batch)
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
+    def loss(
+        self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]
+    ) -> Loss:
         """Cross-entropy in float32, over the step's number of examples, totals["examples"]."""
         count = batch["labels"].shape[0] * self.config.choices
         key = batch.get("dropout_key")
@@ -124,7 +126,9 @@ class MultipleChoice(Task):
     def scores(self, predictions: Predictions) -> dict[str, float]:
         """The metrics."""
         scored = labelled(predictions)
-        return metrics.scores(self.config.metrics, scored.outputs.argmax(-1), scored.labels.astype(int))
+        return metrics.scores(
+            self.config.metrics, scored.outputs.argmax(-1), scored.labels.astype(int)
+        )
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
         """Label and prediction, from 0, and the probability of each choice."""

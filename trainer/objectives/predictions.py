@@ -47,7 +47,9 @@ class Gatherer:
             rows: of each source of the split.
             labels: the names of classes or tags.
         """
-        host = {name: torch.cat([batch[name] for batch in self._batches]) for name in self._batches[0]}
+        host = {
+            name: torch.cat([batch[name] for batch in self._batches]) for name in self._batches[0]
+        }
         fed = (host["number"] >= 0) & (host["digest"] != 0)
         # Rows are as wide as their batch's longest, in batches of all replicas alike.
         found = rows_on_host(self._outputs)
@@ -59,7 +61,9 @@ class Gatherer:
         outputs[at] = mine
         columns = torch.zeros(self._examples, 1 + len(_COLUMNS), dtype=torch.float64)
         seen = torch.ones(len(at))
-        columns[at] = torch.stack([each.double() for each in (seen, *(host[name][fed] for name in _COLUMNS))], dim=1)
+        columns[at] = torch.stack(
+            [each.double() for each in (seen, *(host[name][fed] for name in _COLUMNS))], dim=1
+        )
         outputs, columns = all_reduce(outputs).cpu(), all_reduce(columns).cpu()
         table = columns[columns[:, 0] > 0, 1:].long().numpy()
         outputs = outputs[columns[:, 0] > 0]

@@ -77,7 +77,8 @@ class PrefixLM(SelfSupervised):
             used = halves > 0
             text, length, prefix = np.repeat(text, 2)[used], halves[used], prefixes[used]
         in_prefix = np.repeat(
-            np.tile([True, False], length.size), np.stack((prefix, length - prefix), axis=1).reshape(-1)
+            np.tile([True, False], length.size),
+            np.stack((prefix, length - prefix), axis=1).reshape(-1),
         )
         return Pairs(
             text,

@@ -136,7 +136,9 @@ class QuestionAnswering(Task):
             ConfigError: between two windows there would be text that is in neither.
         """
         config, between = self.config, self._rows.between
-        parts = Parts("question_answering", between, stride=config.stride, most=config.question_length)
+        parts = Parts(
+            "question_answering", between, stride=config.stride, most=config.question_length
+        )
         spec = self._rows.pack_spec(sequence_length, parts)
         room = sequence_length - spec.prefix - spec.suffix - between - config.question_length
         if room < 1:
@@ -174,7 +176,9 @@ class QuestionAnswering(Task):
         """The number of examples that count."""
         return count_examples(batch)
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
+    def loss(
+        self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]
+    ) -> Loss:
         """The mean of the cross-entropies of begin and end over the cells that are no padding, in float32.
 
         It is over the step's number of examples, totals["examples"].
@@ -184,9 +188,13 @@ class QuestionAnswering(Task):
         scores = outputs
         if segments is not None:
             scores = outputs.masked_fill((segments == 0)[..., None], -math.inf)
-        nll = F.cross_entropy(scores.transpose(1, 2).flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        nll = F.cross_entropy(
+            scores.transpose(1, 2).flatten(0, 1), batch["labels"].flatten(), reduction="none"
+        )
         nll = (nll.view(-1, 2).mean(dim=1) * weights).sum()
-        return Loss(nll / totals["examples"], {"loss": (nll.detach(), weights.sum())}, outputs.detach())
+        return Loss(
+            nll / totals["examples"], {"loss": (nll.detach(), weights.sum())}, outputs.detach()
+        )
 
     def answers(self, predictions: Predictions) -> list[Answers]:
         """What may answer the question of each row.
@@ -202,7 +210,9 @@ class QuestionAnswering(Task):
         row, config = of_row.row, self.config
         owner = max_context(of_row.begin, of_row.length, len(row.offsets))
         scores, spans = [np.empty(0)], [np.empty((0, 2), dtype=np.int64)]
-        for window, (example, at, column, length) in enumerate(zip(*(a.tolist() for a in of_row[1:]), strict=True)):
+        for window, (example, at, column, length) in enumerate(
+            zip(*(a.tolist() for a in of_row[1:]), strict=True)
+        ):
             logits = outputs[example, column : column + length].astype(np.float64)
             best = np.argsort(-logits, axis=0, kind="stable")[: config.n_best]
             first, last = best[:, 0][owner[at + best[:, 0]] == window], best[:, 1]
@@ -219,7 +229,9 @@ class QuestionAnswering(Task):
                 found[text] = Answer(text, begin, end, float(score[i]))
             if len(found) == config.n_best:
                 break
-        of_none = outputs[of_row.example, self._rows.cell_after(of_row.column, of_row.length)].astype(np.float64)
+        of_none = outputs[
+            of_row.example, self._rows.cell_after(of_row.column, of_row.length)
+        ].astype(np.float64)
         return Answers(tuple(found.values()), float(of_none.sum(axis=-1).min(initial=math.inf)))
 
     @property
@@ -261,10 +273,16 @@ class QuestionAnswering(Task):
         for row, answers in zip(predictions.rows, every, strict=True):
             n_best, null_odds = list(answers.best), {}
             if self.config.impossible:
-                n_best = sorted([*n_best, Answer("", 0, 0, answers.no_answer)], key=lambda answer: -answer.score)
+                n_best = sorted(
+                    [*n_best, Answer("", 0, 0, answers.no_answer)], key=lambda answer: -answer.score
+                )
                 # An answer that is not there has the score 0, as in run_squad.py: JSON knows no infinite number.
                 null_odds = {"null_odds": answers.doubt if answers.best else answers.no_answer}
-            probabilities = torch.tensor([answer.score for answer in n_best], dtype=torch.float64).softmax(0).tolist()
+            probabilities = (
+                torch.tensor([answer.score for answer in n_best], dtype=torch.float64)
+                .softmax(0)
+                .tolist()
+            )
             yield {
                 **({"id": row.group} if row.group else {}),
                 "answers": list(row.answers),

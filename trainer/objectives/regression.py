@@ -74,7 +74,9 @@ class Regression(Task):
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
         """All texts of a row in one sequence."""
-        return self._rows.pack_spec(sequence_length, Parts("regression", between=self._rows.between))
+        return self._rows.pack_spec(
+            sequence_length, Parts("regression", between=self._rows.between)
+        )
 
     def predictions(self, sequence_length: int) -> int:
         """One."""
@@ -94,14 +96,18 @@ class Regression(Task):
         """The number of examples that count."""
         return count_examples(batch)
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
+    def loss(
+        self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]
+    ) -> Loss:
         """Squared error in float32, over the step's number of examples, totals["examples"]."""
         outputs = logits(model, batch, self.predicts)[:, 0].float()
         weights = batch["weights"]
         # A head with more outputs would be compared with each label once for each of them.
         assert outputs.shape[-1] == 1, "the model's head has several outputs"
         error = ((outputs[:, 0] - batch["labels"]).square() * weights).sum()
-        return Loss(error / totals["examples"], {"loss": (error.detach(), weights.sum())}, outputs.detach())
+        return Loss(
+            error / totals["examples"], {"loss": (error.detach(), weights.sum())}, outputs.detach()
+        )
 
     @property
     def score_names(self) -> tuple[str, ...]:
@@ -111,8 +117,13 @@ class Regression(Task):
     def scores(self, predictions: Predictions) -> dict[str, float]:
         """The metrics."""
         scored = labelled(predictions)
-        return metrics.scores(self.config.metrics, scored.outputs[:, 0].astype(np.float64), scored.labels)
+        return metrics.scores(
+            self.config.metrics, scored.outputs[:, 0].astype(np.float64), scored.labels
+        )
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
         """The number that is right, as label, and the predicted one."""
-        return ({"label": label, "prediction": float(output[0])} for label, output in labels_and_outputs(predictions))
+        return (
+            {"label": label, "prediction": float(output[0])}
+            for label, output in labels_and_outputs(predictions)
+        )

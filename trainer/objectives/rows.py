@@ -76,9 +76,9 @@ class Rows:
             begin, end = first - 1, after + 1
             number = np.arange(1, row.size + 1) - np.searchsorted(row, row)
             segments = paint(begin, end, number.astype(np.int32), cells)
-            positions = (np.arange(cells, dtype=np.int32) - paint(begin, end, begin.astype(np.int32), cells)) * (
-                segments > 0
-            )
+            positions = (
+                np.arange(cells, dtype=np.int32) - paint(begin, end, begin.astype(np.int32), cells)
+            ) * (segments > 0)
         else:  # every row is one
             last = np.flatnonzero(np.diff(row, append=-1))
             begin, column = row[last] * width, np.arange(width, dtype=np.int32)
@@ -134,7 +134,12 @@ def score_tokens(scores: Tensor, batch: Mapping[str, Tensor]) -> TokenScore:
     """Compares logits [B, P, V] with the labels."""
     labels, weights = batch["labels"].flatten(), batch["weights"].flatten()
     nll, log_z, correct = cross_entropy_(scores.flatten(0, 1), labels)
-    return TokenScore((nll * weights).sum(), (correct * weights).sum(), weights.sum(), (log_z.square() * weights).sum())
+    return TokenScore(
+        (nll * weights).sum(),
+        (correct * weights).sum(),
+        weights.sum(),
+        (log_z.square() * weights).sum(),
+    )
 
 
 def language_model_loss(
@@ -155,7 +160,10 @@ def language_model_loss(
             away from 0 (Mesh TensorFlow; 1e-4 in T5 v1.1). It is a metric of its own and no part of the metric "loss".
     """
     score = score_tokens(logits(model, batch, output), batch)
-    metrics = {"loss": (score.nll.detach(), score.weight), "accuracy": (score.correct, score.weight)}
+    metrics = {
+        "loss": (score.nll.detach(), score.weight),
+        "accuracy": (score.correct, score.weight),
+    }
     total = score.nll
     if z_loss:
         penalty = z_loss * score.log_z_squared
@@ -167,4 +175,6 @@ def language_model_loss(
 def check_z_loss(z_loss: float) -> None:
     """Refuses a coefficient below 0."""
     if z_loss < 0:
-        raise ConfigError(f"z_loss is {z_loss}; use 0 to go without, or a small coefficient, as 1e-4")
+        raise ConfigError(
+            f"z_loss is {z_loss}; use 0 to go without, or a small coefficient, as 1e-4"
+        )

@@ -42,7 +42,9 @@ class Config(ObjectiveConfig):
 
     def __post_init__(self) -> None:
         if self.target_length < 2:
-            raise ConfigError(f"target_length is {self.target_length}; use at least 2 cells, as 128")
+            raise ConfigError(
+                f"target_length is {self.target_length}; use at least 2 cells, as 128"
+            )
         check_z_loss(self.z_loss)
 
     @property
@@ -72,7 +74,9 @@ class SequenceToSequence(TextToText):
         joined = self._layout != "encoder_decoder"
         least = 3 if joined else 2  # a token of each text, and the token that ends the source
         if sequence_length < least:
-            raise ConfigError(f"sequence_length is {sequence_length}; use at least {least}, for example 128")
+            raise ConfigError(
+                f"sequence_length is {sequence_length}; use at least {least}, for example 128"
+            )
         return PackSpec(
             sequence_length,
             prefix=0,

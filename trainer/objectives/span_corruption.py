@@ -19,7 +19,14 @@ from trainer.hashing import U64, combine, mix, name_key
 from trainer.models import Outputs
 from trainer.objectives import Objective, ObjectiveConfig
 from trainer.objectives.rows import check_z_loss, paint
-from trainer.objectives.text_to_text import Int64, Layout, Pairs, Ragged, SelfSupervised, layouts_for
+from trainer.objectives.text_to_text import (
+    Int64,
+    Layout,
+    Pairs,
+    Ragged,
+    SelfSupervised,
+    layouts_for,
+)
 
 _KEPT = name_key("span_corruption.kept")
 _NOISE = name_key("span_corruption.noise")
@@ -50,11 +57,17 @@ class Config(ObjectiveConfig):
 
     def __post_init__(self) -> None:
         if not 0 < self.noise_density < 1:
-            raise ConfigError(f"noise_density is {self.noise_density}; use a share between 0 and 1, as 0.15")
+            raise ConfigError(
+                f"noise_density is {self.noise_density}; use a share between 0 and 1, as 0.15"
+            )
         if self.mean_span_length < 1:
-            raise ConfigError(f"mean_span_length is {self.mean_span_length}; use at least 1 token, as 3")
+            raise ConfigError(
+                f"mean_span_length is {self.mean_span_length}; use at least 1 token, as 3"
+            )
         if self.target_length is not None and self.target_length < 1:
-            raise ConfigError(f"target_length is {self.target_length}; use a number of cells, as 114, or null")
+            raise ConfigError(
+                f"target_length is {self.target_length}; use a number of cells, as 114, or null"
+            )
         check_z_loss(self.z_loss)
 
     def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
@@ -89,14 +102,18 @@ class SpanCorruption(SelfSupervised):
     def counts(self, length: Int64) -> tuple[Int64, Int64]:
         """How many tokens of texts are corrupted, and in how many spans."""
         noise = np.clip(np.rint(length * self.config.noise_density), 1, length - 1)
-        spans = np.clip(np.rint(noise / self.config.mean_span_length), np.minimum(noise, 1), length - noise)
+        spans = np.clip(
+            np.rint(noise / self.config.mean_span_length), np.minimum(noise, 1), length - noise
+        )
         return noise.astype(np.int64), spans.astype(np.int64)
 
     def cells(self, length: Int64) -> tuple[Int64, Int64]:
         """Those of the source and of the target; or of both without the last token, and of the target."""
         noise, spans = self.counts(length)
         source, target = length - noise + spans + 1, noise + spans + 1
-        return (source, target) if self._layout == "encoder_decoder" else (source + target - 1, target)
+        return (
+            (source, target) if self._layout == "encoder_decoder" else (source + target - 1, target)
+        )
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
         """As for `TextToText`.
@@ -131,7 +148,9 @@ class SpanCorruption(SelfSupervised):
         is_noise = paint(begin, begin + corrupted, np.True_, texts.tokens.size)
         sentinel = self._sentinels[span - (np.cumsum(spans) - spans)[text]]
         # Before each sentinel are those of the spans before, and the ends of the texts before.
-        source_cell, target_cell = (before + span + text for before in (kept_before, corrupted_before))
+        source_cell, target_cell = (
+            before + span + text for before in (kept_before, corrupted_before)
+        )
         source_length, target_length = texts.length - noise + spans + 1, noise + spans + 1
         return Pairs(
             np.arange(spans.size),

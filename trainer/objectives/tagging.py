@@ -75,7 +75,9 @@ class Tagging(Task):
         first_tag = np.cumsum(labels.count) - labels.count + labels.begin
         first_cell = np.arange(length.size) * sequence_length + column
         tags: Int64 = np.full(batch["tokens"].size, -1)
-        tags[np.repeat(first_cell, length) + within] = labels.values[np.repeat(first_tag, length) + within]
+        tags[np.repeat(first_cell, length) + within] = labels.values[
+            np.repeat(first_tag, length) + within
+        ]
         tags = tags.reshape(-1, sequence_length)
         return {**batch, "labels": tags, "weights": (tags >= 0) * examples.weight[:, None]}
 
@@ -83,15 +85,22 @@ class Tagging(Task):
         """The number of tags that count."""
         return {"tags": float(batch["weights"].sum())}
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
+    def loss(
+        self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]
+    ) -> Loss:
         """Cross-entropy in float32, over the step's number of tags, totals["tags"]."""
         scores = logits(model, batch, self.predicts).float()
         labels, weights = batch["labels"], batch["weights"]
-        nll = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-1)
+        nll = F.cross_entropy(
+            scores.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-1
+        )
         nll = (nll * weights.flatten()).sum()
         tags = scores.detach().argmax(-1)
         weight = weights.sum()
-        metrics = {"loss": (nll.detach(), weight), "accuracy": (((tags == labels) * weights).sum(), weight)}
+        metrics = {
+            "loss": (nll.detach(), weight),
+            "accuracy": (((tags == labels) * weights).sum(), weight),
+        }
         return Loss(nll / totals["tags"], metrics, tags.float())
 
     @property
@@ -105,7 +114,9 @@ class Tagging(Task):
 
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
         """The words of each row, their tags as label, and the predicted ones."""
-        for row, true, found in zip(predictions.rows, _true_tags(predictions), self.tags(predictions), strict=True):
+        for row, true, found in zip(
+            predictions.rows, _true_tags(predictions), self.tags(predictions), strict=True
+        ):
             words = [row.texts[-1][begin:end] for begin, end, _ in row.spans]
             yield {"words": words, "label": true, "prediction": found}
 
@@ -129,7 +140,9 @@ def _true_tags(predictions: Predictions) -> list[list[str]]:
 def _tags_of_tokens(of_row: RowWindows, predictions: Predictions) -> Int64:
     """int64 [n + 1], the tag of each token of a row, and -1, which goes for none."""
     tags: Int64 = np.full(len(of_row.row.offsets) + 1, -1)
-    for example, begin, column, length in zip(*(array.tolist() for array in of_row[1:]), strict=True):
+    for example, begin, column, length in zip(
+        *(array.tolist() for array in of_row[1:]), strict=True
+    ):
         tags[begin : begin + length] = predictions.outputs[example, column : column + length]
     return tags
 
@@ -141,7 +154,9 @@ def _first_tokens(words: Int64, tokens: Int64) -> Int64:
         words: int64 [w, 2], their characters, from and to.
         tokens: int64 [n, 2], likewise, in order.
     """
-    visible = np.flatnonzero(tokens[:, 0] < tokens[:, 1])  # of white space alone there may be tokens without any
+    visible = np.flatnonzero(
+        tokens[:, 0] < tokens[:, 1]
+    )  # of white space alone there may be tokens without any
     if not visible.size:
         return np.full(len(words), -1)
     begin, end = tokens[visible].T

@@ -59,7 +59,11 @@ class TaskRows:
             self._rows, self._prefix = Rows.between_specials(vocabulary), 1
         else:
             self._prefix = int(begin is not None and begin != end)
-            self._rows = Rows(end if begin is None else begin, end, end if vocabulary.pad is None else vocabulary.pad)
+            self._rows = Rows(
+                end if begin is None else begin,
+                end,
+                end if vocabulary.pad is None else vocabulary.pad,
+            )
 
     def pack_spec(self, sequence_length: int, parts: Parts) -> PackSpec:
         """A cell for the special token that comes before a sequence, if one does, and one for that after it.
@@ -72,20 +76,28 @@ class TaskRows:
     def lay_out(self, examples: Examples, width: int, choices: int = 1) -> Batch:
         """The rows of a micro-batch, S = `width`, k = `choices`; see the class for the arrays."""
         count = examples.key.size * choices
-        first = examples.row * (choices * width) + examples.column  # cells are numbered through the batch
+        first = (
+            examples.row * (choices * width) + examples.column
+        )  # cells are numbered through the batch
         sequence, column = np.divmod(first, width)
         last = np.flatnonzero(np.diff(sequence, append=-1))
-        end = np.full((count, 1), self._prefix + 1)  # the special tokens, where a sequence has no text at all
+        end = np.full(
+            (count, 1), self._prefix + 1
+        )  # the special tokens, where a sequence has no text at all
         end[sequence[last], 0] = column[last] + examples.length[last] + 1
 
         cell = np.arange(width, dtype=np.int32)
         used = cell < end
         tokens = np.where(used, self._rows.end, self._rows.pad)
         tokens[:, : self._prefix] = self._rows.begin
-        tokens.reshape(-1)[paint(first, first + examples.length, True, count * width)] = examples.tokens
+        tokens.reshape(-1)[paint(first, first + examples.length, True, count * width)] = (
+            examples.tokens
+        )
         arrays = {"tokens": tokens, "segments": used.astype(np.int32), "positions": cell * used}
         if self.reads == "first" and self.between == 1:
-            later = np.flatnonzero(column > self._prefix)  # pieces of a second text, or of one after it
+            later = np.flatnonzero(
+                column > self._prefix
+            )  # pieces of a second text, or of one after it
             later = later[np.diff(sequence[later], prepend=-1) > 0]
             second = np.full((count, 1), width)
             second[sequence[later], 0] = column[later]
@@ -105,7 +117,11 @@ class TaskRows:
 
     def cell_after(self, column: Int64, length: Int64) -> Int64:
         """As `read_cells`, of sequences whose last pieces begin in `column` and have `length` tokens; int64 each."""
-        return np.zeros_like(column) if self.reads == "first" else np.maximum(column + length, self._prefix)
+        return (
+            np.zeros_like(column)
+            if self.reads == "first"
+            else np.maximum(column + length, self._prefix)
+        )
 
     def windows(self, predictions: Predictions, most: int | None) -> Iterator[RowWindows]:
         """The windows of each row of a split; of an evaluation of some batches only, there may be others.
@@ -115,7 +131,9 @@ class TaskRows:
             most: of the `Parts`.
         """
         order = np.lexsort((predictions.begin, predictions.document))
-        edges = np.searchsorted(predictions.document[order], np.arange(len(predictions.rows) + 1)).tolist()
+        edges = np.searchsorted(
+            predictions.document[order], np.arange(len(predictions.rows) + 1)
+        ).tolist()
         for number, row in enumerate(predictions.rows):
             example = order[edges[number] : edges[number + 1]]
             begin, column = predictions.begin[example], predictions.column[example]
@@ -133,7 +151,9 @@ def _usual_cell(vocabulary: Vocabulary) -> Cell:
         return "first"  # which says what is missing
     has_own = vocabulary.cls not in (None, vocabulary.end)
     # SentencePiece may begin texts with a token, too, as for decoders; but RoBERTa's has masks.
-    return "first" if has_own and (vocabulary.eos is None or vocabulary.mask is not None) else "last"
+    return (
+        "first" if has_own and (vocabulary.eos is None or vocabulary.mask is not None) else "last"
+    )
 
 
 def reads_for(missing: Outputs, offers: Outputs) -> tuple[str, ...]:
@@ -162,7 +182,10 @@ def last_pieces(examples: Examples) -> tuple[Int64, Int64]:
     """The first cell and the length of each example's last piece, int64 [B] each; 0 and 0 where it has none."""
     last = np.flatnonzero(np.diff(examples.row, append=-1))
     column, length = np.zeros((2, examples.key.size), dtype=np.int64)
-    column[examples.row[last]], length[examples.row[last]] = examples.column[last], examples.length[last]
+    column[examples.row[last]], length[examples.row[last]] = (
+        examples.column[last],
+        examples.length[last],
+    )
     return column, length
 
 
@@ -171,7 +194,9 @@ def count_examples(batch: Mapping[str, Any]) -> dict[str, float]:
     return {"examples": float(batch["weights"].sum())}
 
 
-def class_loss(logits: Tensor, target: Tensor, weights: Tensor, total: Tensor, label_smoothing: float = 0.0) -> Loss:
+def class_loss(
+    logits: Tensor, target: Tensor, weights: Tensor, total: Tensor, label_smoothing: float = 0.0
+) -> Loss:
     """Cross-entropy in float32, and the share of rows whose class has the highest score.
 
     Args:
@@ -187,7 +212,11 @@ def class_loss(logits: Tensor, target: Tensor, weights: Tensor, total: Tensor, l
     label = target.argmax(-1) if target.is_floating_point() else target
     correct = ((logits.detach().argmax(-1) == label) * weights).sum()
     weight = weights.sum()
-    return Loss(nll / total, {"loss": (nll.detach(), weight), "accuracy": (correct, weight)}, logits.detach())
+    return Loss(
+        nll / total,
+        {"loss": (nll.detach(), weight), "accuracy": (correct, weight)},
+        logits.detach(),
+    )
 
 
 class Scored(NamedTuple):

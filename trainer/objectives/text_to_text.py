@@ -128,17 +128,24 @@ class TextToText(Objective):
         """
         row, source, target = self.sources_and_targets(examples)
         lay_out = self._for_both if self._layout == "encoder_decoder" else self._for_decoder
-        batch, used = lay_out(row, source, target, (examples.key.size, *self._size(sequence_length)))
+        batch, used = lay_out(
+            row, source, target, (examples.key.size, *self._size(sequence_length))
+        )
         return {**batch, "weights": used * examples.weight[:, None]}
 
     @abstractmethod
     def _size(self, sequence_length: int) -> tuple[int, int]:
         """Cells of the sides, S and T (or P), by the `sequence_length` of the `PackSpec`."""
 
-    def _for_both(self, row: Int64, source: Ragged, target: Ragged, shape: tuple[int, int, int]) -> tuple[Batch, Bools]:
+    def _for_both(
+        self, row: Int64, source: Ragged, target: Ragged, shape: tuple[int, int, int]
+    ) -> tuple[Batch, Bools]:
         """The arrays of sources for an encoder and targets for a decoder, and what is predicted; `shape` is B, S, T."""
         rows, width, target_width = shape
-        sources, targets = _Grid(row, source.length, (rows, width)), _Grid(row, target.length, (rows, target_width))
+        sources, targets = (
+            _Grid(row, source.length, (rows, width)),
+            _Grid(row, target.length, (rows, target_width)),
+        )
         shifted = np.roll(target.tokens, 1)
         shifted[targets.start] = self._pad
         return {
@@ -180,15 +187,22 @@ class TextToText(Objective):
         """The number of predictions that count."""
         return {"lm": float(batch["weights"].sum())}
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> Loss:
+    def loss(
+        self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]
+    ) -> Loss:
         """As `rows.language_model_loss`."""
         return language_model_loss(model, self.predicts, batch, totals, self._z_loss)
 
-    def _joined(self, text: Int32, length: Int64, cell: npt.ArrayLike = (), token: npt.ArrayLike = ()) -> Ragged:
+    def _joined(
+        self, text: Int32, length: Int64, cell: npt.ArrayLike = (), token: npt.ArrayLike = ()
+    ) -> Ragged:
         """Sequences of the lengths: `token` in each `cell`, counted through all of them, the end token, and text."""
         tokens = np.empty(length.sum(), dtype=np.int32)
         is_text = np.ones(tokens.size, dtype=np.bool_)
-        for cells, special in ((np.asarray(cell, dtype=np.int64), token), (np.cumsum(length) - 1, self._eos)):
+        for cells, special in (
+            (np.asarray(cell, dtype=np.int64), token),
+            (np.cumsum(length) - 1, self._eos),
+        ):
             tokens[cells] = special
             is_text[cells] = False
         tokens[is_text] = text
@@ -206,7 +220,13 @@ class SelfSupervised(TextToText):
         target_length: T, or for a decoder alone P; None is what a row of a single text needs.
     """
 
-    def __init__(self, vocabulary: Vocabulary, layout: Layout, z_loss: float, target_length: int | None = None) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        layout: Layout,
+        z_loss: float,
+        target_length: int | None = None,
+    ) -> None:
         super().__init__(vocabulary, layout, z_loss)
         self._target_length = target_length
 
@@ -227,7 +247,9 @@ class SelfSupervised(TextToText):
         cost = np.stack(self.cells(np.arange(1, _MOST_TOKENS + 1)), axis=1)
         least, longest = cost[0, 0], cost[-1, 0]
         if not least <= sequence_length <= longest:
-            raise ConfigError(f"sequence_length is {sequence_length}; use {least} to {longest}, for example 512")
+            raise ConfigError(
+                f"sequence_length is {sequence_length}; use {least} to {longest}, for example 512"
+            )
         most = int(np.searchsorted(cost[:, 0], sequence_length, side="right"))
         size = self._size(most)
         if size[1] < cost[most - 1, 1]:
@@ -235,7 +257,11 @@ class SelfSupervised(TextToText):
                 f"target_length is {size[1]}, and the {most} tokens of text that fit into {sequence_length} cells "
                 f"give targets of {cost[most - 1, 1]}; set it to at least that, or to null"
             )
-        sides = Sides(size, tuple((a, b) for a, b in cost[:most].tolist()), joined=self._layout != "encoder_decoder")
+        sides = Sides(
+            size,
+            tuple((a, b) for a, b in cost[:most].tolist()),
+            joined=self._layout != "encoder_decoder",
+        )
         return PackSpec(most, prefix=0, suffix=0, sides=sides)
 
     def _size(self, text_length: int) -> tuple[int, int]:
@@ -256,7 +282,9 @@ class SelfSupervised(TextToText):
             row = np.flatnonzero(filled)
             length = filled[row]
         number = np.arange(row.size) - np.searchsorted(row, row)
-        text, source, target = self.pairs(Ragged(examples.tokens, length), combine(examples.key[row], number))
+        text, source, target = self.pairs(
+            Ragged(examples.tokens, length), combine(examples.key[row], number)
+        )
         return row[text], source, target
 
 
@@ -280,7 +308,9 @@ class _Grid:
         self.start = np.cumsum(length) - length
         first = np.searchsorted(row, row)
         self.column = self.start - self.start[first]
-        self.position = np.arange(length.sum(), dtype=np.int32) - np.repeat(self.start.astype(np.int32), length)
+        self.position = np.arange(length.sum(), dtype=np.int32) - np.repeat(
+            self.start.astype(np.int32), length
+        )
         self._length = length
         self._number = (np.arange(1, row.size + 1) - first).astype(np.int32)
 

@@ -45,11 +45,16 @@ def choose_words(key: U64, maskable: Bools, continuing: Bools, budget: Int64) ->
     rank = np.full((rows, width), _NEVER)
     rank[begins] = (combine(key[row], _WORD, column) & ~_COLUMN_BITS) | column
     rank.sort(axis=1)  # the column in the low bits makes hashes distinct, and saves sorting indices
-    at = np.minimum((rank & _COLUMN_BITS).astype(np.int64), width - 1) + np.arange(rows)[:, None] * width
+    at = (
+        np.minimum((rank & _COLUMN_BITS).astype(np.int64), width - 1)
+        + np.arange(rows)[:, None] * width
+    )
     taken = _take(np.where(rank == _NEVER, 0, length.take(at)), budget)
     chosen = np.zeros(maskable.size, dtype=np.bool_)
     chosen[at[taken]] = True
-    return maskable & chosen.take(first).take(word).reshape(maskable.shape) if len(first) else maskable
+    return (
+        maskable & chosen.take(first).take(word).reshape(maskable.shape) if len(first) else maskable
+    )
 
 
 def _take(lengths: npt.NDArray[np.int32], budget: Int64) -> Bools:

@@ -64,11 +64,15 @@ class Config:
             if not 0 < (value := getattr(self, name)) < math.inf:
                 raise ConfigError(f"{name} is {value}; use a number above 0")
         if not 0 <= self.beta1 < 1:
-            raise ConfigError(f"beta1 is {self.beta1}; use a number from 0, for none, up to below 1")
+            raise ConfigError(
+                f"beta1 is {self.beta1}; use a number from 0, for none, up to below 1"
+            )
         if not 1e-37 <= self.eps < math.inf:  # the least that fp32 holds in full precision
             raise ConfigError(f"eps is {self.eps}; use a number of 1e-37 or more, as 1e-30")
         if self.min_dim_size_to_factor < 0:
-            raise ConfigError(f"min_dim_size_to_factor is {self.min_dim_size_to_factor}; use 0 or more")
+            raise ConfigError(
+                f"min_dim_size_to_factor is {self.min_dim_size_to_factor}; use 0 or more"
+            )
 
     def build(
         self,
@@ -79,7 +83,11 @@ class Config:
         named = list(parameters)
         return Adafactor(
             parameter_groups(named, self.weight_decay),
-            {parameter: structure.stacked[name] for name, parameter in named if name in structure.stacked},
+            {
+                parameter: structure.stacked[name]
+                for name, parameter in named
+                if name in structure.stacked
+            },
             self,
         )
 
@@ -128,7 +136,10 @@ class Adafactor(Blockwise):
     def _create_state(self, weight: Tensor) -> None:
         """Second moments as they are where gradients have been 0 so far."""
         eps, state = self._config.eps, self.state[weight]
-        if len(layer_shape(weight)) == 2 and min(self._stack(weight)[1:]) >= self._config.min_dim_size_to_factor:
+        if (
+            len(layer_shape(weight)) == 2
+            and min(self._stack(weight)[1:]) >= self._config.min_dim_size_to_factor
+        ):
             whole = partial(torch.full, fill_value=eps, dtype=weight.dtype, device=weight.device)
             (*stack, rows, columns), (_, height, _) = whole_shape(weight), self._stack(weight)
             state["exp_avg_sq_row"] = whole((*stack, rows))
@@ -147,7 +158,9 @@ class Adafactor(Blockwise):
                 gradient.masked_fill_(self.found_inf.bool(), 0)
         return gradients
 
-    def _update_moments(self, weights: list[Tensor], gradients: list[Tensor], squares: Tensor) -> Tensor:
+    def _update_moments(
+        self, weights: list[Tensor], gradients: list[Tensor], squares: Tensor
+    ) -> Tensor:
         """Brings the second moments up to date.
 
         Args:
@@ -172,12 +185,17 @@ class Adafactor(Blockwise):
                 sums += self._factor(weight, squared)
         totals = add_up(torch.cat([each.flatten() for each in sums]), weights[0])
         squares, *whole = torch.split(totals, [each.numel() for each in sums])
-        means += [mean.to(moment.dtype).view(moment.shape) for mean, moment in zip(whole, factored, strict=True)]
+        means += [
+            mean.to(moment.dtype).view(moment.shape)
+            for mean, moment in zip(whole, factored, strict=True)
+        ]
         share = self.param_groups[0]["updates"] ** -self._config.decay_rate
         parts = local_parts(moments + factored)
         self._shrink(parts, share)
         torch._foreach_add_(means, self._config.eps)
-        torch._foreach_mul_(means, (number(share, squares) * self._kept(squares)).to(means[0].dtype))
+        torch._foreach_mul_(
+            means, (number(share, squares) * self._kept(squares)).to(means[0].dtype)
+        )
         torch._foreach_add_(parts, means)
         return squares
 
@@ -187,7 +205,10 @@ class Adafactor(Blockwise):
         if isinstance(weight, StackedParameter):
             inside = [squared.where(each, 0).sum(1) for each in _masks(squared, rows)]
             return squared.sum(2) / columns, torch.stack(inside, 1) / rows
-        row_means, column_means = squared.new_zeros(blocks, rows), squared.new_zeros(blocks, columns)
+        row_means, column_means = (
+            squared.new_zeros(blocks, rows),
+            squared.new_zeros(blocks, columns),
+        )
         for part, row, column in self._rectangles(weight, squared):
             row_means[row] += part.sum(2) / columns
             column_means[column] += part.sum(1) / rows
@@ -204,7 +225,9 @@ class Adafactor(Blockwise):
         Each comes with its place among all [blocks, rows], and that among [blocks, columns].
         """
         for rectangle, offset in rectangles(part, flat_start(weight), self._stack(weight)):
-            block, row, column = (slice(i, i + n) for i, n in zip(offset, rectangle.shape, strict=True))
+            block, row, column = (
+                slice(i, i + n) for i, n in zip(offset, rectangle.shape, strict=True)
+            )
             yield rectangle, (block, row), (block, column)
 
     def _precondition(self, weights: list[Tensor], gradients: list[Tensor]) -> None:
@@ -243,7 +266,9 @@ class Adafactor(Blockwise):
             self._shrink(blocks, group["lr"] * group["weight_decay"])
         factors = list(torch._foreach_mul(factors, number(group["lr"], blocks[0])))
         if beta1 > 0:
-            means = self._blocks(weights, local_parts(self.state[weight]["exp_avg"] for weight in weights))
+            means = self._blocks(
+                weights, local_parts(self.state[weight]["exp_avg"] for weight in weights)
+            )
             self._shrink(means, 1 - beta1)
             torch._foreach_addcmul_(means, changes, factors, value=1 - beta1)
             changes, factors = means, [self._kept(means[0]).to(means[0].dtype)] * len(means)

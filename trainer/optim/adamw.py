@@ -40,13 +40,17 @@ class Config:
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"betas is {list(self.betas)}; use two numbers from 0 up to below 1, as [0.9, 0.999]")
+            raise ConfigError(
+                f"betas is {list(self.betas)}; use two numbers from 0 up to below 1, as [0.9, 0.999]"
+            )
         for name in ("lr", "weight_decay"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} is {value}; use a number of 0 or more")
         if not 0 < self.layer_decay <= 1:
-            raise ConfigError(f"layer_decay is {self.layer_decay}; use 1 for none, or a share as 0.9")
+            raise ConfigError(
+                f"layer_decay is {self.layer_decay}; use 1 for none, or a share as 0.9"
+            )
         if not 0 < self.eps < math.inf:
             raise ConfigError(f"eps is {self.eps}; use a number above 0, as 1e-6")
 
@@ -56,10 +60,17 @@ class Config:
         structure: Structure = Structure(),  # noqa: B008
     ) -> Optimizer:
         """Makes the optimizer of these named parameters, on the device they are on."""
-        groups = parameter_groups(parameters, self.weight_decay, self.layer_decay, structure.layers_above)
+        groups = parameter_groups(
+            parameters, self.weight_decay, self.layer_decay, structure.layers_above
+        )
         if not kernels.has_fused_optimizers(groups[0]["params"][0].device):
             return TracedAdamW(
-                groups, {}, lr=self.lr, betas=self.betas, eps=self.eps, bias_correction=self.bias_correction
+                groups,
+                {},
+                lr=self.lr,
+                betas=self.betas,
+                eps=self.eps,
+                bias_correction=self.bias_correction,
             )
         fused = AdamW if self.bias_correction else UncorrectedAdamW
         return fused(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
@@ -79,13 +90,18 @@ class UncorrectedAdamW(AdamW):
     The number of updates is kept on the host, in each group's "updates", so that no step waits for the device.
     """
 
-    def __init__(self, groups: list[Group], lr: float, betas: tuple[float, float], eps: float, fused: bool) -> None:
+    def __init__(
+        self, groups: list[Group], lr: float, betas: tuple[float, float], eps: float, fused: bool
+    ) -> None:
         counted = [{**group, "updates": 0} for group in groups]
         super().__init__(counted, lr=lr, betas=betas, eps=eps, fused=fused)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Makes one update; before and after it the groups hold the settings of BERT's formula."""
-        settings = [{key: group[key] for key in ("lr", "eps", "weight_decay")} for group in self.param_groups]
+        settings = [
+            {key: group[key] for key in ("lr", "eps", "weight_decay")}
+            for group in self.param_groups
+        ]
         for group in self.param_groups:
             group["updates"] += 1
             beta1, beta2 = group["betas"]
@@ -104,5 +120,9 @@ class UncorrectedAdamW(AdamW):
 class TracedAdamW(DecayedAdam):
     """AdamW of plain operations, for devices that torch has no fused kernels for."""
 
-    def _scales(self, weights: list[Tensor], blocks: list[Tensor], changes: list[Tensor]) -> list[Tensor]:
-        return list(torch.ones(len(blocks), dtype=blocks[0].dtype, device=blocks[0].device).unbind())
+    def _scales(
+        self, weights: list[Tensor], blocks: list[Tensor], changes: list[Tensor]
+    ) -> list[Tensor]:
+        return list(
+            torch.ones(len(blocks), dtype=blocks[0].dtype, device=blocks[0].device).unbind()
+        )

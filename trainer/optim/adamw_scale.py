@@ -36,7 +36,11 @@ class Config(adamw.Config):
         named = list(parameters)
         return AdamWScale(
             parameter_groups(named, self.weight_decay, self.layer_decay, structure.layers_above),
-            blocks={parameter: structure.stacked[name] for name, parameter in named if name in structure.stacked},
+            blocks={
+                parameter: structure.stacked[name]
+                for name, parameter in named
+                if name in structure.stacked
+            },
             lr=self.lr,
             betas=self.betas,
             eps=self.eps,
@@ -63,9 +67,16 @@ class AdamWScale(BlockwiseAdam):
 
     def _adam(self, group: Group, weights: list[Tensor]) -> list[Tensor]:
         if group["bias_correction"]:  # the kernel's u is (m / c1) / (sqrt(v) / c2 + eps)
-            group = {**group, "eps": group["eps"] / math.sqrt(1 - group["betas"][1] ** group["updates"])}
+            group = {
+                **group,
+                "eps": group["eps"] / math.sqrt(1 - group["betas"][1] ** group["updates"]),
+            }
         return super()._adam(group, weights)
 
-    def _scales(self, weights: list[Tensor], blocks: list[Tensor], changes: list[Tensor]) -> list[Tensor]:
-        rms = whole_norms(blocks, weights[0], self._counts_of(weights)) / self._sizes(weights).sqrt()
+    def _scales(
+        self, weights: list[Tensor], blocks: list[Tensor], changes: list[Tensor]
+    ) -> list[Tensor]:
+        rms = (
+            whole_norms(blocks, weights[0], self._counts_of(weights)) / self._sizes(weights).sqrt()
+        )
         return self._factors(rms.clamp(min=MIN_RMS), weights, blocks)

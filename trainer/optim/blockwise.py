@@ -40,7 +40,9 @@ class Blockwise(Optimizer):
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
-    def __init__(self, groups: list[Group], blocks: Mapping[Tensor, int], **settings: object) -> None:
+    def __init__(
+        self, groups: list[Group], blocks: Mapping[Tensor, int], **settings: object
+    ) -> None:
         super().__init__([{**group, "updates": 0} for group in groups], settings)
         weights = [weight for group in groups for weight in group["params"]]
         self._counts = {weight: _counts(weight, blocks.get(weight, 1)) for weight in weights}
@@ -112,14 +114,19 @@ class BlockwiseAdam(Blockwise):
         for group in self.param_groups:
             group["updates"] += 1
         updates = [update for group, some, _ in members for update in self._adam(group, some)]
-        blocks, changes = self._blocks(weights, local_parts(weights)), self._blocks(weights, updates)
+        blocks, changes = (
+            self._blocks(weights, local_parts(weights)),
+            self._blocks(weights, updates),
+        )
         scales = self._scales(weights, blocks, changes)
         for group, _, part in members:
             factors = torch._foreach_mul(scales[part], number(-group["lr"], blocks[0]))
             torch._foreach_addcmul_(blocks[part], changes[part], factors)
 
     @abstractmethod
-    def _scales(self, weights: list[Tensor], blocks: list[Tensor], changes: list[Tensor]) -> list[Tensor]:
+    def _scales(
+        self, weights: list[Tensor], blocks: list[Tensor], changes: list[Tensor]
+    ) -> list[Tensor]:
         """What the update of each block is multiplied by: as of `_factors`, or scalars on the device.
 
         Args:
@@ -132,10 +139,14 @@ class BlockwiseAdam(Blockwise):
         """Brings the running means up to date; returns the u of each weight, as much of it as this process holds."""
         for weight in weights:
             if not self.state[weight]:
-                self.state[weight] = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
+                self.state[weight] = {
+                    "exp_avg": torch.zeros_like(weight),
+                    "exp_avg_sq": torch.zeros_like(weight),
+                }
         gradients = local_parts(weight.grad for weight in weights if weight.grad is not None)
         means, squares = (
-            local_parts(self.state[weight][name] for weight in weights) for name in ("exp_avg", "exp_avg_sq")
+            local_parts(self.state[weight][name] for weight in weights)
+            for name in ("exp_avg", "exp_avg_sq")
         )
         fused = kernels.has_fused_optimizers(weights[0].device)
         compute = self._fused_adam if fused else self._traced_adam
@@ -172,7 +183,10 @@ class BlockwiseAdam(Blockwise):
         self, group: Group, gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]
     ) -> list[Tensor]:
         """By plain operations, for devices without such a kernel: numbers that change from step to step are tensors."""
-        (beta1, beta2), t = group["betas"], group["updates"] if group["bias_correction"] else math.inf
+        (beta1, beta2), t = (
+            group["betas"],
+            group["updates"] if group["bias_correction"] else math.inf,
+        )
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)

@@ -17,7 +17,10 @@ from trainer.partition import layer_shape, state_like
 
 Group: TypeAlias = dict[str, Any]
 """Of `torch.optim`: the parameters under "params", and their settings by name."""
-_WHOLE = ("exp_avg_sq_row", "exp_avg_sq_col")  # Adafactor's means, which every process has the whole of
+_WHOLE = (
+    "exp_avg_sq_row",
+    "exp_avg_sq_col",
+)  # Adafactor's means, which every process has the whole of
 
 
 def parameter_groups(
@@ -63,7 +66,10 @@ def prime(optimizer: Optimizer) -> None:
 
     The state is then what a new optimizer starts from, and a checkpoint can be copied into it.
     """
-    settings = [{"lr": group["lr"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]
+    settings = [
+        {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+        for group in optimizer.param_groups
+    ]
     for group in optimizer.param_groups:
         group.update(lr=0.0, weight_decay=0.0)
         for parameter in group["params"]:
@@ -85,7 +91,9 @@ def set_step(optimizer: Optimizer, step: int) -> None:
             state["step"].fill_(step)
 
 
-def state_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+def state_tensors(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> dict[str, Tensor]:
     """The state of a primed optimizer as "exp_avg/<parameter name>" and so on; step counts are left out.
 
     The tensors share the optimizer's memory: fill them in place. They are split like their parameters, but for

@@ -38,7 +38,9 @@ class Config(adamw.Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_trust_ratio is not None and not 0 < self.max_trust_ratio < math.inf:
-            raise ConfigError(f"max_trust_ratio is {self.max_trust_ratio}; use a number above 0, or null for no bound")
+            raise ConfigError(
+                f"max_trust_ratio is {self.max_trust_ratio}; use a number above 0, or null for no bound"
+            )
 
     def build(
         self,
@@ -49,7 +51,11 @@ class Config(adamw.Config):
         named = list(parameters)
         return Lamb(
             parameter_groups(named, self.weight_decay, self.layer_decay, structure.layers_above),
-            blocks={parameter: structure.stacked[name] for name, parameter in named if name in structure.stacked},
+            blocks={
+                parameter: structure.stacked[name]
+                for name, parameter in named
+                if name in structure.stacked
+            },
             lr=self.lr,
             betas=self.betas,
             eps=self.eps,
@@ -69,10 +75,16 @@ class Lamb(DecayedAdam):
     they are split; the rest is local.
     """
 
-    def _scales(self, weights: list[Tensor], blocks: list[Tensor], changes: list[Tensor]) -> list[Tensor]:
+    def _scales(
+        self, weights: list[Tensor], blocks: list[Tensor], changes: list[Tensor]
+    ) -> list[Tensor]:
         counts = self._counts_of(weights)
-        weight_norms, update_norms = whole_norms([*blocks, *changes], weights[0], counts + counts).chunk(2)
-        ratios = torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0)
+        weight_norms, update_norms = whole_norms(
+            [*blocks, *changes], weights[0], counts + counts
+        ).chunk(2)
+        ratios = torch.where(
+            (weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0
+        )
         if self.defaults["max_trust_ratio"] is not None:
             ratios = ratios.clamp(max=self.defaults["max_trust_ratio"])
         kept = self._kept(ratios)

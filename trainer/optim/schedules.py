@@ -26,7 +26,9 @@ class Schedule:
         final_fraction: the fraction that the rate has come down to when the run is over.
     """
 
-    decay: Literal["linear", "cosine", "polynomial", "1-sqrt", "inverse_sqrt", "constant"] = "linear"
+    decay: Literal["linear", "cosine", "polynomial", "1-sqrt", "inverse_sqrt", "constant"] = (
+        "linear"
+    )
     warmup_steps: int = 0
     initial_fraction: float = 0.0
     decay_start: int | None = None
@@ -37,7 +39,9 @@ class Schedule:
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps is {self.warmup_steps}; use 0 or more")
         if self.decay_start is not None and self.decay_start < 0:
-            raise ConfigError(f"decay_start is {self.decay_start}; use a step from 0, or null for the warm-up's end")
+            raise ConfigError(
+                f"decay_start is {self.decay_start}; use a step from 0, or null for the warm-up's end"
+            )
         if not 0 < self.power < math.inf:
             raise ConfigError(f"power is {self.power}; use a number above 0")
         for name in ("initial_fraction", "final_fraction"):
@@ -49,13 +53,18 @@ class Schedule:
             )
         meaningless = {
             "power": self.power != 1 and self.decay != "polynomial",
-            "final_fraction": self.final_fraction != 0 and self.decay in ("constant", "inverse_sqrt"),
+            "final_fraction": self.final_fraction != 0
+            and self.decay in ("constant", "inverse_sqrt"),
             "decay_start": self.decay_start is not None and self.decay == "constant",
         }
         for name in (name for name, found in meaningless.items() if found):
-            raise ConfigError(f"{name} {getattr(self, name)} means nothing to decay {self.decay}; remove it")
+            raise ConfigError(
+                f"{name} {getattr(self, name)} means nothing to decay {self.decay}; remove it"
+            )
         if self.decay == "inverse_sqrt" and self._start < 1:
-            raise ConfigError("decay inverse_sqrt cannot begin at step 0; set warmup_steps or decay_start above 0")
+            raise ConfigError(
+                "decay inverse_sqrt cannot begin at step 0; set warmup_steps or decay_start above 0"
+            )
 
     @property
     def _start(self) -> int:
@@ -84,13 +93,17 @@ def lr_fraction(config: Schedule, step: int, total_steps: int) -> float:
             f"warmup_steps {config.warmup_steps} is more than the {total_steps} steps of the schedule; the full "
             f"learning rate would never be used; set schedule.warmup_steps to about {max(1, total_steps // 10)}"
         )
-    if start > total_steps and config.decay != "inverse_sqrt":  # which does not depend on where the run ends
+    if (
+        start > total_steps and config.decay != "inverse_sqrt"
+    ):  # which does not depend on where the run ends
         raise ConfigError(
             f"decay_start {start} is after the {total_steps} steps of the schedule; set schedule.decay_start to at "
             f"most that, or schedule.decay to constant"
         )
     if step < config.warmup_steps:
-        return config.initial_fraction + (1 - config.initial_fraction) * (step / config.warmup_steps)
+        return config.initial_fraction + (1 - config.initial_fraction) * (
+            step / config.warmup_steps
+        )
     if config.decay == "constant":
         return 1.0
     if config.decay == "inverse_sqrt":

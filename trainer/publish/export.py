@@ -60,9 +60,13 @@ def export_adapter(checkpoint: str, folder: str) -> None:
     """
     weights = load_weights(checkpoint)
     if weights.config.peft is None or weights.base is None:
-        raise ConfigError(f"{checkpoint} holds a whole model, to which nothing was added; leave --adapter out")
+        raise ConfigError(
+            f"{checkpoint} holds a whole model, to which nothing was added; leave --adapter out"
+        )
     base = weights.base
-    while base.base is not None and base.config.peft is not None:  # the run went on with what was added there
+    while (
+        base.base is not None and base.config.peft is not None
+    ):  # the run went on with what was added there
         base = base.base
     name, revision = name_and_revision(base.hub) if base.hub else (base.path, "")
     content, tensors = adapters.export_adapter(weights.config, weights.tensors, name)
@@ -72,12 +76,17 @@ def export_adapter(checkpoint: str, folder: str) -> None:
     card = model_card.write(weights, checkpoint, Path(folder).absolute().name, base=base)
     with tempfile.TemporaryDirectory() as files:
         tokenizer.save(files)
-        if tokenizer.vocabulary.pad is not None:  # a new token would need a row in the base's embeddings
+        if (
+            tokenizer.vocabulary.pad is not None
+        ):  # a new token would need a row in the base's embeddings
             exported_tokenizer.adapt(Path(files), weights.config, tokenizer.vocabulary)
         huggingface.save_folder(Path(folder), content, tensors, Path(files), card, adapter=True)
     logger.info("wrote %s: %d tensors of %s, for %s", folder, len(tensors), checkpoint, name)
     if base.step is not None:
-        logger.warning("peft reads it with its base, which has to be exported, too: samestep export %s DIR", name)
+        logger.warning(
+            "peft reads it with its base, which has to be exported, too: samestep export %s DIR",
+            name,
+        )
 
 
 def _merged(weights: Weights, checkpoint: str) -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -91,7 +100,9 @@ def _merged(weights: Weights, checkpoint: str) -> tuple[ModelConfig, dict[str, T
         fix = "use the checkpoint with samestep"
         if adapters.can_export(config):
             fix = f"samestep export {checkpoint} DIR --adapter writes it for the peft library"
-        raise ConfigError(f"{checkpoint} holds a model with {kind}, which cannot be part of plain weights; {fix}")
+        raise ConfigError(
+            f"{checkpoint} holds a model with {kind}, which cannot be part of plain weights; {fix}"
+        )
     with torch.device("meta"):
         model = config.build()
     return config.without_peft(), peft.merge(model, weights.tensors)

@@ -28,7 +28,9 @@ from trainer.training.weights import Weights
 
 _FAMILIES = {"bert": "BERT", "roberta": "RoBERTa", "gpt2": "GPT-2", "openai-gpt": "GPT", "t5": "T5"}
 _MOST = 30  # labels or files that are named
-_SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE
+)
 _MARKUP = re.compile(r"([\\`*\[\]<>|#~&$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
 
 _PIPELINE_EXAMPLE = """\
@@ -77,7 +79,9 @@ model = PeftModel.from_pretrained(base, {name!r})
 """
 
 
-def write(weights: Weights, source: str, name: str, mask: str | None = None, base: Weights | None = None) -> str:
+def write(
+    weights: Weights, source: str, name: str, mask: str | None = None, base: Weights | None = None
+) -> str:
     """The card of a model that is exported, or of what was added to one.
 
     Args:
@@ -100,7 +104,12 @@ def write(weights: Weights, source: str, name: str, mask: str | None = None, bas
         _section("Trained on", data),
         _section("Training", _table(_training(meta, origin))),
         _section("Held-out scores", _scores(weights, _run_folder(weights, source))),
-        _section("Use", _adapter_example(weights, name, base) if base else _example(pipeline, name, mask, pairs)),
+        _section(
+            "Use",
+            _adapter_example(weights, name, base)
+            if base
+            else _example(pipeline, name, mask, pairs),
+        ),
         _section("Configuration", configuration(tree)),
     ]
     return "\n".join(filter(None, sections))
@@ -141,8 +150,14 @@ def _shape(weights: Weights) -> Iterator[tuple[str, object]]:
     yield "width", config.width
     yield "attention heads", config.heads or None
     yield "vocabulary", f"{config.vocab_size:,} rows"
-    yield "longest text", f"{config.max_positions:,} tokens" if config.max_positions is not None else None
-    yield "parameters", f"{sum(math.prod(weights.tensors.shape(name)) for name in weights.tensors):,}"
+    yield (
+        "longest text",
+        f"{config.max_positions:,} tokens" if config.max_positions is not None else None,
+    )
+    yield (
+        "parameters",
+        f"{sum(math.prod(weights.tensors.shape(name)) for name in weights.tensors):,}",
+    )
     yield "labels", _listed(config.labels)
 
 
@@ -152,11 +167,17 @@ def _training(meta: Tree, origin: str | None) -> Iterator[tuple[str, object]]:
         return
     tree, state = meta["config"], meta.get("state", {})
     objective, data, training, optimizer, schedule, strategy = (
-        tree.get(name) or {} for name in ("objective", "data", "training", "optimizer", "schedule", "strategy")
+        tree.get(name) or {}
+        for name in ("objective", "data", "training", "optimizer", "schedule", "strategy")
     )
     yield "started from", None if origin is None else _public(origin)
     yield "objective", objective.get("kind")
-    yield "steps", f"{meta['step']:,} of {training['steps']:,}" if "steps" in training else f"{meta['step']:,}"
+    yield (
+        "steps",
+        f"{meta['step']:,} of {training['steps']:,}"
+        if "steps" in training
+        else f"{meta['step']:,}",
+    )
     yield "examples seen", f"{state['examples']:,}" if "examples" in state else None
     yield "tokens seen", f"{state['tokens']:,}" if "tokens" in state else None
     yield "sequence length", data.get("sequence_length")
@@ -170,7 +191,10 @@ def _training(meta: Tree, origin: str | None) -> Iterator[tuple[str, object]]:
     yield "seed", tree.get("seed")
     yield "strategy", strategy.get("kind")
     yield "precision", training.get("precision")
-    yield "software", ", ".join(f"{name} {version}" for name, version in meta.get("versions", {}).items())
+    yield (
+        "software",
+        ", ".join(f"{name} {version}" for name, version in meta.get("versions", {}).items()),
+    )
 
 
 def _phase(phase: Tree, data: Tree, training: Tree) -> str:
@@ -179,7 +203,9 @@ def _phase(phase: Tree, data: Tree, training: Tree) -> str:
         given.get(name, section.get(name))
         for name, section in (("sequence_length", data), ("global_batch_size", training))
     )
-    return f"{phase['steps']:,} steps of {batch} x {length}" + (f", lr {given['lr']}" if "lr" in given else "")
+    return f"{phase['steps']:,} steps of {batch} x {length}" + (
+        f", lr {given['lr']}" if "lr" in given else ""
+    )
 
 
 def _data(meta: Tree) -> tuple[str, list[Manifest]]:
@@ -193,7 +219,9 @@ def _data(meta: Tree) -> tuple[str, list[Manifest]]:
         if (manifest := found.get(digest)) is not None:
             shards = manifest.splits.get("train", ())
             files = _listed(dict.fromkeys(_file(name, manifest) for name in manifest.files))
-            documents, tokens = (f"{sum(getattr(s, name) for s in shards):,}" for name in ("documents", "tokens"))
+            documents, tokens = (
+                f"{sum(getattr(s, name) for s in shards):,}" for name in ("documents", "tokens")
+            )
         rows.append((files, documents, tokens, digest[:16]))
     used = [manifest for digest, manifest in found.items() if digest in digests]
     return _table(rows, ("source files", "documents", "tokens", "digest")), used
@@ -229,18 +257,27 @@ def _scores(weights: Weights, run: Path | None) -> str:
     """The newest scores of training that are not newer than the checkpoint, and the newest of each evaluation of it."""
     if weights.step is None or run is None:
         return ""
-    found: dict[tuple[str, str], Mapping[str, object]] = {}  # by whether texts were written and what it was scored on
+    found: dict[
+        tuple[str, str], Mapping[str, object]
+    ] = {}  # by whether texts were written and what it was scored on
     for row in read_rows(run / "metrics.jsonl"):
         if row["step"] <= weights.step and any(name.startswith("heldout/") for name in row):
             found["On ", "the held-out split"] = row
     for row in read_rows(run / "scores.jsonl"):
         if row["step"] == weights.step:
-            of = ", ".join(shown(name).rstrip("/").rpartition("/")[2] for name in row["of"].split(","))
-            found[f"Of {row['pairs']:,} texts that it wrote for " if "pairs" in row else "On ", of] = row
+            of = ", ".join(
+                shown(name).rstrip("/").rpartition("/")[2] for name in row["of"].split(",")
+            )
+            found[
+                f"Of {row['pairs']:,} texts that it wrote for " if "pairs" in row else "On ", of
+            ] = row
     of_tokens = weights.config.head == "language_model"
     return "\n".join(
         f"{what}{_escaped(of)}, after step {row['step']:,}:\n\n"
-        + _table([(name, f"{value:.6g}") for name, value in scores_of(row, of_tokens).items()], ("score", "value"))
+        + _table(
+            [(name, f"{value:.6g}") for name, value in scores_of(row, of_tokens).items()],
+            ("score", "value"),
+        )
         for (what, of), row in found.items()
     )
 
@@ -269,9 +306,14 @@ def _adapter_example(weights: Weights, name: str, base: Weights) -> str:
     settings = {"revision": revision or None, "num_labels": count or None}
     if count and count != len(base.config.labels) > 0:  # its head is of another task
         settings["ignore_mismatched_sizes"] = True
-    arguments = [repr(path), *(f"{name}={value!r}" for name, value in settings.items() if value is not None)]
+    arguments = [
+        repr(path),
+        *(f"{name}={value!r}" for name, value in settings.items() if value is not None),
+    ]
     kind = _class_of(weights.config)
-    return before + _fenced(_ADAPTER_EXAMPLE.format(kind=kind, name=name, base=", ".join(arguments)), "python")
+    return before + _fenced(
+        _ADAPTER_EXAMPLE.format(kind=kind, name=name, base=", ".join(arguments)), "python"
+    )
 
 
 def configuration(tree: Tree) -> str:
@@ -286,7 +328,9 @@ def configuration(tree: Tree) -> str:
 def _cleaned(value: object) -> object:
     if isinstance(value, dict):
         return {
-            name: "(left out)" if isinstance(each, str) and _SECRET.search(str(name)) else _cleaned(each)
+            name: "(left out)"
+            if isinstance(each, str) and _SECRET.search(str(name))
+            else _cleaned(each)
             for name, each in value.items()
         }
     if isinstance(value, list):

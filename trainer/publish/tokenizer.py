@@ -44,7 +44,9 @@ def adapt(folder: Path, config: ModelConfig, vocabulary: Vocabulary) -> int | No
             pad = backend.token_to_id(PADDING)
             settings["pad_token"] = PADDING
             names = json.loads((folder / _NAMES).read_text(encoding="utf-8"))
-            (folder / _NAMES).write_text(json.dumps(names | {"pad_token": PADDING}, indent=2), encoding="utf-8")
+            (folder / _NAMES).write_text(
+                json.dumps(names | {"pad_token": PADDING}, indent=2), encoding="utf-8"
+            )
         backend.save(str(folder / _MODEL))
     (folder / _SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
     return pad
@@ -57,7 +59,9 @@ def _reads_last(config: ModelConfig) -> bool:
 
 def _template(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> TemplateProcessing:
     begin, end = vocabulary.cls, vocabulary.end
-    assert end is not None, "the model was trained with a tokenizer that has a token to end texts with"
+    assert end is not None, (
+        "the model was trained with a tokenizer that has a token to end texts with"
+    )
     tokens = [end] if begin in (None, end) else [begin, end]
     names = [backend.id_to_token(token) for token in tokens]
     before, after = " ".join(f"{name}:0" for name in names[:-1]), names[-1]

@@ -6,7 +6,16 @@ needs to translate it. Credentials, endpoints and proxies come from where the st
 """
 
 from trainer.storage.attempts import is_url, is_writable, shown, under_way
-from trainer.storage.local import CHUNK_BYTES, Digest, atomic_write, chunks, copy, make_folder, sync_folder, write_text
+from trainer.storage.local import (
+    CHUNK_BYTES,
+    Digest,
+    atomic_write,
+    chunks,
+    copy,
+    make_folder,
+    sync_folder,
+    write_text,
+)
 from trainer.storage.objects import (
     download,
     exists,

@@ -12,7 +12,14 @@ from typing import BinaryIO, Literal, Protocol, TypedDict, TypeVar, overload
 
 import fsspec
 
-from trainer.errors import ConfigError, MissingExtra, ObjectNotFoundError, SamestepError, StorageError, UnreachableError
+from trainer.errors import (
+    ConfigError,
+    MissingExtra,
+    ObjectNotFoundError,
+    SamestepError,
+    StorageError,
+    UnreachableError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +88,21 @@ class _Scheme:
 
 
 _S3 = _Scheme("s3fs", "s3", True, "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
-_GOOGLE_ACCESS = "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`"
-_GCS = _Scheme("gcsfs", "gcs", True, _GOOGLE_ACCESS, tries=2)  # its package itself tries for a minute
-_HTTP = _Scheme("aiohttp", "http", False, "use an address that needs no log-in, or a signed one that has not expired")
-_HUB = _Scheme("huggingface_hub", "hf", False, "set HF_TOKEN, or run `hf auth login`", tries=2)  # six times by itself
+_GOOGLE_ACCESS = (
+    "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`"
+)
+_GCS = _Scheme(
+    "gcsfs", "gcs", True, _GOOGLE_ACCESS, tries=2
+)  # its package itself tries for a minute
+_HTTP = _Scheme(
+    "aiohttp",
+    "http",
+    False,
+    "use an address that needs no log-in, or a signed one that has not expired",
+)
+_HUB = _Scheme(
+    "huggingface_hub", "hf", False, "set HF_TOKEN, or run `hf auth login`", tries=2
+)  # six times by itself
 _KEEPER = _Scheme("fsspec", "", True, "", tries=1)  # not for users; see trainer.storage.kept
 _SCHEMES = {"s3": _S3, "gs": _GCS, "http": _HTTP, "https": _HTTP, "hf": _HUB}
 
@@ -97,7 +115,9 @@ def is_url(path: str) -> bool:
     """
     scheme, separator, _ = path.partition("://")
     if separator and scheme not in _SCHEMES:
-        raise ConfigError(f"{shown(path)!r} is of an unknown kind; use {', '.join(_SCHEMES)}, or a path")
+        raise ConfigError(
+            f"{shown(path)!r} is of an unknown kind; use {', '.join(_SCHEMES)}, or a path"
+        )
     return bool(separator)
 
 
@@ -130,8 +150,16 @@ def attempt(action: str, url: str, operation: Callable[[FileSystem, str], T]) ->
             except Exception as error:  # each store's package has exceptions of its own
                 failure = _Failure.of(error)
                 if delay is None or not failure.transient:
-                    raise failure.explained(f"cannot {action} {shown(url)}", _scheme(url)) from error
-                logger.warning("cannot %s %s: %s; trying again in %g s", action, shown(url), failure.reason, delay)
+                    raise failure.explained(
+                        f"cannot {action} {shown(url)}", _scheme(url)
+                    ) from error
+                logger.warning(
+                    "cannot %s %s: %s; trying again in %g s",
+                    action,
+                    shown(url),
+                    failure.reason,
+                    delay,
+                )
                 time.sleep(delay)
     raise AssertionError("the last try returns or raises")
 
@@ -168,18 +196,24 @@ class _Failure:
         if status is None and isinstance(error, FileNotFoundError):
             status = 404
         if status is None and (
-            isinstance(error, PermissionError) or _FORBIDDEN.search(f"{type(error).__name__} {error}")
+            isinstance(error, PermissionError)
+            or _FORBIDDEN.search(f"{type(error).__name__} {error}")
         ):
             status = 403
         reason = getattr(error, "strerror", None) or getattr(error, "message", None)
-        reason = shown(reason or _PREAMBLE.sub("", str(error).strip().partition("\n")[0])) or type(error).__name__
+        reason = (
+            shown(reason or _PREAMBLE.sub("", str(error).strip().partition("\n")[0]))
+            or type(error).__name__
+        )
         if status == 404 and " " not in reason:  # only the path
             reason = "it does not exist"
         return cls(reason, timed_out or _is_transient(error, status), status)
 
     def explained(self, failed: str, scheme: _Scheme) -> StorageError:
         if self.status == 404:
-            return ObjectNotFoundError(f"{failed}: {self.reason}; check the bucket and the name, or the address")
+            return ObjectNotFoundError(
+                f"{failed}: {self.reason}; check the bucket and the name, or the address"
+            )
         if self.status in (401, 403):
             fix = f"check the name and who may read and write there; {scheme.access}"
             return StorageError(f"{failed}: {self.reason}; {fix}")
@@ -193,7 +227,9 @@ def _is_transient(error: BaseException, status: int | None) -> bool:
         return status >= 500 or status in _TRANSIENT_STATUS
     if isinstance(error, OSError | EOFError):
         return not isinstance(error, FileExistsError | IsADirectoryError | NotADirectoryError)
-    return type(error).__module__ != "builtins" and not _PERMANENT_NAMES.search(type(error).__name__)
+    return type(error).__module__ != "builtins" and not _PERMANENT_NAMES.search(
+        type(error).__name__
+    )
 
 
 def _http_status(error: BaseException) -> int | None:
@@ -225,19 +261,28 @@ def _options(scheme: str) -> dict[str, object]:
     options: dict[str, object] = {}
     if scheme == "s3":
         limits = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
-        options = {"config_kwargs": {**limits, "max_pool_connections": _CONNECTIONS}, "use_listings_cache": False}
+        options = {
+            "config_kwargs": {**limits, "max_pool_connections": _CONNECTIONS},
+            "use_listings_cache": False,
+        }
     elif scheme in ("gs", "http", "https"):
         import aiohttp
 
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS
+        )
         if scheme == "gs":
             options = {"requests_timeout": timeout, "use_listings_cache": False}
         else:
-            headers = {"Accept-Encoding": "identity"}  # ranges and sizes are of the content as it is stored
+            headers = {
+                "Accept-Encoding": "identity"
+            }  # ranges and sizes are of the content as it is stored
             options = {"client_kwargs": {"timeout": timeout, "trust_env": True, "headers": headers}}
     chosen = fsspec.config.conf.get(scheme, {})
     return {
-        name: {**value, **chosen[name]} if isinstance(value, dict) and name in chosen else chosen.get(name, value)
+        name: {**value, **chosen[name]}
+        if isinstance(value, dict) and name in chosen
+        else chosen.get(name, value)
         for name, value in options.items()
     }
 

@@ -28,7 +28,9 @@ _MODEL_FILES = (
     "model-*-of-*.safetensors",
     *TOKENIZER_FILES,
 )
-_ADDRESS = re.compile(r"hf://(?!datasets/|spaces/)(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[^@]+))?")
+_ADDRESS = re.compile(
+    r"hf://(?!datasets/|spaces/)(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[^@]+))?"
+)
 
 
 def is_hub_path(path: str) -> bool:
@@ -44,15 +46,24 @@ def name_and_revision(path: str) -> tuple[str, str]:
 
 def model_folder(path: str, to: str | None = None) -> Path:
     """The folder of a model: configuration, safetensors weights and tokenizer; see `_folder`."""
-    return _folder(path, _MODEL_FILES, (("config.json",), ("model.safetensors", "model.safetensors.index.json")), to)
+    return _folder(
+        path,
+        _MODEL_FILES,
+        (("config.json",), ("model.safetensors", "model.safetensors.index.json")),
+        to,
+    )
 
 
 def tokenizer_folder(path: str, to: str | None = None) -> Path:
     """The folder of a tokenizer; see `_folder`."""
-    return _folder(path, TOKENIZER_FILES, (("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model"),), to)
+    return _folder(
+        path, TOKENIZER_FILES, (("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model"),), to
+    )
 
 
-def _folder(path: str, files: tuple[str, ...], needed: tuple[tuple[str, ...], ...], to: str | None) -> Path:
+def _folder(
+    path: str, files: tuple[str, ...], needed: tuple[tuple[str, ...], ...], to: str | None
+) -> Path:
     """Finds a repository's files in the cache, or downloads them: once a node, however many processes ask.
 
     Args:
@@ -77,7 +88,9 @@ def _folder(path: str, files: tuple[str, ...], needed: tuple[tuple[str, ...], ..
     except errors.HFValidationError:
         address = None
     if address is None:
-        raise ConfigError(f"{path!r} is not the address of a model: write hf://NAME or hf://NAME@REVISION")
+        raise ConfigError(
+            f"{path!r} is not the address of a model: write hf://NAME or hf://NAME@REVISION"
+        )
 
     def get(local_files_only: bool) -> Path | None:
         folder = Path(
@@ -89,7 +102,11 @@ def _folder(path: str, files: tuple[str, ...], needed: tuple[tuple[str, ...], ..
                 local_files_only=local_files_only,
             )
         )
-        return folder if all(any((folder / name).is_file() for name in group) for group in needed) else None
+        return (
+            folder
+            if all(any((folder / name).is_file() for name in group) for group in needed)
+            else None
+        )
 
     def cached() -> Path | None:
         try:
@@ -101,11 +118,15 @@ def _folder(path: str, files: tuple[str, ...], needed: tuple[tuple[str, ...], ..
     if found:
         return found
     try:
-        lock = Path(constants.HF_HUB_CACHE, ".locks", f"samestep-{address['name'].replace('/', '--')}.lock")
+        lock = Path(
+            constants.HF_HUB_CACHE, ".locks", f"samestep-{address['name'].replace('/', '--')}.lock"
+        )
         lock.parent.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(lock):
             found = cached() or get(local_files_only=False)
-    except Exception as error:  # what breaks a download has another class in each version of the Hub's client
+    except (
+        Exception
+    ) as error:  # what breaks a download has another class in each version of the Hub's client
         raise StorageError(f"{path} {_explained(error, path)}") from error
     if found is None:
         raise StorageError(

@@ -25,11 +25,17 @@ def check_new(path: Path, option: str) -> None:
         ConfigError: saying what to name instead.
     """
     if not path.name.endswith(_SUFFIXES):
-        raise ConfigError(f"{option} {path} is written as JSON Lines; let its name end in {' or '.join(_SUFFIXES)}")
+        raise ConfigError(
+            f"{option} {path} is written as JSON Lines; let its name end in {' or '.join(_SUFFIXES)}"
+        )
     if path.exists():
-        raise ConfigError(f"{path} is there already, whole; name another file with {option}, or remove it")
+        raise ConfigError(
+            f"{path} is there already, whole; name another file with {option}, or remove it"
+        )
     if not path.parent.is_dir():
-        raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it, or name another file")
+        raise ConfigError(
+            f"{option} {path}: there is no folder {path.parent}; make it, or name another file"
+        )
 
 
 def line(row: Mapping[str, object]) -> str:

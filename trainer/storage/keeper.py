@@ -47,7 +47,9 @@ class Keeper:
     def __init__(self, host: str = "127.0.0.1") -> None:
         self._server = _Server(("127.0.0.1" if host in _LOOPBACK else "", 0), _Handler)
         self.address = f"{host} {self._server.server_address[1]} {self._server.token}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="keeper", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="keeper", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -65,7 +67,10 @@ class Keeper:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -129,7 +134,9 @@ def connect(address: str, do: str, name: str, **details: int) -> socket.socket:
     """Sends the line of a request."""
     host, port, token = address.split()
     connection = socket.create_connection((host, int(port)), _WAIT_SECONDS)
-    connection.sendall(json.dumps({"token": token, "do": do, "name": name, **details}).encode() + b"\n")
+    connection.sendall(
+        json.dumps({"token": token, "do": do, "name": name, **details}).encode() + b"\n"
+    )
     return connection
 
 
@@ -180,7 +187,9 @@ class _Handler(StreamRequestHandler):
                 self._say([blobs.pop(each, None) is not None for each in self._in(name)])
 
     def _in(self, name: str) -> list[str]:
-        return [each for each in list(self.server.blobs) if each == name or each.startswith(f"{name}/")]
+        return [
+            each for each in list(self.server.blobs) if each == name or each.startswith(f"{name}/")
+        ]
 
     def _say(self, answer: Answer) -> None:
         self.request.sendall(json.dumps(answer).encode() + b"\n")

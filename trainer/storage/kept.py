@@ -65,7 +65,9 @@ class KeeperFileSystem(AbstractFileSystem):  # type: ignore[misc]
         names = sorted({name[:below] + name[below:].partition("/")[0] for name in found})
         return [self.info(name) for name in names] if detail else names
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: object) -> bytes:
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **_: object
+    ) -> bytes:
         begin, stop = start or 0, 2**63 if end is None else end
         for keeper in self.keepers:
             try:
@@ -89,7 +91,11 @@ class KeeperFileSystem(AbstractFileSystem):  # type: ignore[misc]
         self.rm_file(path)
 
     def _open(self, path: str, mode: str = "rb", **_: object) -> Put | _File:
-        return Put(self.keepers[:COPIES], path) if mode == "wb" else _File(self, path, cache_type="none")
+        return (
+            Put(self.keepers[:COPIES], path)
+            if mode == "wb"
+            else _File(self, path, cache_type="none")
+        )
 
     def _find(self, path: str) -> Iterator[dict[str, int]]:
         """The sizes of what each keeper holds under this name, by name."""

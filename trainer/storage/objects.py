@@ -53,7 +53,9 @@ def names(url: str) -> list[str]:
 def glob(pattern: str) -> list[str]:
     """The addresses of the objects that match a pattern with `*`, `**` or `?`, sorted."""
     fs, found = attempt("list", pattern, lambda fs, path: (fs, fs.glob(path, detail=True)))
-    return sorted(fs.unstrip_protocol(name) for name, info in found.items() if info["type"] == "file")
+    return sorted(
+        fs.unstrip_protocol(name) for name, info in found.items() if info["type"] == "file"
+    )
 
 
 def open(url: str) -> io.BufferedReader:
@@ -83,7 +85,9 @@ def read_range(url: str, start: int, stop: int) -> bytes:
     return attempt("read", url, read_once)
 
 
-def download(url: str, file: BinaryIO, size: int | None = None, sha256: str | None = None) -> Digest:
+def download(
+    url: str, file: BinaryIO, size: int | None = None, sha256: str | None = None
+) -> Digest:
     """Copies an object into a file that is open for writing, from its start, hashing on the way.
 
     Args:
@@ -109,7 +113,9 @@ def download(url: str, file: BinaryIO, size: int | None = None, sha256: str | No
             digest = copy(iter(lambda: content.read(CHUNK_BYTES), b""), file)
         if sha256 in (None, digest.sha256):
             return digest
-        logger.warning("%s arrived with the SHA-256 %.12s..., not %.12s...", shown(url), digest.sha256, sha256)
+        logger.warning(
+            "%s arrived with the SHA-256 %.12s..., not %.12s...", shown(url), digest.sha256, sha256
+        )
     raise CorruptError(
         f"{shown(url)} has the SHA-256 {digest.sha256}, not {sha256}: it was damaged or replaced; upload it again"
     )

@@ -39,7 +39,10 @@ class Replica:
 
 
 def check_accelerator(
-    kind: str, accelerator: Accelerator, compiles: bool = False, devices: Sequence[str] | None = None
+    kind: str,
+    accelerator: Accelerator,
+    compiles: bool = False,
+    devices: Sequence[str] | None = None,
 ) -> None:
     """Refuses an accelerator that a strategy is not for.
 
@@ -52,7 +55,9 @@ def check_accelerator(
     Raises:
         ConfigError: naming a strategy that is.
     """
-    if accelerator.compiles != compiles or (devices is not None and accelerator.device.type not in devices):
+    if accelerator.compiles != compiles or (
+        devices is not None and accelerator.device.type not in devices
+    ):
         fix = "strategy=fsdp" + (", or accelerator=xla" if compiles else "")
         fix = "strategy=xla_spmd" if accelerator.compiles else fix
         raise ConfigError(f"strategy {kind} does not fit {accelerator.description}; use {fix}")

@@ -40,12 +40,21 @@ _PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 # What a run here cannot do, by the variable that asks for it: the values that ask for nothing, and what to do instead.
 _DATA_PARALLEL = (("1",), "leave it out; a run is data parallel only")
 _REFUSED = {
-    "ACCELERATE_DYNAMO_BACKEND": (("no",), "leave it out; training.compile=true compiles each layer"),
+    "ACCELERATE_DYNAMO_BACKEND": (
+        ("no",),
+        "leave it out; training.compile=true compiles each layer",
+    ),
     "ACCELERATE_USE_MEGATRON_LM": (("false",), "choose FSDP or DEEPSPEED as distributed_type"),
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (("1", "auto"), "set it to auto; it follows from the sizes of batches"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
+        ("1", "auto"),
+        "set it to auto; it follows from the sizes of batches",
+    ),
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": (("none", "cpu"), "use cpu"),
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": (("none", "cpu"), "use cpu"),
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (("false",), "leave it out; activations are recomputed, not moved"),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (
+        ("false",),
+        "leave it out; activations are recomputed, not moved",
+    ),
     "FSDP_OFFLOAD_PARAMS": (("false",), "leave it out; DeepSpeed's stage 3 can offload parameters"),
     "FSDP_IGNORED_MODULES": (("",), "leave it out; all parameters are sharded"),
     "PARALLELISM_CONFIG_TP_SIZE": _DATA_PARALLEL,
@@ -68,7 +77,9 @@ class Config(strategies.Config):
     def check(self, experiment: Tree) -> None:
         with self._environment():
             if clashes := [*_refused(), *_contradictions(experiment["training"])]:
-                raise ConfigError(f"Accelerate is asked for what this run is not: {'; '.join(clashes)}")
+                raise ConfigError(
+                    f"Accelerate is asked for what this run is not: {'; '.join(clashes)}"
+                )
             if _asked_for() == "DEEPSPEED":
                 zero = _zero()
                 zero.check({**experiment, "strategy": asdict(zero)})
@@ -91,7 +102,9 @@ class Config(strategies.Config):
         except ImportError:
             raise MissingExtra("accelerate", "accelerate", "strategy accelerate") from None
         settings = {} if self.config is None else _settings_of(self.config)
-        with patch_environment(**settings, OMP_NUM_THREADS=torch.get_num_threads()):  # else Accelerate chooses that
+        with patch_environment(
+            **settings, OMP_NUM_THREADS=torch.get_num_threads()
+        ):  # else Accelerate chooses that
             yield
 
 
@@ -101,7 +114,11 @@ class Accelerated(ddp.DataParallel):
     kind: ClassVar[str] = "accelerate"
 
     def __init__(
-        self, accelerator: Accelerator, world: World, precision: Precision, made: accelerate.Accelerator
+        self,
+        accelerator: Accelerator,
+        world: World,
+        precision: Precision,
+        made: accelerate.Accelerator,
     ) -> None:
         super().__init__(accelerator, world, precision, ddp.Config())
         self._made = made
@@ -111,7 +128,11 @@ class Accelerated(ddp.DataParallel):
         return wrapped
 
     def accumulate(self, last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if last else cast(AbstractContextManager[object], self._made.no_sync(self._wrapped))
+        return (
+            nullcontext()
+            if last
+            else cast(AbstractContextManager[object], self._made.no_sync(self._wrapped))
+        )
 
 
 def _settings_of(file: str) -> dict[str, str]:
@@ -124,9 +145,15 @@ def _settings_of(file: str) -> dict[str, str]:
             f"accelerate launch has started this run with settings of its own, and strategy.config is {file}; leave "
             "out one of the two"
         )
-    others = ["--num_machines=1", "--num_processes=1", "--main_process_port=0"]  # the business of who starts processes
+    others = [
+        "--num_machines=1",
+        "--num_processes=1",
+        "--main_process_port=0",
+    ]  # the business of who starts processes
     try:
-        args = launch.launch_command_parser().parse_args([f"--config_file={file}", *others, "samestep"])
+        args = launch.launch_command_parser().parse_args(
+            [f"--config_file={file}", *others, "samestep"]
+        )
         args, defaults, mixed = launch._validate_launch_command(args)
         kind = defaults.distributed_type.value
         if args.use_deepspeed:
@@ -177,7 +204,10 @@ def _contradictions(training: Tree) -> Iterator[str]:
         yield f"mixed_precision is {mixed} and training.precision {precision}: change one of them"
     if clipping != "auto" and float(clipping) != (norm or 0):
         yield f"gradient_clipping is {clipping} and training.max_grad_norm {norm}: set the former to auto"
-    if parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING") and not training["activation_checkpointing"]:
+    if (
+        parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING")
+        and not training["activation_checkpointing"]
+    ):
         yield "fsdp_activation_checkpointing is on: set training.activation_checkpointing=true, too"
 
 
@@ -192,7 +222,11 @@ def _make(kind: str, accelerator: Accelerator, world: World) -> accelerate.Accel
 
     device = accelerator.device
     on_cpu = device.type == "cpu"
-    if "RANK" not in os.environ and "MASTER_ADDR" in os.environ and "ACCELERATE_USE_CPU" in os.environ:
+    if (
+        "RANK" not in os.environ
+        and "MASTER_ADDR" in os.environ
+        and "ACCELERATE_USE_CPU" in os.environ
+    ):
         raise ConfigError(
             "accelerate launch was asked for several processes and has started this one without a RANK, as it does on "
             "CPUs; append `--processes N` to the command of samestep, or use torchrun"
@@ -208,12 +242,18 @@ def _make(kind: str, accelerator: Accelerator, world: World) -> accelerate.Accel
             kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
         )
     except Exception as error:  # of whatever type it meets settings with
-        raise ConfigError(f"{kind} was asked for, and Accelerate cannot make it here: {error}; {fix}") from error
+        raise ConfigError(
+            f"{kind} was asked for, and Accelerate cannot make it here: {error}; {fix}"
+        ) from error
     found = made.distributed_type.value
     if found not in (_DDP if kind == "DDP" else (kind,)):
-        raise ConfigError(f"{kind} was asked for, and Accelerate makes {found} of it on this {device.type}; {fix}")
+        raise ConfigError(
+            f"{kind} was asked for, and Accelerate makes {found} of it on this {device.type}; {fix}"
+        )
     if (made.device.type, made.device.index or 0) != (device.type, device.index or 0):
-        raise ConfigError(f"Accelerate takes {made.device} and this run {device}; set accelerator={made.device.type}")
+        raise ConfigError(
+            f"Accelerate takes {made.device} and this run {device}; set accelerator={made.device.type}"
+        )
     if made.num_processes != world.size:
         raise ConfigError(
             f"Accelerate sees {made.num_processes} processes and this run {world.size}; start it with accelerate "
@@ -226,7 +266,10 @@ def _fsdp(made: accelerate.Accelerator, world: World) -> fsdp.Config:
     """FSDP's settings. Version 1 is run as version 2, which cuts parameters otherwise and computes the same."""
     plugin, parallelism = made.state.fsdp_plugin, made.parallelism_config
     if plugin.fsdp_version == 2:
-        return fsdp.Config(1 if parallelism is None else parallelism.dp_replicate_size, plugin.reshard_after_forward)
+        return fsdp.Config(
+            1 if parallelism is None else parallelism.dp_replicate_size,
+            plugin.reshard_after_forward,
+        )
     sharding = plugin.sharding_strategy.name
     logger.info("accelerate   FSDP1 with %s runs as FSDP2", sharding)
     nodes = world.size // int(os.environ.get("LOCAL_WORLD_SIZE", world.size))

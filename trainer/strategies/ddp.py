@@ -37,7 +37,9 @@ class Config(strategies.Config):
 class DataParallel(Strategy):
     kind: ClassVar[str] = "ddp"
 
-    def __init__(self, accelerator: Accelerator, world: World, precision: Precision, config: Config) -> None:
+    def __init__(
+        self, accelerator: Accelerator, world: World, precision: Precision, config: Config
+    ) -> None:
         super().__init__(accelerator, world, precision)
         self._config = config
 
@@ -49,7 +51,9 @@ class DataParallel(Strategy):
         return self._wrapped, build_optimizer(self.parameters.items())
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        return DistributedDataParallel(model, bucket_cap_mb=self._config.bucket_mb, gradient_as_bucket_view=True)
+        return DistributedDataParallel(
+            model, bucket_cap_mb=self._config.bucket_mb, gradient_as_bucket_view=True
+        )
 
     def accumulate(self, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last else cast(DistributedDataParallel, self._wrapped).no_sync()

@@ -39,7 +39,9 @@ class StateCheck:
         every: steps between checks; None never checks.
     """
 
-    def __init__(self, strategy: Strategy, tensors: Callable[[], Mapping[str, Tensor]], every: int | None) -> None:
+    def __init__(
+        self, strategy: Strategy, tensors: Callable[[], Mapping[str, Tensor]], every: int | None
+    ) -> None:
         self._strategy, self._tensors, self._every = strategy, tensors, every
         self._replicated = strategy.partitions < strategy.world.size
         self._remembered: Tensor | None = None
@@ -130,7 +132,9 @@ def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
     several go unnoticed with a probability of about 2**-32, unless they cancel in one column.
     """
     of_each = [_column_sums(part) for part in local_parts(tensors)]
-    sums = torch.stack([each.to(of_each[0].device) for each in of_each])  # ZeRO may offload some of them
+    sums = torch.stack(
+        [each.to(of_each[0].device) for each in of_each]
+    )  # ZeRO may offload some of them
     return (sums * _factors(sums.shape[1], sums.device)).sum(1)
 
 

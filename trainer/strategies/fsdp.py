@@ -36,7 +36,9 @@ class Config(strategies.ShardedConfig):
 
     reshard_after_forward: bool = True
 
-    def build(self, accelerator: Accelerator, world: World, precision: Precision) -> FullyShardedDataParallel:
+    def build(
+        self, accelerator: Accelerator, world: World, precision: Precision
+    ) -> FullyShardedDataParallel:
         self.check_devices(world.size)
         return FullyShardedDataParallel(accelerator, world, precision, self)
 
@@ -44,7 +46,9 @@ class Config(strategies.ShardedConfig):
 class FullyShardedDataParallel(Strategy):
     kind: ClassVar[str] = "fsdp"
 
-    def __init__(self, accelerator: Accelerator, world: World, precision: Precision, config: Config) -> None:
+    def __init__(
+        self, accelerator: Accelerator, world: World, precision: Precision, config: Config
+    ) -> None:
         super().__init__(accelerator, world, precision)
         self._config = config
         self.partitions = world.size // config.replicas
@@ -62,7 +66,9 @@ class FullyShardedDataParallel(Strategy):
         # autograd would keep whole until the backward pass. Gradients are summed in fp32.
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         if self.precision != "fp32":
-            policy = MixedPrecisionPolicy(DTYPES[self.precision], torch.float32, cast_forward_inputs=False)
+            policy = MixedPrecisionPolicy(
+                DTYPES[self.precision], torch.float32, cast_forward_inputs=False
+            )
         for unit in cast(Model, model).sharding_units():
             reshard = self._config.reshard_after_forward
             fully_shard(unit, mesh=self._mesh, reshard_after_forward=reshard, mp_policy=policy)

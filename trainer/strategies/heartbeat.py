@@ -33,7 +33,10 @@ _LOOKS = 20  # at least so many looks must find the main thread in the same plac
 _LONG = ("compilation", "checkpoint")  # what may take its time
 _GRACE = 3  # beats in which a living process gives another sign of life
 _HUNG = "hung"
-_ORDER = [*dict.fromkeys(PARTS.values()), ELSEWHERE]  # who is in an earlier part of the same step is behind
+_ORDER = [
+    *dict.fromkeys(PARTS.values()),
+    ELSEWHERE,
+]  # who is in an earlier part of the same step is behind
 
 
 @dataclass(frozen=True)
@@ -95,17 +98,24 @@ class Heartbeat:
     def __enter__(self) -> Heartbeat:
         self._main, self._closed = threading.get_ident(), threading.Event()
         if self._limit is not None:
-            threading.Thread(target=self._run, args=(self._limit,), name="heartbeat", daemon=True).start()
+            threading.Thread(
+                target=self._run, args=(self._limit,), name="heartbeat", daemon=True
+            ).start()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._closed.set()
 
     def _run(self, limit: int) -> None:
         store = None if self._world.store is None else self._world.store.clone()  # type: ignore[attr-defined]
-        with suppress(RuntimeError):  # the store is gone, and the world's own watch ends the process
+        with suppress(
+            RuntimeError
+        ):  # the store is gone, and the world's own watch ends the process
             self._beat_on(store, limit)
 
     def _beat_on(self, store: Store | None, limit: int) -> None:
@@ -129,7 +139,9 @@ class Heartbeat:
             elif still == limit + _GRACE:
                 beats = self._read(store, mine)
                 silent = [rank for rank, beat in beats.items() if before.get(rank) == beat]
-                waits = len(beats) < self._world.size or any(beat.patient for beat in beats.values())
+                waits = len(beats) < self._world.size or any(
+                    beat.patient for beat in beats.values()
+                )
                 if silent or not waits:
                     self._end(store, mine, explain(beats, silent))
                 still = 0
@@ -170,7 +182,9 @@ class Heartbeat:
             "only slow"
         )
         if store is not None:
-            time.sleep((_GRACE - 0.5) * self._interval)  # the others write theirs with their next beat
+            time.sleep(
+                (_GRACE - 0.5) * self._interval
+            )  # the others write theirs with their next beat
             self._world.failed(error)
         # The main thread cannot speak, so this one has the last word.
         logger.error("error: %s", error)
@@ -181,7 +195,9 @@ class Heartbeat:
         header = f"rank {mine.rank} ({mine.node}, pid {mine.pid}), {time.ctime()}: {mine.doing} of step {mine.step}\n\n"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / f"rank-{mine.rank}.txt").write_text(header + all_stacks(), encoding="utf-8")
+            (self._folder / f"rank-{mine.rank}.txt").write_text(
+                header + all_stacks(), encoding="utf-8"
+            )
         except OSError as error:
             logger.warning("the stacks cannot be written to %s: %s", self._folder, error)
 
@@ -196,7 +212,9 @@ def explain(beats: Mapping[int, Beat], silent: Sequence[int]) -> str:
     if silent:
         guilty = [beats[rank] for rank in silent]
         newest = max(beat.time for beat in beats.values())
-        state = f"no sign of life for {max(newest - beat.time for beat in guilty):.0f} s, at last {{}}"
+        state = (
+            f"no sign of life for {max(newest - beat.time for beat in guilty):.0f} s, at last {{}}"
+        )
     else:
         busy = [beat for beat in beats.values() if not beat.collective] or list(beats.values())
         behind = min(map(_progress, busy))

@@ -24,7 +24,9 @@ class LossScale:
 
     def __init__(self, device: torch.device) -> None:
         self.factor = torch.full((), _INITIAL, device=device)
-        self._since = torch.zeros((), dtype=torch.int32, device=device)  # updates since the factor changed
+        self._since = torch.zeros(
+            (), dtype=torch.int32, device=device
+        )  # updates since the factor changed
         self._skipped = torch.zeros((), device=device)
 
     def step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
@@ -34,14 +36,18 @@ class LossScale:
         learning rate, in bias correction and in checkpoints.
         """
         overflow = (~grad_norm.isfinite()).float()
-        device = optimizer.param_groups[0]["params"][0].device  # the host, where the optimizer is offloaded
+        device = optimizer.param_groups[0]["params"][
+            0
+        ].device  # the host, where the optimizer is offloaded
         skipped = overflow.to(device)
         optimizer.grad_scale, optimizer.found_inf = self.factor.to(device), skipped  # type: ignore[attr-defined]
         optimizer.step()
         if counts := [state["step"] for state in optimizer.state.values() if "step" in state]:
             torch._foreach_add_(counts, skipped)  # the kernel has taken a skipped step back
         self._skipped += overflow
-        torch._amp_update_scale_(self.factor, self._since, overflow, _GROWTH, _BACKOFF, _GROWTH_INTERVAL)
+        torch._amp_update_scale_(
+            self.factor, self._since, overflow, _GROWTH, _BACKOFF, _GROWTH_INTERVAL
+        )
 
     def metrics(self) -> dict[str, float]:
         """The factor, and how many steps the run has skipped. Waits for the device.
@@ -60,7 +66,11 @@ class LossScale:
 
     def state_dict(self) -> dict[str, float]:
         """What a checkpoint keeps. Waits for the device."""
-        return {"factor": float(self.factor), "since": int(self._since), "skipped": int(self._skipped)}
+        return {
+            "factor": float(self.factor),
+            "since": int(self._since),
+            "skipped": int(self._skipped),
+        }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Goes on as the run did that wrote the checkpoint, of any world size."""

@@ -12,7 +12,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
-_KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5}  # a machine without power is noticed in 7 s
+_KEEPALIVE = {
+    "TCP_KEEPIDLE": 2,
+    "TCP_KEEPINTVL": 1,
+    "TCP_KEEPCNT": 5,
+}  # a machine without power is noticed in 7 s
 
 
 class Neighbour:

@@ -21,7 +21,10 @@ PARTS = {
     ("trainer.training.loop", "Trainer._log_training"): "logging",
     ("trainer.training.loop", "Trainer.evaluate"): "evaluation",
     ("trainer.training.loop", "Trainer.save"): "checkpoint",
-    ("trainer.checkpoint.manager", "Checkpointer.settle"): "checkpoint",  # of the last save, at the end of a run
+    (
+        "trainer.checkpoint.manager",
+        "Checkpointer.settle",
+    ): "checkpoint",  # of the last save, at the end of a run
 }
 ELSEWHERE = "the training loop"
 _COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
@@ -60,7 +63,9 @@ def all_stacks() -> str:
     """The stacks of all threads of this process, the main thread's first."""
     frames = sys._current_frames()
     stacks = [(thread.name, frames.get(thread.ident or 0)) for thread in threading.enumerate()]
-    return "\n".join(f"{name}:\n{''.join(traceback.format_stack(frame))}" for name, frame in stacks if frame)
+    return "\n".join(
+        f"{name}:\n{''.join(traceback.format_stack(frame))}" for name, frame in stacks if frame
+    )
 
 
 def _outward(frame: FrameType | None) -> Iterator[FrameType]:

@@ -48,7 +48,9 @@ def checks(
     for index in range(gpus):
         found.append((f"device {index}", partial(_product_on_gpu, index, chosen)))
     if not gpus:
-        found.append(("processor", lambda: trial.product(cpu.CpuAccelerator(), "processor", chosen)))
+        found.append(
+            ("processor", lambda: trial.product(cpu.CpuAccelerator(), "processor", chosen))
+        )
     return [*found, ("all-reduce", lambda: all_reduce(gpus, processes or gpus or 2))]
 
 
@@ -63,7 +65,12 @@ def all_reduce(gpus: int, processes: int) -> Iterator[Finding]:
         return
     if gpus and processes > gpus:
         fix = f"ask for at most {gpus} processes"
-        yield Finding("all-reduce", "failed", f"{processes} processes want a GPU each, and there are {gpus}", fix)
+        yield Finding(
+            "all-reduce",
+            "failed",
+            f"{processes} processes want a GPU each, and there are {gpus}",
+            fix,
+        )
         return
     backend = "nccl" if gpus else "gloo"
     with socket.socket() as free:
@@ -77,7 +84,9 @@ def all_reduce(gpus: int, processes: int) -> Iterator[Finding]:
     try:
         while not workers.join(timeout=1):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{processes} processes did not reduce a tensor over {backend} in two minutes")
+                raise TimeoutError(
+                    f"{processes} processes did not reduce a tensor over {backend} in two minutes"
+                )
     except Exception as error:
         fix = (
             "NCCL_DEBUG=INFO tells more; look at /dev/shm and firewalls"
@@ -92,10 +101,16 @@ def all_reduce(gpus: int, processes: int) -> Iterator[Finding]:
             worker.join()
     right, speed = results.get()
     found = f"{processes} processes over {backend}: {speed / 1e9:.3g} GB/s"
-    yield Finding("all-reduce", "ok" if right else "failed", found if right else f"{found}, and a wrong result")
+    yield Finding(
+        "all-reduce",
+        "ok" if right else "failed",
+        found if right else f"{found}, and a wrong result",
+    )
 
 
-def _reduce(rank: int, processes: int, port: int, on_gpu: bool, results: SimpleQueue[tuple[bool, float]]) -> None:
+def _reduce(
+    rank: int, processes: int, port: int, on_gpu: bool, results: SimpleQueue[tuple[bool, float]]
+) -> None:
     """One process's part; rank 0 reports whether sums are right, and the bus bandwidth as nccl-tests define it."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

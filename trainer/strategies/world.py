@@ -67,11 +67,15 @@ class World:
             return cls(0, 1, None, timeout)
         with _explained():
             store, rank, size = next(rendezvous("env://", timeout=timeout))
-            if attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT"):  # torchrun may keep a store for all of them
+            if attempt := os.environ.get(
+                "TORCHELASTIC_RESTART_COUNT"
+            ):  # torchrun may keep a store for all of them
                 store = PrefixStore(f"{attempt}/{size}", store)
             store.set_timeout(timeout)
         world = cls(rank, size, store, timeout)
-        threading.Thread(target=world._watch, args=(store.clone(),), name="failure-watch", daemon=True).start()
+        threading.Thread(
+            target=world._watch, args=(store.clone(),), name="failure-watch", daemon=True
+        ).start()
         return world
 
     def connect(self, backend: str) -> None:
@@ -88,7 +92,9 @@ class World:
                     f"rank {self.rank} on {platform.node()} would speak {backend} and another rank {first}, because "
                     "they found different hardware; check this node's devices and driver, or set accelerator=cpu"
                 )
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout)
+            dist.init_process_group(
+                backend, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout
+            )
 
     def close(self) -> None:
         """Leaves the others after a run that ended well."""
@@ -116,13 +122,17 @@ class World:
             return
         try:
             if not explained:
-                time.sleep(2 * _POLL_SECONDS)  # a peer that fails drops its connections before its reason is read
+                time.sleep(
+                    2 * _POLL_SECONDS
+                )  # a peer that fails drops its connections before its reason is read
             mine = f"{self.rank} {error.exit_code if isinstance(error, SamestepError) else EXIT_REGROUP}"
             first = self.store.compare_set(_FAILURE, "", mine).decode()
             if first != mine:
                 rank, exit_code = first.split()
                 _leave(rank, int(exit_code))
-        except RuntimeError:  # the store is gone, and so broken collectives are what follows from that
+        except (
+            RuntimeError
+        ):  # the store is gone, and so broken collectives are what follows from that
             if not explained:
                 _leave("", EXIT_REGROUP)
         self._over.set()
@@ -144,7 +154,9 @@ class World:
                     if neighbour.dies_within(_POLL_SECONDS) and not self._over.wait(_POLL_SECONDS):
                         if store.add(_ENDING, 0) == self.size:  # it was faster than this one
                             return
-                        store.compare_set(_FAILURE, "", f"{neighbour.rank} {EXIT_REGROUP}")  # unless it has said why
+                        store.compare_set(
+                            _FAILURE, "", f"{neighbour.rank} {EXIT_REGROUP}"
+                        )  # unless it has said why
                     if self._over.is_set():
                         return
                     if os.getppid() != parent:

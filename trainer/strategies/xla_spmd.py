@@ -39,7 +39,9 @@ class Config(strategies.ShardedConfig):
     def check(self, experiment: Tree) -> None:
         training = experiment["training"]
         if training["compile"]:
-            raise ConfigError("training.compile is for torch.compile, and XLA compiles every step; set it to false")
+            raise ConfigError(
+                "training.compile is for torch.compile, and XLA compiles every step; set it to false"
+            )
         if self.scan_layers and experiment["optimizer"].get("layer_decay", 1.0) != 1:
             raise ConfigError(
                 "optimizer.layer_decay gives each layer a learning rate of its own, and strategy.scan_layers holds all "

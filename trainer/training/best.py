@@ -36,12 +36,18 @@ class Config:
         if self.metric.startswith("heldout/"):
             raise ConfigError(f"metric is {self.metric}; leave heldout/ out")
         if self.patience is not None and self.patience < 1:
-            raise ConfigError(f"patience must be at least 1, or null to train to the last step, not {self.patience}")
+            raise ConfigError(
+                f"patience must be at least 1, or null to train to the last step, not {self.patience}"
+            )
 
     @property
     def lowest(self) -> bool:
         """Whether less is better."""
-        return self.metric.endswith(("loss", "perplexity", "mse")) if self.mode is None else self.mode == "min"
+        return (
+            self.metric.endswith(("loss", "perplexity", "mse"))
+            if self.mode is None
+            else self.mode == "min"
+        )
 
 
 class BestState(TypedDict):
@@ -68,7 +74,9 @@ class Best:
 
     def __init__(self, config: Config | None) -> None:
         self._config = config
-        self._bests: list[tuple[int, float]] = []  # the step and score of each that was the best, the newest last
+        self._bests: list[
+            tuple[int, float]
+        ] = []  # the step and score of each that was the best, the newest last
         self.since = 0
 
     @property
@@ -79,7 +87,9 @@ class Best:
     def value(self) -> float:
         return self._bests[-1][1] if self._bests else math.nan
 
-    def look(self, step: int, scores: Mapping[str, float], all_reduce: Callable[[Tensor], Tensor]) -> None:
+    def look(
+        self, step: int, scores: Mapping[str, float], all_reduce: Callable[[Tensor], Tensor]
+    ) -> None:
         """Takes in an evaluation.
 
         Args:
@@ -109,7 +119,11 @@ class Best:
     @property
     def over(self) -> bool:
         """Whether the run is to end."""
-        return self._config is not None and self._config.patience is not None and self.since >= self._config.patience
+        return (
+            self._config is not None
+            and self._config.patience is not None
+            and self.since >= self._config.patience
+        )
 
     def __str__(self) -> str:
         if self._config is None or self.step is None:
@@ -138,14 +152,20 @@ class Best:
         """
         own, best = self.state_dict().get("best"), state.get("best", {})
         self._bests, self.since = [], 0
-        if own is None or (best.get("metric"), best.get("lowest")) != (own["metric"], own["lowest"]):
+        if own is None or (best.get("metric"), best.get("lowest")) != (
+            own["metric"],
+            own["lowest"],
+        ):
             return
         if best["step"] is None:
             self.since = best["since"]
         elif holds(best["step"]):
             self._bests, self.since = [(best["step"], best["value"])], best["since"]
         else:
-            logger.info("the best checkpoint, of step %d, is gone; the next evaluation counts as best", best["step"])
+            logger.info(
+                "the best checkpoint, of step %d, is gone; the next evaluation counts as best",
+                best["step"],
+            )
 
 
 def check_metric(config: Config, known: Collection[str]) -> None:

@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 _HEAD = "model.head="
 
 
-def check_compatibility(experiment: Experiment, dataset: AnyDataset, objective: Objective, model: Model) -> None:
+def check_compatibility(
+    experiment: Experiment, dataset: AnyDataset, objective: Objective, model: Model
+) -> None:
     """Refuses a model that is too small for the dataset, or made for another objective.
 
     Raises:
@@ -96,7 +98,10 @@ def check_needs(experiment: Experiment, objective: Objective, model: Model) -> N
         ConfigError: saying what is missing, or what has parameters that would not be trained.
     """
     config, own = experiment.model, experiment.objective.task
-    kinds = {name: type(part).__module__.rpartition(".")[2] for name, part in (("model", config), ("objective", own))}
+    kinds = {
+        name: type(part).__module__.rpartition(".")[2]
+        for name, part in (("model", config), ("objective", own))
+    }
     missing = objective.needs - model.offers
     if objective.predicts in missing:
         missing = frozenset({objective.predicts})  # the rest may come with it
@@ -122,13 +127,17 @@ def check_needs(experiment: Experiment, objective: Objective, model: Model) -> N
 def _fixes(experiment: Experiment, objective: Objective, model: Model, missing: Outputs) -> str:
     """What to do about outputs that a model does not offer."""
     config = experiment.model
-    settings = [config.settings_for[name] for name in sorted(missing) if name in config.settings_for]
+    settings = [
+        config.settings_for[name] for name in sorted(missing) if name in config.settings_for
+    ]
     if objective.predicts not in missing:  # it has the right head
         settings = [setting for setting in settings if not setting.startswith(_HEAD)]
     settings += experiment.objective.adapted(missing, model.offers)
     fixes = [f"set {' or '.join(settings)}"] if settings else []
     if any(setting.startswith(_HEAD) for setting in settings):
-        fixes.append("with init_from leave model.kind out, which gives the model of the weights that head")
+        fixes.append(
+            "with init_from leave model.kind out, which gives the model of the weights that head"
+        )
     return ", or ".join([*fixes, "choose another model or objective"])
 
 
@@ -155,7 +164,9 @@ def _check_start_token(experiment: Experiment, dataset: AnyDataset) -> None:
         )
 
 
-def stored_values(weights: Weights, model: Model, dataset: AnyDataset, seed: int | None = None) -> InitialValues:
+def stored_values(
+    weights: Weights, model: Model, dataset: AnyDataset, seed: int | None = None
+) -> InitialValues:
     """The parameters of a trained model, rejected unless they fit this model and the dataset.
 
     Args:
@@ -175,7 +186,9 @@ def stored_values(weights: Weights, model: Model, dataset: AnyDataset, seed: int
     if seed is not None:
         _check_peft(weights, model)
         start = model.start_from(stored)
-        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        frozen = [
+            name for name, parameter in model.named_parameters() if not parameter.requires_grad
+        ]
         if absent := [name for name in frozen if start.sources.get(name) != name]:
             raise ConfigError(
                 f"{absent[0]} is frozen, and {weights.folder} has no values for it; take it out of frozen"
@@ -200,7 +213,11 @@ def stored_values(weights: Weights, model: Model, dataset: AnyDataset, seed: int
         tokenizer = Tokenizer.load(files)
     if tokenizer.fingerprint != dataset.tokenizer.fingerprint:
         here = isinstance(weights.tokenizer, Path)
-        copied, folder = ("", weights.tokenizer) if here else (f"copy {weights.tokenizer} to a folder DIR, ", "DIR")
+        copied, folder = (
+            ("", weights.tokenizer)
+            if here
+            else (f"copy {weights.tokenizer} to a folder DIR, ", "DIR")
+        )
         raise ConfigError(
             f"{weights.folder} was trained with another tokenizer than {dataset.name} was built with, so its tokens "
             f"mean other words; {copied}build a dataset with tokenizer.path={folder} and set data.path to it"
@@ -240,7 +257,9 @@ def choose_layers(weights: Weights, layers: Sequence[int]) -> Weights:
         for number, chosen in enumerate(layers):
             if chosen == place.number:
                 pieces[place.at(number)] = weights.tensors.pieces[name]
-    logger.info("the layers start from layers %s of %s", ", ".join(map(str, layers)), weights.folder)
+    logger.info(
+        "the layers start from layers %s of %s", ", ".join(map(str, layers)), weights.folder
+    )
     return replace(weights, tensors=StoredTensors(pieces))
 
 
@@ -268,13 +287,21 @@ def redraw_layers(values: InitialValues, model: Model, layers: int, seed: int) -
         ConfigError: the model has fewer layers, or some of these are frozen.
     """
     if layers > model.config.layers:
-        raise ConfigError(f"redraw_layers is {layers}, and the model has {model.config.layers} layers; use fewer")
+        raise ConfigError(
+            f"redraw_layers is {layers}, and the model has {model.config.layers} layers; use fewer"
+        )
     drawn = model.last_layers(layers)
     if frozen := [
-        name for name, parameter in model.named_parameters() if name in drawn and not parameter.requires_grad
+        name
+        for name, parameter in model.named_parameters()
+        if name in drawn and not parameter.requires_grad
     ]:
-        raise ConfigError(f"redraw_layers {layers} draws {frozen[0]}, which is frozen; set redraw_layers=0")
+        raise ConfigError(
+            f"redraw_layers {layers} draws {frozen[0]}, which is frozen; set redraw_layers=0"
+        )
     logger.info("drawn anew: the last %d layers", layers)
     return lambda name, start, stop: (
-        model.initial_values(name, start, stop, seed) if name in drawn else values(name, start, stop)
+        model.initial_values(name, start, stop, seed)
+        if name in drawn
+        else values(name, start, stop)
     )

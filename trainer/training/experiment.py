@@ -73,7 +73,9 @@ class Experiment:
     optimizer: Annotated[optim.Config, Kinds("trainer.optim")]
     schedule: schedules.Schedule = field(default_factory=schedules.Schedule)
     phases: tuple[PhaseConfig, ...] = ()
-    strategy: Annotated[strategies.Config, Kinds("trainer.strategies")] = field(default_factory=fsdp.Config)
+    strategy: Annotated[strategies.Config, Kinds("trainer.strategies")] = field(
+        default_factory=fsdp.Config
+    )
     accelerator: Annotated[accelerators.Config, Kinds("trainer.accelerators")] | None = None
     checkpoint: manager.Config = field(default_factory=manager.Config)
     tracking: Tracking = field(default_factory=Tracking)
@@ -92,12 +94,16 @@ class Experiment:
                 "address that checkpoints go to"
             )
         if self.redraw_layers < 0 or (self.redraw_layers and self.init_from is None):
-            raise ConfigError(f"redraw_layers is {self.redraw_layers}; use 0, or more of a model that has init_from")
+            raise ConfigError(
+                f"redraw_layers is {self.redraw_layers}; use 0, or more of a model that has init_from"
+            )
         if self.init_layers:
             self._check_init_layers()
         if self.freezes and self.init_from is None:
             setting = "frozen" if self.frozen else "model.peft"
-            raise ConfigError(f"{setting} keeps parameters as they are, and there is no init_from to take them from")
+            raise ConfigError(
+                f"{setting} keeps parameters as they are, and there is no init_from to take them from"
+            )
         if self.freezes and self.init_layers:
             raise ConfigError(
                 f"init_layers is {list(self.init_layers)}, and frozen parameters are read from init_from as they are "
@@ -119,21 +125,35 @@ class Experiment:
         model = self.model.build()
         named = dict(model.named_parameters())
         for beginning in self.frozen:
-            chosen = [name for name in named if f"{name}.".startswith(f"{beginning.removesuffix('.')}.")]
+            chosen = [
+                name for name in named if f"{name}.".startswith(f"{beginning.removesuffix('.')}.")
+            ]
             if not chosen:
-                known = {name.rsplit(".", parts)[0] for name in named for parts in range(name.count(".") + 1)}
-                close = difflib.get_close_matches(beginning, sorted(known), n=3) or sorted(model._modules)
-                raise ConfigError(f"frozen has {beginning!r}, and no parameter is called so; use {', '.join(close)}")
+                known = {
+                    name.rsplit(".", parts)[0]
+                    for name in named
+                    for parts in range(name.count(".") + 1)
+                }
+                close = difflib.get_close_matches(beginning, sorted(known), n=3) or sorted(
+                    model._modules
+                )
+                raise ConfigError(
+                    f"frozen has {beginning!r}, and no parameter is called so; use {', '.join(close)}"
+                )
             for name in chosen:
                 named[name].requires_grad_(False)
         if not any(parameter.requires_grad for parameter in named.values()):
-            raise ConfigError("every parameter is frozen, so there is nothing to train; name fewer in frozen")
+            raise ConfigError(
+                "every parameter is frozen, so there is nothing to train; name fewer in frozen"
+            )
         return model
 
     def _check_init_layers(self) -> None:
         said = f"init_layers is {list(self.init_layers)}"
         if self.init_from is None:
-            raise ConfigError(f"{said}, which are layers of init_from, and there is none; leave init_layers out")
+            raise ConfigError(
+                f"{said}, which are layers of init_from, and there is none; leave init_layers out"
+            )
         depths = {"layers": self.model.layers, "decoder_layers": self.model.decoder_layers}
         for name, layers in depths.items():
             if layers and layers != len(self.init_layers):

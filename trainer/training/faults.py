@@ -43,8 +43,15 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.sigma is not None and not 0 < self.sigma < math.inf:
-            raise ConfigError(f"sigma must be above 0, such as 6, or null for no limit, not {self.sigma}")
-        for name, least in (("window", 2), ("around", 0), ("most_in_a_row", 0), ("most_per_thousand", 0)):
+            raise ConfigError(
+                f"sigma must be above 0, such as 6, or null for no limit, not {self.sigma}"
+            )
+        for name, least in (
+            ("window", 2),
+            ("around", 0),
+            ("most_in_a_row", 0),
+            ("most_per_thousand", 0),
+        ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
 
@@ -72,7 +79,9 @@ class Faults:
 
     def __init__(self, config: Config, scaled: bool = False) -> None:
         self._config, self._scaled = config, scaled
-        self._sound = {name: deque[float](maxlen=config.window) for name in ("loss", "gradient norm")}
+        self._sound = {
+            name: deque[float](maxlen=config.window) for name in ("loss", "gradient norm")
+        }
         self._steps: list[int] = []
         self._in_a_row = 0
 
@@ -116,7 +125,12 @@ class Faults:
         self._steps = [each for each in self._steps if abs(step - each) < _PER] + [step]
         for number, most, which, setting in (
             (self._in_a_row, self._config.most_in_a_row, "in a row", "most_in_a_row"),
-            (len(self._steps), self._config.most_per_thousand, f"in {_PER:,} steps", "most_per_thousand"),
+            (
+                len(self._steps),
+                self._config.most_per_thousand,
+                f"in {_PER:,} steps",
+                "most_per_thousand",
+            ),
         ):
             if number > most:
                 raise SamestepError(
@@ -127,7 +141,11 @@ class Faults:
 
     def state_dict(self) -> FaultsState:
         """What a checkpoint keeps."""
-        return {"sound": {n: list(w) for n, w in self._sound.items()}, "steps": self._steps, "in_a_row": self._in_a_row}
+        return {
+            "sound": {n: list(w) for n, w in self._sound.items()},
+            "steps": self._steps,
+            "in_a_row": self._in_a_row,
+        }
 
     def load_state_dict(self, state: FaultsState) -> None:
         """Goes on from a checkpoint. Faults after it stay counted, so that a run does not rewind for ever."""

@@ -28,17 +28,27 @@ def flops_until(experiment: Experiment, trainer: Trainer) -> Callable[[int], flo
     def flops_per_step(length: int, examples: int) -> float:
         spec = trainer.objective.pack_spec(length)
         cells = length if spec.parts is None else spec.cells
-        each: float = model.flops_per_token(length, trainer.objective.predictions(length) / cells) * cells
+        each: float = (
+            model.flops_per_token(length, trainer.objective.predictions(length) / cells) * cells
+        )
         return each * examples
 
-    return _until(trainer, [flops_per_step(phase.sequence_length, phase.global_batch_size) for phase in trainer.phases])
+    return _until(
+        trainer,
+        [
+            flops_per_step(phase.sequence_length, phase.global_batch_size)
+            for phase in trainer.phases
+        ],
+    )
 
 
 def _until(trainer: Trainer, per_step: Sequence[float]) -> Callable[[int], float]:
     """A function from a step to the sum over all steps before it of what a step of each phase has."""
     phases = list(zip(trainer.phases, per_step, strict=True))
     return lambda step: sum(
-        each * (min(step, phase.end) - phase.first_step) for phase, each in phases if step > phase.first_step
+        each * (min(step, phase.end) - phase.first_step)
+        for phase, each in phases
+        if step > phase.first_step
     )
 
 
@@ -46,7 +56,9 @@ def throughput(experiment: Experiment, trainer: Trainer) -> Throughput:
     """Measures the speed of the run from now on."""
     peak = trainer.strategy.accelerator.peak_flops(experiment.training.precision)
     spec = trainer.objective.pack_spec
-    cells = [phase.global_batch_size * spec(phase.sequence_length).cells for phase in trainer.phases]
+    cells = [
+        phase.global_batch_size * spec(phase.sequence_length).cells for phase in trainer.phases
+    ]
     return Throughput(
         trainer.state.step,
         experiment.training.steps,
@@ -60,23 +72,44 @@ def report(experiment: Experiment, trainer: Trainer) -> None:
     """Says before the first step what is about to run, how much work it is and how long it may take."""
     settings, count = experiment.training, trainer.strategy.replica.count
     accelerator = trainer.strategy.accelerator
-    sizes = [(math.prod(whole_shape(each)), each.requires_grad) for each in trainer.strategy.parameters.values()]
-    parameters, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-    of_them = "" if trained == parameters else f", {trained:,} of them trained ({trained / parameters:.2%})"
+    sizes = [
+        (math.prod(whole_shape(each)), each.requires_grad)
+        for each in trainer.strategy.parameters.values()
+    ]
+    parameters, trained = (
+        sum(size for size, _ in sizes),
+        sum(size for size, is_trained in sizes if is_trained),
+    )
+    of_them = (
+        ""
+        if trained == parameters
+        else f", {trained:,} of them trained ({trained / parameters:.2%})"
+    )
     done = flops_until(experiment, trainer)
     flops = done(settings.steps) - done(trainer.state.step)
     speed = accelerator.expected_flops(settings.precision)
     narrower = experiment.data.group_by_length is not None
-    estimate = f", {timedelta(seconds=round(flops / speed / count))} or more" if speed and not narrower else ""
+    estimate = (
+        f", {timedelta(seconds=round(flops / speed / count))} or more"
+        if speed and not narrower
+        else ""
+    )
     kind = type(experiment.strategy).__module__.rpartition(".")[2]
-    logger.info("device       %d x %s, strategy %s, %s", count, accelerator.description, kind, settings.precision)
+    logger.info(
+        "device       %d x %s, strategy %s, %s",
+        count,
+        accelerator.description,
+        kind,
+        settings.precision,
+    )
     logger.info("model        %s parameters%s", f"{parameters:,}", of_them)
     if experiment.data.sources:
         shares = [{source.label: source.weight for source in experiment.data.sources}]
         shares += [change.weights for change in experiment.data.weights]
         said = [", ".join(f"{name} {weight:g}" for name, weight in each.items()) for each in shares]
         later = [
-            f"; after step {change.step} {then}" for change, then in zip(experiment.data.weights, said[1:], strict=True)
+            f"; after step {change.step} {then}"
+            for change, then in zip(experiment.data.weights, said[1:], strict=True)
         ]
         logger.info("data         %s%s", said[0], "".join(later))
     for phase in trainer.phases:

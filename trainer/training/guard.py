@@ -55,7 +55,9 @@ class Guard:
             SamestepError: it is to stop, or this is one fault too many.
         """
         if self._config.action == "stop":
-            raise SamestepError(f"step {step} was not taken: {fault}, twice over. {self.advice(step)}")
+            raise SamestepError(
+                f"step {step} was not taken: {fault}, twice over. {self.advice(step)}"
+            )
         self._faults.count(step, fault)
         return self._config.action == "skip"
 

@@ -73,7 +73,11 @@ def intact_rows(path: Path) -> Iterator[tuple[Row, int]]:
                 row = json.loads(line)
             except ValueError:
                 return
-            if not isinstance(row, dict) or not line.endswith(b"\n") or row.get("head") != chain(head, row):
+            if (
+                not isinstance(row, dict)
+                or not line.endswith(b"\n")
+                or row.get("head") != chain(head, row)
+            ):
                 return
             head = row["head"]
             yield row, end
@@ -148,7 +152,9 @@ class Ledger:
         same_size = examples == batch_size * (self.fed[1] - self.fed[0] + 1)
         return not same_size or self._basis != _digest(order, basis)
 
-    def enter(self, step: int, order: int, basis: Mapping[str, object], excluded: Sequence[Range]) -> None:
+    def enter(
+        self, step: int, order: int, basis: Mapping[str, object], excluded: Sequence[Range]
+    ) -> None:
         """Begins a data order, unless it is the one that the rows are about.
 
         Args:
@@ -165,13 +171,19 @@ class Ledger:
         if merged([*self._excluded, *excluded]) != self._excluded:
             self.exclude(step, order, excluded, "data.exclude, or as before")
 
-    def feed(self, step: int, examples: Sequence[Range], corrupt: Sequence[CorruptShard] = ()) -> None:
+    def feed(
+        self, step: int, examples: Sequence[Range], corrupt: Sequence[CorruptShard] = ()
+    ) -> None:
         """Takes note of the global examples that a step took; writes which shards are passed over, if that is new."""
         for dataset, name, first in corrupt:
             shard: list[str | int] = [dataset, name, first]
             if shard not in self._corrupt:
                 self._corrupt.append(shard)
-                self._append(step, "corrupt", {"order": self._order, "dataset": dataset, "shard": name, "first": first})
+                self._append(
+                    step,
+                    "corrupt",
+                    {"order": self._order, "dataset": dataset, "shard": name, "first": first},
+                )
         self.fed = (self.fed[0] if self.fed else step, step)
         for first, end in examples:
             if self._examples and self._examples[-1][1] == first:
@@ -185,7 +197,12 @@ class Ledger:
             return
         (first, last), examples = self.fed, self._examples
         self.fed, self._examples = None, []
-        content = {"order": self._order, "first_step": first, "examples": examples, "digest": digest}
+        content = {
+            "order": self._order,
+            "first_step": first,
+            "examples": examples,
+            "digest": digest,
+        }
         self._append(last, "fed", content)
 
     def exclude(self, step: int, order: int, examples: Sequence[Range], reason: str) -> None:
@@ -224,8 +241,12 @@ class Ledger:
         self.head, self._order, self._basis = state["head"], state["order"], state["basis"]
         fed = state["fed"]
         self.fed = (fed[0], fed[1]) if fed else None
-        self._examples, self._excluded = ([list(part) for part in state[name]] for name in ("examples", "excluded"))
-        self._corrupt = [list(shard) for shard in state.get("corrupt", ())]  # or of a version that passed over none
+        self._examples, self._excluded = (
+            [list(part) for part in state[name]] for name in ("examples", "excluded")
+        )
+        self._corrupt = [
+            list(shard) for shard in state.get("corrupt", ())
+        ]  # or of a version that passed over none
         if self._path is not None:
             self.open(self._path, step)
 
@@ -240,7 +261,12 @@ def _find(path: Path, head: str) -> tuple[str, int] | None:
     if not path.exists():
         return None
     return next(
-        ((row["head"], end) for row, end in intact_rows(path) if head in (row["head"], row.get("before"))), None
+        (
+            (row["head"], end)
+            for row, end in intact_rows(path)
+            if head in (row["head"], row.get("before"))
+        ),
+        None,
     )
 
 

@@ -65,7 +65,9 @@ class Trainer:
         self.recorder = Recorder(strategy)
         self.guard = Guard(config.faults, strategy, description.output)
         stacks = Path(description.output, "stacks")
-        self.heartbeat = AlertingHeartbeat(self.recorder, strategy.world, config.hang_timeout, stacks)
+        self.heartbeat = AlertingHeartbeat(
+            self.recorder, strategy.world, config.hang_timeout, stacks
+        )
         # A look at a compiled step's state would cut its graph in two.
         every = None if strategy.accelerator.compiles else config.verify_state_every
         self.state_check = StateCheck(strategy, partial(self._tensors, frozen=True), every)
@@ -123,14 +125,18 @@ class Trainer:
         while self.state.step < phase.end:
             self.heartbeat.begin_step(self.state.step + 1, first=self.state.step == began)
             if self._profiler is not None:
-                self._profiler.begin_step(self.state.step + 1, look=self._due(self.config.log_every))
+                self._profiler.begin_step(
+                    self.state.step + 1, look=self._due(self.config.log_every)
+                )
             lap("logging")
             micro_batches = next(batches)
             lap("data_wait")
             if fault := self.train_step(micro_batches):
                 if not self.guard.skips(self.state.step + 1, fault):
                     return fault
-                self.recorder.alert("WARN", "A step was skipped", f"step {self.state.step + 1}: {fault}")
+                self.recorder.alert(
+                    "WARN", "A step was skipped", f"step {self.state.step + 1}: {fault}"
+                )
                 self.pass_over(self.loader.fed, fault)
                 continue
             if self.state.step == began + 1:
@@ -143,7 +149,9 @@ class Trainer:
                 lap("logging")
             if self._due(self.config.evaluate_every):
                 scores = self.evaluate(phase)
-                self.recorder.log(self.state.step, {f"heldout/{name}": value for name, value in scores.items()})
+                self.recorder.log(
+                    self.state.step, {f"heldout/{name}": value for name, value in scores.items()}
+                )
                 self.best.look(self.state.step, scores, self.strategy.all_reduce)
                 lap("evaluation")
             if self.best.over and not logged:
@@ -218,7 +226,9 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         lap = self.recorder.lap
         with self._graph("gradients", apart=self.config.faults.looks):
-            metrics = accumulate_gradients(self.model, self.objective, self.strategy, micro_batches, lap)
+            metrics = accumulate_gradients(
+                self.model, self.objective, self.strategy, micro_batches, lap
+            )
             return Gradients(metrics, self.strategy.clip_grad_norm(self.config.max_grad_norm))
 
     def _count(self, phase: Phase, batch: Mapping[str, Tensor]) -> None:
@@ -249,7 +259,12 @@ class Trainer:
         self.recorder.excluded(self.state.step + 1, self.phase.order, examples, reason)
         if self.strategy.world.rank == 0:
             said = ", ".join(f"{first} to {end - 1}" for first, end in examples)
-            logger.warning("from step %d on, the examples %s are passed over: %s", self.state.step + 1, said, reason)
+            logger.warning(
+                "from step %d on, the examples %s are passed over: %s",
+                self.state.step + 1,
+                said,
+                reason,
+            )
 
     def note_order(self) -> None:
         """Tells the ledger what the examples of the next step are numbers of."""
@@ -260,7 +275,9 @@ class Trainer:
         """Scores the model on the held-out documents, in examples as those of the phase."""
         work = self._named("evaluation", phase)
         batches = self.config.evaluate_batches
-        scores = score(self.model, self.objective, self.strategy, self.loaders.heldout(phase), batches, work).scores
+        scores = score(
+            self.model, self.objective, self.strategy, self.loaders.heldout(phase), batches, work
+        ).scores
         self.model.train()
         return scores
 
@@ -268,7 +285,9 @@ class Trainer:
         """Starts checkpoints of everything that the next step depends on."""
         with self.strategy.accelerator.graph("metrics"):
             window = self.recorder.state_dict()
-        self._require_finite({name: total for name, (total, _) in window["window"].items()}, float(self._grad_norm))
+        self._require_finite(
+            {name: total for name, (total, _) in window["window"].items()}, float(self._grad_norm)
+        )
         durable = self.checkpoints.durable
         if durable in checkpointers:
             durable.settle()
@@ -351,7 +370,9 @@ class Trainer:
             SamestepError: a value is not finite.
         """
         fix = "set training.precision=bf16 or fp32, as fp16 overflows in the forward pass,"
-        if self.strategy.loss_scale is None:  # with one, a step whose gradient is not finite is skipped
+        if (
+            self.strategy.loss_scale is None
+        ):  # with one, a step whose gradient is not finite is skipped
             values = {**values, "grad_norm": grad_norm}
             fix = "lower optimizer.lr or training.max_grad_norm"
         for name, value in values.items():
@@ -363,7 +384,9 @@ class Trainer:
                 )
 
     def _due(self, every: int | None) -> bool:
-        return every is not None and (self.state.step % every == 0 or self.state.step == self.config.steps)
+        return every is not None and (
+            self.state.step % every == 0 or self.state.step == self.config.steps
+        )
 
     def _log_training(self) -> None:
         """One row of metrics: means since the last row, and the state they led to. Waits for the device."""

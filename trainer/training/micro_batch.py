@@ -86,7 +86,9 @@ def probe(
         return int(strategy.all_reduce(torch.tensor(value), "max"))
 
     def peak(rows: int) -> int:
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        for parameter in (
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ):
             parameter.grad = torch.zeros_like(parameter)
         accelerator.reset_peak_memory()
         if rows:

@@ -104,7 +104,9 @@ def score(
     with strategy.accelerator.graph(f"metrics of {work}"):
         means = meter.compute(strategy.all_reduce)
     if isinstance(objective, Task):
-        predictions = gatherer.predictions(strategy.rows_on_host, strategy.all_reduce, *loader.task_rows())
+        predictions = gatherer.predictions(
+            strategy.rows_on_host, strategy.all_reduce, *loader.task_rows()
+        )
         return Evaluation(means | objective.scores(predictions), predictions)
     # Where another task is part of the loss, or a teacher.
     of_tokens = next(means[name] for name in ("mlm_loss", "hard_loss", "loss") if name in means)
@@ -164,17 +166,23 @@ def step_numbers(gradients: Gradients, strategy: Strategy) -> tuple[float, float
     """
     loss = torch.stack([torch.stack(each["loss"]) for each in gradients.metrics]).double().sum(0)
     norm = gradients.norm.detach().double().reshape(1)
-    total, weight, norm_mean = strategy.all_reduce(torch.cat((loss.detach(), norm)), "mean").tolist()
+    total, weight, norm_mean = strategy.all_reduce(
+        torch.cat((loss.detach(), norm)), "mean"
+    ).tolist()
     return total / weight if weight else total, norm_mean
 
 
-def _totals(objective: Objective, strategy: Strategy, micro_batches: MicroBatches) -> dict[str, Tensor]:
+def _totals(
+    objective: Objective, strategy: Strategy, micro_batches: MicroBatches
+) -> dict[str, Tensor]:
     """Each loss term's weight over the whole global batch; one small collective, no wait for the device."""
     sums: dict[str, float] = {}
     for batch in micro_batches:
         for name, weight in objective.weights(batch).items():
             sums[name] = sums.get(name, 0.0) + weight
-    totals = strategy.all_reduce(torch.tensor(list(sums.values()), dtype=torch.float64))  # float32 counts to 2**24
+    totals = strategy.all_reduce(
+        torch.tensor(list(sums.values()), dtype=torch.float64)
+    )  # float32 counts to 2**24
     # Where nothing is predicted, as in a tiny batch of words too long to mask, the loss is 0 and not 0 / 0.
     totals = totals.clamp_(min=1).float().to(strategy.accelerator.device, non_blocking=True)
     return dict(zip(sums, totals, strict=True))
@@ -187,6 +195,8 @@ def _to_device(strategy: Strategy, batch: Mapping[str, Tensor]) -> dict[str, Ten
     """
     columns = {name: column for name, column in batch.items() if name not in HOST_COLUMNS}
     segments = columns.keys() & {"segments", "target_segments"}
-    if not strategy.accelerator.compiles and all(bool((columns[name] == 1).all()) for name in segments):
+    if not strategy.accelerator.compiles and all(
+        bool((columns[name] == 1).all()) for name in segments
+    ):
         columns = {name: column for name, column in columns.items() if name not in segments}
     return strategy.to_device(columns)

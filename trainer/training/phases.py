@@ -47,7 +47,9 @@ class Config:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
         if isinstance(self.micro_batch_size, int) and self.micro_batch_size < 1:
-            raise ConfigError(f"micro_batch_size must be at least 1, or auto, not {self.micro_batch_size}")
+            raise ConfigError(
+                f"micro_batch_size must be at least 1, or auto, not {self.micro_batch_size}"
+            )
         if self.lr is not None and not 0 <= self.lr < float("inf"):
             raise ConfigError(f"lr is {self.lr}; use a number of 0 or more")
 
@@ -83,7 +85,9 @@ class Phase:
 
     def seed(self, seed: int) -> int:
         """The seed of the phase's data order, masks and dropout; that of the run in its first order."""
-        return seed if self.order == 0 else int(combine(seed, _PHASE, self.order)[0] >> np.uint64(32))
+        return (
+            seed if self.order == 0 else int(combine(seed, _PHASE, self.order)[0] >> np.uint64(32))
+        )
 
     def lr_fraction(self, step: int) -> float:
         """The fraction of the learning rate with which the update number `step` of the run, from 0, is made."""
@@ -132,7 +136,9 @@ def resolve(
         resolved.append(
             Phase(
                 index=index,
-                order=resolved[-1].order + (length != resolved[-1].sequence_length) if resolved else 0,
+                order=resolved[-1].order + (length != resolved[-1].sequence_length)
+                if resolved
+                else 0,
                 first_step=first,
                 end=first + phase.steps,
                 sequence_length=length,
@@ -148,5 +154,7 @@ def resolve(
         try:
             each.lr_fraction(each.first_step)
         except ConfigError as error:
-            raise ConfigError(f"phases.{each.index}: {error}" if given.schedule else str(error)) from None
+            raise ConfigError(
+                f"phases.{each.index}: {error}" if given.schedule else str(error)
+            ) from None
     return tuple(resolved)

@@ -72,13 +72,18 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
-        self._before = {number: signal.signal(number, lambda *_: None) for number in self._config.numbers}
+        self._before = {
+            number: signal.signal(number, lambda *_: None) for number in self._config.numbers
+        }
         self._wakeup_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="stop-request", daemon=True).start()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
@@ -126,7 +131,9 @@ class StopRequest:
             try:
                 number = self._next_signal(since + self._config.deadline)
             except TimeoutError:
-                logger.warning("stopping took longer than preemption.deadline, %g s", self._config.deadline)
+                logger.warning(
+                    "stopping took longer than preemption.deadline, %g s", self._config.deadline
+                )
                 number = first
                 break
             if number is None:

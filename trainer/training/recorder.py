@@ -50,7 +50,11 @@ class Recorder:
         self._logged_tokens = self._digest = self._filled = 0
 
     def open(
-        self, step: int, trackers: Sequence[Tracker], ledger: Path | None, throughput: Throughput | None = None
+        self,
+        step: int,
+        trackers: Sequence[Tracker],
+        ledger: Path | None,
+        throughput: Throughput | None = None,
     ) -> None:
         """Starts the clock at `step`, and says where rows go: nowhere, on all ranks but the first."""
         self._trackers, self._throughput = trackers, throughput
@@ -76,7 +80,11 @@ class Recorder:
             objective: its configuration, which decides what is masked.
             loader: the state of the loader of the next step.
         """
-        order = {name: value for name, value in loader.items() if name not in ("example", "excluded", "corrupt")}
+        order = {
+            name: value
+            for name, value in loader.items()
+            if name not in ("example", "excluded", "corrupt")
+        }
         basis = {"objective": objective, "sequence_length": phase.sequence_length, "data": order}
         if self._ledger.must_close_row(phase.order, basis, phase.global_batch_size):
             self._close_row(self._over_replicas(self._digest)[0])
@@ -104,15 +112,24 @@ class Recorder:
         joules = self._resources.joules()
         digest, filled, joules, *own = self._over_replicas(self._digest, self._filled, joules, *own)
         rates = {"train/examples": float(state.examples), "train/tokens": float(state.tokens)}
-        rates |= self._resources.memory() | stragglers.slowest([each / 1e6 for each in own], sum(seconds.values()))
+        rates |= self._resources.memory() | stragglers.slowest(
+            [each / 1e6 for each in own], sum(seconds.values())
+        )
         if self._throughput is not None:
-            rates |= self._throughput.measure(state.step, state.tokens - self._logged_tokens, filled, seconds)
+            rates |= self._throughput.measure(
+                state.step, state.tokens - self._logged_tokens, filled, seconds
+            )
         if self._strategy.accelerator.compiles:
-            rates["perf/compilations"] = float(sum(self._strategy.accelerator.compilations.values()))
+            rates["perf/compilations"] = float(
+                sum(self._strategy.accelerator.compilations.values())
+            )
         if joules:
             rates["perf/energy_joules"] = joules
         if self._strategy.loss_scale is not None:
-            rates |= {f"train/{name}": value for name, value in self._strategy.loss_scale.metrics().items()}
+            rates |= {
+                f"train/{name}": value
+                for name, value in self._strategy.loss_scale.metrics().items()
+            }
         self._logged_tokens, self._filled = state.tokens, 0
         self._close_row(digest)
         return rates
@@ -170,7 +187,9 @@ class AlertingHeartbeat(Heartbeat):
         folder: as in `Heartbeat`.
     """
 
-    def __init__(self, recorder: Recorder, world: World, timeout: float | None, folder: Path) -> None:
+    def __init__(
+        self, recorder: Recorder, world: World, timeout: float | None, folder: Path
+    ) -> None:
         super().__init__(world, timeout, folder)
         self._recorder = recorder
 

@@ -34,7 +34,9 @@ def failures_told(trackers: Sequence[Tracker]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        text = str(error) if isinstance(error, SamestepError) else f"{type(error).__name__}: {error}"
+        text = (
+            str(error) if isinstance(error, SamestepError) else f"{type(error).__name__}: {error}"
+        )
         for tracker in trackers:
             tracker.alert("ERROR", "The run has failed", text)
         raise
@@ -57,11 +59,15 @@ def open_records(experiment: Experiment, driver: Trainer, fault: str | None) -> 
     if tracking.tensorboard is not None:
         trackers.append(tracking.tensorboard.build(folder, description))
     if tracking.wandb is not None:
-        trackers.append(tracking.wandb.build(folder, description, lambda: _checkpoints(driver), start))
+        trackers.append(
+            tracking.wandb.build(folder, description, lambda: _checkpoints(driver), start)
+        )
     trackers.append(ProgressTracker(step, experiment.training.steps))
     for tracker in trackers:
         if fault is not None:
-            text = f"{fault}; the run goes on from step {step}, without the examples around the fault"
+            text = (
+                f"{fault}; the run goes on from step {step}, without the examples around the fault"
+            )
             tracker.alert("WARN", "The run has gone back", text)
         elif start["restarts"]:
             said = ", ".join(f"{name}: {value}" for name, value in start.items())

@@ -73,5 +73,7 @@ def changes_since(meta: Meta, description: Description) -> str:
     changes = differences(meta["config"], description.config)
     said = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in changes.items())
     if any(key.startswith("model.") and "dropout" not in key for key in changes):
-        raise CheckpointError(f"the checkpoint is of another model ({said}); use its settings, or another output")
+        raise CheckpointError(
+            f"the checkpoint is of another model ({said}); use its settings, or another output"
+        )
     return said

@@ -32,7 +32,13 @@ from trainer.strategies.world import World
 from trainer.training import forecast, records
 from trainer.training.best import Best
 from trainer.training.checkpoints import Checkpoints
-from trainer.training.compatibility import check_best, check_compatibility, choose_layers, redraw_layers, stored_values
+from trainer.training.compatibility import (
+    check_best,
+    check_compatibility,
+    choose_layers,
+    redraw_layers,
+    stored_values,
+)
 from trainer.training.experiment import Experiment
 from trainer.training.loop import Trainer
 from trainer.training.micro_batch import probe, without_probe
@@ -75,7 +81,9 @@ def train(experiment: Experiment) -> int:
         weights = experiment.init_from if step is None or experiment.freezes else None
         trainer: Trainer | None = None
         try:
-            trainer = build_trainer(experiment, dataset, strategy, checkpointer, weights, snapshots, step is not None)
+            trainer = build_trainer(
+                experiment, dataset, strategy, checkpointer, weights, snapshots, step is not None
+            )
             if experiment.training.evaluate_every is not None:
                 # Refuses a split without examples now rather than after hours.
                 trainer.loaders.heldout(trainer.phase).close()
@@ -83,13 +91,19 @@ def train(experiment: Experiment) -> int:
                 check_best(experiment, trainer.objective)
             if step is not None:
                 changes = trainer.restore(step, source)
-                logger.info("continuing   at step %d%s", step, f" with {changes}" if changes else "")
+                logger.info(
+                    "continuing   at step %d%s", step, f" with {changes}" if changes else ""
+                )
             strategy.world.tell_progress(trainer.state.step)
-            profiler = experiment.tracking.profile.build(Path(experiment.output), strategy.world.rank)
+            profiler = experiment.tracking.profile.build(
+                Path(experiment.output), strategy.world.rank
+            )
             fault: str | None = None
             while True:
                 trackers[:], ledger = _open_records(experiment, dataset, trainer, fault)
-                fault = trainer.fit(trackers, ledger, forecast.throughput(experiment, trainer), profiler, stop)
+                fault = trainer.fit(
+                    trackers, ledger, forecast.throughput(experiment, trainer), profiler, stop
+                )
                 for tracker in trackers:
                     tracker.close()
                 if fault is None:
@@ -98,10 +112,19 @@ def train(experiment: Experiment) -> int:
             stop.finish()
             if trainer.over:
                 if experiment.training.best is not None:
-                    early = f"stopped early at step {trainer.state.step}: " if trainer.best.over else ""
-                    logger.info("finished     %s%s; its checkpoint is %s/best", early, trainer.best, experiment.output)
+                    early = (
+                        f"stopped early at step {trainer.state.step}: " if trainer.best.over else ""
+                    )
+                    logger.info(
+                        "finished     %s%s; its checkpoint is %s/best",
+                        early,
+                        trainer.best,
+                        experiment.output,
+                    )
                 return EXIT_DONE
-            logger.info("stopped      at step %d, with a checkpoint to go on from", trainer.state.step)
+            logger.info(
+                "stopped      at step %d, with a checkpoint to go on from", trainer.state.step
+            )
             return stop.exit_code
         except torch.OutOfMemoryError as error:
             phase = None if trainer is None else trainer.phase
@@ -117,8 +140,14 @@ def _finished(experiment: Experiment, source: Checkpointer, step: int) -> str | 
         return f"is at step {step}; raise training.steps to train on"
     best = Best(experiment.training.best)
     if experiment.training.best is not None:
-        best.load_state_dict(integrity.read_meta(integrity.step_folder(source.folder, step)), lambda step: True)
-    return f"was stopped early at step {step}; raise training.best.patience to train on" if best.over else None
+        best.load_state_dict(
+            integrity.read_meta(integrity.step_folder(source.folder, step)), lambda step: True
+        )
+    return (
+        f"was stopped early at step {step}; raise training.best.patience to train on"
+        if best.over
+        else None
+    )
 
 
 @contextmanager
@@ -128,7 +157,9 @@ def meeting(experiment: Experiment) -> Iterator[Strategy]:
     try:
         accelerator = experiment.accelerator.build() if experiment.accelerator else detect()
         world.connect(accelerator.collective_backend)
-        strategy: Strategy = experiment.strategy.build(accelerator, world, experiment.training.precision)
+        strategy: Strategy = experiment.strategy.build(
+            accelerator, world, experiment.training.precision
+        )
         yield strategy
         world.close()
     except BaseException as error:
@@ -198,7 +229,9 @@ def build_trainer(
             initial = redraw_layers(initial, shapes, experiment.redraw_layers, experiment.seed)
         if experiment.freezes:
             base = base_of(trained, strategy.world.rank, strategy.world.size)
-            logger.info("frozen       weights stay in %s: keep it as long as this run", base["path"])
+            logger.info(
+                "frozen       weights stay in %s: keep it as long as this run", base["path"]
+            )
     elif to_restore:
         initial = _zeros
     build_optimizer = partial(experiment.optimizer.build, structure=Structure.of(model))
@@ -206,18 +239,30 @@ def build_trainer(
         wrapped, optimizer = strategy.prepare(model, build_optimizer, initial)
         groups.prime(optimizer)
     teacher = attach_teacher(experiment, dataset, objective, strategy)
-    open_split = partial(open_loader, experiment, dataset, objective, strategy.replica, largest=strategy.largest)
+    open_split = partial(
+        open_loader, experiment, dataset, objective, strategy.replica, largest=strategy.largest
+    )
     # What memory has to be enough for is the widest of the batches.
     widest = replace(experiment, data=replace(experiment.data, group_by_length=None))
-    open_widest = partial(open_loader, widest, dataset, objective, strategy.replica, largest=strategy.largest)
+    open_widest = partial(
+        open_loader, widest, dataset, objective, strategy.replica, largest=strategy.largest
+    )
     phases = tuple(
-        _sized(phase, strategy, objective, open_widest, partial(probe, wrapped, optimizer, objective, strategy))
+        _sized(
+            phase,
+            strategy,
+            objective,
+            open_widest,
+            partial(probe, wrapped, optimizer, objective, strategy),
+        )
         for phase in experiment.resolved_phases()
     )
     description = Description(
         to_tree(experiment),
         tuple(phase.micro_batch_size for phase in phases),
-        None if teacher is None else shared_identity(teacher, strategy.world.rank, strategy.world.size),
+        None
+        if teacher is None
+        else shared_identity(teacher, strategy.world.rank, strategy.world.size),
         base,
     )
     return Trainer(
@@ -257,7 +302,11 @@ def _sized(
     fits = measure(open_sized, most)
     if wanted != "auto":
         return replace(phase, fits=fits)
-    size = without_probe(most, objective.pack_spec(phase.sequence_length).cells) if fits is None else fits
+    size = (
+        without_probe(most, objective.pack_spec(phase.sequence_length).cells)
+        if fits is None
+        else fits
+    )
     return replace(phase, micro_batch_size=size, fits=fits)
 
 
@@ -269,10 +318,14 @@ def build_model(experiment: Experiment, dataset: AnyDataset, objective: Objectiv
     """
     with torch.device("meta"):
         model = experiment.build_model()
-    own = [parameter for module in model.modules() for parameter in module.parameters(recurse=False)]
+    own = [
+        parameter for module in model.modules() for parameter in module.parameters(recurse=False)
+    ]
     # Getting memory, each module would make a parameter of its own.
     if len(own) > len(set(own)):
-        raise ConfigError("two modules of the model share a parameter; let them share the module that has it")
+        raise ConfigError(
+            "two modules of the model share a parameter; let them share the module that has it"
+        )
     check_compatibility(experiment, dataset, objective, model)
     model.activation_checkpointing = experiment.training.activation_checkpointing
     if experiment.training.activation_checkpointing and not model.activation_checkpointing:
@@ -356,10 +409,14 @@ def _open_records(
         return [], None
     write_description(experiment, dataset)
     forecast.report(experiment, trainer)
-    return records.open_records(experiment, trainer, fault), Path(experiment.output) / "ledger.jsonl"
+    return records.open_records(experiment, trainer, fault), Path(
+        experiment.output
+    ) / "ledger.jsonl"
 
 
-def _out_of_memory(experiment: Experiment, strategy: Strategy, phase: Phase | None, error: Exception) -> SamestepError:
+def _out_of_memory(
+    experiment: Experiment, strategy: Strategy, phase: Phase | None, error: Exception
+) -> SamestepError:
     """What to do when a device's memory runs out, in a phase or (None) even before the first step."""
     lower = ""
     if phase is not None and isinstance(size := phase.micro_batch_size, int) and size > 1:

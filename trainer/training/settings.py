@@ -58,17 +58,25 @@ class Config:
 
     def __post_init__(self) -> None:
         if isinstance(self.micro_batch_size, int) and self.micro_batch_size < 1:
-            raise ConfigError(f"micro_batch_size must be at least 1, or auto, not {self.micro_batch_size}")
+            raise ConfigError(
+                f"micro_batch_size must be at least 1, or auto, not {self.micro_batch_size}"
+            )
         for name in ("steps", "global_batch_size", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("evaluate_every", "evaluate_batches", "verify_state_every"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, or null for none, not {getattr(self, name)}")
+                raise ConfigError(
+                    f"{name} must be at least 1, or null for none, not {getattr(self, name)}"
+                )
         if self.best is not None and self.evaluate_every is None:
-            raise ConfigError("best is about evaluations, and evaluate_every is null; set it to a number of steps")
+            raise ConfigError(
+                "best is about evaluations, and evaluate_every is null; set it to a number of steps"
+            )
         if self.max_grad_norm is not None and not 0 < self.max_grad_norm < math.inf:
-            raise ConfigError(f"max_grad_norm must be above 0, or null for no clipping, not {self.max_grad_norm}")
+            raise ConfigError(
+                f"max_grad_norm must be above 0, or null for no clipping, not {self.max_grad_norm}"
+            )
         for name in ("collective_timeout", "hang_timeout"):
             if (seconds := getattr(self, name)) is not None and not 0 < seconds < math.inf:
                 raise ConfigError(f"{name} must be above 0 seconds, not {seconds}")

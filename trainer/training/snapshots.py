@@ -27,7 +27,9 @@ def open_snapshots(experiment: Experiment, world: World) -> Checkpointer | None:
     addresses = gather(os.environ.get(keeper.ENVIRONMENT, ""), world.size)
     if "" in addresses:
         if world.rank == 0:
-            logger.warning("no snapshots are taken: only `samestep train --elastic` has a place to keep them")
+            logger.warning(
+                "no snapshots are taken: only `samestep train --elastic` has a place to keep them"
+            )
         return None
     ring = list(dict.fromkeys(addresses))
     return Checkpointer(
@@ -39,7 +41,9 @@ def open_snapshots(experiment: Experiment, world: World) -> Checkpointer | None:
     )
 
 
-def newest(checkpointer: Checkpointer, snapshots: Checkpointer | None) -> tuple[Checkpointer, int | None]:
+def newest(
+    checkpointer: Checkpointer, snapshots: Checkpointer | None
+) -> tuple[Checkpointer, int | None]:
     """Where a run goes on from, and at which step: a sound snapshot, unless a sound checkpoint is newer. Collective.
 
     Raises:

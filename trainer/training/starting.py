@@ -39,7 +39,9 @@ class Config(ModelConfig):
         raise ConfigError("the model is that of init_from, which lies on another machine")
 
 
-def load_experiment(path: str | Path, overrides: Sequence[str] = (), elsewhere: bool = False) -> Experiment:
+def load_experiment(
+    path: str | Path, overrides: Sequence[str] = (), elsewhere: bool = False
+) -> Experiment:
     """Reads an experiment; one with `init_from` may leave the model out, or name but the settings that change.
 
     The head is then the one that the objective is for, with an output for each label of the dataset. A run that has
@@ -56,7 +58,9 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), elsewhere: 
     """
     tree = read_tree(path, overrides)
     model = tree.get("model")
-    if tree.get("init_from") and (model is None or (isinstance(model, dict) and "kind" not in model)):
+    if tree.get("init_from") and (
+        model is None or (isinstance(model, dict) and "kind" not in model)
+    ):
         begun = None if elsewhere else _begun(tree)
         data = decode(DataConfig, tree.get("data"), "data")
         if elsewhere and not all(map(is_url, (tree["init_from"], *data.paths))):
@@ -71,7 +75,9 @@ def _begun(tree: Tree) -> Tree | None:
     """The model of the run in the output folder, if there is one with a checkpoint to go on from."""
     output = Path(str(tree.get("output")))
     folder = (tree.get("checkpoint") or {}).get("folder") or output / "checkpoints"
-    if not (output / "config.yaml").is_file() or not integrity.committed_steps(files.location(folder)):
+    if not (output / "config.yaml").is_file() or not integrity.committed_steps(
+        files.location(folder)
+    ):
         return None
     return read_stored(output / "config.yaml").get("model")
 

@@ -88,7 +88,9 @@ class Weights:
         """
         model = self.config.build()
         if missing := sorted(outputs - model.offers):
-            raise ConfigError(f"the model of {self.folder} does not offer {missing[0]}; use another model")
+            raise ConfigError(
+                f"the model of {self.folder} does not offer {missing[0]}; use another model"
+            )
         if model.reads:
             raise ConfigError(
                 f"the model of {self.folder} reads the column {min(model.reads)}, which only its objective makes; "
@@ -122,9 +124,13 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
         CheckpointError: there is none of these, it is damaged, or it cannot be downloaded.
     """
     with together(world_size):
-        folder = model_folder(str(path)) if is_hub_path(str(path)) else _best_named(files.location(path))
+        folder = (
+            model_folder(str(path)) if is_hub_path(str(path)) else _best_named(files.location(path))
+        )
         if _is_huggingface(folder):
-            return replace(_from_huggingface(folder), hub=str(path) if is_hub_path(str(path)) else None)
+            return replace(
+                _from_huggingface(folder), hub=str(path) if is_hub_path(str(path)) else None
+            )
         if _is_adapter(folder):
             return _from_adapter(folder, rank, world_size)
         is_step = _is_step(folder)
@@ -133,11 +139,19 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
     if not is_step:
         newest = checkpoints.latest()
         if newest is None:
-            raise CheckpointError(f"{folder} has no checkpoint yet; wait for one, or set checkpoint.every lower")
+            raise CheckpointError(
+                f"{folder} has no checkpoint yet; wait for one, or set checkpoint.every lower"
+            )
         folder = integrity.step_folder(root, newest)
     meta, stored = checkpoints.open(folder)
     if not is_step and (best := meta.get("best", {}).get("step")) not in (None, meta["step"]):
-        logger.info("taking step %d of %s, the newest; the best, step %d, is %s/best", meta["step"], path, best, path)
+        logger.info(
+            "taking step %d of %s, the newest; the best, step %d, is %s/best",
+            meta["step"],
+            path,
+            best,
+            path,
+        )
     config = decode(Annotated[Any, _MODELS], meta["config"]["model"], f"{folder}: model")
     tensors, optimizer = (_part(stored, prefix) for prefix in ("model/", "optimizer/"))
     base = None
@@ -146,9 +160,20 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
         tensors = _together(config, tensors, base)
     with together(world_size):
         beside = root / "tokenizer"
-        tokenizer = beside if (beside / "tokenizer_config.json").exists() else root.parent / "tokenizer"
+        tokenizer = (
+            beside if (beside / "tokenizer_config.json").exists() else root.parent / "tokenizer"
+        )
     objective = meta["config"]["objective"]
-    return Weights(config, tensors, folder, tokenizer, meta["step"], objective.get("of", objective), optimizer, base)
+    return Weights(
+        config,
+        tensors,
+        folder,
+        tokenizer,
+        meta["step"],
+        objective.get("of", objective),
+        optimizer,
+        base,
+    )
 
 
 def shared_identity(weights: Weights, rank: int, world_size: int) -> str:
@@ -170,7 +195,9 @@ def base_of(weights: Weights, rank: int = 0, world_size: int = 1) -> dict[str, s
     return {"path": weights.path, "identity": shared_identity(weights, rank, world_size)}
 
 
-def _load_base(folder: Location, beside: Location, noted: Mapping[str, str], rank: int, world_size: int) -> Weights:
+def _load_base(
+    folder: Location, beside: Location, noted: Mapping[str, str], rank: int, world_size: int
+) -> Weights:
     """The weights that the frozen parameters of a checkpoint are of.
 
     Args:
@@ -185,7 +212,9 @@ def _load_base(folder: Location, beside: Location, noted: Mapping[str, str], ran
     with together(world_size):
         moved = beside != folder and bool(files.names(beside))
     place: str | Location = noted["path"]
-    if gather(moved, world_size)[0]:  # a link to a checkpoint has its tokenizer, and its own base, beside the target
+    if gather(moved, world_size)[
+        0
+    ]:  # a link to a checkpoint has its tokenizer, and its own base, beside the target
         place = beside.resolve() if isinstance(beside, Path) else beside
     fix = f"bring back what {noted['path']} held"
     if isinstance(beside, files.Url):
@@ -213,7 +242,9 @@ def _together(config: ModelConfig, trained: StoredTensors, base: Weights) -> Sto
         raise CheckpointError(
             f"{base.folder} has no {absent[0]}, and so is not what the parameters were added to; bring back what was"
         )
-    return StoredTensors({name: (trained if name in trained else base.tensors).pieces[name] for name in names})
+    return StoredTensors(
+        {name: (trained if name in trained else base.tensors).pieces[name] for name in names}
+    )
 
 
 def load_config(path: str | Location) -> ModelConfig:
@@ -222,7 +253,9 @@ def load_config(path: str | Location) -> ModelConfig:
     Raises:
         CheckpointError: there is none, or what describes it is damaged.
     """
-    folder = model_folder(str(path)) if is_hub_path(str(path)) else _best_named(files.location(path))
+    folder = (
+        model_folder(str(path)) if is_hub_path(str(path)) else _best_named(files.location(path))
+    )
     if _is_huggingface(folder):
         return _config_and_tensors(folder)[0]
     if _is_adapter(folder):
@@ -251,7 +284,9 @@ def check_weights(start: Location) -> None:
     elif _is_step(start):
         integrity.check_sizes(start)
     elif not integrity.committed_steps(checkpoints_of(start)):
-        raise CheckpointError(f"init_from={start} has no checkpoint yet; wait for one, or name another run")
+        raise CheckpointError(
+            f"init_from={start} has no checkpoint yet; wait for one, or name another run"
+        )
 
 
 def _best_named(path: Location) -> Location:
@@ -271,7 +306,11 @@ def _best_named(path: Location) -> Location:
 
 
 def _is_huggingface(folder: Location) -> TypeGuard[Path]:
-    return isinstance(folder, Path) and (folder / "config.json").is_file() and not huggingface.is_adapter(folder)
+    return (
+        isinstance(folder, Path)
+        and (folder / "config.json").is_file()
+        and not huggingface.is_adapter(folder)
+    )
 
 
 def _is_adapter(folder: Location) -> TypeGuard[Path]:
@@ -284,7 +323,11 @@ def _is_step(folder: Location) -> bool:
 
 def _part(stored: StoredTensors, prefix: str) -> StoredTensors:
     """The tensors whose names begin so, under the rest of their names."""
-    pieces = {name.removeprefix(prefix): found for name, found in stored.pieces.items() if name.startswith(prefix)}
+    pieces = {
+        name.removeprefix(prefix): found
+        for name, found in stored.pieces.items()
+        if name.startswith(prefix)
+    }
     return StoredTensors(pieces)
 
 
@@ -304,14 +347,18 @@ def _from_adapter(folder: Path, rank: int, world_size: int) -> Weights:
     content, tensors = huggingface.load_adapter(folder)
     path = content.get("base_model_name_or_path")
     if not path:
-        raise CheckpointError(f"{folder} does not say what it was added to; set base_model_name_or_path in its config")
+        raise CheckpointError(
+            f"{folder} does not say what it was added to; set base_model_name_or_path in its config"
+        )
     if not is_url(path) and not Path(path).exists():
         path = f"hf://{path}" + (f"@{content['revision']}" if content.get("revision") else "")
     base = load_weights(path, rank, world_size)
     config, own = import_adapter(content, tensors, base.config)
     parameters = _together(config, _in_memory(own), base)
     has_tokenizer = (folder / "tokenizer_config.json").exists()
-    return Weights(config, parameters, folder, folder if has_tokenizer else base.tokenizer, base=base)
+    return Weights(
+        config, parameters, folder, folder if has_tokenizer else base.tokenizer, base=base
+    )
 
 
 def _in_memory(parameters: Mapping[str, Tensor]) -> StoredTensors:
@@ -336,7 +383,9 @@ def checkpoints_of(folder: Location) -> Location:
     step = folder.name.removeprefix("step-")
     if step.isdecimal() and (steps := integrity.committed_steps(folder.parent)):
         known = ", ".join(map(str, steps))
-        raise CheckpointError(f"{folder.parent} has no checkpoint of step {int(step)}; there are those of {known}")
+        raise CheckpointError(
+            f"{folder.parent} has no checkpoint of step {int(step)}; there are those of {known}"
+        )
     raise CheckpointError(
         f"{folder} is no run (no checkpoints in it), no checkpoint (no meta.json) and no Hugging Face folder (no "
         "config.json); name the output folder of a run, or one of the others"

@@ -11,7 +11,9 @@ import torch
 from trainer.accelerators.cpu import CpuAccelerator
 from trainer.accelerators.detect import detect
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines where torch finds no GPU")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="is about machines where torch finds no GPU"
+)
 
 
 def install_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, prints: str) -> None:
@@ -37,7 +39,9 @@ def test_gpus_that_torch_cannot_use_are_named_with_the_reason(
     visible: str | None,
     reason: str,
 ):
-    install_nvidia_smi(tmp_path, monkeypatch, "GPU 0: NVIDIA H100 (UUID: a)\\nGPU 1: NVIDIA H100 (UUID: b)\\n")
+    install_nvidia_smi(
+        tmp_path, monkeypatch, "GPU 0: NVIDIA H100 (UUID: a)\\nGPU 1: NVIDIA H100 (UUID: b)\\n"
+    )
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -49,7 +53,9 @@ def test_gpus_that_torch_cannot_use_are_named_with_the_reason(
     assert re.search(reason, warning)
 
 
-@pytest.mark.parametrize("prints", ["", "NVIDIA-SMI has failed because it could not communicate with the driver"])
+@pytest.mark.parametrize(
+    "prints", ["", "NVIDIA-SMI has failed because it could not communicate with the driver"]
+)
 def test_without_gpus_there_is_nothing_to_warn_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, prints: str
 ):

@@ -17,7 +17,9 @@ from trainer.errors import ConfigError
 from trainer.findings import Finding
 from trainer.inspect import doctor
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines where torch finds no GPU")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="is about machines where torch finds no GPU"
+)
 
 NETWORK_CARD = ("0x1ae0", "0x0042")
 V5E = ("0x1ae0", "0x0063")
@@ -77,7 +79,9 @@ print(json.dumps({
 def install(folder: Path, package: str, version: str, source: str = "") -> None:
     information = folder / f"{package}-{version}.dist-info"
     information.mkdir()
-    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    (information / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+    )
     (folder / f"{package}.py").write_text(source)
 
 
@@ -106,8 +110,20 @@ def plug_in(machine: Path, cards: list[tuple[str, str]], nodes: tuple[str, ...])
     ("cards", "nodes", "count", "name", "tflops"),
     [
         ([], (), 0, None, None),
-        ([NETWORK_CARD], ("vfio/vfio", "vfio/3"), 0, None, None),  # a machine of Google's that lends another card
-        ([NETWORK_CARD, *[V5E] * 4], ("vfio/vfio", "vfio/0", "vfio/1", "vfio/2", "vfio/3"), 4, "v5e", 197),
+        (
+            [NETWORK_CARD],
+            ("vfio/vfio", "vfio/3"),
+            0,
+            None,
+            None,
+        ),  # a machine of Google's that lends another card
+        (
+            [NETWORK_CARD, *[V5E] * 4],
+            ("vfio/vfio", "vfio/0", "vfio/1", "vfio/2", "vfio/3"),
+            4,
+            "v5e",
+            197,
+        ),
         ([("0x1ae0", "0x005e")] * 2, ("accel0", "accel1", "accel/other"), 2, "v4", 275),
         ([V5E], (), 0, "v5e", 197),  # inside a container that does not get it
     ],
@@ -150,11 +166,17 @@ def test_chips_without_software_are_named(machine: Path, caplog: pytest.LogCaptu
     (warning,) = caplog.messages
     assert "this machine has TPUs: pip install 'samestep[tpu]'" in warning
     (finding,) = trial.devices(None)
-    assert (finding.state, finding.fix) == ("failed", "pip install 'samestep[tpu]', in an environment of its own")
+    assert (finding.state, finding.fix) == (
+        "failed",
+        "pip install 'samestep[tpu]', in an environment of its own",
+    )
 
 
 def test_what_is_missing_is_said_with_the_fix(machine: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match=r"needs TorchTPU .* pip install samestep 'torch_tpu>=0.2'.*accelerator=xla"):
+    with pytest.raises(
+        ConfigError,
+        match=r"needs TorchTPU .* pip install samestep 'torch_tpu>=0.2'.*accelerator=xla",
+    ):
         tpu.Config().build()
     monkeypatch.syspath_prepend(machine)
     install(machine, "torch_tpu", "0.1.1")
@@ -171,7 +193,10 @@ def test_what_is_missing_is_said_with_the_fix(machine: Path, monkeypatch: pytest
 def test_the_doctor_multiplies_on_the_chip(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(detect, "best", tpu.Config)
     monkeypatch.setattr(tpu.Config, "build", lambda _: SimpleNamespace(description="a chip"))
-    tried = lambda on, subject, precision: iter([Finding(subject, "ok", f"{precision} on {on.description}")])  # noqa: E731
+
+    def tried(on, subject, precision):
+        yield Finding(subject, "ok", f"{precision} on {on.description}")
+
     monkeypatch.setattr(trial, "product", tried)
     found = {finding.subject: finding.found for finding in doctor.examine(None, None)}
     assert found["devices"] == "a chip"

@@ -11,7 +11,9 @@ from trainer.errors import ConfigError
 
 def test_without_torch_xla_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xla, "version_of", {}.get)
-    with pytest.raises(ConfigError, match=r"needs torch-xla and its torch; .* pip install 'samestep\[tpu\]'"):
+    with pytest.raises(
+        ConfigError, match=r"needs torch-xla and its torch; .* pip install 'samestep\[tpu\]'"
+    ):
         xla.Config().build()
 
 
@@ -20,7 +22,8 @@ def test_another_torch_is_refused_before_the_import(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(xla, "version_of", {"torch-xla": "2.9.0"}.get)
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     with pytest.raises(
-        ConfigError, match=r"torch-xla 2.9.0 works with torch 2.9 alone, and this is torch 2.13.0\+cpu;"
+        ConfigError,
+        match=r"torch-xla 2.9.0 works with torch 2.9 alone, and this is torch 2.13.0\+cpu;",
     ):
         xla.Config().build()
 

@@ -21,7 +21,15 @@ from torch import Tensor
 
 from trainer.checkpoint import Checkpointer, Config
 
-FILE_OPERATIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.listdir", "os.scandir"}
+FILE_OPERATIONS = {
+    "open",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.mkdir",
+    "os.listdir",
+    "os.scandir",
+}
 
 
 def open_at(folder: Path) -> Checkpointer:
@@ -29,7 +37,10 @@ def open_at(folder: Path) -> Checkpointer:
 
 
 def tensors(step: float) -> dict[str, Tensor]:
-    return {"model/a": torch.full((300, 100), float(step)), "model/b": torch.full((3,), -float(step))}
+    return {
+        "model/a": torch.full((300, 100), float(step)),
+        "model/b": torch.full((3,), -float(step)),
+    }
 
 
 def restored_step(folder: Path) -> int:
@@ -37,7 +48,9 @@ def restored_step(folder: Path) -> int:
     for step in open_at(folder).steps():
         found = tensors(float("nan"))
         open_at(folder).restore(found, step)
-        assert all(torch.equal(found[name], tensor) for name, tensor in tensors(step).items()), f"step {step}"
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors(step).items()), (
+            f"step {step}"
+        )
     return open_at(folder).latest() or 0
 
 
@@ -60,15 +73,18 @@ def die_before_operation(folder: Path, step: int, number: int) -> bool:
 
         def hook(event: str, arguments: tuple[object, ...]) -> None:
             nonlocal left
-            if event in FILE_OPERATIONS and any(str(folder) in str(argument) for argument in arguments):
+            if event in FILE_OPERATIONS and any(
+                str(folder) in str(argument) for argument in arguments
+            ):
                 if left == 0:
                     os._exit(9)
                 left -= 1
 
         fsync = os.fsync
-        os.fsync = lambda descriptor: (hook("open", (os.readlink(f"/proc/self/fd/{descriptor}"),)), fsync(descriptor))[
-            1
-        ]
+        os.fsync = lambda descriptor: (
+            hook("open", (os.readlink(f"/proc/self/fd/{descriptor}"),)),
+            fsync(descriptor),
+        )[1]
         saver = open_at(folder)
         sys.addaudithook(hook)
         saver.save(step, tensors(step), {})
@@ -132,7 +148,11 @@ def die_at_random(folder: Path, times: int) -> None:
 
 @pytest.mark.parametrize(
     ("scenario", "times"),
-    [(die_at_every_file_operation, 1), (die_at_random, 10), pytest.param(die_at_random, 200, marks=pytest.mark.chaos)],
+    [
+        (die_at_every_file_operation, 1),
+        (die_at_random, 10),
+        pytest.param(die_at_random, 200, marks=pytest.mark.chaos),
+    ],
 )
 def test_a_dying_process_leaves_a_whole_checkpoint(
     scenario: Callable[[Path, int], None], times: int, tmp_path: Path

@@ -26,14 +26,18 @@ SHAPES = {"a.weight": (5, 3), "a.bias": (3,), "scale": ()}
 def folder(tmp_path: Path) -> Path:
     """A universal checkpoint of three parameters, whose elements are those of `tensor`."""
     kinds = ("fp32", "exp_avg", "exp_avg_sq")
-    write_universal(tmp_path, 7, ((name, {kind: tensor(name, kind) for kind in kinds}) for name in SHAPES))
+    write_universal(
+        tmp_path, 7, ((name, {kind: tensor(name, kind) for kind in kinds}) for name in SHAPES)
+    )
     found = step_folder(tmp_path)
     assert found == tmp_path / "global_step7"
     return found
 
 
 def tensor(name: str, kind: str) -> torch.Tensor:
-    return torch.rand(SHAPES[name], generator=torch.Generator().manual_seed(zlib.crc32(f"{name} {kind}".encode())))
+    return torch.rand(
+        SHAPES[name], generator=torch.Generator().manual_seed(zlib.crc32(f"{name} {kind}".encode()))
+    )
 
 
 def change(path: Path, **entries: Any) -> None:
@@ -47,7 +51,9 @@ def test_what_is_written_is_read(folder: Path) -> None:
         assert tensors.keys() == SHAPES.keys()
         for name in SHAPES:
             assert torch.equal(tensors[name], tensor(name, kind))
-    assert torch.equal(state.tensors["fp32"].elements("a.weight", 4, 9), tensor("a.weight", "fp32").flatten()[4:9])
+    assert torch.equal(
+        state.tensors["fp32"].elements("a.weight", 4, 9), tensor("a.weight", "fp32").flatten()[4:9]
+    )
 
 
 def test_a_saved_view_is_no_larger_than_it_looks(tmp_path: Path) -> None:
@@ -69,30 +75,45 @@ class Touch:
 
 
 @pytest.mark.parametrize("function", [os.system, eval, exec])
-@pytest.mark.parametrize("file", ["mp_rank_00_model_states.pt", "zero/optimizer_state.pt", "zero/scale/exp_avg.pt"])
+@pytest.mark.parametrize(
+    "file", ["mp_rank_00_model_states.pt", "zero/optimizer_state.pt", "zero/scale/exp_avg.pt"]
+)
 def test_no_file_runs_code(folder: Path, tmp_path: Path, function: Any, file: str) -> None:
     entry = {"client": Touch(tmp_path / "touched", function)}
     if file.endswith("exp_avg.pt"):
         torch.save(Touch(tmp_path / "touched", function), folder / file)
     else:
         change(folder / file, **entry)
-    with pytest.raises(CheckpointError, match="may run code") if function is os.system else suppress(CheckpointError):
+    with (
+        pytest.raises(CheckpointError, match="may run code")
+        if function is os.system
+        else suppress(CheckpointError)
+    ):
         open_checkpoint(folder)
     assert not (tmp_path / "touched").exists()
 
 
 def test_classes_that_are_not_installed_do_no_harm(folder: Path) -> None:
     """Megatron-DeepSpeed keeps its arguments beside the model."""
-    change(folder / "mp_rank_00_model_states.pt", args=argparse.Namespace(lr=1), cache=Path("x"), global_samples=70)
+    change(
+        folder / "mp_rank_00_model_states.pt",
+        args=argparse.Namespace(lr=1),
+        cache=Path("x"),
+        global_samples=70,
+    )
     assert open_checkpoint(folder).examples == 70
 
 
-@pytest.mark.parametrize("file", ["zero/a.weight/exp_avg.pt", "zero/a.weight/fp32.pt", "mp_rank_00_model_states.pt"])
+@pytest.mark.parametrize(
+    "file", ["zero/a.weight/exp_avg.pt", "zero/a.weight/fp32.pt", "mp_rank_00_model_states.pt"]
+)
 def test_a_flipped_bit_is_found(folder: Path, file: str) -> None:
     with zipfile.ZipFile(folder / file) as archive:
         record = max(archive.infolist(), key=lambda each: each.file_size)
     content = bytearray((folder / file).read_bytes())
-    name, extra = struct.unpack_from("<HH", content, record.header_offset + 26)  # lengths before the record's bytes
+    name, extra = struct.unpack_from(
+        "<HH", content, record.header_offset + 26
+    )  # lengths before the record's bytes
     content[record.header_offset + 30 + name + extra + record.file_size // 2] ^= 4
     (folder / file).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"copy it again"):
@@ -100,11 +121,14 @@ def test_a_flipped_bit_is_found(folder: Path, file: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "value"), [("fp32", math.nan), ("exp_avg", math.inf), ("exp_avg_sq", math.nan), ("exp_avg_sq", -1.0)]
+    ("kind", "value"),
+    [("fp32", math.nan), ("exp_avg", math.inf), ("exp_avg_sq", math.nan), ("exp_avg_sq", -1.0)],
 )
 def test_numbers_that_cannot_be_are_refused(folder: Path, kind: str, value: float) -> None:
     torch.save({"param": torch.tensor([1.0, value, 0])}, folder / "zero" / "a.bias" / f"{kind}.pt")
-    with pytest.raises(CheckpointError, match=rf"^{kind} of a\.bias in .* use an earlier checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=rf"^{kind} of a\.bias in .* use an earlier checkpoint"
+    ):
         open_checkpoint(folder).tensors[kind]["a.bias"]
 
 
@@ -124,7 +148,9 @@ def test_incomplete_and_mixed_files_are_named(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds 12 of the 15 elements of a\.weight"):
         open_checkpoint(folder)
     (folder / "zero" / "a.bias" / "exp_avg_sq.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"a\.bias is of an optimizer that keeps exp_avg, and only"):
+    with pytest.raises(
+        CheckpointError, match=r"a\.bias is of an optimizer that keeps exp_avg, and only"
+    ):
         open_checkpoint(folder)
     change(folder / "mp_rank_00_model_states.pt", frozen_param_shapes={"a.bias": torch.Size([3])})
     with pytest.raises(CheckpointError, match=r"a\.bias was frozen"):

@@ -15,8 +15,12 @@ from trainer.checkpoint.layout import Piece, StoredTensors, stored_piece
 from trainer.models import bert, gpt2, t5
 
 MODELS = {
-    "bert": bert.Config(vocab_size=50, layers=2, width=12, heads=2, ffn_width=20, max_positions=16, nsp=True),
-    "untied": bert.Config(vocab_size=50, layers=1, width=12, heads=2, ffn_width=20, max_positions=16, tied=False),
+    "bert": bert.Config(
+        vocab_size=50, layers=2, width=12, heads=2, ffn_width=20, max_positions=16, nsp=True
+    ),
+    "untied": bert.Config(
+        vocab_size=50, layers=1, width=12, heads=2, ffn_width=20, max_positions=16, tied=False
+    ),
     "t5": t5.Config(vocab_size=50, layers=2, width=12, heads=2, head_width=6, ffn_width=20),
     "gpt2": gpt2.Config(vocab_size=50, layers=2, width=12, heads=2, ffn_width=20, max_positions=16),
 }
@@ -30,7 +34,9 @@ class Counted:
     reads: Counter[str]
 
     def stored(self) -> StoredTensors:
-        return StoredTensors({name: [self._piece(name, tensor)] for name, tensor in self.tensors.items()})
+        return StoredTensors(
+            {name: [self._piece(name, tensor)] for name, tensor in self.tensors.items()}
+        )
 
     def _piece(self, name: str, tensor: Tensor) -> Any:
         piece = stored_piece(Piece(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor))
@@ -45,7 +51,9 @@ class Counted:
 @pytest.mark.parametrize("name", MODELS)
 def test_mapped_promises_are_mapped_tensors_and_read_one_by_one(name: str) -> None:
     config: Any = MODELS[name]
-    ours = {name: torch.rand(parameter.shape) for name, parameter in config.build().named_parameters()}
+    ours = {
+        name: torch.rand(parameter.shape) for name, parameter in config.build().named_parameters()
+    }
     theirs = config.export_tensors(ours)
     exported = stored(config.export_tensors(promises(Counted(ours, Counter()).stored())))
     assert exported.keys() == theirs.keys()
@@ -57,5 +65,7 @@ def test_mapped_promises_are_mapped_tensors_and_read_one_by_one(name: str) -> No
     source.reads.clear()
     for number, name in enumerate(ours):
         assert torch.equal(imported[name], ours[name])
-        assert len(source.reads) <= 3 * (number + 1), "no more than queries, keys and values at a time"
+        assert len(source.reads) <= 3 * (number + 1), (
+            "no more than queries, keys and values at a time"
+        )
     assert set(source.reads.values()) == {1}

@@ -11,7 +11,9 @@ import torch
 from trainer.checkpoint import Checkpointer, Config
 
 
-def test_all_else_is_durable_before_a_step_counts_as_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_else_is_durable_before_a_step_counts_as_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file's content by its own fsync, before it gets its name; a name by fsync of its folder."""
     synced: set[Path] = set()
     at_stake: set[Path] = set()
@@ -38,7 +40,9 @@ def test_all_else_is_durable_before_a_step_counts_as_committed(tmp_path: Path, m
     monkeypatch.setattr(os, "fsync", observed_fsync)
     monkeypatch.setattr(os, "replace", observed_replace)
     monkeypatch.setattr(os, "mkdir", observed_mkdir)
-    checkpointer = Checkpointer(tmp_path / "new" / "run" / "checkpoints", Config(), rank=0, world_size=1)
+    checkpointer = Checkpointer(
+        tmp_path / "new" / "run" / "checkpoints", Config(), rank=0, world_size=1
+    )
     for step in (1, 2, 3):
         checkpointer.save(step, {"model/weight": torch.ones(3)}, {})
     checkpointer.wait()

@@ -48,7 +48,9 @@ def test_parts_with_an_index(tmp_path: Path):
 
     index["weight_map"]["c"] = "part-1.safetensors"
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"lists c, which .*part-1\.safetensors does not hold"):
+    with pytest.raises(
+        CheckpointError, match=r"lists c, which .*part-1\.safetensors does not hold"
+    ):
         load_folder(tmp_path)
     (tmp_path / "part-0.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"part-0\.safetensors"):

@@ -55,14 +55,18 @@ TENSORS = {
 
 def test_file_is_plain_safetensors_and_reads_back_to_the_bit(tmp_path: Path) -> None:
     write(tmp_path / "f.safetensors", [whole(name, tensor) for name, tensor in TENSORS.items()])
-    ours = layout.StoredTensors(layout.group_by_name(layout.read_pieces(tmp_path / "f.safetensors")))
+    ours = layout.StoredTensors(
+        layout.group_by_name(layout.read_pieces(tmp_path / "f.safetensors"))
+    )
     theirs = load_file(tmp_path / "f.safetensors")
     assert ours.keys() == theirs.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
         for read in (ours[name], theirs[name]):
             assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
             assert (
-                read.numpy(force=True).tobytes() == tensor.numpy(force=True).tobytes() if name != "bfloat16" else True
+                read.numpy(force=True).tobytes() == tensor.numpy(force=True).tobytes()
+                if name != "bfloat16"
+                else True
             )
             assert torch.equal(read.nan_to_num(0.0), tensor.nan_to_num(0.0))
 
@@ -70,7 +74,9 @@ def test_file_is_plain_safetensors_and_reads_back_to_the_bit(tmp_path: Path) -> 
 def test_several_pieces_of_a_tensor_may_lie_in_one_file(tmp_path: Path) -> None:
     write(tmp_path / "f.safetensors", cut(torch.arange(77.0).view(11, 7), [4], [2]))
     result = torch.zeros(11, 7)
-    layout.fill([whole("w", result)], layout.group_by_name(layout.read_pieces(tmp_path / "f.safetensors")))
+    layout.fill(
+        [whole("w", result)], layout.group_by_name(layout.read_pieces(tmp_path / "f.safetensors"))
+    )
     assert torch.equal(result, torch.arange(77.0).view(11, 7))
 
 
@@ -104,7 +110,9 @@ def test_staging_is_reserved_ahead() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 64])
 def test_replicated_tensors_are_written_once_and_evenly(world_size: int) -> None:
-    tensors = {f"t{i}": torch.zeros(1 + (37 * i) % 100) for i in range(200)} | {"step": torch.tensor(0.0)}
+    tensors = {f"t{i}": torch.zeros(1 + (37 * i) % 100) for i in range(200)} | {
+        "step": torch.tensor(0.0)
+    }
     ranks = [layout.pieces_to_write(tensors, rank, world_size) for rank in range(world_size)]
     written = [piece.name for pieces in ranks for piece in pieces]
     assert sorted(written) == sorted(tensors)
@@ -117,7 +125,9 @@ def test_copies_of_segments_are_written_once() -> None:
     pair = cast(dist.ProcessGroup, SimpleNamespace(size=lambda: 2))
     written = []
     for rank in range(4):
-        part = SegmentParameter(torch.zeros(6), Segment((4, 3), 6 * (rank % 2), pair), requires_grad=False)
+        part = SegmentParameter(
+            torch.zeros(6), Segment((4, 3), 6 * (rank % 2), pair), requires_grad=False
+        )
         written += [(rank, piece.offset) for piece in layout.pieces_to_write({"w": part}, rank, 4)]
     assert written == [(0, (0, 0)), (1, (2, 0))]
 
@@ -131,22 +141,34 @@ def cut(tensor: Tensor, row_cuts: list[int], column_cuts: list[int]) -> list[Pie
     ]
 
 
-@pytest.mark.parametrize(("row_cuts", "column_cuts"), [([], []), ([3, 3, 9], []), ([1], [2, 5]), ([11], [0, 7])])
+@pytest.mark.parametrize(
+    ("row_cuts", "column_cuts"), [([], []), ([3, 3, 9], []), ([1], [2, 5]), ([11], [0, 7])]
+)
 @pytest.mark.parametrize(("into_rows", "into_columns"), [([], []), ([2, 7], []), ([5], [1, 4])])
 def test_any_cut_fills_any_other(
-    row_cuts: list[int], column_cuts: list[int], into_rows: list[int], into_columns: list[int], tmp_path: Path
+    row_cuts: list[int],
+    column_cuts: list[int],
+    into_rows: list[int],
+    into_columns: list[int],
+    tmp_path: Path,
 ) -> None:
     tensor = torch.randn(11, 7, generator=torch.Generator().manual_seed(0))
     for rank, piece in enumerate(cut(tensor, row_cuts, column_cuts)):
         write(tmp_path / str(rank), [piece])
-    found = layout.group_by_name(piece for path in tmp_path.iterdir() for piece in layout.read_pieces(path))
+    found = layout.group_by_name(
+        piece for path in tmp_path.iterdir() for piece in layout.read_pieces(path)
+    )
     result = torch.zeros(11, 7)
     layout.fill(cut(result, into_rows, into_columns), found)
     assert torch.equal(result, tensor)
 
 
-@pytest.mark.parametrize(("row_cuts", "column_cuts"), [([], []), ([3, 3, 9], []), ([11], [0, 7]), ([1], [2, 5])])
-def test_stored_tensors_are_read_whole_or_in_part(row_cuts: list[int], column_cuts: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("row_cuts", "column_cuts"), [([], []), ([3, 3, 9], []), ([11], [0, 7]), ([1], [2, 5])]
+)
+def test_stored_tensors_are_read_whole_or_in_part(
+    row_cuts: list[int], column_cuts: list[int]
+) -> None:
     tensor = torch.arange(77).view(11, 7)
     scalar = whole("scalar", torch.tensor(5.0))
     tensors = layout.StoredTensors(stored([*cut(tensor, row_cuts, column_cuts), scalar]))
@@ -188,10 +210,16 @@ def split(name: str, shape: tuple[int, ...], kind: str) -> Tensor:
     whole = torch.zeros(shape, dtype=torch.bfloat16 if name == "stack" else torch.float32)
     if kind == "rows":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        return distribute_tensor(whole, mesh, [Shard(0) if shape else Replicate()], src_data_rank=None)
+        return distribute_tensor(
+            whole, mesh, [Shard(0) if shape else Replicate()], src_data_rank=None
+        )
     numbers, rank, group = np.random.default_rng(len(name)), dist.get_rank(), dist.group.WORLD
     assert group is not None
-    ends = [0, *sorted(numbers.integers(0, whole.numel() + 1, group.size() - 1).tolist()), whole.numel()]
+    ends = [
+        0,
+        *sorted(numbers.integers(0, whole.numel() + 1, group.size() - 1).tolist()),
+        whole.numel(),
+    ]
     part = whole.flatten()[ends[rank] : ends[rank + 1]]
     return SegmentParameter(part, Segment(shape, ends[rank], group), requires_grad=False)
 
@@ -201,7 +229,9 @@ def carry(source: Path, target: Path, kind: str) -> None:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tensors = {name: split(name, shape, kind) for name, shape in SHAPES.items()}
-    found = layout.group_by_name(piece for path in source.iterdir() for piece in layout.read_pieces(path))
+    found = layout.group_by_name(
+        piece for path in source.iterdir() for piece in layout.read_pieces(path)
+    )
     layout.check_same_tensors(tensors, found, source)
     layout.fill([piece for each in tensors.items() for piece in layout.local_pieces(*each)], found)
     write(target / str(rank), layout.pieces_to_write(tensors, rank, world_size))
@@ -217,14 +247,20 @@ def test_any_split_restores_as_any_other(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     write(folders[0] / "0", layout.pieces_to_write(tensors, 0, 1))
-    for i, (world_size, kind) in enumerate([(4, "segments"), (3, "rows"), (3, "segments"), (2, "rows")]):
+    for i, (world_size, kind) in enumerate(
+        [(4, "segments"), (3, "rows"), (3, "segments"), (2, "rows")]
+    ):
         run_ranks(world_size, carry, folders[i], folders[i + 1], kind)
         files_of_ranks = list(folders[i + 1].iterdir())
         assert len(files_of_ranks) == world_size
-        pieces = layout.group_by_name(piece for path in files_of_ranks for piece in layout.read_pieces(path))
-        assert {name: sum(math.prod(piece.lengths) for piece in found) for name, found in pieces.items()} == {
-            name: tensor.numel() for name, tensor in tensors.items()
-        }, "each element is written once"
+        pieces = layout.group_by_name(
+            piece for path in files_of_ranks for piece in layout.read_pieces(path)
+        )
+        assert {
+            name: sum(math.prod(piece.lengths) for piece in found) for name, found in pieces.items()
+        } == {name: tensor.numel() for name, tensor in tensors.items()}, (
+            "each element is written once"
+        )
         moved = layout.StoredTensors(pieces)
         assert all(torch.equal(moved[name], tensor) for name, tensor in tensors.items())
 

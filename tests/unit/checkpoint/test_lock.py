@@ -33,7 +33,9 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["folder", "folder without flock", "store"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Location:
+def folder(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Location:
     if request.param == "folder without flock":
 
         def refuse(*_: object) -> None:
@@ -41,7 +43,11 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
         monkeypatch.setattr(fcntl, "flock", refuse)
     is_store = request.param == "store"
-    return files.location(request.getfixturevalue("s3_folder")) if is_store else tmp_path / "new" / "run"
+    return (
+        files.location(request.getfixturevalue("s3_folder"))
+        if is_store
+        else tmp_path / "new" / "run"
+    )
 
 
 def leave_note(folder: Location, **changes: object) -> Owner:
@@ -51,7 +57,9 @@ def leave_note(folder: Location, **changes: object) -> Owner:
     return owner
 
 
-def test_the_second_is_told_who_was_first(folder: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_is_told_who_was_first(
+    folder: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOGNAME", "ada")
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setattr(lock, "_STALE_SECONDS", 5.0)  # a disk may be slow to take what is renewed
@@ -59,7 +67,9 @@ def test_the_second_is_told_who_was_first(folder: Location, monkeypatch: pytest.
         monkeypatch.setattr(Owner, "is_dead", False)  # these are two of one process
         with pytest.raises(ConfigError) as caught, only_writer(folder):
             pass
-        assert f"another training is running in {folder}: ada on {platform.node()}" in str(caught.value)
+        assert f"another training is running in {folder}: ada on {platform.node()}" in str(
+            caught.value
+        )
         assert f"process {os.getpid()}, job 4711, for 0:00:0" in str(caught.value)
         assert "last sign of life 0:00:0" in str(caught.value)
     assert ".owner" not in files.names(folder)
@@ -118,14 +128,18 @@ def test_who_was_taken_over_ends(tmp_path: Path) -> None:
     while not (tmp_path / ".owner").exists():
         time.sleep(0.01)
     while (ended := os.waitpid(first, os.WNOHANG)) == (0, 0):
-        leave_note(tmp_path, host="elsewhere", machine="another")  # as the new owner does again and again
+        leave_note(
+            tmp_path, host="elsewhere", machine="another"
+        )  # as the new owner does again and again
         time.sleep(0.05)
     assert os.waitstatus_to_exitcode(ended[1]) == 2
     assert "another training has taken" in (tmp_path / "log").read_text()
     assert json.loads((tmp_path / ".owner").read_text())["host"] == "elsewhere"
 
 
-def test_checkpoints_may_lie_among_what_else_the_run_writes(experiment_file: str, tmp_path: Path) -> None:
+def test_checkpoints_may_lie_among_what_else_the_run_writes(
+    experiment_file: str, tmp_path: Path
+) -> None:
     """A run is not in its own way."""
     settings = [f"output={tmp_path}", f"checkpoint.folder={tmp_path}/"]
     with run._only_writer(load(Experiment, experiment_file, settings), rank=0):

@@ -50,7 +50,9 @@ def only_file(folder: Path, step: int, name: str) -> Path:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_restores_what_was_saved_whatever_happened_to_it_since(tmp_path: Path, asynchronous: bool) -> None:
+def test_restores_what_was_saved_whatever_happened_to_it_since(
+    tmp_path: Path, asynchronous: bool
+) -> None:
     checkpointer = open_at(tmp_path, asynchronous=asynchronous)
     live = tensors(7)
     checkpointer.save(7, live, {"data": {"example": 2**63}, "ledger": None})
@@ -91,7 +93,9 @@ def test_nothing_saved_is_not_an_error_until_it_is_to_be_restored(tmp_path: Path
 
 def test_retention_keeps_the_newest_and_the_milestones(tmp_path: Path) -> None:
     assert save(tmp_path, *range(1, 11), keep_last=3, keep_every=4).steps() == [4, 8, 9, 10]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in (4, 8, 9, 10)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"step-{step:08d}" for step in (4, 8, 9, 10)
+    ]
 
 
 def test_retention_keeps_the_best_until_another_one_is_committed(tmp_path: Path) -> None:
@@ -111,11 +115,17 @@ def test_retention_counts_sound_checkpoints_only(tmp_path: Path) -> None:
     assert restored(tmp_path) == 4
 
 
-def test_retention_looks_at_the_newest_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retention_looks_at_the_newest_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run that keeps many milestones does not look at all of them with every save."""
     save(tmp_path, *range(1, 8), keep_every=1)
     looked_at, check_sizes = [], integrity.check_sizes
-    monkeypatch.setattr(integrity, "check_sizes", lambda folder: (looked_at.append(folder.name), check_sizes(folder)))
+    monkeypatch.setattr(
+        integrity,
+        "check_sizes",
+        lambda folder: (looked_at.append(folder.name), check_sizes(folder)),
+    )
     assert save(tmp_path, 8, keep_every=1).steps() == list(range(1, 9))
     assert looked_at == ["step-00000008", "step-00000007"]
 
@@ -157,7 +167,9 @@ def flip_a_bit(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [truncate, flip_a_bit, Path.unlink])
-@pytest.mark.parametrize("name", ["rank-00000.safetensors", "meta.json", "checksums.json", "COMMITTED"])
+@pytest.mark.parametrize(
+    "name", ["rank-00000.safetensors", "meta.json", "checksums.json", "COMMITTED"]
+)
 def test_damage_is_named_and_walked_back_over(
     name: str, harm: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -213,7 +225,11 @@ def test_leftovers_of_a_crash_are_cleaned_by_the_next_save(tmp_path: Path) -> No
         (tmp_path / leftover / "rank-00003.json").write_text("{}")
     (tmp_path / "step-2").mkdir()
     save(tmp_path, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002", "step-2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000001",
+        "step-00000002",
+        "step-2",
+    ]
     assert sorted(path.name for path in (tmp_path / "step-00000002").iterdir()) == [
         "COMMITTED", "checksums.json", "meta.json", "rank-00000.safetensors"
     ]  # fmt: skip
@@ -227,21 +243,29 @@ def test_another_model_leaves_the_tensors_alone(tmp_path: Path) -> None:
     assert not other["model/weight"].any()
 
 
-def test_a_format_from_the_future_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_from_the_future_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainer.checkpoint.integrity.FORMAT", 2)
     save(tmp_path, 1)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="has checkpoint format 2 and this samestep reads format 1"):
+    with pytest.raises(
+        CheckpointError, match="has checkpoint format 2 and this samestep reads format 1"
+    ):
         restored(tmp_path)
 
 
 def test_a_folder_that_cannot_be_made_is_refused_at_the_first_save(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot write in .*file/checkpoints/step-00000001: Not a directory"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot write in .*file/checkpoints/step-00000001: Not a directory"
+    ):
         save(tmp_path / "file" / "checkpoints", 1)
 
 
-def test_saves_that_fail_are_warned_of_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saves_that_fail_are_warned_of_and_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     checkpointer = save(tmp_path / "run", 1)
     (tmp_path / "run").rename(tmp_path / "away")
     (tmp_path / "run").write_text("")
@@ -252,7 +276,9 @@ def test_saves_that_fail_are_warned_of_and_tried_again(tmp_path: Path, caplog: p
     assert len(said) == 2
     assert "saving step-00000002 failed: cannot read" in said[0]
     assert "tries again (2 saves in a row have failed)" in said[1]
-    with pytest.raises(CheckpointError, match=r"step-00000003 failed: cannot .* .*run: Not a directory"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00000003 failed: cannot .* .*run: Not a directory"
+    ):
         checkpointer.wait()
     (tmp_path / "run").unlink()
     (tmp_path / "away").rename(tmp_path / "run")

@@ -61,7 +61,9 @@ def test_what_is_saved_is_restored_and_old_steps_go(s3_folder: str) -> None:
     checkpointer.restore(tensors(), step=2)
     checkpointer.save(3, tensors(3), {"state": 3})
     checkpointer.wait()
-    assert storage.names(s3_folder) == ["step-00000002", "step-00000003"], "the abandoned step and the leftover go"
+    assert storage.names(s3_folder) == ["step-00000002", "step-00000003"], (
+        "the abandoned step and the leftover go"
+    )
 
 
 def truncate(url: str) -> None:
@@ -81,7 +83,9 @@ def test_damage_is_walked_back_over(s3_folder: str, caplog: pytest.LogCaptureFix
     assert all(f"step-{step:08d}" in caplog.text for step in range(1, 4))
 
 
-def test_little_more_than_what_is_wanted_is_read(s3_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_more_than_what_is_wanted_is_read(
+    s3_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of large tensors, one by one; small tensors, many at once."""
     large = torch.arange(4 * 2**18).view(2**10, 2**10)
     small = {f"model/bias{number}": torch.full((3,), float(number)) for number in range(100)}
@@ -90,8 +94,14 @@ def test_little_more_than_what_is_wanted_is_read(s3_folder: str, monkeypatch: py
     checkpointer.wait()
     _, stored = checkpointer.open(files.location(f"{s3_folder}/step-00000001"))
     ranges, read_range = [], storage.read_range
-    monkeypatch.setattr(storage, "read_range", lambda *call: (ranges.append(call[2] - call[1]), read_range(*call))[1])
-    assert torch.equal(stored.elements("model/weight", 7 * 2**10 + 5, 77 * 2**10), large[7:77].flatten()[5:])
+    monkeypatch.setattr(
+        storage,
+        "read_range",
+        lambda *call: (ranges.append(call[2] - call[1]), read_range(*call))[1],
+    )
+    assert torch.equal(
+        stored.elements("model/weight", 7 * 2**10 + 5, 77 * 2**10), large[7:77].flatten()[5:]
+    )
     assert ranges == [70 * 2**13 - 5 * 8]
     assert all(torch.equal(stored[name], tensor) for name, tensor in small.items())
     assert torch.equal(stored.elements("model/weight", 999, 1001), large.flatten()[999:1001])
@@ -102,7 +112,9 @@ def test_little_more_than_what_is_wanted_is_read(s3_folder: str, monkeypatch: py
     assert sorted(ranges) == [2 * 2**20, 3 * 2**20, 3 * 2**20]
 
 
-def test_a_store_that_fails_for_a_while_does_no_harm(faulty_s3: FaultyProxy, s3_folder: str) -> None:
+def test_a_store_that_fails_for_a_while_does_no_harm(
+    faulty_s3: FaultyProxy, s3_folder: str
+) -> None:
     checkpointer = save(s3_folder, 1)
     for work in (lambda: save(s3_folder, 2), lambda: check_restores(s3_folder, 2)):
         faulty_s3.faults = [503, "drop", *[None, 503, None, "drop"] * 3]
@@ -161,9 +173,15 @@ def test_a_bucket_that_vanishes_is_named(s3_server: str) -> None:
     storage.remove_folder("s3://short-lived/run")
     s3.delete_bucket(Bucket="short-lived")
     checkpointer.save(2, tensors(), {})
-    with pytest.raises(CheckpointError, match=r"step-00000002 failed: .*s3://short-lived/run.* bucket does not exist"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step-00000002 failed: .*s3://short-lived/run.* bucket does not exist",
+    ):
         checkpointer.wait()
-    with pytest.raises(CheckpointError, match=r"cannot write s3://short-lived/.*bucket does not exist; check the buck"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"cannot write s3://short-lived/.*bucket does not exist; check the buck",
+    ):
         open_at("s3://short-lived/run").check_shared()
 
 
@@ -179,9 +197,14 @@ def save_on_all(url: str) -> list[str]:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     written, write = [], storage.write
-    storage.write = lambda url, *parts: (written.append(url.rpartition("/")[2]), write(url, *parts))[1]
+    storage.write = lambda url, *parts: (
+        written.append(url.rpartition("/")[2]),
+        write(url, *parts),
+    )[1]
     split = distribute_tensor(WHOLE + 5, init_device_mesh("cpu", (ranks,)), [Shard(0)])
-    checkpointer = Checkpointer(files.location(url), Config(), rank=rank, world_size=ranks, peer_timeout=30)
+    checkpointer = Checkpointer(
+        files.location(url), Config(), rank=rank, world_size=ranks, peer_timeout=30
+    )
     checkpointer.check_shared()
     checkpointer.save(5, {"model/weight": split, "optimizer/step": torch.tensor(5.0)}, {"state": 5})
     checkpointer.wait()

@@ -43,7 +43,9 @@ def write(folder: Path, name: str, text: str) -> str:
 
 
 def test_values_decode_by_declared_type(tmp_path: Path) -> None:
-    path = write(tmp_path, "a.yaml", "steps: 1e3\ninner: {rate: 1e-4, names: [a, b]}\ntable: {x: 1}\n")
+    path = write(
+        tmp_path, "a.yaml", "steps: 1e3\ninner: {rate: 1e-4, names: [a, b]}\ntable: {x: 1}\n"
+    )
     root = load(Root, path)
     assert root == Root(1000, inner=Inner(1e-4, ("a", "b")), table={"x": 1})
     assert isinstance(root.steps, int)
@@ -57,9 +59,13 @@ def test_override_beats_file_beats_base_beats_default(tmp_path: Path) -> None:
 
 
 def test_an_override_reaches_an_item_of_a_list_by_its_number(tmp_path: Path) -> None:
-    path = write(tmp_path, "a.yaml", "phases: [{steps: 1, lr: 2}, {steps: 3, lr: 4, schedule: {power: 1}}]\n")
+    path = write(
+        tmp_path, "a.yaml", "phases: [{steps: 1, lr: 2}, {steps: 3, lr: 4, schedule: {power: 1}}]\n"
+    )
     tree = read_tree(path, ["phases.1.lr=5", "phases.1.schedule.power=2"])
-    assert tree == {"phases": [{"steps": 1, "lr": 2}, {"steps": 3, "lr": 5, "schedule": {"power": 2}}]}
+    assert tree == {
+        "phases": [{"steps": 1, "lr": 2}, {"steps": 3, "lr": 5, "schedule": {"power": 2}}]
+    }
     for unknown in ("phases.2", "phases.lr"):
         with pytest.raises(ConfigError, match=f"{unknown} does not exist: phases has 2 items"):
             read_tree(path, [f"{unknown}=1"])
@@ -75,7 +81,9 @@ def test_section_of_another_kind_replaces_the_base_section(tmp_path: Path) -> No
 
 
 def test_round_trip_through_yaml(tmp_path: Path) -> None:
-    path = write(tmp_path, "a.yaml", "steps: 7\nkind: cosine\noptimizer: {kind: adamw, betas: [0.5, 0.75]}\n")
+    path = write(
+        tmp_path, "a.yaml", "steps: 7\nkind: cosine\noptimizer: {kind: adamw, betas: [0.5, 0.75]}\n"
+    )
     root = load(Root, path)
     assert load(Root, write(tmp_path, "b.yaml", dump(root))) == root
     assert to_tree(root)["optimizer"]["kind"] == "adamw"
@@ -97,7 +105,10 @@ def test_round_trip_through_yaml(tmp_path: Path) -> None:
         ("steps: 1\ntable: {a: b}", "table.a must be a whole number"),
         ("steps: 1\noptimizer: adamv", "did you mean 'adamw'"),
         ("steps: 1\noptimizer: {lr: 1}", "optimizer.kind must name one of: adafactor, adamw"),
-        ("steps: 1\noptimizer: {kind: adamw, lrr: 1}", "optimizer.lrr is not a known key; did you mean 'lr'"),
+        (
+            "steps: 1\noptimizer: {kind: adamw, lrr: 1}",
+            "optimizer.lrr is not a known key; did you mean 'lr'",
+        ),
         ("steps: 1\nsteps: 2", "'steps' is given twice"),
         ("steps: [1", "not valid YAML"),
         ("- 1", "must hold `key: value` lines"),
@@ -156,4 +167,8 @@ def test_differences_name_the_keys_that_changed() -> None:
     before = {"a": 1, "b": {"c": 2, "d": [1]}, "gone": None, "e": {"kind": "x"}}
     after = {"a": 1, "b": {"c": 3, "d": [1]}, "new": 4, "e": "x"}
     assert differences(before, before) == {}
-    assert differences(before, after) == {"b.c": (2, 3), "new": (None, 4), "e": ({"kind": "x"}, "x")}
+    assert differences(before, after) == {
+        "b.c": (2, 3),
+        "new": (None, 4),
+        "e": ({"kind": "x"}, "x"),
+    }

@@ -16,8 +16,14 @@ from trainer.models import bert
 @pytest.mark.parametrize(
     ("stored", "expected"),
     [
-        ({"model": {"kind": "bert", "head": "span"}}, {"model": {"kind": "bert", "head": "question_answering"}}),
-        ({"model": {"head": "tagging", "labels": ["span"]}}, {"model": {"head": "tagging", "labels": ["span"]}}),
+        (
+            {"model": {"kind": "bert", "head": "span"}},
+            {"model": {"kind": "bert", "head": "question_answering"}},
+        ),
+        (
+            {"model": {"head": "tagging", "labels": ["span"]}},
+            {"model": {"head": "tagging", "labels": ["span"]}},
+        ),
         (
             {"settings": {"limit": 1, "task": {"target": "tags", "labels": ["class"]}}},
             {"settings": {"limit": 1, "task": {"target": "tagging", "labels": ["class"]}}},
@@ -28,7 +34,9 @@ from trainer.models import bert
         ({}, {}),
     ],
 )
-def test_only_settings_that_had_an_old_name_change(stored: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_only_settings_that_had_an_old_name_change(
+    stored: dict[str, Any], expected: dict[str, Any]
+) -> None:
     before = repr(stored)
     assert renamed.current(stored) == expected
     assert list(renamed.current(stored)) == list(stored)
@@ -41,12 +49,16 @@ def test_overrides_of_a_stored_config_are_not_translated(tmp_path: Path) -> None
     path.write_text("model: {kind: bert, head: span, layers: 2}\nseed: 1\n")
     expected = {"model": {"kind": "bert", "head": "question_answering", "layers": 3}, "seed": 1}
     assert read_stored(path, ["model.layers=3"]) == expected
-    assert read_stored(path, ["model.head=span"])["model"]["head"] == "span"  # rejected when it is decoded
+    assert (
+        read_stored(path, ["model.head=span"])["model"]["head"] == "span"
+    )  # rejected when it is decoded
 
 
 @pytest.mark.parametrize("path", ["model", "runs/old/config.yaml: model"])
 def test_a_recipe_is_told_the_new_name(path: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{path}.head is 'span', which is now called 'question_answering'; set "):
+    with pytest.raises(
+        ConfigError, match=f"^{path}.head is 'span', which is now called 'question_answering'; set "
+    ):
         decode(bert.Config, {"vocab_size": 64, "head": "span"}, path)
     with pytest.raises(ConfigError, match="head must be one of language_model, classification"):
         decode(bert.Config, {"vocab_size": 64, "head": "spam"}, path)

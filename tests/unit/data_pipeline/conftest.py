@@ -20,24 +20,38 @@ WriteDataset = Callable[..., Path]
 def write_dataset_to() -> WriteDataset:
     """Writes shards of random documents; every token is distinct, so that a token names its place."""
 
-    def write(folder: Path, shards: int = 6, documents: int = 40, heldout: int = 1, longest: int = 59) -> Path:
+    def write(
+        folder: Path, shards: int = 6, documents: int = 40, heldout: int = 1, longest: int = 59
+    ) -> Path:
         splits = {}
         next_token = 0
         for split, number in (("train", shards), ("heldout", heldout)):
             infos = []
             for shard in range(number):
                 lengths = np.minimum(
-                    np.uint64(1) + combine(len(split), shard, np.arange(documents)) % np.uint64(59), longest
+                    np.uint64(1) + combine(len(split), shard, np.arange(documents)) % np.uint64(59),
+                    longest,
                 ).astype(np.int64)
                 bounds = next_token + np.concatenate(([0], np.cumsum(lengths)))
                 next_token = int(bounds[-1])
-                texts = [np.arange(begin, end, dtype=np.uint16) for begin, end in itertools.pairwise(bounds)]
-                origin = np.stack((np.zeros(documents), np.arange(documents)), axis=1).astype(np.uint32)
-                infos.append(write_shard(folder / f"{split}-{shard:06d}.tar", texts, origin, np.dtype(np.uint16)))
+                texts = [
+                    np.arange(begin, end, dtype=np.uint16)
+                    for begin, end in itertools.pairwise(bounds)
+                ]
+                origin = np.stack((np.zeros(documents), np.arange(documents)), axis=1).astype(
+                    np.uint32
+                )
+                infos.append(
+                    write_shard(
+                        folder / f"{split}-{shard:06d}.tar", texts, origin, np.dtype(np.uint16)
+                    )
+                )
             splits[split] = tuple(infos)
         assert next_token <= VOCAB_SIZE
         total = (shards + heldout) * documents
-        Manifest(FORMAT, "none", VOCAB_SIZE, "uint16", {}, ("corpus.txt",), total, {}, splits).save(folder)
+        Manifest(FORMAT, "none", VOCAB_SIZE, "uint16", {}, ("corpus.txt",), total, {}, splits).save(
+            folder
+        )
         return folder
 
     return write

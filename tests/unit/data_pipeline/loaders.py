@@ -22,15 +22,22 @@ Rows = dict[str, torch.Tensor]
 def lay_out(examples: Examples, sequence_length: int) -> Batch:
     """The simplest objective: raw tokens (+ 1) in their cells, and what else an objective is given."""
     tokens = np.zeros((len(examples.key), sequence_length), dtype=np.int64)
-    within = np.arange(len(examples.tokens)) - np.repeat(np.cumsum(examples.length) - examples.length, examples.length)
-    row, column = np.repeat(examples.row, examples.length), np.repeat(examples.column, examples.length) + within
+    within = np.arange(len(examples.tokens)) - np.repeat(
+        np.cumsum(examples.length) - examples.length, examples.length
+    )
+    row, column = (
+        np.repeat(examples.row, examples.length),
+        np.repeat(examples.column, examples.length) + within,
+    )
     assert (tokens[row, column] == 0).all()
     tokens[row, column] = examples.tokens + 1
     return {"tokens": tokens, "key": examples.key.view(np.int64), "weight": examples.weight}
 
 
 def make_loader(folder: Path, index: int = 0, count: int = 1, **changes: Any) -> StreamingLoader:
-    config = Config(path=str(folder), sequence_length=32, lanes=8, threads=changes.pop("threads", 0))
+    config = Config(
+        path=str(folder), sequence_length=32, lanes=8, threads=changes.pop("threads", 0)
+    )
     config = replace(
         config,
         **{
@@ -41,7 +48,10 @@ def make_loader(folder: Path, index: int = 0, count: int = 1, **changes: Any) ->
     )
     sizes = (changes.pop("global_batch_size", 24), changes.pop("micro_batch_size", 4))
     layout = BatchLayout(*sizes, changes.pop("replica", Replica(index, count)))
-    objective = {name: changes.pop(name, default) for name, default in (("pack_spec", SPEC), ("collate", lay_out))}
+    objective = {
+        name: changes.pop(name, default)
+        for name, default in (("pack_spec", SPEC), ("collate", lay_out))
+    }
     order = SplitOrder(**{"seed": 7, **changes})
     return StreamingLoader(Dataset.open(folder), config, order, layout, **objective)
 

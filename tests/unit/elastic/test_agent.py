@@ -71,7 +71,9 @@ def act(arguments: list[str]) -> int:
     return code
 
 
-def agent(folder: Path, turns: Sequence[Sequence[int]], processes: int, elastic: Elastic | None) -> None:
+def agent(
+    folder: Path, turns: Sequence[Sequence[int]], processes: int, elastic: Elastic | None
+) -> None:
     """The process that would be the `samestep` command."""
     sys.stderr = (folder / "stderr").open("a")
     os.dup2(sys.stderr.fileno(), 2)
@@ -86,9 +88,13 @@ def agent(folder: Path, turns: Sequence[Sequence[int]], processes: int, elastic:
     os._exit(code)
 
 
-def outcome(folder: Path, *turns: Sequence[int], elastic: bool = True, signals: Sequence[float] = ()) -> int | None:
+def outcome(
+    folder: Path, *turns: Sequence[int], elastic: bool = True, signals: Sequence[float] = ()
+) -> int | None:
     """The agent's exit code; SIGTERM is sent to it this long after its workers have begun, and after each other."""
-    process = CONTEXT.Process(target=agent, args=(folder, turns, len(turns), Elastic() if elastic else None))
+    process = CONTEXT.Process(
+        target=agent, args=(folder, turns, len(turns), Elastic() if elastic else None)
+    )
     process.start()
     for delay in signals:
         while not all((folder / f"rank-{rank}").exists() for rank in range(len(turns))):
@@ -113,7 +119,9 @@ def rounds(folder: Path) -> int:
         ([[EXIT_REGROUP], [EXIT_PREEMPTED]], EXIT_PREEMPTED),
     ],
 )
-def test_what_is_explained_is_not_tried_again(tmp_path: Path, turns: list[list[int]], code: int) -> None:
+def test_what_is_explained_is_not_tried_again(
+    tmp_path: Path, turns: list[list[int]], code: int
+) -> None:
     assert outcome(tmp_path, *turns) == code
     assert rounds(tmp_path) == 1
 
@@ -228,7 +236,10 @@ def test_a_machine_that_is_taken_away_leaves_the_run_to_the_others(tmp_path: Pat
     """However its own workers end: here they do not save in time."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         elastic = Elastic(1, 2, f"127.0.0.1:{free.getsockname()[1]}")
-    gone, left = (CONTEXT.Process(target=agent, args=(tmp_path, [[LATE, 0]] * 2, 1, elastic)) for _ in range(2))
+    gone, left = (
+        CONTEXT.Process(target=agent, args=(tmp_path, [[LATE, 0]] * 2, 1, elastic))
+        for _ in range(2)
+    )
     for process in (gone, left):
         process.start()
     while not all((tmp_path / f"rank-{rank}").exists() for rank in range(2)):

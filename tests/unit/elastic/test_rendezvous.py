@@ -28,7 +28,10 @@ def meet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meet]:
 def agents(count: int, least: int, most: int) -> list[Rendezvous]:
     first = Rendezvous("127.0.0.1:0", least, most, "train")
     first._connect()
-    return [first, *(Rendezvous(f"127.0.0.1:{first._port}", least, most, "train") for _ in range(count - 1))]
+    return [
+        first,
+        *(Rendezvous(f"127.0.0.1:{first._port}", least, most, "train") for _ in range(count - 1)),
+    ]
 
 
 def news_of(agent: Rendezvous) -> News | None:
@@ -76,14 +79,18 @@ def test_addresses(address: str) -> None:
         Rendezvous(address, 1, 1, "train")
 
 
-def test_too_few(meet: Meet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_too_few(
+    meet: Meet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """They are told of who is there, and the wait has an end."""
     monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 0.5)
     first, second = agents(2, 3, 3)
     with caplog.at_level("INFO"):
         waiting = [meet(first, 1), meet(second, 1)]
         for future in waiting:
-            with pytest.raises(RendezvousError, match="2 of at least 3 machines have come within") as error:
+            with pytest.raises(
+                RendezvousError, match="2 of at least 3 machines have come within"
+            ) as error:
                 future.result(5)
             assert error.value.exit_code == 69
     assert "2 of at least 3 here" in caplog.text
@@ -106,7 +113,9 @@ def test_an_agent_that_does_not_end_its_workers_is_waited_for_only_so_long(
     assert news_of(stopped) == "lost"
     waiting = meet(stopped, 1)  # as it wakes up
     assert news_of(first) == "arrived"
-    assert [group.world_size for group in (meet(first, 1).result(5), waiting.result(5)) if group] == [2, 2]
+    assert [
+        group.world_size for group in (meet(first, 1).result(5), waiting.result(5)) if group
+    ] == [2, 2]
 
 
 def test_other_runs_have_other_meetings(meet: Meet) -> None:
@@ -128,5 +137,7 @@ def test_a_port_that_is_taken(meet: Meet, monkeypatch: pytest.MonkeyPatch, greet
         connection, _ = server.accept()
         with connection:
             connection.sendall(greeting)
-            with pytest.raises(LaunchError, match="is no agent of samestep; give each run a port of its own"):
+            with pytest.raises(
+                LaunchError, match="is no agent of samestep; give each run a port of its own"
+            ):
                 refused.result(5)

@@ -34,7 +34,11 @@ from trainer.objectives import seq2seq
     ],
 )
 def test_each_run_has_a_gpu_of_those_that_are_visible(
-    gpus: int, visible: str | None, parallel: int | None, devices: list[str | None], monkeypatch: pytest.MonkeyPatch
+    gpus: int,
+    visible: str | None,
+    parallel: int | None,
+    devices: list[str | None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -49,40 +53,72 @@ def built(source: type[Any], rows: list[dict[str, Any]], folder: Path, **setting
     files = folder / "train.jsonl", folder / "heldout.jsonl"
     for file in files:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = TokenizerConfig("", "wordpiece", 300, lowercase=False).train(["".join(map(chr, range(33, 127)))])
+    tokenizer = TokenizerConfig("", "wordpiece", 300, lowercase=False).train(
+        ["".join(map(chr, range(33, 127)))]
+    )
     tokenizer.save(folder / "tokenizer")
     config = source(paths=(str(files[0]),), heldout=(str(files[1]),), **settings)
-    build(BuildConfig(config, TokenizerConfig(str(folder / "tokenizer")), output=str(folder / "data"), workers=1))
+    build(
+        BuildConfig(
+            config,
+            TokenizerConfig(str(folder / "tokenizer")),
+            output=str(folder / "data"),
+            workers=1,
+        )
+    )
     return Dataset.open(folder / "data")
 
 
 def test_of_choices_the_one_that_is_right_most_often(tmp_path: Path) -> None:
-    rows = [{"context": f"c{i}", "choices": ["a", "b", "c"], "label": label} for i, label in enumerate((2, 1, 2, 0, 2))]
+    rows = [
+        {"context": f"c{i}", "choices": ["a", "b", "c"], "label": label}
+        for i, label in enumerate((2, 1, 2, 0, 2))
+    ]
     dataset = built(multiple_choice.Config, rows, tmp_path)
     objective = choosing.Config(choices=3).build(dataset.tokenizer.vocabulary)
     assert chance(objective, dataset, "accuracy") == pytest.approx(3 / 5)
 
 
 def test_of_questions_those_without_an_answer_where_there_may_be_none(tmp_path: Path) -> None:
-    answered = {"question": "Who?", "context": "Ann did.", "answers": [{"text": "Ann", "answer_start": 0}]}
+    answered = {
+        "question": "Who?",
+        "context": "Ann did.",
+        "answers": [{"text": "Ann", "answer_start": 0}],
+    }
     rows = [{**(answered if i else {**answered, "answers": []}), "id": str(i)} for i in range(4)]
     dataset = built(question_answering.Config, rows, tmp_path)
     for impossible, expected in ((True, 1 / 4), (False, 0.0)):
         objective = answering.Config(impossible=impossible).build(dataset.tokenizer.vocabulary)
-        assert chance(objective, dataset, "f1") == chance(objective, dataset, "exact_match") == expected
+        assert (
+            chance(objective, dataset, "f1")
+            == chance(objective, dataset, "exact_match")
+            == expected
+        )
         if impossible:
             of_kinds = ("has_answer_f1", "has_answer_exact_match", "no_answer_accuracy", "best_f1")
-            assert [chance(objective, dataset, score) for score in of_kinds] == [0.0, 0.0, 1.0, expected]
+            assert [chance(objective, dataset, score) for score in of_kinds] == [
+                0.0,
+                0.0,
+                1.0,
+                expected,
+            ]
 
 
 @pytest.mark.parametrize(
     ("labels", "score", "expected"),
-    [(("no", "yes"), "accuracy", 3 / 5), (("no", "yes"), "f1", 2 * 0.4 / 1.4), ((), "accuracy", 0.0)],
+    [
+        (("no", "yes"), "accuracy", 3 / 5),
+        (("no", "yes"), "f1", 2 * 0.4 / 1.4),
+        ((), "accuracy", 0.0),
+    ],
 )
 def test_of_texts_the_label_that_is_right_most_often(
     labels: tuple[str, ...], score: str, expected: float, tmp_path: Path
 ) -> None:
-    rows = [{"source": f"s{i}", "target": target} for i, target in enumerate(("no", "yes", "no", "yes", "no"))]
+    rows = [
+        {"source": f"s{i}", "target": target}
+        for i, target in enumerate(("no", "yes", "no", "yes", "no"))
+    ]
     dataset = built(table_pairs.Config, rows, tmp_path, labels=labels)
     objective = seq2seq.Config(target_length=8)
     assert chance(objective, dataset, score) == pytest.approx(expected)

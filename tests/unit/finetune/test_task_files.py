@@ -20,7 +20,9 @@ from trainer.errors import ConfigError
 from trainer.finetune.task import Task, find_tasks
 
 FOLDER = Path(__file__).parents[3] / "configs" / "tasks"
-FILES = sorted(str(path.relative_to(FOLDER)).removesuffix(".yaml") for path in FOLDER.glob("*/*.yaml"))
+FILES = sorted(
+    str(path.relative_to(FOLDER)).removesuffix(".yaml") for path in FOLDER.glob("*/*.yaml")
+)
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 PAIR = {"premise": "It rains.", "hypothesis": "It is wet.", "idx": 0}
 TWO = {"sentence1": "It rains.", "sentence2": "It is wet.", "idx": 0}
@@ -35,7 +37,12 @@ class Case(NamedTuple):
     group: str = ""
 
 
-WSC = {"text": "Mark told Pete lies, which he believed.", "span1_text": "Pete", "span1_index": 2, "span2_text": "he"}
+WSC = {
+    "text": "Mark told Pete lies, which he believed.",
+    "span1_text": "Pete",
+    "span1_index": 2,
+    "span2_text": "he",
+}
 RECORD = {
     "passage": "Ann met Bob in Rome.",
     "query": "@placeholder is a city.",
@@ -50,8 +57,20 @@ MULTIRC = {
     "idx": {"paragraph": 1, "question": 2, "answer": 3},
     "label": 1,
 }
-COPA = {"premise": "He fell.", "choice1": "Ice.", "choice2": "Sun.", "question": "cause", "idx": 0, "label": 0}
-RACE = {"article": "Ann is 9.", "question": "Ann is _ .", "options": ["8", "9", "10", "11"], "answer": "B"}
+COPA = {
+    "premise": "He fell.",
+    "choice1": "Ice.",
+    "choice2": "Sun.",
+    "question": "cause",
+    "idx": 0,
+    "label": 0,
+}
+RACE = {
+    "article": "Ann is 9.",
+    "question": "Ann is _ .",
+    "options": ["8", "9", "10", "11"],
+    "answer": "B",
+}
 SQUAD = {
     "id": "q",
     "title": "t",
@@ -60,7 +79,13 @@ SQUAD = {
     "answers": {"text": ["Ann"], "answer_start": [0]},
 }
 BOOLQ = {"question": "is it so", "passage": "It is so.", "idx": 0, "label": 1}
-WIC = {"word": "bank", "sentence1": "A bank lends.", "sentence2": "The bank of a river.", "start1": 2, "label": 0}
+WIC = {
+    "word": "bank",
+    "sentence1": "A bank lends.",
+    "sentence2": "The bank of a river.",
+    "start1": 2,
+    "label": 0,
+}
 QQP = {"question1": "How?", "question2": "In which way?", "label": 1, "idx": 0}
 QNLI = {"question": "Who?", "sentence": "Ann did.", "label": 0, "idx": 0}
 SWAG = {
@@ -71,7 +96,13 @@ SWAG = {
     **{f"ending{i}": f"stops {i}." for i in range(4)},
     "label": 3,
 }
-TREC = {"text": "Who ?", "label": 1, "label_coarse": 3, "label_coarse_original": "HUM", "label_coarse_text": "people"}
+TREC = {
+    "text": "Who ?",
+    "label": 1,
+    "label_coarse": 3,
+    "label_coarse_original": "HUM",
+    "label_coarse_text": "people",
+}
 STORY = {
     "InputStoryid": "a",
     **{f"InputSentence{i}": f"S{i}." for i in range(1, 5)},
@@ -93,24 +124,34 @@ CASES = {
     "superglue/boolq": Case(BOOLQ, ("is it so", "It is so."), 1),
     "superglue/cb": Case({**PAIR, "label": 1}, ("It rains.", "It is wet."), 1),
     "superglue/copa": Case(
-        COPA, ("He fell.", "What was the cause of this? Ice.", "What was the cause of this? Sun."), 0
+        COPA,
+        ("He fell.", "What was the cause of this? Ice.", "What was the cause of this? Sun."),
+        0,
     ),
     "superglue/multirc": Case(MULTIRC, ("Ann is 9.", "How old? Nine."), 1, "1-2"),
     "superglue/record": Case(RECORD, ("Ann met Bob in Rome.", "Ann is a city."), 0, "7"),
     "superglue/rte_diagnostics": Case({**PAIR, "label": 1}, ("It rains.", "It is wet."), 1),
     "superglue/wic": Case(WIC, ("bank: A bank lends.", "The bank of a river."), 0),
     "superglue/wsc": Case(
-        {**WSC, "span2_index": 5, "label": 1}, ("Mark told Pete lies, which *he* believed.", "Pete"), 1
+        {**WSC, "span2_index": 5, "label": 1},
+        ("Mark told Pete lies, which *he* believed.", "Pete"),
+        1,
     ),
     "nli/snli": Case({**PAIR, "label": 1}, ("It rains.", "It is wet."), 1),
     "nli/scitail": Case({**PAIR, "label": "neutral"}, ("It rains.", "It is wet."), 1),
-    "classification/sst5": Case({"text": "Good.", "label": 4, "label_text": "very positive"}, ("Good.",), 4),
+    "classification/sst5": Case(
+        {"text": "Good.", "label": 4, "label_text": "very positive"}, ("Good.",), 4
+    ),
     "classification/imdb": Case({"text": "Good.", "label": 1}, ("Good.",), 1),
     "classification/trec6": Case(TREC, ("Who ?",), 3),
     "classification/ag_news": Case({"text": "Stocks fell.", "label": 2}, ("Stocks fell.",), 2),
-    "choice/swag": Case(SWAG, ("He runs.", "He stops 0.", "He stops 1.", "He stops 2.", "He stops 3."), 3),
+    "choice/swag": Case(
+        SWAG, ("He runs.", "He stops 0.", "He stops 1.", "He stops 2.", "He stops 3."), 3
+    ),
     **{
-        f"choice/race_{part}": Case(RACE, ("Ann is 9.", *(f"Ann is _ . {n}" for n in (8, 9, 10, 11))), 1)
+        f"choice/race_{part}": Case(
+            RACE, ("Ann is 9.", *(f"Ann is _ . {n}" for n in (8, 9, 10, 11))), 1
+        )
         for part in ("middle", "high")
     },
     "choice/rocstories": Case(STORY, ("S1. S2. S3. S4.", "Good.", "Bad."), 1),
@@ -119,36 +160,94 @@ CASES = {
     **{
         f"text/{name}": Case(row, texts)
         for name, row, texts in (
-            ("cola", {"sentence": "It rains.", "label": 1}, ("cola sentence: It rains.", "acceptable")),
+            (
+                "cola",
+                {"sentence": "It rains.", "label": 1},
+                ("cola sentence: It rains.", "acceptable"),
+            ),
             ("sst2", {"sentence": "Good.", "label": 0}, ("sst2 sentence: Good.", "negative")),
-            ("mrpc", {**TWO, "label": 1}, ("mrpc sentence1: It rains. sentence2: It is wet.", "equivalent")),
+            (
+                "mrpc",
+                {**TWO, "label": 1},
+                ("mrpc sentence1: It rains. sentence2: It is wet.", "equivalent"),
+            ),
             ("qqp", QQP, ("qqp question1: How? question2: In which way?", "duplicate")),
-            ("stsb", {**TWO, "label": 2.57}, ("stsb sentence1: It rains. sentence2: It is wet.", "2.6")),
-            ("mnli", {**PAIR, "label": 1}, ("mnli hypothesis: It is wet. premise: It rains.", "neutral")),
+            (
+                "stsb",
+                {**TWO, "label": 2.57},
+                ("stsb sentence1: It rains. sentence2: It is wet.", "2.6"),
+            ),
+            (
+                "mnli",
+                {**PAIR, "label": 1},
+                ("mnli hypothesis: It is wet. premise: It rains.", "neutral"),
+            ),
             ("qnli", QNLI, ("qnli question: Who? sentence: Ann did.", "entailment")),
-            ("rte", {**TWO, "label": 1}, ("rte sentence1: It rains. sentence2: It is wet.", "not_entailment")),
+            (
+                "rte",
+                {**TWO, "label": 1},
+                ("rte sentence1: It rains. sentence2: It is wet.", "not_entailment"),
+            ),
             ("boolq", BOOLQ, ("boolq passage: It is so. question: is it so", "True")),
-            ("cb", {**PAIR, "label": 2}, ("cb hypothesis: It is wet. premise: It rains.", "neutral")),
-            ("copa", COPA, ("copa choice1: Ice. choice2: Sun. premise: He fell. question: cause", "False")),
-            ("multirc", MULTIRC, ("multirc question: How old? answer: Nine. paragraph: Ann is 9.", "True")),
+            (
+                "cb",
+                {**PAIR, "label": 2},
+                ("cb hypothesis: It is wet. premise: It rains.", "neutral"),
+            ),
+            (
+                "copa",
+                COPA,
+                ("copa choice1: Ice. choice2: Sun. premise: He fell. question: cause", "False"),
+            ),
+            (
+                "multirc",
+                MULTIRC,
+                ("multirc question: How old? answer: Nine. paragraph: Ann is 9.", "True"),
+            ),
             (
                 "record",
                 RECORD,
-                (f"record query: {RECORD['query']} entities: Ann, Rome passage: Ann met Bob in Rome.", "Rome"),
+                (
+                    f"record query: {RECORD['query']} entities: Ann, Rome passage: Ann met Bob in Rome.",
+                    "Rome",
+                ),
             ),
-            ("wic", WIC, ("wic sentence1: A bank lends. sentence2: The bank of a river. word: bank", "False")),
+            (
+                "wic",
+                WIC,
+                (
+                    "wic sentence1: A bank lends. sentence2: The bank of a river. word: bank",
+                    "False",
+                ),
+            ),
             (
                 "wsc",
                 {**WSC, "span2_index": 5, "label": 0},
                 ("wsc text: Mark told Pete lies, which *he* believed. noun: Pete", "False"),
             ),
-            ("wnli", {**TWO, "label": 1}, ("wnli sentence1: It rains. sentence2: It is wet.", "entailment")),
-            ("snli", {**PAIR, "label": 1}, ("snli hypothesis: It is wet. premise: It rains.", "neutral")),
-            ("scitail", {**PAIR, "label": "neutral"}, ("scitail hypothesis: It is wet. premise: It rains.", "neutral")),
+            (
+                "wnli",
+                {**TWO, "label": 1},
+                ("wnli sentence1: It rains. sentence2: It is wet.", "entailment"),
+            ),
+            (
+                "snli",
+                {**PAIR, "label": 1},
+                ("snli hypothesis: It is wet. premise: It rains.", "neutral"),
+            ),
+            (
+                "scitail",
+                {**PAIR, "label": "neutral"},
+                ("scitail hypothesis: It is wet. premise: It rains.", "neutral"),
+            ),
             ("sst5", {"text": "Good.", "label": 4}, ("sst5 sentence: Good.", "very positive")),
             ("imdb", {"text": "Good.", "label": 1}, ("imdb text: Good.", "positive")),
             ("trec6", TREC, ("trec6 question: Who ?", "HUM")),
-            ("ag_news", {"text": "Stocks fell.", "label": 2}, ("ag_news text: Stocks fell.", "Business")),
+            (
+                "ag_news",
+                {"text": "Stocks fell.", "label": 2},
+                ("ag_news text: Stocks fell.", "Business"),
+            ),
             (
                 "swag",
                 SWAG,
@@ -199,9 +298,15 @@ def own_rows(name: str, row: dict[str, Any], folder: Path) -> Task:
     """The task of a file, with files of one row each in place of the Hub's."""
     for part in ("train", "heldout"):
         (folder / f"{part}.jsonl").write_text(json.dumps(row) + "\n")
-    source = {"dataset": None, "paths": [f"{folder}/train.jsonl"], "heldout": [f"{folder}/heldout.jsonl"]}
+    source = {
+        "dataset": None,
+        "paths": [f"{folder}/train.jsonl"],
+        "heldout": [f"{folder}/heldout.jsonl"],
+    }
     path = folder / "task.yaml"
-    path.write_text(yaml.safe_dump({"base": str(FOLDER / f"{name}.yaml"), "source": source, "also": None}))
+    path.write_text(
+        yaml.safe_dump({"base": str(FOLDER / f"{name}.yaml"), "source": source, "also": None})
+    )
     return Task.read(path)
 
 
@@ -224,7 +329,9 @@ def test_rows_become_what_the_task_is_of(name: str, tokenizer: Tokenizer, tmp_pa
     parts = config.objective.build(tokenizer.vocabulary).pack_spec(config.sequence_length).parts
     assert not isinstance(document, str)
     assert parts.kind == source.kind
-    assert len(document.parts) == 1 + parts.choices if parts.choices > 1 else len(document.parts) <= 2
+    assert (
+        len(document.parts) == 1 + parts.choices if parts.choices > 1 else len(document.parts) <= 2
+    )
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -264,7 +371,9 @@ def test_a_recipe_takes_the_place_of_the_tasks_own(name: str):
 
 
 def test_what_is_no_recipe_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"no recipe 'best': it is no file here; known: bert, distilbert"):
+    with pytest.raises(
+        ConfigError, match=r"no recipe 'best': it is no file here; known: bert, distilbert"
+    ):
         find_tasks(["cb"], "best")
     (tmp_path / "a.yaml").write_text("score: f1\n")
     with pytest.raises(ConfigError, match="leave score out"):
@@ -283,7 +392,9 @@ def test_metrics_are_of_written_texts(tmp_path: Path):
 
 @pytest.mark.parametrize("empty", ["en", "de"])
 def test_translations_without_a_text_are_left_out(empty: str, tmp_path: Path):
-    config = own_rows("text/wmt14_en_de", {"translation": {"en": "one", "de": "eins", empty: ""}}, tmp_path).config
+    config = own_rows(
+        "text/wmt14_en_de", {"translation": {"en": "one", "de": "eins", empty: ""}}, tmp_path
+    ).config
     source = config.source.build()
     with pytest.raises(BadRecord, match="empty"):
         source.parse_pair(next(source.records()))
@@ -291,7 +402,10 @@ def test_translations_without_a_text_are_left_out(empty: str, tmp_path: Path):
 
 
 def test_how_texts_are_written_is_checked(tmp_path: Path):
-    assert Task.read(FOLDER / "text" / "cnn_dailymail.yaml").generation == {"beams": 4, "length_penalty": 0.6}
+    assert Task.read(FOLDER / "text" / "cnn_dailymail.yaml").generation == {
+        "beams": 4,
+        "length_penalty": 0.6,
+    }
     for base, generation, message in (
         ("glue/rte", "{beams: 4}", "generation is for texts that are written"),
         ("text/rte", "{beem: 4}", r"generation\.beem is not a known key; did you mean 'beams'"),
@@ -305,9 +419,12 @@ def test_how_texts_are_written_is_checked(tmp_path: Path):
 def test_further_rows_are_held_out_alone(tmp_path: Path):
     own = Task.read(FOLDER / "glue" / "mnli.yaml")
     assert own.also["mismatched"] == replace(
-        own.config.source, dataset=replace(own.config.source.dataset, split=None, heldout="validation_mismatched")
+        own.config.source,
+        dataset=replace(own.config.source.dataset, split=None, heldout="validation_mismatched"),
     )
-    (tmp_path / "a.yaml").write_text(f"base: {FOLDER}/glue/mnli.yaml\nalso: {{mismatched: {{wrong: 1}}}}\n")
+    (tmp_path / "a.yaml").write_text(
+        f"base: {FOLDER}/glue/mnli.yaml\nalso: {{mismatched: {{wrong: 1}}}}\n"
+    )
     with pytest.raises(ConfigError, match=r"also\.mismatched\.wrong is not a known key"):
         Task.read(tmp_path / "a.yaml")
 
@@ -321,14 +438,19 @@ def test_diagnostics_are_read_as_the_rows_of_their_task(tmp_path: Path):
 
 
 def test_further_rows_are_none_to_train_on(tmp_path: Path):
-    (tmp_path / "a.yaml").write_text(f"base: {FOLDER}/glue/mnli.yaml\nalso: {{test: {{dataset: {{split: test}}}}}}\n")
+    (tmp_path / "a.yaml").write_text(
+        f"base: {FOLDER}/glue/mnli.yaml\nalso: {{test: {{dataset: {{split: test}}}}}}\n"
+    )
     with pytest.raises(ConfigError, match=r"also\.test is of held-out rows alone"):
         Task.read(tmp_path / "a.yaml")
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [("generation: [4]", r"generation is \[4\]; it is a section"), ("generation: {beam: 4}", "did you mean 'beams'")],
+    [
+        ("generation: [4]", r"generation is \[4\]; it is a section"),
+        ("generation: {beam: 4}", "did you mean 'beams'"),
+    ],
 )
 def test_a_section_that_is_none_is_refused(settings: str, message: str, tmp_path: Path):
     (tmp_path / "a.yaml").write_text(f"base: {FOLDER}/text/cnn_dailymail.yaml\n{settings}\n")

@@ -60,7 +60,9 @@ def test_draws_follow_the_distribution(settings: dict[str, Any], chosen: int):
     assert np.count_nonzero(expected) == chosen
     drawn = torch.from_numpy(uniform(mix(np.arange(count))))
     shares = np.bincount(sample(logits.expand(count, -1), drawn, config), minlength=12) / count
-    np.testing.assert_array_less(np.abs(shares - expected), 5 * np.sqrt(expected * (1 - expected) / count) + 1e-12)
+    np.testing.assert_array_less(
+        np.abs(shares - expected), 5 * np.sqrt(expected * (1 - expected) / count) + 1e-12
+    )
 
 
 @pytest.mark.parametrize("config", [T5, GPT2], ids=["t5", "gpt2"])
@@ -70,10 +72,15 @@ def test_a_text_does_not_depend_on_its_batch(config: Any):
     for settings in ({"sample": True, "top_p": 0.95}, {"beams": 3}, {}):
         together = Generator(model, VOCABULARY, Config(12, **settings))(SOURCES, first=10)
         by_two = Config(12, batch_size=2, **settings)
-        alone = [Generator(model, VOCABULARY, by_two)([source], 10 + n)[0] for n, source in enumerate(SOURCES)]
+        alone = [
+            Generator(model, VOCABULARY, by_two)([source], 10 + n)[0]
+            for n, source in enumerate(SOURCES)
+        ]
         assert together == Generator(model, VOCABULARY, by_two)(SOURCES, 10) == alone
         assert max(max(text, default=0) for text in together) < 30
-    drawn = [Generator(model, VOCABULARY, Config(12, sample=True, seed=seed))(SOURCES) for seed in (0, 1)]
+    drawn = [
+        Generator(model, VOCABULARY, Config(12, sample=True, seed=seed))(SOURCES) for seed in (0, 1)
+    ]
     assert drawn[0] != drawn[1]
     same = Generator(model, VOCABULARY, Config(12, sample=True))([SOURCES[0]] * 4)
     assert len(set(map(tuple, same))) > 1
@@ -103,7 +110,9 @@ def test_greedy_tokens_are_those_of_whole_forward_passes(config: Any):
                 prefix = torch.arange(row.shape[1])[None] < len(source)
                 positions = torch.arange(row.shape[1])[None]
                 is_prefix_lm = getattr(config, "prefix_lm", False)
-                logits = predict(model, tokens=row, positions=positions, prefix=prefix if is_prefix_lm else None)
+                logits = predict(
+                    model, tokens=row, positions=positions, prefix=prefix if is_prefix_lm else None
+                )
             expected.append(int(logits[0, -1, :30].argmax()))
         assert text == [token for token in expected if token != 1]
 
@@ -113,7 +122,9 @@ def test_what_is_too_long_loses_its_beginning(caplog: pytest.LogCaptureFixture):
     long = [2 + n % 20 for n in range(30)]
     with caplog.at_level(logging.WARNING):
         assert generate([long, [5]]) == generate([long[-20:], [5]])
-    assert [record.getMessage()[:39] for record in caplog.records] == ["1 of 2 texts are longer than 20 tokens, "[:39]]
+    assert [record.getMessage()[:39] for record in caplog.records] == [
+        "1 of 2 texts are longer than 20 tokens, "[:39]
+    ]
     assert generate([]) == []
 
 
@@ -127,7 +138,9 @@ def test_what_is_too_long_loses_its_beginning(caplog: pytest.LogCaptureFixture):
         (GPT2, VOCABULARY, {"max_new_tokens": 9, "beams": 16}, "at most half of the 30 tokens"),
     ],
 )
-def test_models_that_cannot_generate(config: Any, vocabulary: Vocabulary, settings: dict[str, Any], words: str):
+def test_models_that_cannot_generate(
+    config: Any, vocabulary: Vocabulary, settings: dict[str, Any], words: str
+):
     with pytest.raises(ConfigError, match=words):
         Generator(config.build(), vocabulary, Config(**{"max_new_tokens": 8, **settings}))
 

@@ -42,13 +42,17 @@ def test_a_healthy_machine_has_no_failures_and_processes_really_meet():
     found = {finding.subject: finding for finding in doctor.examine(None, 2)}
     assert "failed" not in {finding.state for finding in found.values()}
     assert torch.__version__ in found["software"].found
-    assert "right result" in found["processor" if not torch.cuda.is_available() else "device 0"].found
+    assert (
+        "right result" in found["processor" if not torch.cuda.is_available() else "device 0"].found
+    )
     assert "2 processes over" in found["all-reduce"].found
     assert "GB free" in found["disk"].found
 
 
 def test_an_experiment_is_checked_on_its_own_dataset_and_disk(experiment_file: str, tmp_path: Path):
-    experiment = load(Experiment, experiment_file, [f"output={tmp_path / 'new' / 'run'}", "data.path=/nowhere"])
+    experiment = load(
+        Experiment, experiment_file, [f"output={tmp_path / 'new' / 'run'}", "data.path=/nowhere"]
+    )
     found = {finding.subject: finding for finding in doctor.examine(experiment, 1)}
     assert found["dataset"].state == "failed"
     assert "/nowhere" in found["dataset"].found
@@ -56,11 +60,19 @@ def test_an_experiment_is_checked_on_its_own_dataset_and_disk(experiment_file: s
     assert found["output"].state != "failed"
     assert not (tmp_path / "new").exists()
     small = load(Experiment, experiment_file, [f"output={tmp_path}", "model.vocab_size=100"])
-    assert "set model.vocab_size to 600" in next(f.fix for f in doctor.examine(small, 1) if f.subject == "dataset")
+    assert "set model.vocab_size to 600" in next(
+        f.fix for f in doctor.examine(small, 1) if f.subject == "dataset"
+    )
 
 
-def test_metrics_that_cannot_be_computed_are_found(experiment_file: str, monkeypatch: pytest.MonkeyPatch):
-    task = ["objective={kind: tagging, metrics: [entity_f1]}", "model.head=tagging", "model.labels=[O,B-X]"]
+def test_metrics_that_cannot_be_computed_are_found(
+    experiment_file: str, monkeypatch: pytest.MonkeyPatch
+):
+    task = [
+        "objective={kind: tagging, metrics: [entity_f1]}",
+        "model.head=tagging",
+        "model.labels=[O,B-X]",
+    ]
     experiment = load(Experiment, experiment_file, task)
     ((_, check),) = (check for check in doctor._checks_of(experiment) if check[0] == "metrics")
     assert states(tried("metrics", check)) == {"metrics": "ok"}
@@ -72,7 +84,9 @@ def test_metrics_that_cannot_be_computed_are_found(experiment_file: str, monkeyp
 
 def test_a_device_that_computes_wrongly_is_found():
     class Wrong(TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             result = function(*args, **(kwargs or {}))
             if "matmul" in function.__name__ and result.dtype == torch.bfloat16:
                 result[3, 5] += 1
@@ -80,28 +94,42 @@ def test_a_device_that_computes_wrongly_is_found():
 
     assert states(device_trial.product(CpuAccelerator(), "device 7", "bf16")) == {"device 7": "ok"}
     with Wrong():
-        assert states(device_trial.product(CpuAccelerator(), "device 7", "bf16")) == {"device 7": "failed"}
+        assert states(device_trial.product(CpuAccelerator(), "device 7", "bf16")) == {
+            "device 7": "failed"
+        }
 
 
-def test_processes_that_do_not_meet_in_time_are_explained_and_ended(monkeypatch: pytest.MonkeyPatch):
+def test_processes_that_do_not_meet_in_time_are_explained_and_ended(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(trial, "_SPAWN_SECONDS", 0.0)
     (finding,) = trial.all_reduce(0, 2)
     assert finding.state == "failed"
     assert "did not reduce a tensor over gloo" in finding.found
-    assert not [child for child in multiprocessing.active_children() if "forkserver" not in child.name]
+    assert not [
+        child for child in multiprocessing.active_children() if "forkserver" not in child.name
+    ]
 
 
 def test_gpus_that_cannot_be_used_are_a_failure(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(cuda, "unusable", lambda: "the driver is too old")
     (finding,) = device_trial.devices(None)
-    assert (finding.state, finding.found) == ("failed", "training would run on the CPU: the driver is too old")
+    assert (finding.state, finding.found) == (
+        "failed",
+        "training would run on the CPU: the driver is too old",
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines where torch finds no GPU")
-def test_an_experiment_gets_the_devices_and_disks_that_it_names(experiment_file: str, tmp_path: Path):
+def test_an_experiment_gets_the_devices_and_disks_that_it_names(
+    experiment_file: str, tmp_path: Path
+):
     named = ["accelerator=cuda", f"output={tmp_path}", "checkpoint.folder=/proc/checkpoints"]
-    found = {finding.subject: finding for finding in doctor.examine(load(Experiment, experiment_file, named), 1)}
+    found = {
+        finding.subject: finding
+        for finding in doctor.examine(load(Experiment, experiment_file, named), 1)
+    }
     assert found["devices"].state == "failed"
     assert "cuda was asked for" in found["devices"].found
     assert found["output"].state != "failed"
@@ -124,7 +152,9 @@ def test_an_object_store_is_written_to_and_left_clean(s3_folder: str, experiment
     assert states(doctor._object_store(s3_folder)) == {"checkpoints": "ok"}
     assert storage.names(s3_folder) == []
     wrong = load(Experiment, experiment_file, ["checkpoint.folder=s3://no-such-bucket/run"])
-    found = next(finding for finding in doctor.examine(wrong, 1) if finding.subject == "checkpoints")
+    found = next(
+        finding for finding in doctor.examine(wrong, 1) if finding.subject == "checkpoints"
+    )
     assert found.state == "failed"
     assert "no-such-bucket" in found.found
 
@@ -153,7 +183,10 @@ def test_wandb_is_asked_where_it_is_and_waited_for_briefly(monkeypatch: pytest.M
 
 def test_the_table_shows_every_finding_and_a_failure_decides():
     console = Console(file=io.StringIO(), width=100)
-    findings = [Finding("disk", "ok", "[bold]1 GB[/]"), Finding("W&B", "failed", "no key", "wandb login")]
+    findings = [
+        Finding("disk", "ok", "[bold]1 GB[/]"),
+        Finding("W&B", "failed", "no key", "wandb login"),
+    ]
     assert not report(findings, console)
     text = console.file.getvalue()
     for words in ("[bold]1 GB[/]", "failed", "→ wandb login"):

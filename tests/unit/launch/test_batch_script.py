@@ -56,10 +56,16 @@ def run_job(record: Record, code: int, step: int | None = None) -> int:
 
 
 def requeued(project: Path) -> int:
-    return len((project / "requeued").read_text().splitlines()) if (project / "requeued").exists() else 0
+    return (
+        len((project / "requeued").read_text().splitlines())
+        if (project / "requeued").exists()
+        else 0
+    )
 
 
-@pytest.mark.parametrize(("code", "again"), [(0, 0), (1, 0), (2, 0), (69, 1), (75, 1), (137, 1), (138, 1), (143, 1)])
+@pytest.mark.parametrize(
+    ("code", "again"), [(0, 0), (1, 0), (2, 0), (69, 1), (75, 1), (137, 1), (138, 1), (143, 1)]
+)
 def test_what_was_stopped_is_requeued(project: Path, code: int, again: int) -> None:
     record = submitted()
     assert run_job(record, code, step=0) == code
@@ -78,7 +84,9 @@ def test_a_run_that_comes_no_further_is_not_requeued_for_ever(project: Path) -> 
     assert logs.state_of_ended(record.folder).word == "stopped"
 
 
-def test_cancelled_runs_are_told_first_and_ended_if_asked_twice(project: Path, samestep: Samestep) -> None:
+def test_cancelled_runs_are_told_first_and_ended_if_asked_twice(
+    project: Path, samestep: Samestep
+) -> None:
     record = submitted()
     assert samestep("cancel", "4711").code == 0
     assert (project / "cancelled").read_text() == "--signal=USR1 4711\n"
@@ -101,7 +109,9 @@ def test_cancelled_runs_are_not_requeued(project: Path) -> None:
 
 def test_a_cancellation_that_failed_was_none(project: Path, samestep: Samestep) -> None:
     record = submitted()
-    (project / "bin" / "scancel").write_text("#!/bin/sh\necho 'scancel: error: Connection refused' >&2; exit 1\n")
+    (project / "bin" / "scancel").write_text(
+        "#!/bin/sh\necho 'scancel: error: Connection refused' >&2; exit 1\n"
+    )
     assert "controller cannot be reached" in samestep("cancel", "4711").message
     assert not (record.folder / job.CANCEL).exists()
     (record.folder / job.CANCEL).touch()  # an earlier one stays
@@ -142,14 +152,24 @@ def test_an_array_is_done_when_all_of_it_is(project: Path, samestep: Samestep) -
     assert Config().states([record])["4711"].word == "failed"
 
 
-def test_weights_that_a_job_before_is_to_make(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_a_job_before_is_to_make(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[list[str]] = []
     monkeypatch.setattr(submit, "_ask", lambda arguments, _: asked.append(arguments))
     for options in ("[]", "[--dependency=afterok:1]"):
-        submit.check(submit.prepare("slurm.yaml", "run.yaml", [f"cluster.options={options}", "init_from=other"]))
+        submit.check(
+            submit.prepare(
+                "slurm.yaml", "run.yaml", [f"cluster.options={options}", "init_from=other"]
+            )
+        )
     assert ["init_from=null" in arguments for arguments in asked] == [False, True]
-    Path("task.yaml").write_text("base: run.yaml\nmodel: null\n")  # the model is that of the weights
-    submit.check(submit.prepare("slurm.yaml", "task.yaml", [f"cluster.options={options}", "init_from=other"]))
+    Path("task.yaml").write_text(
+        "base: run.yaml\nmodel: null\n"
+    )  # the model is that of the weights
+    submit.check(
+        submit.prepare("slurm.yaml", "task.yaml", [f"cluster.options={options}", "init_from=other"])
+    )
     assert "--elsewhere" in asked[-1]
     assert asked[-1].index("init_from=other") < asked[-1].index("init_from=of_the_job_before")
 
@@ -159,7 +179,9 @@ def test_every_number_of_nodes_must_fit() -> None:
 
 
 def test_ctrl_c_leaves_no_job_that_nobody_knows_of(project: Path) -> None:
-    (project / "bin" / "sbatch").write_text(f"#!/bin/sh\ntouch '{project}/asked'\nsleep 1\necho 4711\n")
+    (project / "bin" / "sbatch").write_text(
+        f"#!/bin/sh\ntouch '{project}/asked'\nsleep 1\necho 4711\n"
+    )
     code = (
         "import sys; from launch import submit; submit.check = lambda launch: None; "
         "from trainer.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -213,7 +235,9 @@ def test_a_check_that_was_killed_says_so(tmp_path: Path, monkeypatch: pytest.Mon
         submit._ask(["config", "x.yaml"], {})
 
 
-@pytest.mark.parametrize("option", ["--nodes=3", "--output=x", "--clusters=other", "--signal=B:TERM"])
+@pytest.mark.parametrize(
+    "option", ["--nodes=3", "--output=x", "--clusters=other", "--signal=B:TERM"]
+)
 def test_options_that_are_the_launchers(option: str) -> None:
     with pytest.raises(ConfigError, match="would undo what samestep launch sets"):
         Config(options=(option,))
@@ -225,7 +249,9 @@ def test_a_limit_that_leaves_no_time_to_train(project: Path) -> None:
     submit.prepare("slurm.yaml", "run.yaml", ["cluster.time=6m"])
 
 
-def test_a_piece_of_a_log_may_end_within_a_character(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_of_a_log_may_end_within_a_character(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logs, "_CHUNK", 3)
     (project / "job.log").write_text("zwölf Züge\n")
     assert "".join(logs.read(project, lambda: False)) == "zwölf Züge\n"

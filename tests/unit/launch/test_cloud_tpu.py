@@ -39,7 +39,9 @@ needs_gcloud = pytest.mark.skipif(not Path(REAL_GCLOUD).exists(), reason="gcloud
 
 
 def job(
-    folder: Path, config: str = "output: runs/run\ncheckpoint: {folder: gs://bucket/run}\n", **more: Any
+    folder: Path,
+    config: str = "output: runs/run\ncheckpoint: {folder: gs://bucket/run}\n",
+    **more: Any,
 ) -> JobSpec:
     return JobSpec("run", "train", config, folder / "001", folder, **{"code": True, **more})
 
@@ -65,7 +67,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to submit from: a cluster, an experiment, and a snapshot that could be installed."""
     folder = tmp_path / "project"
     folder.mkdir()
-    tree = {"kind": "cloud_tpu", **to_tree(replace(CLUSTER, poll_seconds=0.1, secrets={"WANDB_API_KEY": "wandb"}))}
+    tree = {
+        "kind": "cloud_tpu",
+        **to_tree(replace(CLUSTER, poll_seconds=0.1, secrets={"WANDB_API_KEY": "wandb"})),
+    }
     (folder / "tpu.yaml").write_text(yaml.safe_dump(tree))
     (folder / "run.yaml").write_text(
         "output: runs/run\nstrategy: xla_spmd\ndata: {path: gs://bucket/data}\ncheckpoint: {folder: gs://bucket/run}\n"
@@ -103,8 +108,12 @@ def staging(gcloud: Path) -> Path:
         ("v2", "2x2", 8),
     ],
 )
-def test_devices_are_those_that_xla_sees(accelerator_type: str, topology: str | None, devices: int) -> None:
-    assert replace(CLUSTER, accelerator_type=accelerator_type, topology=topology).devices == (devices,)
+def test_devices_are_those_that_xla_sees(
+    accelerator_type: str, topology: str | None, devices: int
+) -> None:
+    assert replace(CLUSTER, accelerator_type=accelerator_type, topology=topology).devices == (
+        devices,
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +146,13 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], named: st
 
 
 def test_settings_survive_yaml() -> None:
-    config = replace(CLUSTER, mounts={"/a": "gs://b/c"}, setup=(STRANGE,), secrets={"KEY": "key"}, labels={"a": ""})
+    config = replace(
+        CLUSTER,
+        mounts={"/a": "gs://b/c"},
+        setup=(STRANGE,),
+        secrets={"KEY": "key"},
+        labels={"a": ""},
+    )
     assert decode(Config, yaml.safe_load(yaml.safe_dump(to_tree(config)))) == config
 
 
@@ -157,7 +172,9 @@ def test_datasets_are_built_elsewhere(tmp_path: Path) -> None:
         ("checkpoint.folder=/mnt/x", "checkpoint.folder"),
     ],
 )
-def test_what_the_machines_would_lose_is_refused(thin: Path, project: Path, override: str, named: str) -> None:
+def test_what_the_machines_would_lose_is_refused(
+    thin: Path, project: Path, override: str, named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         launched(override)
     assert not (thin / "calls").exists()
@@ -172,9 +189,15 @@ def test_what_cannot_be_installed_is_refused(thin: Path, project: Path) -> None:
 
 BODIES: dict[str, tuple[Config, str, dict[str, Any]]] = {
     "spot": (CLUSTER, "v2", {"spot": {}}),
-    "on_demand": (replace(CLUSTER, capacity="on_demand", internal_ips=True, network="n", subnetwork="s"), "v2", {}),
+    "on_demand": (
+        replace(CLUSTER, capacity="on_demand", internal_ips=True, network="n", subnetwork="s"),
+        "v2",
+        {},
+    ),
     "reserved": (
-        replace(CLUSTER, capacity="reserved", service_account="me@my-project.iam.gserviceaccount.com"),
+        replace(
+            CLUSTER, capacity="reserved", service_account="me@my-project.iam.gserviceaccount.com"
+        ),
         "v2",
         {"reservationName": "projects/my-project/locations/us-central2-b/reservations/-"},
     ),
@@ -197,7 +220,9 @@ BODIES: dict[str, tuple[Config, str, dict[str, Any]]] = {
 
 @needs_gcloud
 @pytest.mark.parametrize("case", BODIES)
-def test_bodies_that_gcloud_posts_are_googles(real: Path, plane: ControlPlane, tmp_path: Path, case: str) -> None:
+def test_bodies_that_gcloud_posts_are_googles(
+    real: Path, plane: ControlPlane, tmp_path: Path, case: str
+) -> None:
     config, version, tier = BODIES[case]
     submission = config.render(job(tmp_path, f"output: {json.dumps(STRANGE)}\n"))
     for name, text in submission.files.items():
@@ -211,7 +236,10 @@ def test_bodies_that_gcloud_posts_are_googles(real: Path, plane: ControlPlane, t
     # A topology goes as `type: V6E`, an enumeration, so the client would refuse a kind that does not exist.
     module = tpu_v2 if version == "v2" else tpu_v2alpha1
     [spec] = module.QueuedResource.from_json(json.dumps(body)).tpu.node_spec
-    assert (spec.parent, spec.node_id) == ("projects/my-project/locations/us-central2-b", place.name)
+    assert (spec.parent, spec.node_id) == (
+        "projects/my-project/locations/us-central2-b",
+        place.name,
+    )
     assert spec.node.accelerator_type == ("" if config.topology else "v4-8")
     assert spec.node.accelerator_config.topology == (config.topology or "")
     assert spec.node.metadata["startup-script"] == submission.files[STARTUP]
@@ -234,7 +262,11 @@ def test_refusals_of_google_come_with_a_hint(real: Path, plane: ControlPlane) ->
     with pytest.raises(LaunchError, match="gcloud auth login"):
         CLUSTER.check()
     (real / "token").write_text(TOKEN)
-    plane.refusal = (403, "PERMISSION_DENIED", "Cloud TPU API has not been used in project p before or it is disabled.")
+    plane.refusal = (
+        403,
+        "PERMISSION_DENIED",
+        "Cloud TPU API has not been used in project p before or it is disabled.",
+    )
     with pytest.raises(LaunchError, match="gcloud services enable"):
         CLUSTER.check()
 
@@ -242,21 +274,51 @@ def test_refusals_of_google_come_with_a_hint(real: Path, plane: ControlPlane) ->
 @pytest.mark.parametrize(
     ("said", "hint"),
     [  # each was heard from gcloud 528
-        ("You do not currently have an active account selected.\nPlease run:\n\n  $ gcloud auth login", "log in"),
-        ("UNAUTHENTICATED: Request had invalid authentication credentials. Expected OAuth 2 access token", "log in"),
-        ("There was a problem refreshing your current auth tokens: ('invalid_grant: Bad Request')", "log in"),
+        (
+            "You do not currently have an active account selected.\nPlease run:\n\n  $ gcloud auth login",
+            "log in",
+        ),
+        (
+            "UNAUTHENTICATED: Request had invalid authentication credentials. Expected OAuth 2 access token",
+            "log in",
+        ),
+        (
+            "There was a problem refreshing your current auth tokens: ('invalid_grant: Bad Request')",
+            "log in",
+        ),
         (
             "PERMISSION_DENIED: Cloud TPU API has not been used in project p before or it is disabled.",
             "services enable",
         ),
-        ("PERMISSION_DENIED: Permission tpu.queuedResources.list denied on resource //tpu.googleapis.com", "TPU Admin"),
-        ("RESOURCE_EXHAUSTED: Quota limit TPUV4sPreemptiblePodPerProjectPerZoneForTPUAPI has been", "ask for more"),
-        ("NOT_FOUND: Location us-central9-z is not found or access is unauthorized.", "locations list"),
-        ("ALREADY_EXISTS: Resource projects/p/locations/z/queuedResources/q already exists", "taken"),
-        ("HTTPError 412: At least one of the pre-conditions you specified did not hold.", "another launch"),
+        (
+            "PERMISSION_DENIED: Permission tpu.queuedResources.list denied on resource //tpu.googleapis.com",
+            "TPU Admin",
+        ),
+        (
+            "RESOURCE_EXHAUSTED: Quota limit TPUV4sPreemptiblePodPerProjectPerZoneForTPUAPI has been",
+            "ask for more",
+        ),
+        (
+            "NOT_FOUND: Location us-central9-z is not found or access is unauthorized.",
+            "locations list",
+        ),
+        (
+            "ALREADY_EXISTS: Resource projects/p/locations/z/queuedResources/q already exists",
+            "taken",
+        ),
+        (
+            "HTTPError 412: At least one of the pre-conditions you specified did not hold.",
+            "another launch",
+        ),
         ("gs://nobuck not found: 404.", "make the bucket"),
-        ("gcloud crashed (ConnectionError): HTTPConnectionPool(host='x'): Max retries exceeded", "cannot be reached"),
-        ("HttpError accessing <x>: response: <{'status': 503}>, content <UNAVAILABLE>", "cannot be reached"),
+        (
+            "gcloud crashed (ConnectionError): HTTPConnectionPool(host='x'): Max retries exceeded",
+            "cannot be reached",
+        ),
+        (
+            "HttpError accessing <x>: response: <{'status': 503}>, content <UNAVAILABLE>",
+            "cannot be reached",
+        ),
     ],
 )
 def test_what_gcloud_says_has_the_right_hint(
@@ -287,7 +349,9 @@ def nothing_is_left(gcloud: Path) -> bool:
     )
 
 
-def test_nothing_is_left_when_google_refuses(thin: Path, project: Path, plane: ControlPlane) -> None:
+def test_nothing_is_left_when_google_refuses(
+    thin: Path, project: Path, plane: ControlPlane
+) -> None:
     plane.create_refusal = (429, "RESOURCE_EXHAUSTED", "Quota limit")
     with pytest.raises(LaunchError, match="ask for more"):
         launched()
@@ -295,10 +359,17 @@ def test_nothing_is_left_when_google_refuses(thin: Path, project: Path, plane: C
     assert nothing_is_left(thin)
 
 
-def test_a_slice_of_somebody_else_is_neither_taken_nor_deleted(thin: Path, project: Path, plane: ControlPlane) -> None:
+def test_a_slice_of_somebody_else_is_neither_taken_nor_deleted(
+    thin: Path, project: Path, plane: ControlPlane
+) -> None:
     name = submit.prepare("tpu.yaml", "run.yaml", ()).submission.command[5]
-    theirs = {"name": f"projects/p/locations/z/queuedResources/{name}", "state": {"state": "SUSPENDED"}}
-    plane.queued[name] = theirs | {"tpu": {"nodeSpec": [{"node": {"labels": {tpu_slice.MARK: "theirs"}}}]}}
+    theirs = {
+        "name": f"projects/p/locations/z/queuedResources/{name}",
+        "state": {"state": "SUSPENDED"},
+    }
+    plane.queued[name] = theirs | {
+        "tpu": {"nodeSpec": [{"node": {"labels": {tpu_slice.MARK: "theirs"}}}]}
+    }
     with pytest.raises(LaunchError, match="ALREADY_EXISTS"):
         launched()
     assert plane.state(name) == "SUSPENDED"
@@ -320,7 +391,10 @@ def test_where_google_falls_silent_it_is_said_what_may_be_left(
     plane.refusal = (503, "UNAVAILABLE", "The service is currently unavailable.")
     with pytest.raises(LaunchError, match="UNAVAILABLE"):
         launched()
-    assert "may be there all the same, and cost money: gcloud compute tpus queued-resources delete" in caplog.text
+    assert (
+        "may be there all the same, and cost money: gcloud compute tpus queued-resources delete"
+        in caplog.text
+    )
 
 
 def test_a_slice_that_nobody_would_look_after_is_deleted(
@@ -336,7 +410,9 @@ def test_a_slice_that_nobody_would_look_after_is_deleted(
     assert resource["state"]["state"] == "DELETING"
 
 
-def test_names_are_those_of_a_user_and_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_those_of_a_user_and_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def name() -> str:
         return CLUSTER.render(job(tmp_path / "runs")).command[5]
 
@@ -354,13 +430,17 @@ def test_names_are_those_of_a_user_and_a_folder(tmp_path: Path, monkeypatch: pyt
 def test_files_are_taken_back_where_not_all_can_be_put(thin: Path, project: Path) -> None:
     gcloud = thin / "bin" / "gcloud"
     rest = gcloud.read_text().partition("\n")[2]
-    gcloud.write_text(f'#!/bin/bash\n[[ "$*" != *code.tar.gz* ]] || {{ echo no >&2; exit 1; }}\n{rest}')
+    gcloud.write_text(
+        f'#!/bin/bash\n[[ "$*" != *code.tar.gz* ]] || {{ echo no >&2; exit 1; }}\n{rest}'
+    )
     with pytest.raises(LaunchError, match="no"):
         launched()
     assert nothing_is_left(thin)
 
 
-def test_files_of_another_launch_are_not_touched(thin: Path, project: Path, plane: ControlPlane) -> None:
+def test_files_of_another_launch_are_not_touched(
+    thin: Path, project: Path, plane: ControlPlane
+) -> None:
     launched("cluster.supervise=false")
     shutil.rmtree(records.state_folder())  # as if it had been another machine
     (staging(thin) / "config.yaml").write_text("theirs")
@@ -386,10 +466,17 @@ def looked_after(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
 
 
 @pytest.mark.parametrize(
-    "gcloud", ["thin", pytest.param("real", marks=[pytest.mark.chaos, needs_gcloud], id="real: 25 s of gcloud")]
+    "gcloud",
+    [
+        "thin",
+        pytest.param("real", marks=[pytest.mark.chaos, needs_gcloud], id="real: 25 s of gcloud"),
+    ],
 )
 def test_a_slice_is_asked_for_again_and_deleted_in_the_end(
-    gcloud: str, looked_after: Callable[..., Record], plane: ControlPlane, request: pytest.FixtureRequest
+    gcloud: str,
+    looked_after: Callable[..., Record],
+    plane: ControlPlane,
+    request: pytest.FixtureRequest,
 ) -> None:
     folder: Path = request.getfixturevalue(gcloud)
     record = looked_after()
@@ -413,7 +500,9 @@ def test_a_slice_is_asked_for_again_and_deleted_in_the_end(
 
 
 @needs_gcloud
-def test_what_the_real_gcloud_lists_is_understood(real: Path, project: Path, plane: ControlPlane) -> None:
+def test_what_the_real_gcloud_lists_is_understood(
+    real: Path, project: Path, plane: ControlPlane
+) -> None:
     folder = launched("cluster.supervise=false").folder
     place = Slice.of(folder)
     assert place.node() is None
@@ -436,14 +525,18 @@ def test_a_supervisor_that_is_killed_can_be_started_again(
     thin: Path, plane: ControlPlane, looked_after: Callable[..., Record]
 ) -> None:
     record = looked_after("cluster.supervise=false")
-    Memory(phase="recreating", restarts=1).save(record.folder)  # killed between deletion and request
+    Memory(phase="recreating", restarts=1).save(
+        record.folder
+    )  # killed between deletion and request
     with plane.lock:
         plane.queued.clear()
     tpu_supervisor.start(record.folder)
     until(lambda: plane.state(record.id) == "ACTIVE")
     assert len(plane.bodies) == 2
     again = subprocess.run(
-        [sys.executable, "-m", "launch.tpu.supervisor", str(record.folder)], capture_output=True, text=True
+        [sys.executable, "-m", "launch.tpu.supervisor", str(record.folder)],
+        capture_output=True,
+        text=True,
     )
     assert again.returncode == 0
     assert "another one looks after" in again.stderr
@@ -480,7 +573,10 @@ def test_requests_that_fail_again_and_again_are_given_up(
     assert plane.queued == {}
     assert "again and again: no such capacity" in (record.folder / tpu_supervisor.LOG).read_text()
     state = record_state(record)
-    assert (state.word, state.detail) == ("failed", "the request fails again and again: no such capacity")
+    assert (state.word, state.detail) == (
+        "failed",
+        "the request fails again and again: no such capacity",
+    )
 
 
 def test_a_request_that_is_refused_is_given_up_with_the_hint(
@@ -488,7 +584,11 @@ def test_a_request_that_is_refused_is_given_up_with_the_hint(
 ) -> None:
     record = looked_after()
     until(lambda: plane.state(record.id) == "ACTIVE")
-    plane.create_refusal = (403, "PERMISSION_DENIED", "Permission tpu.queuedResources.create denied")
+    plane.create_refusal = (
+        403,
+        "PERMISSION_DENIED",
+        "Permission tpu.queuedResources.create denied",
+    )
     plane.preempt(record.id)
     until((record.folder / EXIT).exists)
     assert plane.queued == {}
@@ -510,11 +610,16 @@ def test_a_request_without_capacity_is_made_again(
 
 
 def test_machines_that_never_write_are_deleted(
-    thin: Path, plane: ControlPlane, looked_after: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
+    thin: Path,
+    plane: ControlPlane,
+    looked_after: Callable[..., Record],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     record = looked_after("cluster.supervise=false", "cluster.silence_minutes=0.001")
     program = "import sys, launch.tpu.supervisor as s; s._GRACE_SECONDS = 0; sys.exit(s.main(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", program, record.folder], timeout=120, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, record.folder], timeout=120, capture_output=True, text=True
+    )
     assert done.returncode == 0
     assert plane.queued == {}
     assert (record.folder / EXIT).read_text() == "1\n"
@@ -528,10 +633,17 @@ def record_state(record: Record) -> Any:
     return records.cluster_of(record).states([record])[record.id]
 
 
-def test_states_are_googles_until_the_run_has_ended(thin: Path, project: Path, plane: ControlPlane) -> None:
+def test_states_are_googles_until_the_run_has_ended(
+    thin: Path, project: Path, plane: ControlPlane
+) -> None:
     record = launched("cluster.supervise=false")
     state = record_state(record)
-    assert (state.word, state.active, state.nodes, state.restarts) == ("waiting_for_resources", True, "", 0)
+    assert (state.word, state.active, state.nodes, state.restarts) == (
+        "waiting_for_resources",
+        True,
+        "",
+        0,
+    )
     assert record_state(record).word == "provisioning"
     state = record_state(record)
     assert (state.word, state.active, state.nodes) == ("active", True, record.id)
@@ -545,7 +657,9 @@ def test_states_are_googles_until_the_run_has_ended(thin: Path, project: Path, p
     assert (state.word, state.active) == ("failed", False)
 
 
-def test_a_slice_that_is_about_to_come_back_is_active(thin: Path, project: Path, plane: ControlPlane) -> None:
+def test_a_slice_that_is_about_to_come_back_is_active(
+    thin: Path, project: Path, plane: ControlPlane
+) -> None:
     record = launched("cluster.supervise=false")
     described = yaml.safe_load((record.folder / FILE).read_text()) | {"supervise": True}
     (record.folder / FILE).write_text(json.dumps(described))
@@ -585,7 +699,9 @@ def test_logs_come_from_the_machines_or_from_what_they_kept(
     assert "step 2" in "".join(cluster.logs(record, False))
 
 
-def test_logs_are_followed_until_all_machines_have_ended(thin: Path, project: Path, plane: ControlPlane) -> None:
+def test_logs_are_followed_until_all_machines_have_ended(
+    thin: Path, project: Path, plane: ControlPlane
+) -> None:
     record = launched("cluster.supervise=false")
     plane.machines = 2
     plane.become(record.id, "ACTIVE")

@@ -13,10 +13,14 @@ from trainer.errors import ConfigError
 KEY = "0123456789abcdef"
 
 
-def run(environment: Environment, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    environment: Environment, folder: Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
     (folder / "job.sh").write_text("\n".join([*environment.lines(), "echo the run"]))
     variables = {"PATH": "/usr/bin:/bin", **variables}
-    return subprocess.run(["bash", "job.sh"], cwd=folder, env=variables, capture_output=True, text=True)
+    return subprocess.run(
+        ["bash", "job.sh"], cwd=folder, env=variables, capture_output=True, text=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -26,22 +30,40 @@ def run(environment: Environment, folder: Path, **variables: str) -> subprocess.
         (Environment(conda="base"), "conda activate base: exit code 127"),
         (Environment(venv="/not/here"), "source /not/here/bin/activate: exit code 1"),
         (Environment(setup=("true", "cat /not/here", "echo later")), "cat /not/here: exit code 1"),
-        (Environment(setup=("printf 'true\\nreturn 3' > a.sh", "source a.sh")), "source a.sh: exit code 3"),
+        (
+            Environment(setup=("printf 'true\\nreturn 3' > a.sh", "source a.sh")),
+            "source a.sh: exit code 3",
+        ),
     ],
 )
 def test_what_fails_ends_the_job(environment: Environment, message: str, tmp_path: Path) -> None:
     done = run(environment, tmp_path)
     assert done.returncode == 1
-    assert f"the environment cannot be set up: {message}; add || true where that may be\n" in done.stderr
+    assert (
+        f"the environment cannot be set up: {message}; add || true where that may be\n"
+        in done.stderr
+    )
     assert done.stdout == ""
 
 
 def test_what_may_fail(tmp_path: Path) -> None:
-    (tmp_path / "vendor.sh").write_text("false\nuseful() { false; true; }\n[ -d nowhere ] && echo no\ntrue")
-    lines = ("source ./vendor.sh", "useful", "[ -d nowhere ] && echo no", "false || true", "if false; then", "x", "fi")
+    (tmp_path / "vendor.sh").write_text(
+        "false\nuseful() { false; true; }\n[ -d nowhere ] && echo no\ntrue"
+    )
+    lines = (
+        "source ./vendor.sh",
+        "useful",
+        "[ -d nowhere ] && echo no",
+        "false || true",
+        "if false; then",
+        "x",
+        "fi",
+    )
     done = run(Environment(setup=lines, variables={"A": "b"}), tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "the run\n", "")
-    (tmp_path / "job.sh").write_text("\n".join([*Environment(setup=("true",)).lines(), "false", "echo $?"]))
+    (tmp_path / "job.sh").write_text(
+        "\n".join([*Environment(setup=("true",)).lines(), "false", "echo $?"])
+    )
     assert subprocess.run(["bash", "job.sh"], cwd=tmp_path, capture_output=True).stdout == b"1\n"
 
 
@@ -69,7 +91,9 @@ def test_the_command_module_is_looked_for(tmp_path: Path, variable: str) -> None
     ],
 )
 def test_secrets_in_the_setup(line: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=rf"setup.*{named}.* ends up in files that others can read") as refusal:
+    with pytest.raises(
+        ConfigError, match=rf"setup.*{named}.* ends up in files that others can read"
+    ) as refusal:
         Environment(setup=("true", line))
     assert KEY not in str(refusal.value)
 
@@ -93,9 +117,18 @@ def test_no_secrets_in_the_setup(line: str) -> None:
 
 
 def test_secrets_in_values() -> None:
-    with pytest.raises(ConfigError, match=r"variables.https_proxy has a password or a signature in an address"):
+    with pytest.raises(
+        ConfigError, match=r"variables.https_proxy has a password or a signature in an address"
+    ):
         check_variables({"https_proxy": f"http://me:{KEY}@proxy:3128"})
-    paths = ("GOOGLE_APPLICATION_CREDENTIALS", "AWS_SHARED_CREDENTIALS_FILE", "AWS_WEB_IDENTITY_TOKEN_FILE")
-    check_variables(dict.fromkeys((*paths, "HF_TOKEN_PATH"), "/home/me/file") | {"http_proxy": "http://proxy:3128"})
+    paths = (
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "AWS_SHARED_CREDENTIALS_FILE",
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
+    )
+    check_variables(
+        dict.fromkeys((*paths, "HF_TOKEN_PATH"), "/home/me/file")
+        | {"http_proxy": "http://proxy:3128"}
+    )
     with pytest.raises(ConfigError, match="looks like a secret"):
         check_variables({"GOOGLE_CREDENTIALS": KEY})

@@ -50,7 +50,13 @@ TRAIN = JobSpec(
     Path("/home/user/.local/state/samestep/launches/bert-large/launch/003"),
     Path("/home/user"),
 )
-BUILD = replace(TRAIN, name="c4-en", action="build", config="output: datasets/c4_en\nsource: {kind: c4}\n", tasks=64)
+BUILD = replace(
+    TRAIN,
+    name="c4-en",
+    action="build",
+    config="output: datasets/c4_en\nsource: {kind: c4}\n",
+    tasks=64,
+)
 MANIFESTS: dict[str, tuple[Config, JobSpec]] = {
     "gpu_jobset": (GPU, TRAIN),
     "indexed_job": (
@@ -152,17 +158,26 @@ def test_all_objects_are_found_by_one_label():
         *_, last = found = documents(config, job)
         names = {document["metadata"]["name"] for document in found}
         labels = {
-            each["metadata"]["labels"][objects.JOB_LABEL] for each in (*found, job_of(config, job), pod_of(config, job))
+            each["metadata"]["labels"][objects.JOB_LABEL]
+            for each in (*found, job_of(config, job), pod_of(config, job))
         }
         assert names == labels == {last["metadata"]["name"]}
-        assert objects.labels_of(config.render(job).files[MANIFEST]) == (*names, last["kind"].lower(), job.action)
+        assert objects.labels_of(config.render(job).files[MANIFEST]) == (
+            *names,
+            last["kind"].lower(),
+            job.action,
+        )
 
 
 def test_the_first_pod_is_where_all_meet():
     """Of an Indexed Job, a pod's name is JOB-INDEX, and a JobSet's job is JOBSET-GROUP-NUMBER."""
     jobset = documents(GPU)[-1]
     name, network = jobset["metadata"]["name"], jobset["spec"]["network"]
-    assert network == {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name}
+    assert network == {
+        "enableDNSHostnames": True,
+        "publishNotReadyAddresses": True,
+        "subdomain": name,
+    }
     assert pod_of(GPU)["spec"]["containers"][0]["command"] == [
         "samestep",
         "train",
@@ -174,10 +189,15 @@ def test_the_first_pod_is_where_all_meet():
     ]
     _, service, job = documents(replace(GPU, controller="job"))
     assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["selector"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
+    assert (
+        service["spec"]["selector"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
+    )
     pod = job["spec"]["template"]["spec"]
     assert pod["subdomain"] == service["metadata"]["name"]
-    assert pod["containers"][0]["command"][-1] == f"{job['metadata']['name']}-0.{service['metadata']['name']}:29400"
+    assert (
+        pod["containers"][0]["command"][-1]
+        == f"{job['metadata']['name']}-0.{service['metadata']['name']}:29400"
+    )
 
 
 def test_a_preempted_pod_is_replaced_and_a_mistake_is_final():
@@ -186,12 +206,19 @@ def test_a_preempted_pod_is_replaced_and_a_mistake_is_final():
         job = MANIFESTS["tpu_slice"][1] if config.tpu else TRAIN
         spec = job_of(config, job)["spec"]
         evicted, preempted, final = spec["podFailurePolicy"]["rules"]
-        assert evicted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+        assert evicted == {
+            "action": "Ignore",
+            "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+        }
         assert (preempted["action"], preempted["onExitCodes"]["values"]) == ("Ignore", [69, 75])
         assert (final["action"], final["onExitCodes"]["values"]) == ("FailJob", [1, 2])
         (container,) = spec["template"]["spec"]["containers"]
-        assert {rule["onExitCodes"]["containerName"] for rule in (preempted, final)} == {container["name"]}
-        assert spec["template"]["spec"]["restartPolicy"] == "Never"  # or there may be no podFailurePolicy
+        assert {rule["onExitCodes"]["containerName"] for rule in (preempted, final)} == {
+            container["name"]
+        }
+        assert (
+            spec["template"]["spec"]["restartPolicy"] == "Never"
+        )  # or there may be no podFailurePolicy
         assert spec["backoffLimit"] == config.restarts
     policy = documents(replace(GPU, restarts=7))[-1]["spec"]["failurePolicy"]
     assert policy["maxRestarts"] == 7
@@ -201,7 +228,10 @@ def test_a_preempted_pod_is_replaced_and_a_mistake_is_final():
 
 
 def test_pods_get_a_minute_more_than_the_run_for_its_checkpoint():
-    assert pod_of(GPU, replace(TRAIN, stop_seconds=25.2))["spec"]["terminationGracePeriodSeconds"] == 86
+    assert (
+        pod_of(GPU, replace(TRAIN, stop_seconds=25.2))["spec"]["terminationGracePeriodSeconds"]
+        == 86
+    )
 
 
 def test_a_run_ends_with_its_first_pod():
@@ -217,7 +247,9 @@ def test_a_run_ends_with_its_first_pod():
     [("4x4", 4, 4), ("2x2x4", 4, 4), ("2x4", 8, 1), ("1x1", 1, 1), ("16x16", 4, 64)],
 )
 def test_a_slice_has_as_many_pods_as_machines(topology: str, chips_per_node: int, hosts: int):
-    config = replace(GPU, nodes=None, gpus_per_node=0, tpu=Tpu("tpu-v5-lite-podslice", topology, chips_per_node))
+    config = replace(
+        GPU, nodes=None, gpus_per_node=0, tpu=Tpu("tpu-v5-lite-podslice", topology, chips_per_node)
+    )
     spec = job_of(config)["spec"]
     assert spec["completions"] == spec["parallelism"] == hosts
     assert config.devices == (hosts * chips_per_node,)
@@ -274,7 +306,9 @@ def test_each_pod_of_a_build_makes_its_slice(tmp_path: Path, index: int, part: s
     config = replace(GPU, variables={"HOME": "/x$(JOB_COMPLETION_INDEX + 1)"})
     (container,) = pod_of(config, BUILD)["spec"]["containers"]
     given = {each["name"]: each["value"] for each in container["env"] if "value" in each}
-    there = {name: expand(value, {}) for name, value in given.items()} | {"JOB_COMPLETION_INDEX": str(index)}
+    there = {name: expand(value, {}) for name, value in given.items()} | {
+        "JOB_COMPLETION_INDEX": str(index)
+    }
     command = [expand(word, there) for word in container["command"]]
     paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(command, env=there | paths, capture_output=True, text=True, check=True)
@@ -288,7 +322,9 @@ def test_nasty_words_are_only_words(tmp_path: Path):
     tree = {"output": f"/work/{NASTY}", "data": {"path": NASTY}, NASTY: NASTY}
     job = replace(TRAIN, config=yaml.safe_dump(tree, allow_unicode=True))
     for controller in ("jobset", "job"):
-        config = replace(GPU, controller=controller, variables={"WORDS": NASTY}, directory=f"/work/{NASTY}")
+        config = replace(
+            GPU, controller=controller, variables={"WORDS": NASTY}, directory=f"/work/{NASTY}"
+        )
         submission = config.render(job)
         found = documents(config, job)
         assert yaml.safe_load(found[0]["data"]["config.yaml"]) == tree
@@ -296,10 +332,14 @@ def test_nasty_words_are_only_words(tmp_path: Path):
         assert expand(environment(config, job)["WORDS"]["value"], {"HOME": "no"}) == NASTY
         (container,) = pod_of(config, job)["spec"]["containers"]
         assert container["workingDir"] == f"/work/{NASTY}"
-        assert "touch" not in " ".join((*container["command"], *submission.command, *submission.files))
+        assert "touch" not in " ".join(
+            (*container["command"], *submission.command, *submission.files)
+        )
 
 
-@pytest.mark.parametrize("word", ["1e3", "0o17", "0x1F", "y", "n", "no", "null", "1_000", "12:30", "~", "", ".5", "-"])
+@pytest.mark.parametrize(
+    "word", ["1e3", "0o17", "0x1F", "y", "n", "no", "null", "1_000", "12:30", "~", "", ".5", "-"]
+)
 def test_words_stay_words_for_other_readers_of_yaml(word: str):
     """kubectl's reader takes 1e3 and y for a number and a boolean, which PyYAML would write without quotes."""
     text = replace(GPU, variables={"WORD": word}).render(TRAIN).files[MANIFEST]
@@ -310,7 +350,9 @@ def test_words_stay_words_for_other_readers_of_yaml(word: str):
 def test_values_of_secrets_stay_where_they_are(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     assert "0123456789abcdef" not in GPU.render(TRAIN).files[MANIFEST]
-    assert environment(GPU)["WANDB_API_KEY"] == {"valueFrom": {"secretKeyRef": {"name": "wandb", "key": "api-key"}}}
+    assert environment(GPU)["WANDB_API_KEY"] == {
+        "valueFrom": {"secretKeyRef": {"name": "wandb", "key": "api-key"}}
+    }
     with pytest.raises(ConfigError, match="as wandb/key") as refused:
         replace(GPU, secrets={"WANDB_API_KEY": "0123456789abcdef"})
     assert "0123456789abcdef" not in str(refused.value)
@@ -348,7 +390,11 @@ def test_users_and_experiments_of_one_namespace_have_names_of_their_own():
 
 def test_root_is_for_tpus_only():
     security = pod_of(GPU)["spec"]["securityContext"]
-    assert (security["runAsNonRoot"], security["runAsUser"], security["fsGroup"]) == (True, 10001, 10001)
+    assert (security["runAsNonRoot"], security["runAsUser"], security["fsGroup"]) == (
+        True,
+        10001,
+        10001,
+    )
     tpu = pod_of(*MANIFESTS["tpu_slice"])["spec"]
     assert tpu["securityContext"]["runAsUser"] == 0
     assert "runAsNonRoot" not in tpu["securityContext"]
@@ -380,7 +426,11 @@ def test_a_run_on_tpus_asks_for_locked_memory_first(tmp_path: Path, can: str):
     heard = f'ulimit() {{ echo "ulimit $*"; {can}; }}; '
     paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(
-        [shell, option, heard + script, *words], env=paths, capture_output=True, text=True, check=True
+        [shell, option, heard + script, *words],
+        env=paths,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.splitlines() == ["ulimit -l 68719476736", *words[2:]]
     assert words[1:4] == ["samestep", "train", "/etc/samestep/config.yaml"]
@@ -419,7 +469,10 @@ def test_settings_that_are_none_are_refused(settings: dict[str, Any], says: str)
     ("make", "says"),
     [
         (lambda: Tpu("tpu-v5p-slice", "4"), "topology must be written as 4x4"),
-        (lambda: Tpu("tpu-v5p-slice", "2x3", 4), "6 chips, which are not a number of machines with 4"),
+        (
+            lambda: Tpu("tpu-v5p-slice", "2x3", 4),
+            "6 chips, which are not a number of machines with 4",
+        ),
         (lambda: Tpu("tpu v5p", "2x2"), "accelerator 'tpu v5p'"),
         (lambda: Volume("/data"), "needs either claim or bucket"),
         (lambda: Volume("/data", claim="a", bucket="b"), "needs either claim or bucket"),
@@ -442,10 +495,18 @@ def test_parts_that_are_none_are_refused(make: Any, says: str):
         (replace(GPU, directory=None), replace(TRAIN, config="output: /work/runs/x\n"), True),
         (GPU, replace(TRAIN, config="output: /workshop/x\n"), False),
         (GPU, replace(TRAIN, config="output: ../x\n"), False),
-        (replace(GPU, volumes=()), replace(TRAIN, config="output: x\ncheckpoint: {folder: s3://b/x}\n"), True),
+        (
+            replace(GPU, volumes=()),
+            replace(TRAIN, config="output: x\ncheckpoint: {folder: s3://b/x}\n"),
+            True,
+        ),
         (replace(GPU, volumes=()), replace(TRAIN, config="output: x\ncheckpoint: 3\n"), False),
         (GPU, replace(TRAIN, config="output: x\ncheckpoint: {folder: /scratch/x}\n"), False),
-        (GPU, replace(TRAIN, config="output: /scratch/x\ncheckpoint: {folder: checkpoints/x}\n"), True),
+        (
+            GPU,
+            replace(TRAIN, config="output: /scratch/x\ncheckpoint: {folder: checkpoints/x}\n"),
+            True,
+        ),
         (GPU, replace(TRAIN, config="output: x\ncheckpoint: {every: 10}\n"), True),
         (replace(GPU, volumes=(Volume("/work", bucket="b"),)), TRAIN, False),
         (replace(GPU, volumes=(WORK, Volume("/work/runs", bucket="b"))), TRAIN, False),
@@ -468,12 +529,18 @@ def test_a_run_that_ignores_sigterm_is_refused():
 
 
 @pytest.mark.parametrize(
-    "file", sorted((ROOT / "configs" / "launch").glob("kubernetes_*.yaml")), ids=lambda file: file.stem
+    "file",
+    sorted((ROOT / "configs" / "launch").glob("kubernetes_*.yaml")),
+    ids=lambda file: file.stem,
 )
 def test_the_examples_are_launched(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.chdir(ROOT)
-    what = "configs/data/python_docs.yaml" if "build" in file.stem else "configs/pretrain/bert_base.yaml"
+    what = (
+        "configs/data/python_docs.yaml"
+        if "build" in file.stem
+        else "configs/pretrain/bert_base.yaml"
+    )
     launch = submit.prepare(str(file), what, [])
     assert launch.code is None
     assert list(tmp_path.iterdir()) == []
@@ -537,14 +604,18 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kubectl:
     monkeypatch.setattr(objects, "_POLL_SECONDS", 0.01)
     made = Kubectl(folder)
     fine = [(0, "made", "")]
-    made.answers(dry_run=fine, create=fine, delete=[(0, 'jobset.jobset.x-k8s.io "x" deleted\n', "")])
+    made.answers(
+        dry_run=fine, create=fine, delete=[(0, 'jobset.jobset.x-k8s.io "x" deleted\n', "")]
+    )
     made.answers(config=[(0, "gke_project_zone_cluster\n", "")])
     return made
 
 
 def prepared(tmp_path: Path, config: Config = GPU) -> submit.Launch:
     job = replace(TRAIN, folder=tmp_path / "launches" / "bert-large" / "launch" / "001")
-    return submit.Launch("kubernetes", config, job, config.render(job), ("x.yaml",), "runs/bert_large", None)
+    return submit.Launch(
+        "kubernetes", config, job, config.render(job), ("x.yaml",), "runs/bert_large", None
+    )
 
 
 def test_a_launch_is_looked_at_by_the_server_first(kubectl: Kubectl, tmp_path: Path):
@@ -574,7 +645,9 @@ def test_a_launch_is_looked_at_by_the_server_first(kubectl: Kubectl, tmp_path: P
 def test_a_context_that_is_named_is_kept_to(kubectl: Kubectl, tmp_path: Path):
     record = submit.submit(prepared(tmp_path, replace(GPU, context="minikube", controller="job")))
     assert (record.about["context"], record.about["controller"]) == ("minikube", "job")
-    assert all(call[:4] == ["--context", "minikube", "--namespace", "training"] for call in kubectl.calls)
+    assert all(
+        call[:4] == ["--context", "minikube", "--namespace", "training"] for call in kubectl.calls
+    )
 
 
 ATTEMPT = (
@@ -583,7 +656,8 @@ ATTEMPT = (
 )
 ERRORS = {
     "unreachable": (
-        ATTEMPT * 5 + "The connection to the server 10.0.0.1 was refused - did you specify the right host or port?\n",
+        ATTEMPT * 5
+        + "The connection to the server 10.0.0.1 was refused - did you specify the right host or port?\n",
         "cannot be reached from here",
     ),
     "no such host": (
@@ -644,7 +718,9 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("problem", ERRORS)
-def test_a_refusal_is_one_line_with_the_fix_and_leaves_nothing(problem: str, kubectl: Kubectl, tmp_path: Path):
+def test_a_refusal_is_one_line_with_the_fix_and_leaves_nothing(
+    problem: str, kubectl: Kubectl, tmp_path: Path
+):
     said, fix = ERRORS[problem]
     kubectl.answers(dry_run=[(1, "", said)])
     with pytest.raises(LaunchError, match=fix) as refused:
@@ -677,8 +753,12 @@ def test_what_somebody_else_has_made_in_the_meantime_stays(kubectl: Kubectl, tmp
 
 
 def test_what_cannot_be_deleted_is_told(kubectl: Kubectl, tmp_path: Path):
-    kubectl.answers(create=[(1, "", ERRORS["webhook"][0])], delete=[(1, "", ERRORS["unreachable"][0])])
-    with pytest.raises(LaunchError, match=r"does not run.*could not be taken back: .*cannot be reached"):
+    kubectl.answers(
+        create=[(1, "", ERRORS["webhook"][0])], delete=[(1, "", ERRORS["unreachable"][0])]
+    )
+    with pytest.raises(
+        LaunchError, match=r"does not run.*could not be taken back: .*cannot be reached"
+    ):
         submit.submit(prepared(tmp_path))
 
 
@@ -692,16 +772,31 @@ def test_kubectl_has_to_be_there(monkeypatch: pytest.MonkeyPatch):
 
 
 def record(name: str = "bert-001", **about: str) -> Record:
-    place = {"context": "c", "namespace": "n", "name": name, "controller": "jobset", "action": "train"}
+    place = {
+        "context": "c",
+        "namespace": "n",
+        "name": name,
+        "controller": "jobset",
+        "action": "train",
+    }
     return Record(name, "kubernetes", "bert", "runs/bert", Path("/x"), 0.0, place | about)
 
 
-def item(kind: str, name: str, status: dict[str, Any], job: str = "bert-001", **spec: Any) -> dict[str, Any]:
+def item(
+    kind: str, name: str, status: dict[str, Any], job: str = "bert-001", **spec: Any
+) -> dict[str, Any]:
     labels = {"samestep.dev/job": job}
-    return {"kind": kind, "metadata": {"name": name, "labels": labels}, "spec": spec, "status": status}
+    return {
+        "kind": kind,
+        "metadata": {"name": name, "labels": labels},
+        "spec": spec,
+        "status": status,
+    }
 
 
-def pod(index: int, phase: str, node: str = "", state: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+def pod(
+    index: int, phase: str, node: str = "", state: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
     containers = [{"name": "samestep", "image": "samestep:1", "state": state}] if state else []
     status = {"phase": phase, "containerStatuses": containers, **more}
     made = item("Pod", f"bert-001-node-0-{index}-{phase.lower()}", status, nodeName=node)
@@ -718,7 +813,9 @@ def condition(kind: str, message: str = "") -> dict[str, Any]:
     return {"conditions": [{"type": kind, "status": "True", "message": message}]}
 
 
-WAITING = {"waiting": {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "samestep:1"'}}
+WAITING = {
+    "waiting": {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "samestep:1"'}
+}
 UNSCHEDULABLE = {
     "conditions": [
         {
@@ -758,13 +855,29 @@ ENDED = {"terminated": {"exitCode": 0}}
             ],
             *("running", True, "a +1", 3, "4 Insufficient"),
         ),
-        ([item("JobSet", "bert-001", {}), pod(0, "Running", "a", RUNNING)], "running", True, "a", 0, ""),
         (
-            [item("JobSet", "bert-001", condition("Completed", "jobset completed successfully")), pod(0, "Succeeded")],
+            [item("JobSet", "bert-001", {}), pod(0, "Running", "a", RUNNING)],
+            "running",
+            True,
+            "a",
+            0,
+            "",
+        ),
+        (
+            [
+                item("JobSet", "bert-001", condition("Completed", "jobset completed successfully")),
+                pod(0, "Succeeded"),
+            ],
             *("done", False, "", 0, "jobset completed"),
         ),
         (
-            [item("JobSet", "bert-001", condition("Failed", "Container samestep failed with exit code 2"))],
+            [
+                item(
+                    "JobSet",
+                    "bert-001",
+                    condition("Failed", "Container samestep failed with exit code 2"),
+                )
+            ],
             *("failed", False, "", 0, "exit code 2"),
         ),
         ([item("JobSet", "bert-001", {}, suspend=True)], "suspended", True, "", 0, ""),
@@ -772,11 +885,22 @@ ENDED = {"terminated": {"exitCode": 0}}
     ids=["new", "no room", "no image", "running", "all run", "done", "failed", "suspended"],
 )
 def test_how_a_job_stands(
-    found: list[Any], word: str, active: bool, nodes: str, restarts: int, detail: str, kubectl: Kubectl
+    found: list[Any],
+    word: str,
+    active: bool,
+    nodes: str,
+    restarts: int,
+    detail: str,
+    kubectl: Kubectl,
 ):
     kubectl.answers(get=[answer(*found)])
     state = GPU.states([record()])["bert-001"]
-    assert (state.word, state.active, state.nodes, state.restarts) == (word, active, nodes, restarts)
+    assert (state.word, state.active, state.nodes, state.restarts) == (
+        word,
+        active,
+        nodes,
+        restarts,
+    )
     assert detail in state.detail
     assert bool(detail) == bool(state.detail)
     assert len(state.detail) <= 120
@@ -790,19 +914,41 @@ def test_plain_jobs_and_queues(kubectl: Kubectl):
     kubectl.answers(get=[answer(queued, item("Job", "b", condition("Complete"), "b"), ending)])
     jobs = [record(name, controller="job") for name in "abcd"]
     states = GPU.states(jobs)
-    assert {name: state.word for name, state in states.items()} == {"a": "suspended", "b": "done", "c": "ending"}
+    assert {name: state.word for name, state in states.items()} == {
+        "a": "suspended",
+        "b": "done",
+        "c": "ending",
+    }
     assert "queue team-a" in states["a"].detail
     assert states["c"].active
 
 
 def test_each_namespace_is_asked_once_and_for_what_it_has(kubectl: Kubectl):
     kubectl.answers(get=[answer()])
-    found = [record("a"), record("b", controller="job"), record("c", namespace="m", controller="job", context="")]
+    found = [
+        record("a"),
+        record("b", controller="job"),
+        record("c", namespace="m", controller="job", context=""),
+    ]
     assert GPU.states(found) == {}
     common = ["--selector", "samestep.dev/job", "--output", "json"]
     assert kubectl.calls == [
-        ["--context", "c", "--namespace", "n", "get", "jobs.batch,jobsets.jobset.x-k8s.io,pods", *common],
-        ["--namespace", "m", "get", "jobs.batch,pods", *common],  # where JobSet may not be installed
+        [
+            "--context",
+            "c",
+            "--namespace",
+            "n",
+            "get",
+            "jobs.batch,jobsets.jobset.x-k8s.io,pods",
+            *common,
+        ],
+        [
+            "--namespace",
+            "m",
+            "get",
+            "jobs.batch,pods",
+            *common,
+        ],  # where JobSet may not be installed
     ]
 
 
@@ -816,7 +962,9 @@ def test_a_cluster_that_does_not_answer_is_told(kubectl: Kubectl):
 
 
 def stamped(*lines: str, start: int = 0) -> str:
-    return "".join(f"2026-01-01T00:00:{start + i:02}.000000000Z {line}\n" for i, line in enumerate(lines))
+    return "".join(
+        f"2026-01-01T00:00:{start + i:02}.000000000Z {line}\n" for i, line in enumerate(lines)
+    )
 
 
 def test_logs_are_those_of_the_first_pod_and_of_those_before_it(kubectl: Kubectl):
@@ -826,7 +974,10 @@ def test_logs_are_those_of_the_first_pod_and_of_those_before_it(kubectl: Kubectl
     kubectl.answers(logs=[(0, stamped("step 1", "", "step 2"), ""), (0, stamped("step 3"), "")])
     assert "".join(GPU.logs(record(), False)) == "step 1\n\nstep 2\nstep 3\n"
     commands = [call for call in kubectl.calls if "logs" in call]
-    assert [command[5] for command in commands] == [first["metadata"]["name"], second["metadata"]["name"]]
+    assert [command[5] for command in commands] == [
+        first["metadata"]["name"],
+        second["metadata"]["name"],
+    ]
     assert commands[0][6:] == ["--container", "samestep", "--timestamps"]
 
 
@@ -834,7 +985,10 @@ def test_following_goes_on_after_the_connection_ends(kubectl: Kubectl):
     """The server gives all lines of the last second again."""
     running, done = pod(0, "Running", state=RUNNING), pod(0, "Succeeded", state=ENDED)
     done["metadata"]["name"] = running["metadata"]["name"]
-    jobset, ended = item("JobSet", "bert-001", {}), item("JobSet", "bert-001", condition("Completed"))
+    jobset, ended = (
+        item("JobSet", "bert-001", {}),
+        item("JobSet", "bert-001", condition("Completed")),
+    )
     waits = pod(0, "Pending", state={"waiting": {"reason": "ContainerCreating"}})
     waits["metadata"]["name"] = running["metadata"]["name"]
     kubectl.answers(
@@ -860,7 +1014,10 @@ def test_lines_of_one_moment_are_all_told(kubectl: Kubectl):
     """A clock that ticks slowly, or is set back, gives several lines one time; a connection may end between them."""
     running, done = pod(0, "Running", state=RUNNING), pod(0, "Succeeded", state=ENDED)
     done["metadata"]["name"] = running["metadata"]["name"]
-    jobset, ended = item("JobSet", "bert-001", {}), item("JobSet", "bert-001", condition("Completed"))
+    jobset, ended = (
+        item("JobSet", "bert-001", {}),
+        item("JobSet", "bert-001", condition("Completed")),
+    )
     looks = [(answer(jobset, running), answer(running))] * 3 + [(answer(ended, done), answer(done))]
     moment = [stamped(line, start=1) for line in ("a", "a", "b", "b", "c")]
     kubectl.answers(
@@ -872,17 +1029,26 @@ def test_lines_of_one_moment_are_all_told(kubectl: Kubectl):
             (0, "".join(moment) + stamped("d", "10 %\r20 %"), ""),
         ],
     )
-    assert list(GPU.logs(record(), True)) == [f"{line}\n" for line in ("a", "a", "b", "b", "c", "d", "10 %\r20 %")]
+    assert list(GPU.logs(record(), True)) == [
+        f"{line}\n" for line in ("a", "a", "b", "b", "c", "d", "10 %\r20 %")
+    ]
 
 
 def test_logs_of_a_build_are_those_of_all_pods(kubectl: Kubectl):
-    kubectl.answers(get=[answer(pod(1, "Succeeded", state=ENDED), pod(0, "Succeeded", state=ENDED))])
+    kubectl.answers(
+        get=[answer(pod(1, "Succeeded", state=ENDED), pod(0, "Succeeded", state=ENDED))]
+    )
     kubectl.answers(logs=[(0, stamped("slice 1"), ""), (0, "no time\n", "")])
-    assert list(GPU.logs(record(action="build", controller="job"), False)) == ["slice 1\n", "no time\n"]
+    assert list(GPU.logs(record(action="build", controller="job"), False)) == [
+        "slice 1\n",
+        "no time\n",
+    ]
 
 
 def test_when_the_first_pod_is_gone_the_others_say_why(kubectl: Kubectl):
-    kubectl.answers(get=[answer(pod(2, "Failed", state=ENDED))], logs=[(0, stamped("error: loss is nan"), "")])
+    kubectl.answers(
+        get=[answer(pod(2, "Failed", state=ENDED))], logs=[(0, stamped("error: loss is nan"), "")]
+    )
     assert list(GPU.logs(record(), False)) == ["error: loss is nan\n"]
 
 
@@ -890,9 +1056,12 @@ def test_no_logs_are_told(kubectl: Kubectl):
     kubectl.answers(get=[answer(pod(0, "Pending", state=WAITING))])
     with pytest.raises(LaunchError, match=r"no pod of bert-001 .*samestep jobs"):
         list(GPU.logs(record(), False))
-    kubectl.answers(get=[answer(pod(0, "Running", state=RUNNING))], logs=[(1, "", ERRORS["unreachable"][0])])
+    kubectl.answers(
+        get=[answer(pod(0, "Running", state=RUNNING))], logs=[(1, "", ERRORS["unreachable"][0])]
+    )
     with pytest.raises(
-        LaunchError, match=r"kubectl: The connection to the server 10\.0\.0\.1 was refused.*cannot be reached"
+        LaunchError,
+        match=r"kubectl: The connection to the server 10\.0\.0\.1 was refused.*cannot be reached",
     ):
         list(GPU.logs(record(), False))
 
@@ -922,7 +1091,16 @@ def test_cancelling_deletes_all_and_waits_for_nothing(kubectl: Kubectl):
     GPU.cancel(record(controller="job", context=""))
     how = ["--ignore-not-found", "--cascade=foreground", "--wait=false"]
     assert kubectl.calls == [
-        ["--context", "c", "--namespace", "n", "delete", "jobsets.jobset.x-k8s.io,configmaps", "bert-001", *how],
+        [
+            "--context",
+            "c",
+            "--namespace",
+            "n",
+            "delete",
+            "jobsets.jobset.x-k8s.io,configmaps",
+            "bert-001",
+            *how,
+        ],
         ["--namespace", "n", "delete", "jobs.batch,services,configmaps", "bert-001", *how],
     ]
     kubectl.answers(delete=[(0, "", "")])
@@ -958,7 +1136,9 @@ def test_the_real_kubectl_understands_the_commands(tmp_path: Path, monkeypatch: 
     place = ("kubectl", "--namespace", "n")
     attempts = [
         lambda: submit.submit(launch),
-        lambda: objects.run((*place, "delete", "--ignore-not-found", "--wait=false", "-f", MANIFEST), tmp_path),
+        lambda: objects.run(
+            (*place, "delete", "--ignore-not-found", "--wait=false", "-f", MANIFEST), tmp_path
+        ),
         lambda: GPU.states([record()]),
         lambda: GPU.cancel(record()),
     ]

@@ -80,7 +80,9 @@ def test_no_ps_is_needed(start: Start) -> None:
     assert (record.folder / "exit").read_text() == "143\n"
 
 
-@pytest.mark.parametrize("setup", [("sleep 60",), ("sleep 60 || true", "sleep 60 & wait"), ("while :; do :; done",)])
+@pytest.mark.parametrize(
+    "setup", [("sleep 60",), ("sleep 60 || true", "sleep 60 & wait"), ("while :; do :; done",)]
+)
 def test_cancelled_while_it_is_set_up(start: Start, setup: tuple[str, ...]) -> None:
     record = start("echo setting up", *setup)
     wait_for(lambda: "setting up" in log(record))
@@ -126,7 +128,10 @@ def test_jobs_of_other_machines_are_not_judged(start: Start) -> None:
     states = [state(record) for record in (here, renamed, other, old)]
     assert states == ["running", "running", "on node7", "on another machine"]
     assert all(Config().states([record])[record.id].active for record in (other, old))
-    with pytest.raises(LaunchError, match=rf"was started on node7, and can be cancelled only there; .* {here.folder}"):
+    with pytest.raises(
+        LaunchError,
+        match=rf"was started on node7, and can be cancelled only there; .* {here.folder}",
+    ):
         Config().cancel(other)
     assert state(here) == "running"
     Config().cancel(here)

@@ -61,7 +61,12 @@ def test_jobs_are_added_at_once(add) -> None:
 
 def test_a_job_is_found_by_the_ids_of_its_parts(add) -> None:
     segments, array = add("4711", segments="4711 4712 4713"), add("4800", segments="4800")
-    assert [records.find(job) for job in ("4713", "4711", "4800_3", "4800")] == [segments, segments, array, array]
+    assert [records.find(job) for job in ("4713", "4711", "4800_3", "4800")] == [
+        segments,
+        segments,
+        array,
+        array,
+    ]
     assert records.find(f"{array.output}/") == array
     for job in ("4714", "4800_x", "3"):
         with pytest.raises(LaunchError, match=f"no job {job}"):
@@ -74,13 +79,23 @@ def test_a_job_is_found_by_its_output_however_that_is_written(add) -> None:
         assert records.find(output) == record
 
 
-@pytest.mark.parametrize("cluster", [None, "kind: local\nold: 1\n", "kind: former\n", "[", "7", "processes: 1\n"])
-def test_a_job_of_another_version_does_not_hide_others(add, samestep: Samestep, cluster: str | None) -> None:
+@pytest.mark.parametrize(
+    "cluster", [None, "kind: local\nold: 1\n", "kind: former\n", "[", "7", "processes: 1\n"]
+)
+def test_a_job_of_another_version_does_not_hide_others(
+    add, samestep: Samestep, cluster: str | None
+) -> None:
     add("1")
     add("2", cluster)
     lines = samestep("jobs").out.splitlines()
-    assert [line.split()[:3] for line in lines[1:]] == [["2", "local", "done"], ["1", "local", "done"]]
-    assert "cluster.yaml, which says where job 2 was submitted to, cannot be read" in samestep("logs", "2").message
+    assert [line.split()[:3] for line in lines[1:]] == [
+        ["2", "local", "done"],
+        ["1", "local", "done"],
+    ]
+    assert (
+        "cluster.yaml, which says where job 2 was submitted to, cannot be read"
+        in samestep("logs", "2").message
+    )
 
 
 def test_nobody_knows_how_jobs_stand(add, samestep: Samestep) -> None:

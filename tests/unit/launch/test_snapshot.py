@@ -58,7 +58,9 @@ def test_links(repository: Path, tmp_path: Path, caplog: pytest.LogCaptureFixtur
     }.items():
         (repository / name).parent.mkdir(exist_ok=True)
         (repository / name).symlink_to(target)
-    part = dict.fromkeys(("file", "linked/part.py", "deep/absolute/part.py", "own/part.py"), "own/part.py")
+    part = dict.fromkeys(
+        ("file", "linked/part.py", "deep/absolute/part.py", "own/part.py"), "own/part.py"
+    )
     assert taken(repository) == {**part, ".gitignore": "ignored\n"}
     assert "the snapshot of the code is without hidden, outside:" in caplog.text
 
@@ -77,12 +79,23 @@ def test_submodules(repository: Path, tmp_path: Path, caplog: pytest.LogCaptureF
     (repository / "vendor" / "library" / "pkg" / "new.py").write_text("new")
     make(repository / "clone", "x.py")
     found = taken(repository)
-    expected = {"own/part.py", "vendor/library/pkg/a.py", "vendor/library/pkg/new.py", "vendor/library/third/inner.py"}
+    expected = {
+        "own/part.py",
+        "vendor/library/pkg/a.py",
+        "vendor/library/pkg/new.py",
+        "vendor/library/third/inner.py",
+    }
     assert {name for name in found if not name.endswith(".gitmodules")} == expected
-    assert set(caplog.text.partition(" is without ")[2].partition(":")[0].split(", ")) == {"broken", "clone", "empty"}
+    assert set(caplog.text.partition(" is without ")[2].partition(":")[0].split(", ")) == {
+        "broken",
+        "clone",
+        "empty",
+    }
 
 
-def test_without_git(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_git(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with caplog.at_level(logging.INFO, "launch"):
         assert snapshot.files_of(tmp_path, []) is None
         assert "so the job runs what is installed: not a git repository" in caplog.text

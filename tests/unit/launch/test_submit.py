@@ -33,12 +33,18 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def script(*overrides: str, cluster: str = "slurm.yaml", file: str = "run.yaml", tasks: int | None = None) -> str:
+def script(
+    *overrides: str, cluster: str = "slurm.yaml", file: str = "run.yaml", tasks: int | None = None
+) -> str:
     return submit.prepare(cluster, file, overrides, tasks).submission.files["job.sh"]
 
 
 def options(*overrides: str, **more: str) -> list[str]:
-    return [line.removeprefix("#SBATCH ") for line in script(*overrides, **more).splitlines() if "#SBATCH" in line]
+    return [
+        line.removeprefix("#SBATCH ")
+        for line in script(*overrides, **more).splitlines()
+        if "#SBATCH" in line
+    ]
 
 
 def test_dry_run_imports_no_torch_and_writes_nothing(project: Path) -> None:
@@ -48,7 +54,16 @@ def test_dry_run_imports_no_torch_and_writes_nothing(project: Path) -> None:
         "sys.exit(code or ' '.join(heavy) or 0)"
     )
     before = sorted(project.iterdir())
-    command = [sys.executable, "-c", code, "launch", "slurm.yaml", "run.yaml", "--dry-run", "cluster.nodes=3"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "launch",
+        "slurm.yaml",
+        "run.yaml",
+        "--dry-run",
+        "cluster.nodes=3",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --nodes=3\n" in done.stdout
@@ -56,7 +71,9 @@ def test_dry_run_imports_no_torch_and_writes_nothing(project: Path) -> None:
     assert sorted(project.iterdir()) == before
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs" / "launch").glob("*.yaml")))
+@pytest.mark.parametrize(
+    "name", sorted(path.name for path in (ROOT / "configs" / "launch").glob("*.yaml"))
+)
 def test_configurations_render(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.chdir(ROOT)
@@ -68,7 +85,9 @@ def test_configurations_render(name: str, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_plain_keys_belong_to_the_run_and_cluster_keys_to_the_cluster(project: Path) -> None:
-    launch = submit.prepare("slurm.yaml", "run.yaml", ["training.steps=7", "cluster.partition=a100"])
+    launch = submit.prepare(
+        "slurm.yaml", "run.yaml", ["training.steps=7", "cluster.partition=a100"]
+    )
     assert "steps: 7" in launch.job.config
     assert "partition" not in launch.job.config
     assert launch.arguments == ("run.yaml", "training.steps=7")
@@ -77,7 +96,10 @@ def test_plain_keys_belong_to_the_run_and_cluster_keys_to_the_cluster(project: P
 
 def test_options_of_sbatch(project: Path) -> None:
     assert options(
-        "cluster.partition=a,b", "cluster.account=me", "cluster.constraint='[r1|r2]*4'", "cluster.time=1d2h"
+        "cluster.partition=a,b",
+        "cluster.account=me",
+        "cluster.constraint='[r1|r2]*4'",
+        "cluster.time=1d2h",
     ) == [
         "--job-name=run",
         "--open-mode=append",
@@ -90,7 +112,12 @@ def test_options_of_sbatch(project: Path) -> None:
         "--signal=USR1@180",
         "--requeue",
     ]
-    more = options("cluster.gpu_type=h100", "cluster.cpus_per_node=96", "cluster.memory=0", "cluster.exclusive=true")
+    more = options(
+        "cluster.gpu_type=h100",
+        "cluster.cpus_per_node=96",
+        "cluster.memory=0",
+        "cluster.exclusive=true",
+    )
     assert {"--gres=gpu:h100:8", "--mincpus=96", "--mem=0", "--exclusive"} <= set(more)
     assert options("cluster.options=[--reservation=week7, --comment=a b]")[-2:] == [
         "--reservation=week7",
@@ -101,7 +128,9 @@ def test_options_of_sbatch(project: Path) -> None:
 def test_signals_and_deadline_are_those_of_the_run(project: Path) -> None:
     assert "--signal=TERM@90" in options("training.preemption={signals: [SIGTERM], deadline: 30}")
     assert not [each for each in options("training.preemption.signals=[]") if "signal" in each]
-    (case,) = re.findall(r"case \$code in ([\d|]+)\)", script("training.preemption.signals=[SIGTERM]"))
+    (case,) = re.findall(
+        r"case \$code in ([\d|]+)\)", script("training.preemption.signals=[SIGTERM]")
+    )
     assert {"75", "143"} < set(case.split("|"))
     assert "138" not in case
 
@@ -119,18 +148,29 @@ def test_containers(project: Path) -> None:
     text = script("cluster.container={image: images/samestep.sqsh, mounts: [/data]}")
     mounts = f"--container-mounts={place}:{place},{place}/run:{place}/run,/data"
     workdir = f"--container-workdir={place}"
-    assert f"--container-image={place}/images/samestep.sqsh {workdir} {mounts} env -u RANK -u WORLD_SIZE" in text
+    assert (
+        f"--container-image={place}/images/samestep.sqsh {workdir} {mounts} env -u RANK -u WORLD_SIZE"
+        in text
+    )
     assert "export PATH" not in text
-    assert "--container-image=nvcr.io#a/b:c " in script("cluster.container={image: 'nvcr.io#a/b:c'}").replace("'", "")
+    assert "--container-image=nvcr.io#a/b:c " in script(
+        "cluster.container={image: 'nvcr.io#a/b:c'}"
+    ).replace("'", "")
     text = script("cluster.container={kind: apptainer, image: a.sif}")
     assert f"apptainer exec --nv --pwd {place} --bind" in text
-    assert "--nv" not in script("cluster.container={kind: apptainer, image: a.sif}", "cluster.gpus_per_node=0")
-    assert "--container-image" in script("cluster.container={image: /a.sqsh}", file="data.yaml", tasks=2)
+    assert "--nv" not in script(
+        "cluster.container={kind: apptainer, image: a.sif}", "cluster.gpus_per_node=0"
+    )
+    assert "--container-image" in script(
+        "cluster.container={image: /a.sqsh}", file="data.yaml", tasks=2
+    )
     with pytest.raises(ConfigError, match="comma or colon"):
         script("cluster.container={image: image, mounts: ['a,b']}")
 
 
-def test_what_others_write_beside_a_launch_that_fails_stays(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_write_beside_a_launch_that_fails_stays(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launch = submit.prepare("slurm.yaml", "run.yaml", ["output=sweep/run"])
 
     def fail(*_: object) -> None:
@@ -158,7 +198,11 @@ def test_names_are_quoted(project: Path, cluster: str) -> None:
         (tools / name).chmod(0o755)
     launch.job.folder.mkdir(parents=True)
     text = launch.submission.files["job.sh"].replace("export PATH=", f"export PATH={tools}: OTHER=")
-    environment = {"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    environment = {
+        "PATH": f"{tools}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n1",
+    }
     environment |= {"SLURM_JOB_NUM_NODES": "2"}
     done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -193,10 +237,19 @@ def test_environments() -> None:
     ("overrides", "message"),
     [
         (["cluster.kind=slrum"], "cluster.kind: no module for 'slrum'; did you mean 'slurm'"),
-        (["cluster.nodes=8-2"], "nodes must be a number of nodes such as 4, or a range such as 2-8, not 8-2"),
+        (
+            ["cluster.nodes=8-2"],
+            "nodes must be a number of nodes such as 4, or a range such as 2-8, not 8-2",
+        ),
         (["cluster.nodes=0"], "nodes must be a number"),
-        (["cluster.time='24:00:00'"], "time must be written as 2d, 12h, 90m or 1d6h30m, not 24:00:00"),
-        (["cluster.partition='a b'"], "partition 'a b' is nothing that Slurm would have a name for"),
+        (
+            ["cluster.time='24:00:00'"],
+            "time must be written as 2d, 12h, 90m or 1d6h30m, not 24:00:00",
+        ),
+        (
+            ["cluster.partition='a b'"],
+            "partition 'a b' is nothing that Slurm would have a name for",
+        ),
         (['cluster.options=["--x=1\\n#SBATCH --uid=0"]'], "is no option of sbatch"),
         (["cluster.options=[reservation]"], "write each one as --name=value"),
         (["cluster.segments=0"], "segments must be at least 1"),
@@ -204,15 +257,23 @@ def test_environments() -> None:
         (["cluster.environment={conda: a, venv: b}"], "conda and venv are two environments"),
         (["cluster.environment.variables.WANDB_API_KEY=abc"], "looks like a secret"),
         (["cluster.environment.variables.hf_token=abc"], "looks like a secret"),
-        (["cluster.environment.variables.https_proxy='http://me:pw@proxy'"], "https_proxy has a password"),
-        (["cluster.environment.setup=[export WANDB_API_KEY=abc]"], "setup: what WANDB_API_KEY is given looks like"),
+        (
+            ["cluster.environment.variables.https_proxy='http://me:pw@proxy'"],
+            "https_proxy has a password",
+        ),
+        (
+            ["cluster.environment.setup=[export WANDB_API_KEY=abc]"],
+            "setup: what WANDB_API_KEY is given looks like",
+        ),
         (["cluster.environment.variables={a-b: c}"], "is no name of an environment variable"),
         (["output=a\\b"], "has a backslash in it"),
         (["output=null"], "names no output"),
         (["cluster.partion=x"], "did you mean 'partition'"),
     ],
 )
-def test_what_is_refused(project: Path, samestep: Samestep, overrides: list[str], message: str) -> None:
+def test_what_is_refused(
+    project: Path, samestep: Samestep, overrides: list[str], message: str
+) -> None:
     result = samestep("launch", "slurm.yaml", "run.yaml", "--dry-run", *overrides)
     assert result.code == 2
     assert message in result.message
@@ -227,7 +288,10 @@ def test_tasks_are_for_datasets(project: Path) -> None:
         submit.prepare("local.yaml", "data.yaml", [], tasks=2)
     text = script(file="data.yaml", tasks=3)
     assert "#SBATCH --array=1-3" in text
-    assert f'samestep data build {project}/built.launch/001/config.yaml --slice "$SLURM_ARRAY_TASK_ID/3"' in text
+    assert (
+        f'samestep data build {project}/built.launch/001/config.yaml --slice "$SLURM_ARRAY_TASK_ID/3"'
+        in text
+    )
     assert "--gpus" not in text
 
 
@@ -237,14 +301,21 @@ def test_a_secret_in_the_configuration_is_refused(project: Path) -> None:
         submit.prepare("slurm.yaml", "data.yaml", [f"source.paths=['{signed}']"])
     with pytest.raises(ConfigError, match="holds a password or a signature"):
         submit.prepare("slurm.yaml", "run.yaml", ["data.path='https://me:word@host/data'"])
-    harmless = ["init_from='hf://bert@main'", "data.path='s3://b/d?.tar'", "a='https://b/c?keyword=d'"]
+    harmless = [
+        "init_from='hf://bert@main'",
+        "data.path='s3://b/d?.tar'",
+        "a='https://b/c?keyword=d'",
+    ]
     assert submit.prepare("slurm.yaml", "run.yaml", harmless)
     assert submit.prepare("slurm.yaml", "run.yaml", ["training=null"])
 
 
 def test_folders_are_numbered(project: Path) -> None:
     (project / "run" / "launch" / "007").mkdir(parents=True)
-    assert submit.prepare("slurm.yaml", "run.yaml", []).job.folder == project / "run" / "launch" / "008"
+    assert (
+        submit.prepare("slurm.yaml", "run.yaml", []).job.folder
+        == project / "run" / "launch" / "008"
+    )
 
 
 class TestSnapshots:
@@ -272,7 +343,10 @@ class TestSnapshots:
             "run.yaml",
             "slurm.yaml",
         }
-        assert f"export PYTHONPATH={repository}/run/launch/001/code" in launch.submission.files["job.sh"]
+        assert (
+            f"export PYTHONPATH={repository}/run/launch/001/code"
+            in launch.submission.files["job.sh"]
+        )
 
     def test_can_be_left_out(self, repository: Path) -> None:
         launch = submit.prepare("local.yaml", "run.yaml", ["cluster.code=installed"])
@@ -285,7 +359,9 @@ class TestSnapshots:
             submit.prepare("local.yaml", "run.yaml", [])
 
 
-def test_nothing_is_left_when_submitting_fails(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_when_submitting_fails(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launch = submit.prepare("slurm.yaml", "run.yaml", ["output=a/b/run"])
 
     def fail(*_: object) -> None:

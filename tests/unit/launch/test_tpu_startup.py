@@ -55,11 +55,18 @@ STARTUPS["strange"] = replace(
     kept="gs://bucket/kept it's",
     output=f"runs/{STRANGE}",
     variables={"STRANGE": STRANGE},
-    mounts={"/mnt/it's $(touch pwned)": "gs://bucket/a folder/$(touch pwned)", "/whole": "gs://other"},
+    mounts={
+        "/mnt/it's $(touch pwned)": "gs://bucket/a folder/$(touch pwned)",
+        "/whole": "gs://other",
+    },
     setup=(f"printf '%s\\n' {json.dumps('$STRANGE')} > setup-ran", "touch setup-ran-2"),
 )
-STARTUPS["package"] = replace(STARTUPS["plain"], package="samestep[tpu]==1.0; python_version > '3'", user="samestep")
-STARTUPS["wheel"] = replace(STARTUPS["plain"], package="gs://bucket/wheels/samestep-1.0-py3-none-any.whl", code=False)
+STARTUPS["package"] = replace(
+    STARTUPS["plain"], package="samestep[tpu]==1.0; python_version > '3'", user="samestep"
+)
+STARTUPS["wheel"] = replace(
+    STARTUPS["plain"], package="gs://bucket/wheels/samestep-1.0-py3-none-any.whl", code=False
+)
 
 UV = """#!/bin/bash
 echo "uv $*" >> "$RECORD"
@@ -133,7 +140,9 @@ class Machine:
         """Starts the script; the run's processes will exit with these codes, or wait for a signal."""
         (self.folder / "record.codes").write_text(" ".join(map(str, codes)) + "\n")
         (self.folder / STARTUP).write_text(self.startup.render())
-        process = subprocess.Popen(["bash", STARTUP], cwd=self.folder, env=self.environment, start_new_session=True)
+        process = subprocess.Popen(
+            ["bash", STARTUP], cwd=self.folder, env=self.environment, start_new_session=True
+        )
         self.booted.append(process)
         return process
 
@@ -158,16 +167,24 @@ class Machine:
 
 
 @pytest.fixture
-def machine(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Machine]:
+def machine(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Machine]:
     """One that other users of this machine may enter, too."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         folder.chmod(0o755)
-        environment = {"HOME": str(folder), **install(folder, plane, thin=True), "RECORD": str(folder / "record")}
+        environment = {
+            "HOME": str(folder),
+            **install(folder, plane, thin=True),
+            "RECORD": str(folder / "record"),
+        }
         programs = folder / "programs"
         programs.mkdir()
         for program, text in (PROGRAMS | {"uv": UV, "samestep": SAMESTEP}).items():
-            place = programs / program if program in ("uv", "samestep") else folder / "bin" / program
+            place = (
+                programs / program if program in ("uv", "samestep") else folder / "bin" / program
+            )
             place.write_text(text)
             place.chmod(0o755)
         environment |= {"UV": str(programs / "uv"), "SAMESTEP": str(programs / "samestep")}
@@ -178,7 +195,9 @@ def machine(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, request: pytes
         stage.mkdir(parents=True)
         (stage / "config.yaml").write_text("output: runs/run\n")
         (folder / "pyproject.toml").write_text("")
-        subprocess.run(["tar", "-czf", stage / "code.tar.gz", "-C", folder, "pyproject.toml"], check=True)
+        subprocess.run(
+            ["tar", "-czf", stage / "code.tar.gz", "-C", folder, "pyproject.toml"], check=True
+        )
         plane.metadata |= {
             "attributes/agent-worker-number": "0",
             "attributes/worker-network-endpoints": "unknown:unknown:10.0.0.1",
@@ -213,7 +232,8 @@ def test_a_run_that_was_stopped_is_started_again_until_it_is_done(machine: Machi
         f"pip install --quiet {machine.work}/home/code[gcs,tpu]"
     ]
     environment = dict(
-        each.partition("=")[::2] for each in (machine.folder / "record.environment").read_text().split("\0")
+        each.partition("=")[::2]
+        for each in (machine.folder / "record.environment").read_text().split("\0")
     )
     assert environment["SAMESTEP_JOB"] == NAME
     assert environment["SAMESTEP_NODES"] == "10.0.0.1"
@@ -221,10 +241,19 @@ def test_a_run_that_was_stopped_is_started_again_until_it_is_done(machine: Machi
     assert environment["HOME"] == f"{machine.work}/home"
     [log] = machine.bucket("stage/log").iterdir()
     assert log.name.endswith("-worker-0.log")
-    assert "step 1 of a run that ends with 0" in log.read_text(), "what is kept is valid text, whatever was written"
-    kept = {str(each.relative_to(machine.bucket("kept"))) for each in machine.bucket("kept").rglob("*")}
+    assert "step 1 of a run that ends with 0" in log.read_text(), (
+        "what is kept is valid text, whatever was written"
+    )
+    kept = {
+        str(each.relative_to(machine.bucket("kept"))) for each in machine.bucket("kept").rglob("*")
+    }
     assert kept == {"metrics.jsonl"}
-    written = [machine.log, log.read_text(), *machine.record, (machine.folder / "calls").read_text()]
+    written = [
+        machine.log,
+        log.read_text(),
+        *machine.record,
+        (machine.folder / "calls").read_text(),
+    ]
     assert not any(SECRET in each for each in written)
 
 
@@ -235,13 +264,19 @@ def test_machines_of_a_slice_meet_at_the_first(machine: Machine) -> None:
         "attributes/worker-network-endpoints": endpoints,
     }
     assert machine.runs(0) == 0
-    assert machine.starts == [f"samestep train {machine.work}/config.yaml --elastic 4 --rendezvous 10.0.0.1:29400"]
+    assert machine.starts == [
+        f"samestep train {machine.work}/config.yaml --elastic 4 --rendezvous 10.0.0.1:29400"
+    ]
     assert machine.bucket("stage/exit-2").read_text() == "2 0\n"
     assert not machine.bucket("kept").exists(), "the first machine keeps the run's folder"
 
 
-@pytest.mark.parametrize(("codes", "starts"), [((1,), 1), ((2,), 1), ((75,) * 9, 6), ((69,) * 9, 6)])
-def test_runs_that_fail_are_not_started_again_for_ever(machine: Machine, codes: tuple[int, ...], starts: int) -> None:
+@pytest.mark.parametrize(
+    ("codes", "starts"), [((1,), 1), ((2,), 1), ((75,) * 9, 6), ((69,) * 9, 6)]
+)
+def test_runs_that_fail_are_not_started_again_for_ever(
+    machine: Machine, codes: tuple[int, ...], starts: int
+) -> None:
     assert machine.runs(*codes) == codes[0]
     assert len(machine.starts) == starts
     assert machine.bucket("stage/exit-0").read_text() == f"0 {codes[0]}\n"
@@ -306,7 +341,9 @@ def test_the_next_machines_install_the_same_versions(machine: Machine) -> None:
     assert machine.bucket("stage/versions").read_text() == "torch==2.9.1\n"
     machine.bucket("stage/versions").write_text("torch==2.9.0\n")
     machine.bucket("stage/exit-0").unlink()
-    machine.work.rename(machine.folder / "before")  # removing it would race with the last copies of its log
+    machine.work.rename(
+        machine.folder / "before"
+    )  # removing it would race with the last copies of its log
     assert machine.runs(0) == 0
     installs = [line for line in machine.record if line.startswith("pip install")]
     assert installs[1] == f"{installs[0]} --constraint {machine.work}/home/versions"
@@ -323,7 +360,9 @@ def test_the_systems_own_shutdown_is_passed_on(machine: Machine) -> None:
     assert not machine.bucket("stage/exit-0").exists()
 
 
-def test_cancellation_reaches_the_run_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancellation_reaches_the_run_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = machine.boots("wait")
     until(lambda: machine.starts)
     sudo = machine.folder / "bin" / "sudo"
@@ -333,7 +372,9 @@ def test_cancellation_reaches_the_run_once(machine: Machine, monkeypatch: pytest
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(tpu_slice, "WORK", tpu_startup.WORK)
     machine.bucket("stage/stop").write_text("")
-    place = Slice(NAME, "my-project", "us-central2-b", "gs://bucket/stage", "", (), 20.0, True, 1.0, 60.0)
+    place = Slice(
+        NAME, "my-project", "us-central2-b", "gs://bucket/stage", "", (), 20.0, True, 1.0, 60.0
+    )
     machine.plane.nodes[NAME] = {"name": NAME, "state": "READY", "apiVersion": "V2"}
     assert place.end_run() == 75
     assert script.wait(timeout=100) == 75
@@ -355,7 +396,10 @@ def test_what_cannot_be_installed_ends_the_job(machine: Machine) -> None:
     assert machine.runs(0) == 1
     assert machine.starts == []
     assert machine.bucket("stage/exit-0").read_text() == "0 1\n"
-    assert "install has failed; again in 2 s" in next(machine.bucket("stage/log").iterdir()).read_text()
+    assert (
+        "install has failed; again in 2 s"
+        in next(machine.bucket("stage/log").iterdir()).read_text()
+    )
 
 
 def test_a_secret_that_is_not_there_ends_the_job(machine: Machine) -> None:
@@ -376,7 +420,8 @@ def test_strange_names_are_names(machine: Machine) -> None:
     machine.environment = {**machine.environment, "OUTPUT": machine.startup.output}
     assert machine.runs(0) == 0
     environment = dict(
-        each.partition("=")[::2] for each in (machine.folder / "record.environment").read_text().split("\0")
+        each.partition("=")[::2]
+        for each in (machine.folder / "record.environment").read_text().split("\0")
     )
     assert environment["STRANGE"] == STRANGE
     stage = machine.folder / "buckets" / machine.startup.staging.removeprefix("gs://")

@@ -75,17 +75,25 @@ def test_decisions_of_the_supervisor(memory: Memory, sight: Sight, phase: str, a
         ({"t1v-n-w-3": 1}, 1, 1),
     ],
 )
-def test_a_run_has_ended_when_all_machines_say_so(exits: dict[str, int], machines: int, code: int | None) -> None:
+def test_a_run_has_ended_when_all_machines_say_so(
+    exits: dict[str, int], machines: int, code: int | None
+) -> None:
     assert outcome(exits, machines) == code
 
 
 @pytest.fixture
 def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     """Of two machines, where no time passes."""
-    place = Slice("name", "project", "zone", "gs://bucket/folder", "mark", (), 25.0, True, 60.0, 1800.0)
+    place = Slice(
+        "name", "project", "zone", "gs://bucket/folder", "mark", (), 25.0, True, 60.0, 1800.0
+    )
     (tmp_path / FILE).write_text(place.dump())
     node = {"state": "READY", "networkEndpoints": [{}, {}]}
-    seen = {"queued": {"state": {"state": "ACTIVE"}}, "node": node, "objects": {"exit-1": Kept(4, "1")}}
+    seen = {
+        "queued": {"state": {"state": "ACTIVE"}},
+        "node": node,
+        "objects": {"exit-1": Kept(4, "1")},
+    }
     for name, value in seen.items():
         monkeypatch.setattr(Slice, name, lambda _self, value=value: value)
     monkeypatch.setattr(Slice, "exits", lambda _self, _objects: {"1": 1})
@@ -98,8 +106,16 @@ def look(supervisor: Supervisor) -> Sight:
     return sight
 
 
-def test_it_waits_longer_while_google_does_not_answer(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[Any] = [False, *[LaunchError("no"), OSError("full"), KeyError("odd")] * 2, False, ValueError(), True]
+def test_it_waits_longer_while_google_does_not_answer(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[Any] = [
+        False,
+        *[LaunchError("no"), OSError("full"), KeyError("odd")] * 2,
+        False,
+        ValueError(),
+        True,
+    ]
     slept: list[float] = []
 
     def step() -> bool:
@@ -123,7 +139,9 @@ def test_machines_that_never_end_are_not_waited_for_for_ever(
     assert look(supervisor).code == 1
 
 
-def test_a_cancelled_run_has_its_time(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_run_has_its_time(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 1000.0
     monkeypatch.setattr(tpu_supervisor.time, "monotonic", lambda: now)
     monkeypatch.setattr(Slice, "objects", lambda _self: {"stop": Kept(1, "1")})
@@ -135,8 +153,13 @@ def test_a_cancelled_run_has_its_time(supervisor: Supervisor, monkeypatch: pytes
     assert look(supervisor).stopped
 
 
-def test_machines_that_write_nothing_are_silent(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, kept = 1000.0, {"log/20261120-101500-worker-0.log": Kept(100, "1")}  # of the slice before, perhaps
+def test_machines_that_write_nothing_are_silent(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, kept = (
+        1000.0,
+        {"log/20261120-101500-worker-0.log": Kept(100, "1")},
+    )  # of the slice before, perhaps
     monkeypatch.setattr(tpu_supervisor.time, "monotonic", lambda: now)
     monkeypatch.setattr(Slice, "objects", lambda _self: dict(kept))
     monkeypatch.setattr(Slice, "exits", lambda _self, _objects: {})
@@ -167,7 +190,9 @@ def test_what_one_look_misses_is_not_gone(
     assert not answers
 
 
-def test_a_full_disk_does_not_keep_a_slice_alive(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_keep_a_slice_alive(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(_self: Memory, _folder: Path) -> None:
         raise OSError("No space left on device")
 
@@ -180,7 +205,10 @@ def test_a_full_disk_does_not_keep_a_slice_alive(supervisor: Supervisor, monkeyp
 
 
 def test_whoever_ends_a_supervisor_hears_what_goes_on(
-    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    supervisor: Supervisor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def killed(_self: Supervisor) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -220,9 +248,15 @@ def test_answers_of_gcloud_that_are_none_are_mistakes(monkeypatch: pytest.Monkey
     ("said", "refused"),
     [
         ("PERMISSION_DENIED: Permission tpu.queuedResources.create denied", True),
-        ("RESOURCE_EXHAUSTED: Quota limit TPUV4sPreemptiblePodPerProjectPerZone has been exceeded", True),
+        (
+            "RESOURCE_EXHAUSTED: Quota limit TPUV4sPreemptiblePodPerProjectPerZone has been exceeded",
+            True,
+        ),
         ("RESOURCE_EXHAUSTED: There is no more capacity in the zone", False),
-        ("RESOURCE_EXHAUSTED: Quota exceeded for quota metric 'Requests' and limit 'Requests per minute'", False),
+        (
+            "RESOURCE_EXHAUSTED: Quota exceeded for quota metric 'Requests' and limit 'Requests per minute'",
+            False,
+        ),
         ("UNAVAILABLE: The service is currently unavailable", False),
         ("UNAUTHENTICATED: Request had invalid authentication credentials", False),
     ],

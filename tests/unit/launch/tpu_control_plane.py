@@ -13,7 +13,11 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 TOKEN = "token-of-the-tests"
-NEXT = {"WAITING_FOR_RESOURCES": "PROVISIONING", "PROVISIONING": "ACTIVE", "SUSPENDING": "SUSPENDED"}
+NEXT = {
+    "WAITING_FOR_RESOURCES": "PROVISIONING",
+    "PROVISIONING": "ACTIVE",
+    "SUSPENDING": "SUSPENDED",
+}
 REAL_GCLOUD = "/usr/bin/gcloud"
 PROGRAM = Path(__file__).with_name("tpu_gcloud.py")
 
@@ -46,10 +50,14 @@ class ControlPlane:
         self.create_refusal: tuple[int, str, str] | None = None
         self.answers_lost = 0
         self.lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"plane": self}))
+        self._server = ThreadingHTTPServer(
+            ("127.0.0.1", 0), type("Handler", (_Handler,), {"plane": self})
+        )
         self.host = f"127.0.0.1:{self._server.server_port}"
         self.url = f"http://{self.host}/"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -71,7 +79,12 @@ class ControlPlane:
         if state == "ACTIVE":
             addresses = [{"ipAddress": f"10.0.0.{i + 1}"} for i in range(self.machines)]
             where = f"projects/p/locations/z/nodes/{name}"
-            self.nodes[name] = {"name": where, "state": "READY", "health": "HEALTHY", "apiVersion": "V2"}
+            self.nodes[name] = {
+                "name": where,
+                "state": "READY",
+                "health": "HEALTHY",
+                "apiVersion": "V2",
+            }
             self.nodes[name]["networkEndpoints"] = addresses
         else:
             self.nodes.pop(name, None)
@@ -80,7 +93,9 @@ class ControlPlane:
         """Takes the machines away."""
         self.become(name, "SUSPENDING", stateInitiator="SERVICE")
 
-    def answer(self, method: str, path: str, query: dict[str, list[str]], body: Any) -> tuple[int, dict[str, Any]]:
+    def answer(
+        self, method: str, path: str, query: dict[str, list[str]], body: Any
+    ) -> tuple[int, dict[str, Any]]:
         """What Google would say, and do."""
         if self.refusal is not None:
             code, status, message = self.refusal
@@ -89,11 +104,17 @@ class ControlPlane:
         assert match is not None, path
         version, parent, what, name = match.groups()
         if what == "acceleratorTypes":
-            return 200, {what: [{"name": f"{parent}/{what}/{each}", "type": each} for each in self.types]}
+            return 200, {
+                what: [{"name": f"{parent}/{what}/{each}", "type": each} for each in self.types]
+            }
         if what == "operations":
             return 200, {"name": path[4:], "done": True, "response": {}}
         if what == "nodes":
-            return (200, self.nodes[name]) if name in self.nodes else _missing(f"{parent}/{what}/{name}")
+            return (
+                (200, self.nodes[name])
+                if name in self.nodes
+                else _missing(f"{parent}/{what}/{name}")
+            )
         if method == "POST":
             return self._create(version, parent, query["queuedResourceId"][0], body)
         if name is None:
@@ -104,14 +125,18 @@ class ControlPlane:
             return _missing(f"{parent}/{what}/{name}")
         if method == "DELETE":
             if query.get("force") not in (["True"], ["true"]):
-                return 400, _error(400, "FAILED_PRECONDITION", "the queued resource has nodes; use force")
+                return 400, _error(
+                    400, "FAILED_PRECONDITION", "the queued resource has nodes; use force"
+                )
             self._become(name, "DELETING")
             return 200, {"name": f"{parent}/operations/delete-{name}", "done": False}
         found = dict(self.queued[name])
         self._go_on()
         return 200, found
 
-    def _create(self, version: str, parent: str, name: str, body: Any) -> tuple[int, dict[str, Any]]:
+    def _create(
+        self, version: str, parent: str, name: str, body: Any
+    ) -> tuple[int, dict[str, Any]]:
         if self.create_refusal is not None:
             code, status, message = self.create_refusal
             return code, _error(code, status, message)
@@ -120,7 +145,11 @@ class ControlPlane:
             return 409, _error(409, "ALREADY_EXISTS", f"Resource '{where}' already exists")
         self.bodies.append((version, body))
         state = {"state": "WAITING_FOR_RESOURCES"}
-        self.queued[name] = {"name": f"{parent}/queuedResources/{name}", "state": state, "tpu": body["tpu"]}
+        self.queued[name] = {
+            "name": f"{parent}/queuedResources/{name}",
+            "state": state,
+            "tpu": body["tpu"],
+        }
         if self.answers_lost:
             self.answers_lost -= 1
             return 503, _error(503, "UNAVAILABLE", "The connection was lost.")
@@ -162,7 +191,10 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         body = json.loads(self.rfile.read(length) or b"{}")
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            answer = 401, _error(401, "UNAUTHENTICATED", "Request had invalid authentication credentials.")
+            answer = (
+                401,
+                _error(401, "UNAUTHENTICATED", "Request had invalid authentication credentials."),
+            )
         else:
             with self.plane.lock:
                 answer = self.plane.answer(self.command, url.path, parse_qs(url.query), body)

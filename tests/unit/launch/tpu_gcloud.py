@@ -40,25 +40,36 @@ def _storage(buckets: Path, verb: str, words: list[str]) -> int:
     plain = [word for word in words if not word.startswith("--")]
 
     def place(address: str) -> str:
-        return f"{buckets}/{address.removeprefix('gs://')}" if address.startswith("gs://") else address
+        return (
+            f"{buckets}/{address.removeprefix('gs://')}" if address.startswith("gs://") else address
+        )
 
     def matching(address: str) -> list[str]:
         pattern = place(address)
         folder = pattern.endswith("/**")
         escaped = glob.escape(pattern.removesuffix("/**").removesuffix("*"))
         found = glob.glob(
-            f"{escaped}/**" if folder else f"{escaped}*" if pattern.endswith("*") else escaped, recursive=folder
+            f"{escaped}/**" if folder else f"{escaped}*" if pattern.endswith("*") else escaped,
+            recursive=folder,
         )
         return sorted(each for each in found if os.path.isfile(each))
 
     if verb == "cp":
         *sources, target = plain
         for source in sources:
-            to = Path(place(target)) / os.path.basename(source) if target.endswith("/") else Path(place(target))
+            to = (
+                Path(place(target)) / os.path.basename(source)
+                if target.endswith("/")
+                else Path(place(target))
+            )
             if any("if-generation-match=0" in option for option in options) and to.exists():
-                return _fail("HTTPError 412: At least one of the pre-conditions you specified did not hold.")
+                return _fail(
+                    "HTTPError 412: At least one of the pre-conditions you specified did not hold."
+                )
             if source != "-" and not os.path.isfile(place(source)):
-                return _fail(f"(gcloud.storage.cp) The following URLs matched no objects or files:\n{source}")
+                return _fail(
+                    f"(gcloud.storage.cp) The following URLs matched no objects or files:\n{source}"
+                )
             to.parent.mkdir(parents=True, exist_ok=True)
             text = sys.stdin.buffer.read() if source == "-" else Path(place(source)).read_bytes()
             new = buckets.with_name(f"new-{os.getpid()}")
@@ -76,7 +87,9 @@ def _storage(buckets: Path, verb: str, words: list[str]) -> int:
         for each in matching(plain[1]):
             with suppress(FileNotFoundError):  # it is removed meanwhile
                 name, file = os.path.relpath(each, buckets).partition("/")[2], os.stat(each)
-                listed.append({"name": name, "size": file.st_size, "generation": str(file.st_mtime_ns)})
+                listed.append(
+                    {"name": name, "size": file.st_size, "generation": str(file.st_mtime_ns)}
+                )
         sys.stdout.write(json.dumps(listed))
         return 0
     if verb == "cat" and "--range" in options:
@@ -88,7 +101,9 @@ def _storage(buckets: Path, verb: str, words: list[str]) -> int:
         return 0
     found = [each for address in plain for each in matching(address)]
     if not found:
-        return _fail(f"(gcloud.storage.{verb}) The following URLs matched no objects or files:\n{plain[0]}")
+        return _fail(
+            f"(gcloud.storage.{verb}) The following URLs matched no objects or files:\n{plain[0]}"
+        )
     for each in found:
         if verb == "cat":
             sys.stdout.buffer.write(Path(each).read_bytes())
@@ -104,16 +119,26 @@ def _tpus(words: list[str]) -> int:
     options = dict(word[2:].partition("=")[::2] for word in words if word.startswith("--"))
     plain = [word for word in words if not word.startswith("--")]
     _, _, what, verb, *names = [
-        word for word in plain if word != "alpha" and (word != "tpu-vm" or "accelerator-types" not in plain)
+        word
+        for word in plain
+        if word != "alpha" and (word != "tpu-vm" or "accelerator-types" not in plain)
     ]
-    kind = {"queued-resources": "queuedResources", "tpu-vm": "nodes", "accelerator-types": "acceleratorTypes"}[what]
+    kind = {
+        "queued-resources": "queuedResources",
+        "tpu-vm": "nodes",
+        "accelerator-types": "acceleratorTypes",
+    }[what]
     parent = f"v2/projects/{options['project']}/locations/{options['zone']}/{kind}"
     labels = dict(each.partition("=")[::2] for each in options.get("labels", "").split(",") if each)
     node = {"labels": labels} if labels else {}
     method, path, body = {
         "list": ("GET", parent, None),
         "describe": ("GET", f"{parent}/{'/'.join(names)}", None),
-        "create": ("POST", f"{parent}?queuedResourceId={'/'.join(names)}", {"tpu": {"nodeSpec": [{"node": node}]}}),
+        "create": (
+            "POST",
+            f"{parent}?queuedResourceId={'/'.join(names)}",
+            {"tpu": {"nodeSpec": [{"node": node}]}},
+        ),
         "delete": ("DELETE", f"{parent}/{'/'.join(names)}?force={'force' in options}", None),
     }[verb]
     token = Path(os.environ["CLOUDSDK_AUTH_ACCESS_TOKEN_FILE"]).read_text()
@@ -128,7 +153,9 @@ def _tpus(words: list[str]) -> int:
             found = json.load(answer)
     except urllib.error.HTTPError as error:
         refused = json.load(error)["error"]
-        return _fail(f"(gcloud.compute.tpus.{what}.{verb}) {refused['status']}: {refused['message']}")
+        return _fail(
+            f"(gcloud.compute.tpus.{what}.{verb}) {refused['status']}: {refused['message']}"
+        )
     if verb == "list" and what == "accelerator-types":
         sys.stdout.write("".join(f"{each['type']}\n" for each in found[kind]))
     elif verb == "list":

@@ -47,7 +47,9 @@ def test_a_model_that_says_the_same_of_all_rows_has_a_score(names: tuple[str, ..
 def test_a_group_is_right_where_all_its_rows_are() -> None:
     predicted, true = np.array([0, 1, 1, 0, 1]), np.array([0, 1, 0, 0, 1])
     groups = ["q1", "q2", "q1", "q3", "q2"]
-    assert labels.scores(("group_exact_match",), predicted, true, groups) == {"group_exact_match": 2 / 3}
+    assert labels.scores(("group_exact_match",), predicted, true, groups) == {
+        "group_exact_match": 2 / 3
+    }
 
 
 def test_the_surest_row_of_a_group_answers_for_it() -> None:
@@ -58,7 +60,10 @@ def test_the_surest_row_of_a_group_answers_for_it() -> None:
 
 
 def test_unknown_metrics_are_refused() -> None:
-    with pytest.raises(ConfigError, match="metrics has bleu; there are accuracy, f1, macro_f1, matthews, group_exact"):
+    with pytest.raises(
+        ConfigError,
+        match="metrics has bleu; there are accuracy, f1, macro_f1, matthews, group_exact",
+    ):
         check_names(("f1", "bleu"), TASKS["classification"].metrics)
 
 
@@ -67,7 +72,10 @@ def test_unknown_metrics_are_refused() -> None:
     [
         ("sklearn", lambda: labels.f1(np.ones(2), np.ones(2))),
         ("scipy", lambda: labels.pearson(np.arange(2.0), np.arange(2.0))),
-        ("seqeval.metrics.sequence_labeling", lambda: entities.scores(["entity_f1"], [["O"]], [["O"]])),
+        (
+            "seqeval.metrics.sequence_labeling",
+            lambda: entities.scores(["entity_f1"], [["O"]], [["O"]]),
+        ),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(
@@ -80,8 +88,12 @@ def test_a_missing_package_is_named_with_its_extra(
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_metrics_need_is_asked_for_before_there_is_anything_to_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_installed((*TASKS["classification"].metrics, *TASKS["regression"].metrics, *entities.METRICS))
+def test_what_metrics_need_is_asked_for_before_there_is_anything_to_score(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_installed(
+        (*TASKS["classification"].metrics, *TASKS["regression"].metrics, *entities.METRICS)
+    )
     for package in ("sklearn", "scipy", "seqeval.metrics.sequence_labeling"):
         monkeypatch.setitem(sys.modules, package, None)
     check_installed(("accuracy", "group_exact_match"))  # needs none
@@ -92,10 +104,17 @@ def test_what_metrics_need_is_asked_for_before_there_is_anything_to_score(monkey
 
 def test_entities_are_right_with_both_words_and_type() -> None:
     true = [["B-PER", "I-PER", "O", "B-LOC"], ["O", "B-ORG"]]
-    predicted = [["B-PER", "I-PER", "O", "B-ORG"], ["I-ORG", "I-ORG"]]  # right; another type; another word with it
+    predicted = [
+        ["B-PER", "I-PER", "O", "B-ORG"],
+        ["I-ORG", "I-ORG"],
+    ]  # right; another type; another word with it
     found = entities.scores(entities.METRICS, predicted, true)
-    assert found == pytest.approx({"entity_precision": 1 / 3, "entity_recall": 1 / 3, "entity_f1": 1 / 3})
-    begun = entities.scores(["entity_f1"], [["O", "I-ORG"]], [["O", "B-ORG"]])  # as conlleval reads it
+    assert found == pytest.approx(
+        {"entity_precision": 1 / 3, "entity_recall": 1 / 3, "entity_f1": 1 / 3}
+    )
+    begun = entities.scores(
+        ["entity_f1"], [["O", "I-ORG"]], [["O", "B-ORG"]]
+    )  # as conlleval reads it
     assert begun == {"entity_f1": 1.0}
 
 
@@ -123,13 +142,17 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("prediction", "answer", "exact", "f1"), ANSWERS)
-def test_answers_are_compared_as_in_squad(prediction: str, answer: str, exact: float, f1: float) -> None:
+def test_answers_are_compared_as_in_squad(
+    prediction: str, answer: str, exact: float, f1: float
+) -> None:
     assert squad.exact_match(prediction, answer) == squad.exact_match(answer, prediction) == exact
     assert squad.f1(prediction, answer) == squad.f1(answer, prediction) == pytest.approx(f1)
 
 
 def test_the_closest_answer_counts_and_none_is_an_answer() -> None:
-    scores = squad.raw_scores(["big red dog", "dog", "", ""], [["dog", "the red dog"], [], [], ["the", "dog"]])
+    scores = squad.raw_scores(
+        ["big red dog", "dog", "", ""], [["dog", "the red dog"], [], [], ["the", "dog"]]
+    )
     assert scores.exact.tolist() == [0, 0, 1, 0]
     assert scores.f1 == pytest.approx([0.8, 0, 1, 0])
     assert scores.has_answer.tolist() == [True, False, False, True]

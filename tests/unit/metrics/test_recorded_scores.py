@@ -35,11 +35,15 @@ DOUBT = np.array([question["null_odds"] for question in QUESTIONS])
 
 def scores_of(questions: list[dict[str, Any]], prediction: str | None = None) -> squad.Scores:
     """Those of their predictions, or of one for all of them."""
-    predictions = [question["prediction"] if prediction is None else prediction for question in questions]
+    predictions = [
+        question["prediction"] if prediction is None else prediction for question in questions
+    ]
     return squad.raw_scores(predictions, [question["answers"] for question in questions])
 
 
-@pytest.mark.parametrize("total", SQUAD["v2.0"], ids=lambda total: f"threshold {total['threshold']}")
+@pytest.mark.parametrize(
+    "total", SQUAD["v2.0"], ids=lambda total: f"threshold {total['threshold']}"
+)
 def test_totals_are_those_of_squads_script(total: dict[str, Any]) -> None:
     threshold = np.inf if total["threshold"] is None else total["threshold"]
     means = scores_of(QUESTIONS).without(threshold < DOUBT).means_by_kind()
@@ -64,25 +68,37 @@ def test_where_no_answer_is_best_the_threshold_is_below_every_doubt() -> None:
         assert 100 * best == pytest.approx(printed[official], rel=1e-12)
         assert printed[f"{official}_thresh"] == 0.0
         assert threshold < DOUBT.min() < 0
-        assert 100 * scores.without(threshold < DOUBT).exact.mean() == pytest.approx(printed[official], rel=1e-12)
+        assert 100 * scores.without(threshold < DOUBT).exact.mean() == pytest.approx(
+            printed[official], rel=1e-12
+        )
     assert scores.without(DOUBT > 0).exact.mean() < best
 
 
 def test_totals_are_those_of_the_script_of_squad_1_but_for_answers_that_are_articles() -> None:
     """Of "The", which has no words once articles are gone, the rules of 2.0 hold: it is no answer."""
     answered = [question for question in QUESTIONS if question["answers"]]
-    usual = [question for question in answered if not {*map(str.lower, question["answers"])} & {*ARTICLES}]
+    usual = [
+        question
+        for question in answered
+        if not {*map(str.lower, question["answers"])} & {*ARTICLES}
+    ]
     assert len(usual) == len(answered) - 2
     printed = SQUAD["v1.1, but those with an answer that is an article"]
-    assert {name: 100 * value for name, value in scores_of(usual).means().items()} == pytest.approx(printed, rel=1e-12)
+    assert {name: 100 * value for name, value in scores_of(usual).means().items()} == pytest.approx(
+        printed, rel=1e-12
+    )
     means = scores_of(answered).means()
-    assert 100 * means["exact_match"] != pytest.approx(SQUAD["v1.1, questions with an answer"]["exact_match"])
+    assert 100 * means["exact_match"] != pytest.approx(
+        SQUAD["v1.1, questions with an answer"]["exact_match"]
+    )
     assert 100 * means["f1"] == pytest.approx(SQUAD["v2.0"][0]["printed"]["HasAns_f1"], rel=1e-12)
 
 
 def test_entities_are_those_of_conlleval() -> None:
     found = recorded("entities.json")
-    true, predicted = ([s[name].split() for s in found["sentences"]] for name in ("true", "predicted"))
+    true, predicted = (
+        [s[name].split() for s in found["sentences"]] for name in ("true", "predicted")
+    )
     scores, printed = entities.scores(entities.METRICS, predicted, true), found["printed"]
     assert scores["entity_precision"] == pytest.approx(printed["correct"] / printed["found"])
     assert scores["entity_recall"] == pytest.approx(printed["correct"] / printed["phrases"])
@@ -100,6 +116,8 @@ def test_scores_of_classes_are_those_recorded(rows: str) -> None:
 def test_matthews_is_its_definition() -> None:
     found = recorded("classes.json")["two classes"]
     pairs = [*zip(found["true"], found["predicted"], strict=True)]
-    tp, tn, fp, fn = (pairs.count(pair) for pair in (("1", "1"), ("0", "0"), ("0", "1"), ("1", "0")))
+    tp, tn, fp, fn = (
+        pairs.count(pair) for pair in (("1", "1"), ("0", "0"), ("0", "1"), ("1", "0"))
+    )
     defined = (tp * tn - fp * fn) / np.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
     assert found["matthews"] == pytest.approx(defined, rel=1e-12)

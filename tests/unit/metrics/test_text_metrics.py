@@ -32,7 +32,9 @@ def test_what_is_no_label_is_wrong_in_every_metric():
         assert metric(written, REFERENCES) == pytest.approx(metric(wrong, REFERENCES))
     assert texts.build("accuracy")(written, REFERENCES) == pytest.approx(3 / 5)
     assert texts.strangers(written, LABELS) == ["maybe", ""]
-    with pytest.raises(ConfigError, match=r"f1 is of classes, and source\.labels of the dataset names none"):
+    with pytest.raises(
+        ConfigError, match=r"f1 is of classes, and source\.labels of the dataset names none"
+    ):
         texts.build("f1")
 
 
@@ -45,7 +47,9 @@ def test_bleu_may_split_words_as_the_t5_paper_does():
     sacrebleu = pytest.importorskip("sacrebleu")
     written, reference = ["Er sagte: „Das Haus ist groß“."], ["Er sagte: Das Haus ist groß."]
     found = texts.build("bleu_intl")(written, reference)
-    assert found == pytest.approx(sacrebleu.corpus_bleu(written, [reference], tokenize="intl").score)
+    assert found == pytest.approx(
+        sacrebleu.corpus_bleu(written, [reference], tokenize="intl").score
+    )
     assert found > texts.build("bleu")(written, reference)
 
 

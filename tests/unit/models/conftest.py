@@ -22,7 +22,9 @@ def build() -> Callable[..., Transformer]:
         model.to_empty(device="cpu")
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.copy_(model.initial_values(name, 0, parameter.numel(), seed).view_as(parameter))
+                parameter.copy_(
+                    model.initial_values(name, 0, parameter.numel(), seed).view_as(parameter)
+                )
         return model
 
     return build

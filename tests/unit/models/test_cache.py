@@ -24,7 +24,9 @@ DECODERS = [
 def make(build: Callable[..., Model], config: Any) -> Model:
     model = build(config).eval()
     for parameter in model.parameters():  # larger than at initialisation, so that the tokens matter
-        parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+        parameter.data += 0.1 * torch.randn(
+            parameter.shape, generator=torch.Generator().manual_seed(0)
+        )
     return model
 
 
@@ -32,7 +34,9 @@ def tokens(*shape: int) -> Tensor:
     return torch.randint(0, 97, shape, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("config", DECODERS, ids=["gpt2", "openai_gpt", "t5_language_model", "t5_prefix_lm"])
+@pytest.mark.parametrize(
+    "config", DECODERS, ids=["gpt2", "openai_gpt", "t5_language_model", "t5_prefix_lm"]
+)
 def test_decoders(build: Callable[..., Model], config: Any):
     """Prompts of 5, 3 and 1 tokens, padded at the left, and 10 tokens after them."""
     model, text = make(build, config), tokens(3, 15)
@@ -74,7 +78,11 @@ def test_rows_can_be_repeated_moved_and_dropped(build: Callable[..., Model]):
         cache.select(rows)
         expected = []
         for row in rows.tolist():
-            _, alone = model.start(start.map(lambda column, row=row: column[row : row + 1]), capacity=8)
+            _, alone = model.start(
+                start.map(lambda column, row=row: column[row : row + 1]), capacity=8
+            )
             model.step(text[row : row + 1, 4], alone)
             expected.append(model.step(after[row : row + 1], alone))
-        torch.testing.assert_close(model.step(after[rows], cache), torch.cat(expected), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            model.step(after[rows], cache), torch.cat(expected), rtol=1e-5, atol=1e-5
+        )

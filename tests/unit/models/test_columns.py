@@ -29,7 +29,9 @@ class EncoderDecoder(t5.Config):
 SIZES = {"vocab_size": 20, "layers": 2, "width": 8, "heads": 2, "ffn_width": 8}
 
 
-def columns_of_layers(config: ModelConfig, inputs: Inputs, output: str) -> list[Mapping[str, Tensor]]:
+def columns_of_layers(
+    config: ModelConfig, inputs: Inputs, output: str
+) -> list[Mapping[str, Tensor]]:
     """The columns that each layer gets, in the order in which they run."""
     model, found = config.build(), []
 

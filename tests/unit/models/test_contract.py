@@ -51,7 +51,9 @@ def make(config: TransformerConfig) -> Any:
     model = config.build().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(model.initial_values(name, 0, parameter.numel(), 0).view_as(parameter) * 3)
+            parameter.copy_(
+                model.initial_values(name, 0, parameter.numel(), 0).view_as(parameter) * 3
+            )
     return model
 
 
@@ -68,7 +70,10 @@ def columns(config: TransformerConfig) -> dict[str, Tensor]:
 
 
 def test_inputs_are_taken_out_of_a_batch() -> None:
-    batch = {name: torch.full((2, 3), n) for n, name in enumerate(("tokens", "segments", "labels", "dropout_key"))}
+    batch = {
+        name: torch.full((2, 3), n)
+        for n, name in enumerate(("tokens", "segments", "labels", "dropout_key"))
+    }
     inputs = Inputs.of(batch)
     assert inputs.tokens is batch["tokens"]
     assert inputs.segments is batch["segments"]
@@ -78,7 +83,11 @@ def test_inputs_are_taken_out_of_a_batch() -> None:
 
 
 def test_map_changes_all_columns_but_the_extra_ones() -> None:
-    batch = {"tokens": torch.arange(6).view(2, 3), "prefix": torch.ones(2, 3), "image": torch.ones(2, 5)}
+    batch = {
+        "tokens": torch.arange(6).view(2, 3),
+        "prefix": torch.ones(2, 3),
+        "image": torch.ones(2, 5),
+    }
     mapped = Inputs.of(batch).map(lambda column: column[:1])
     assert mapped.tokens.tolist() == [[0, 1, 2]]
     assert mapped.prefix is not None
@@ -102,8 +111,16 @@ def bounds(model: Model) -> list[tuple[str, int, int]]:
 def test_layers_of_other_static_configuration_are_not_grouped() -> None:
     config = LocalAndGlobal(**SHAPE | {"layers": 7}, max_positions=24)
     model = meta(config)
-    assert bounds(model) == [("layers", 0, 2), ("layers", 2, 3), ("layers", 3, 5), ("layers", 5, 6), ("layers", 6, 7)]
-    shapes = [{name: each.shape for name, each in layer.named_parameters()} for layer in model.layers]
+    assert bounds(model) == [
+        ("layers", 0, 2),
+        ("layers", 2, 3),
+        ("layers", 3, 5),
+        ("layers", 5, 6),
+        ("layers", 6, 7),
+    ]
+    shapes = [
+        {name: each.shape for name, each in layer.named_parameters()} for layer in model.layers
+    ]
     assert all(each == shapes[0] for each in shapes)
     assert all(group.stack is model.layers for group in model.scan_groups())
     assert bounds(meta(bert.Config(**SHAPE | {"layers": 7}))) == [("layers", 0, 7)]
@@ -123,7 +140,10 @@ ROLES = {  # of parameters whose names these patterns match
     r"prompt\.weight": ("embedding", ADAPTER),
     rf"(layers|encoder|decoder)\.\d\.{PROJECTION}\.weight": ("layer", WEIGHT),
     rf"layers\.\d\.{PROJECTION}\.bias": ("layer", BIAS),
-    r"(layers|encoder|decoder)\.\d\.(attention|cross_attention|ffn)_norm\.(weight|bias)": ("layer", NORM),
+    r"(layers|encoder|decoder)\.\d\.(attention|cross_attention|ffn)_norm\.(weight|bias)": (
+        "layer",
+        NORM,
+    ),
     r".*\.(lora|adapter|prefix)\..*": ("layer", ADAPTER),
     r"(final|encoder|decoder)_norm\.(weight|bias)": ("shared", NORM),
     r"(relative|encoder|decoder)_bias\.weight": ("shared", WEIGHT),
@@ -170,7 +190,14 @@ def test_layers_above_are_those_up_to_the_heads() -> None:
     model = meta(replace(T5, decoder_layers=2, peft=prompt.Config(3)))
     above = model.layers_above()
     assert above.keys() == dict(model.named_parameters()).keys()
-    expected = {"embeddings": 4, "prompt": 4, "encoder.0": 3, "encoder.2": 1, "decoder.0": 2, "decoder.1": 1}
+    expected = {
+        "embeddings": 4,
+        "prompt": 4,
+        "encoder.0": 3,
+        "encoder.2": 1,
+        "decoder.0": 2,
+        "decoder.1": 1,
+    }
     expected |= dict.fromkeys(("encoder_norm", "decoder_norm", "encoder_bias", "decoder_bias"), 0)
     for beginning, count in expected.items():
         found = {above[name] for name in above if name.startswith(f"{beginning}.")}
@@ -183,12 +210,20 @@ def test_layers_above_are_those_up_to_the_heads() -> None:
 def test_the_last_layers_are_those_of_each_stack() -> None:
     model = meta(replace(T5, decoder_layers=2, **CLASSES))
     chosen = model.last_layers(2)
-    assert {name[:9] for name in chosen} == {"encoder.1", "encoder.2", "decoder.0", "decoder.1", "head.pool"}
+    assert {name[:9] for name in chosen} == {
+        "encoder.1",
+        "encoder.2",
+        "decoder.0",
+        "decoder.1",
+        "head.pool",
+    }
     assert {name[:8] for name in meta(BERT).last_layers(1)} == {"layers.2"}
 
 
 def stored(config: TransformerConfig) -> Stored:
-    return Stored(config, {name: tuple(each.shape) for name, each in meta(config).named_parameters()})
+    return Stored(
+        config, {name: tuple(each.shape) for name, each in meta(config).named_parameters()}
+    )
 
 
 def start(before: TransformerConfig, now: TransformerConfig) -> tuple[dict[str, str | None], Start]:
@@ -212,7 +247,9 @@ def test_a_new_head_is_initialized_and_the_old_one_left_out() -> None:
     assert found.unused >= {"head.bias", "head.dense.weight", "head.norm.bias"}
     assert all(name.startswith("head.") for name in found.unused)
     assert found.reason == "model.head is classification"
-    others, _ = start(replace(BERT, **CLASSES), replace(BERT, **CLASSES | {"labels": ("a", "c", "b")}))
+    others, _ = start(
+        replace(BERT, **CLASSES), replace(BERT, **CLASSES | {"labels": ("a", "c", "b")})
+    )
     assert others == {"head.classifier.weight": None, "head.classifier.bias": None}
 
 
@@ -236,7 +273,9 @@ def test_a_next_sentence_head_comes_and_goes() -> None:
     assert found.reason == "model.nsp is false"
 
 
-@pytest.mark.parametrize("peft", [lora.Config(), adapters.Config(), prefix.Config(), prompt.Config()])
+@pytest.mark.parametrize(
+    "peft", [lora.Config(), adapters.Config(), prefix.Config(), prompt.Config()]
+)
 def test_what_peft_adds_is_initialized(peft: Any) -> None:
     for config in (BERT, GPT2, T5):
         now = replace(config, peft=peft)
@@ -248,7 +287,11 @@ def test_what_peft_adds_is_initialized(peft: Any) -> None:
 def test_a_tagger_of_an_encoder_leaves_the_decoder_out() -> None:
     others, found = start(T5, MODELS["t5, tags"])
     assert others == {"head.classifier.weight": None, "head.classifier.bias": None}
-    assert {name.partition(".")[0] for name in found.unused} == {"decoder", "decoder_norm", "decoder_bias"}
+    assert {name.partition(".")[0] for name in found.unused} == {
+        "decoder",
+        "decoder_norm",
+        "decoder_bias",
+    }
     _, found = start(T5, MODELS["t5, classes"])
     assert not found.unused
 
@@ -284,7 +327,11 @@ def test_matrices_that_lie_in_one_parameter_are_counted(name: str) -> None:
             {"classification", "first_position"},
             {"classification": "model.head=language_model"},
         ),
-        (replace(BERT, head="tagging", labels=("O", "B")), {"tagging"}, {"tagging": "model.head=language_model"}),
+        (
+            replace(BERT, head="tagging", labels=("O", "B")),
+            {"tagging"},
+            {"tagging": "model.head=language_model"},
+        ),
         (GPT2, {"next_tokens"}, {"next_tokens": ""}),
         (
             replace(GPT2, **CLASSES),
@@ -317,7 +364,9 @@ def test_hidden_states_of_layers_are_those_that_layers_return(name: str) -> None
     """Of the stack that reads the text, without what is before it; the last with the final norm."""
     config = MODELS[name]
     model, given = make(config), columns(config)
-    stack, layers = next((own, each) for own, each in model.named_children() if isinstance(each, Stack))
+    stack, layers = next(
+        (own, each) for own, each in model.named_children() if isinstance(each, Stack)
+    )
     seen: list[tuple[int, Tensor]] = []
     layers[0].register_forward_pre_hook(lambda _, arguments: seen.append((0, arguments[0])))
     for number, layer in enumerate(layers, 1):
@@ -354,4 +403,6 @@ def test_hidden_states_are_what_the_head_reads(name: str) -> None:
     some = torch.tensor([[4, 1], [0, 3]])
     logits, again = outputs(model, config.predicts, "hidden", **given, predicted=some)
     assert torch.equal(again, hidden)
-    torch.testing.assert_close(logits, whole.take_along_dim(some[..., None], 1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logits, whole.take_along_dim(some[..., None], 1), rtol=1e-5, atol=1e-5
+    )

@@ -66,7 +66,9 @@ def test_cells_taken_from_a_row_are_dropped_out_as_in_it():
 
 
 def test_precision_of_the_input_does_not_change_the_mask():
-    assert torch.equal(dropout(torch.ones(64, 100, dtype=torch.bfloat16), P, KEYS) != 0, kept(KEYS, 100))
+    assert torch.equal(
+        dropout(torch.ones(64, 100, dtype=torch.bfloat16), P, KEYS) != 0, kept(KEYS, 100)
+    )
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
@@ -89,7 +91,9 @@ def test_columns_are_uniform():
     "keys",
     [
         KEYS,  # places of one row
-        split_key(torch.arange(64, dtype=torch.int32), 3)[2],  # rows with neighbouring keys, at one place
+        split_key(torch.arange(64, dtype=torch.int32), 3)[
+            2
+        ],  # rows with neighbouring keys, at one place
         split_key(torch.arange(64, dtype=torch.int32) << 24, 3)[2],
     ],
 )

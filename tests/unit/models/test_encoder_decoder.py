@@ -22,7 +22,13 @@ ARCHITECTURES = ["encoder_decoder", "shared_encoder_decoder"]
 @pytest.fixture(params=ARCHITECTURES)
 def config(request: pytest.FixtureRequest) -> t5.Config:
     return t5.Config(
-        vocab_size=97, layers=2, width=32, heads=4, head_width=12, ffn_width=48, architecture=request.param
+        vocab_size=97,
+        layers=2,
+        width=32,
+        heads=4,
+        head_width=12,
+        ffn_width=48,
+        architecture=request.param,
     )
 
 
@@ -72,7 +78,14 @@ SIZES_1_1 = {
 
 def sized(size: tuple[int, ...], **changes: Any) -> t5.Config:
     width, head_width, heads, ffn_width, layers = size
-    return t5.Config(width=width, head_width=head_width, heads=heads, ffn_width=ffn_width, layers=layers, **changes)
+    return t5.Config(
+        width=width,
+        head_width=head_width,
+        heads=heads,
+        ffn_width=ffn_width,
+        layers=layers,
+        **changes,
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +128,10 @@ def test_parameters_of_the_architectures():
     half = dataclasses.replace(base, layers=6)
     assert count(half) == 12 * layer + 6 * cross + 2 * (table + norm) + 768
     for architecture in ("language_model", "prefix_lm"):
-        assert count(dataclasses.replace(base, architecture=architecture)) == 12 * layer + table + norm + 768
+        assert (
+            count(dataclasses.replace(base, architecture=architecture))
+            == 12 * layer + table + norm + 768
+        )
 
 
 def test_flops_are_those_of_the_products():
@@ -148,14 +164,20 @@ def test_packed_pairs_do_not_see_each_other(config: t5.Config, build: Build, bat
 def test_rows_of_one_pair_need_no_segments(config: t5.Config, build: Build, batch: Batch):
     model = build(config)
     ones = {name: torch.ones_like(batch[name]) for name in ("segments", "target_segments")}
-    torch.testing.assert_close(predict(model, **(batch | dict.fromkeys(ones))), predict(model, **(batch | ones)))
+    torch.testing.assert_close(
+        predict(model, **(batch | dict.fromkeys(ones))), predict(model, **(batch | ones))
+    )
 
 
-def test_predicted_cells_alone_give_what_all_cells_give(config: t5.Config, build: Build, batch: Batch):
+def test_predicted_cells_alone_give_what_all_cells_give(
+    config: t5.Config, build: Build, batch: Batch
+):
     model = build(config)
     predicted = torch.tensor([[0, 7, 3]] * 4)
     some = predict(model, **batch, predicted=predicted)
-    torch.testing.assert_close(some, predict(model, **batch).take_along_dim(predicted[..., None], dim=1))
+    torch.testing.assert_close(
+        some, predict(model, **batch).take_along_dim(predicted[..., None], dim=1)
+    )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -169,11 +191,15 @@ def test_the_step_is_the_same_however_the_batch_is_split(
     model.zero_grad()
     model.activation_checkpointing = checkpointing
     for part in (slice(0, 1), slice(1, 4)):
-        predict(model, **{name: values[part] for name, values in batch.items()}).square().sum().backward()
+        predict(
+            model, **{name: values[part] for name, values in batch.items()}
+        ).square().sum().backward()
     torch.testing.assert_close(gradients(model), whole, rtol=1e-4, atol=1e-3)
 
 
-def test_each_dropout_probability_acts_in_training_only(config: t5.Config, build: Build, batch: Batch):
+def test_each_dropout_probability_acts_in_training_only(
+    config: t5.Config, build: Build, batch: Batch
+):
     no_dropout = dataclasses.replace(config, dropout=0.0, attention_dropout=0.0)
     reference = predict(build(no_dropout), **batch)
     for name in ("dropout", "attention_dropout"):
@@ -181,18 +207,31 @@ def test_each_dropout_probability_acts_in_training_only(config: t5.Config, build
         assert (predict(model, **batch) != reference).any()
         torch.testing.assert_close(predict(model, **{**batch, "dropout_key": None}), reference)
         torch.testing.assert_close(predict(model.eval(), **batch), reference)
-    barely = build(dataclasses.replace(no_dropout, attention_dropout=1e-12))  # the slow path, without dropping a cell
+    barely = build(
+        dataclasses.replace(no_dropout, attention_dropout=1e-12)
+    )  # the slow path, without dropping a cell
     torch.testing.assert_close(predict(barely, **batch), reference, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "language_model", "prefix_lm"])
 @pytest.mark.parametrize("version", [{}, {"activation": "geglu_tanh", "tied": False}])
-def test_architectures_learn_and_reload(build: Build, batch: Batch, architecture: str, version: dict[str, Any]):
+def test_architectures_learn_and_reload(
+    build: Build, batch: Batch, architecture: str, version: dict[str, Any]
+):
     config = t5.Config(
-        vocab_size=97, layers=2, width=32, heads=4, head_width=12, ffn_width=48, architecture=architecture, **version
+        vocab_size=97,
+        layers=2,
+        width=32,
+        heads=4,
+        head_width=12,
+        ffn_width=48,
+        architecture=architecture,
+        **version,
     )
     if config.causal:
-        batch = {name: batch[name] for name in ("tokens", "segments", "dropout_key")} | {"positions": None}
+        batch = {name: batch[name] for name in ("tokens", "segments", "dropout_key")} | {
+            "positions": None
+        }
     model = build(config)
     labels = torch.arange(40).view(4, 10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -201,7 +240,9 @@ def test_architectures_learn_and_reload(build: Build, batch: Batch, architecture
         loss = F.cross_entropy(predict(model, **batch)[:, :10].flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
         loss.backward()
-        assert all(gradient is not None and gradient.any() for gradient in gradients(model).values())
+        assert all(
+            gradient is not None and gradient.any() for gradient in gradients(model).values()
+        )
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.1
@@ -221,12 +262,26 @@ def test_padding_and_bf16_give_no_nan(config: t5.Config, build: Build, batch: Ba
 
 
 def test_initial_values_are_those_of_mesh_tensorflow(build: Build):
-    config = t5.Config(vocab_size=500, layers=1, width=96, heads=3, head_width=40, ffn_width=256, tied=False)
+    config = t5.Config(
+        vocab_size=500, layers=1, width=96, heads=3, head_width=40, ffn_width=256, tied=False
+    )
     model = build(config)
-    expected = {"embeddings.tokens": 1.0, "head.decoder": 96**-0.5, "encoder_bias": 96**-0.5, "decoder_bias": 96**-0.5}
+    expected = {
+        "embeddings.tokens": 1.0,
+        "head.decoder": 96**-0.5,
+        "encoder_bias": 96**-0.5,
+        "decoder_bias": 96**-0.5,
+    }
     for stack in ("encoder.0", "decoder.0"):
-        expected |= {f"{stack}.attention.out": 120**-0.5, f"{stack}.ffn.up": 96**-0.5, f"{stack}.ffn.down": 256**-0.5}
-    expected |= {"decoder.0.cross_attention.query": (96 * 40) ** -0.5, "decoder.0.cross_attention.kv": 96**-0.5}
+        expected |= {
+            f"{stack}.attention.out": 120**-0.5,
+            f"{stack}.ffn.up": 96**-0.5,
+            f"{stack}.ffn.down": 256**-0.5,
+        }
+    expected |= {
+        "decoder.0.cross_attention.query": (96 * 40) ** -0.5,
+        "decoder.0.cross_attention.kv": 96**-0.5,
+    }
     for name, std in expected.items():
         values = model.get_parameter(f"{name}.weight")
         assert values.std().item() == pytest.approx(std, rel=5 / (2 * values.numel()) ** 0.5), name
@@ -235,20 +290,33 @@ def test_initial_values_are_those_of_mesh_tensorflow(build: Build):
     assert torch.cat([key, value]).std().item() == pytest.approx(96**-0.5, rel=0.05)
     assert torch.equal(model.get_parameter("decoder_norm.weight"), torch.ones(96))
     whole = model.initial_values("encoder.0.attention.qkv.weight", 0, 3 * 120 * 96, seed=0)
-    parts = [model.initial_values("encoder.0.attention.qkv.weight", a, a + 8640, seed=0) for a in range(0, 34560, 8640)]
+    parts = [
+        model.initial_values("encoder.0.attention.qkv.weight", a, a + 8640, seed=0)
+        for a in range(0, 34560, 8640)
+    ]
     assert torch.equal(torch.cat(parts), whole)
 
 
 def test_gpt2_scales_what_goes_into_the_residual_stream(build: Build):
-    model = build(gpt2.Config(vocab_size=50, layers=8, width=64, heads=2, ffn_width=256, max_positions=8))
-    assert model.get_parameter("layers.3.ffn.down.weight").std().item() == pytest.approx(0.02 / 4, rel=0.03)
-    assert model.get_parameter("layers.3.ffn.up.weight").std().item() == pytest.approx(0.02, rel=0.03)
+    model = build(
+        gpt2.Config(vocab_size=50, layers=8, width=64, heads=2, ffn_width=256, max_positions=8)
+    )
+    assert model.get_parameter("layers.3.ffn.down.weight").std().item() == pytest.approx(
+        0.02 / 4, rel=0.03
+    )
+    assert model.get_parameter("layers.3.ffn.up.weight").std().item() == pytest.approx(
+        0.02, rel=0.03
+    )
 
 
 def test_stacked_matrices_are_named(config: t5.Config):
     with torch.device("meta"):
         stacked = dataclasses.replace(config, activation="geglu_tanh").build().stacked()
-    assert {name.partition(".1.")[2]: parts for name, parts in stacked.items() if name.startswith("decoder.1.")} == {
+    assert {
+        name.partition(".1.")[2]: parts
+        for name, parts in stacked.items()
+        if name.startswith("decoder.1.")
+    } == {
         "attention.qkv.weight": 3,
         "cross_attention.kv.weight": 2,
         "ffn.up.weight": 2,
@@ -291,7 +359,10 @@ def test_sharded_by_its_units(config: t5.Config, build: Build, batch: Batch, che
     ("change", "message"),
     [
         ({"head_width": 0}, "head_width must be at least 1, not 0"),
-        ({"architecture": "prefix_lm", "decoder_layers": 3}, "decoder_layers is 3, and architecture prefix_lm has one"),
+        (
+            {"architecture": "prefix_lm", "decoder_layers": 3},
+            "decoder_layers is 3, and architecture prefix_lm has one",
+        ),
         ({"relative_buckets": 6}, "relative_buckets is 6; use a multiple of 4"),
         ({"max_distance": 16}, "use more than 16, as 128"),
         ({"dropout": 1.0}, r"dropout must be in \[0, 1\)"),

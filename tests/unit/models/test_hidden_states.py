@@ -10,7 +10,14 @@ import torch
 from tests.outputs import outputs, predict
 from trainer.models import bert, gpt2, t5
 
-SHAPE: dict[str, Any] = {"vocab_size": 50, "layers": 2, "width": 16, "heads": 2, "ffn_width": 32, "dropout": 0.2}
+SHAPE: dict[str, Any] = {
+    "vocab_size": 50,
+    "layers": 2,
+    "width": 16,
+    "heads": 2,
+    "ffn_width": 32,
+    "dropout": 0.2,
+}
 CONFIGS = {
     "bert": bert.Config(**SHAPE),
     "bert, classes": bert.Config(**SHAPE, head="classification", labels=("a", "b", "c")),
@@ -27,16 +34,29 @@ def test_logits_do_not_depend_on_whether_hidden_states_are_returned(name: str) -
     model = config.build().train()
     with torch.no_grad():
         for own, parameter in model.named_parameters():
-            parameter.copy_(model.initial_values(own, 0, parameter.numel(), 0).view_as(parameter) * 10)
+            parameter.copy_(
+                model.initial_values(own, 0, parameter.numel(), 0).view_as(parameter) * 10
+            )
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 50, (3, 12), generator=generator)
-    given: dict[str, Any] = {"tokens": tokens, "segments": (torch.arange(12) < 9).int().expand(3, 12)}
-    given |= {"positions": torch.arange(12).expand(3, 12), "dropout_key": torch.arange(3, dtype=torch.int32)}
+    given: dict[str, Any] = {
+        "tokens": tokens,
+        "segments": (torch.arange(12) < 9).int().expand(3, 12),
+    }
+    given |= {
+        "positions": torch.arange(12).expand(3, 12),
+        "dropout_key": torch.arange(3, dtype=torch.int32),
+    }
     if name == "t5":
-        given |= {"target_tokens": tokens[:, :7], "target_segments": torch.ones(3, 7, dtype=torch.int32)}
+        given |= {
+            "target_tokens": tokens[:, :7],
+            "target_segments": torch.ones(3, 7, dtype=torch.int32),
+        }
     predicted = torch.tensor([[0, 2], [5, 1], [3, 3]])
     for cells in (predicted, None) if name != "bert, classes" else (predicted[:, :1],):
         logits, states = outputs(model, config.predicts, "hidden", **given, predicted=cells)
         alone = predict(model, **given, predicted=cells)
-        torch.testing.assert_close(logits, alone, rtol=0, atol=3e-6 * float(alone.detach().abs().max()))
+        torch.testing.assert_close(
+            logits, alone, rtol=0, atol=3e-6 * float(alone.detach().abs().max())
+        )
         assert states.shape == (3, 7 if name == "t5" else 12, 16)

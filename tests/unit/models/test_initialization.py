@@ -13,7 +13,9 @@ def test_values_never_change():
     assert initial_values(NAME, 0, 4, seed=7, std=0.02).tolist() == pytest.approx(golden, rel=1e-6)
 
 
-@pytest.mark.parametrize("cuts", [[0, 1, 5, 5, 1000], [0, 2**18 - 3, 2**18 + 3, 300_000], [0, 150_000, 300_000]])
+@pytest.mark.parametrize(
+    "cuts", [[0, 1, 5, 5, 1000], [0, 2**18 - 3, 2**18 + 3, 300_000], [0, 150_000, 300_000]]
+)
 def test_any_partition_holds_its_part_of_the_whole(cuts: list[int]):
     whole = initial_values(NAME, 0, cuts[-1], seed=3, std=0.02)
     parts = [initial_values(NAME, a, b, seed=3, std=0.02) for a, b in pairwise(cuts)]
@@ -24,7 +26,9 @@ def test_truncated_normal():
     values = initial_values(NAME, 0, 1_000_000, seed=0, std=0.02).double()
     assert values.abs().max() <= 0.04
     assert abs(values.mean()) < 5 * 0.0176 / 1000
-    assert abs(values.std() / 0.02 - 0.8796) < 0.003  # of a normal truncated at two standard deviations
+    assert (
+        abs(values.std() / 0.02 - 0.8796) < 0.003
+    )  # of a normal truncated at two standard deviations
     inside = (values.abs() < 0.02).double().mean()
     assert abs(inside - 0.6827 / 0.9545) < 0.003
 

@@ -34,14 +34,24 @@ def make(family: str, method: str | None) -> Any:
     model = config.build().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(model.initial_values(name, 0, parameter.numel(), 0).view(parameter.shape))
+            parameter.copy_(
+                model.initial_values(name, 0, parameter.numel(), 0).view(parameter.shape)
+            )
     return model
 
 
 def batch(family: str) -> dict[str, Tensor]:
     tokens = torch.randint(5, 60, (2, 8), generator=torch.Generator().manual_seed(1))
-    found = {"tokens": tokens, "segments": torch.ones_like(tokens), "positions": torch.arange(8).expand(2, -1)}
-    return found | ({"target_tokens": tokens, "target_segments": torch.ones_like(tokens)} if family == "t5" else {})
+    found = {
+        "tokens": tokens,
+        "segments": torch.ones_like(tokens),
+        "positions": torch.arange(8).expand(2, -1),
+    }
+    return found | (
+        {"target_tokens": tokens, "target_segments": torch.ones_like(tokens)}
+        if family == "t5"
+        else {}
+    )
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -62,7 +72,9 @@ def test_only_what_is_added_has_gradients(family: str, method: str) -> None:
     logits = predict(model, **batch(family))
     assert logits.shape[1] == 8
     logits.square().sum().backward()
-    added = {"lora": ".lora.", "adapters": ".adapter.", "prefix": ".prefix.", "prompt": "prompt."}[method]
+    added = {"lora": ".lora.", "adapters": ".adapter.", "prefix": ".prefix.", "prompt": "prompt."}[
+        method
+    ]
     for name, parameter in model.named_parameters():
         is_norm = method == "adapters" and "norm." in name and not name.startswith("embeddings.")
         of_head = name.startswith("head.") and family == "bert"
@@ -77,10 +89,14 @@ def test_writing_goes_on_as_reading_does(family: str, method: str) -> None:
     model, inputs = make(family, method), batch(family)
     if family == "t5":
         whole = predict(model, **inputs)
-        found, cache = model.start(Inputs(inputs["tokens"], target_tokens=inputs["target_tokens"][:, :3]), 8)
+        found, cache = model.start(
+            Inputs(inputs["tokens"], target_tokens=inputs["target_tokens"][:, :3]), 8
+        )
         torch.testing.assert_close(found, whole[:, 2])
         for place in range(3, 8):
-            torch.testing.assert_close(model.step(inputs["target_tokens"][:, place], cache), whole[:, place])
+            torch.testing.assert_close(
+                model.step(inputs["target_tokens"][:, place], cache), whole[:, place]
+            )
         return
     tokens = inputs["tokens"]
     whole = [predict(model, tokens=row[None], positions=torch.arange(len(row))[None])[0]
@@ -104,13 +120,24 @@ def test_flops_leave_out_the_gradients_of_frozen_matrices(method: str) -> None:
     attention = 12 * 2 * 8 * 32
     counted = counter.get_total_flops() / 16
     counts = counter.get_flop_counts()["Global"]
-    of_attention = sum(flops for name, flops in counts.items() if "attention" in str(name) or "bmm" in str(name)) / 16
+    of_attention = (
+        sum(
+            flops
+            for name, flops in counts.items()
+            if "attention" in str(name) or "bmm" in str(name)
+        )
+        / 16
+    )
     assert model.flops_per_token(8) - attention == pytest.approx(counted - of_attention)
 
 
-@pytest.mark.parametrize("settings", [{"targets": ("gate",)}, {"targets": ("cross_query",)}, {"targets": ("querry",)}])
+@pytest.mark.parametrize(
+    "settings", [{"targets": ("gate",)}, {"targets": ("cross_query",)}, {"targets": ("querry",)}]
+)
 def test_unknown_targets_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"which this model has not; .*Known: query, key, value, out, up, down"):
+    with pytest.raises(
+        ConfigError, match=r"which this model has not; .*Known: query, key, value, out, up, down"
+    ):
         replace(CONFIGS["bert"], peft=lora.Config(**settings)).build()
 
 

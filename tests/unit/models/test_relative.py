@@ -18,7 +18,9 @@ def bucket(distance: int, bidirectional: bool, count: int = 32, farthest: int = 
     exact = count // 2
     if distance < exact:
         return first + distance
-    far = exact + int(math.log(distance / exact) / math.log(farthest / exact) * (count - exact) + 1e-6)
+    far = exact + int(
+        math.log(distance / exact) / math.log(farthest / exact) * (count - exact) + 1e-6
+    )
     return first + min(far, count - 1)
 
 
@@ -32,7 +34,9 @@ def bias(request: pytest.FixtureRequest) -> RelativeBias:
 def test_each_pair_of_cells_gets_the_bias_of_its_distance(bias: RelativeBias):
     values = bias(150, 300, None)
     assert values.shape == (1, 3, 150, 300)
-    expected = torch.tensor([[bucket(key - query, bias.bidirectional) for key in range(300)] for query in range(150)])
+    expected = torch.tensor(
+        [[bucket(key - query, bias.bidirectional) for key in range(300)] for query in range(150)]
+    )
     assert torch.equal(values[0], bias.weight[expected].permute(2, 0, 1))
 
 
@@ -48,7 +52,9 @@ def test_masked_cells_get_minus_infinity_and_no_gradient(bias: RelativeBias):
     assert torch.equal(values == float("-inf"), ~mask.expand(2, 3, 6, 6))
     values.masked_fill(~mask, 0).sum().backward()
     distances = mask.nonzero()[:, 3] - mask.nonzero()[:, 2]
-    counts = torch.bincount(torch.tensor([bucket(d, bias.bidirectional) for d in distances.tolist()]), minlength=32)
+    counts = torch.bincount(
+        torch.tensor([bucket(d, bias.bidirectional) for d in distances.tolist()]), minlength=32
+    )
     assert torch.equal(bias.weight.grad, counts[:, None].expand(32, 3).float())
 
 

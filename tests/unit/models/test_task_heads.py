@@ -39,15 +39,27 @@ FAMILIES = {"bert": bert.Config, "roberta": roberta.Config}
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"head": "classification"}, "labels must name at least 1 for a classification head, not 0"),
-        ({"head": "tagging", "labels": ("O",)}, "labels must name at least 2 for a tagging head, not 1"),
+        (
+            {"head": "classification"},
+            "labels must name at least 1 for a classification head, not 0",
+        ),
+        (
+            {"head": "tagging", "labels": ("O",)},
+            "labels must name at least 2 for a tagging head, not 1",
+        ),
         (
             {"labels": ("a", "b")},
             r"a language_model head has no labels, and labels is \['a', 'b'\]; leave labels empty",
         ),
         ({"head": "multiple_choice", "labels": ("a",)}, "a multiple_choice head has no labels"),
-        ({"head": "question_answering", "labels": ("a",)}, "a question_answering head has no labels"),
-        ({"head": "classification", "labels": ("a", "b", "a")}, "labels must differ, and 'a' is among them 2 times"),
+        (
+            {"head": "question_answering", "labels": ("a",)},
+            "a question_answering head has no labels",
+        ),
+        (
+            {"head": "classification", "labels": ("a", "b", "a")},
+            "labels must differ, and 'a' is among them 2 times",
+        ),
         (
             {"head": "question_answering", "nsp": True},
             "nsp goes with a language-model head, and head is question_answering; set nsp to false",
@@ -58,7 +70,9 @@ FAMILIES = {"bert": bert.Config, "roberta": roberta.Config}
         ),
     ],
 )
-def test_settings_that_do_not_go_with_the_head_are_refused(config: bert.Config, change: dict, message: str):
+def test_settings_that_do_not_go_with_the_head_are_refused(
+    config: bert.Config, change: dict, message: str
+):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(config, **change)
 
@@ -82,14 +96,23 @@ def test_a_row_is_scored_in_the_same_way_beside_any_others(
     model = build(FAMILIES[family](**changed))
     batch = {**batch, "predicted": cells(head, batch)}
     together = predict(model, **batch)
-    classes = {"multiple_choice": 1, "question_answering": 2}.get(str(head["head"]), len(model.config.labels))
+    classes = {"multiple_choice": 1, "question_answering": 2}.get(
+        str(head["head"]), len(model.config.labels)
+    )
     assert together.shape == (4, 20 if batch["predicted"] is None else 1, classes)
     for row in range(4):
-        alone = {name: None if values is None else values[row : row + 1] for name, values in batch.items()}
-        torch.testing.assert_close(predict(model, **alone), together[row : row + 1], rtol=1e-5, atol=1e-6)
+        alone = {
+            name: None if values is None else values[row : row + 1]
+            for name, values in batch.items()
+        }
+        torch.testing.assert_close(
+            predict(model, **alone), together[row : row + 1], rtol=1e-5, atol=1e-6
+        )
     other = predict(model, **{**batch, "dropout_key": batch["dropout_key"] + 1})
     assert (other != together).any(-1).all()
-    assert torch.equal(predict(model.eval(), **batch), predict(model, **{**batch, "dropout_key": None}))
+    assert torch.equal(
+        predict(model.eval(), **batch), predict(model, **{**batch, "dropout_key": None})
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,7 +126,12 @@ def test_a_row_is_scored_in_the_same_way_beside_any_others(
     ],
 )
 def test_dropout_is_where_transformers_has_it(
-    config: bert.Config, build: Build, batch: Batch, family: str, name: str, places: tuple[bool, ...]
+    config: bert.Config,
+    build: Build,
+    batch: Batch,
+    family: str,
+    name: str,
+    places: tuple[bool, ...],
 ):
     """Before each linear layer of the head, or not; with masks of their own, and keys that no layer has."""
     head, seen, keys = HEADS[name], [], []
@@ -122,13 +150,21 @@ def test_dropout_is_where_transformers_has_it(
 
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
-def test_the_work_is_that_of_the_products(config: bert.Config, build: Build, batch: Batch, head: dict[str, object]):
+def test_the_work_is_that_of_the_products(
+    config: bert.Config, build: Build, batch: Batch, head: dict[str, object]
+):
     model = build(dataclasses.replace(config, **head))  # its attention is written out, for dropout
     with FlopCounterMode(display=False) as counter:
         predict(model, **{**batch, "predicted": cells(head, batch)})
     read = 20 if head["head"] in ("tagging", "question_answering") else 1
-    assert 20 * model.flops_per_token(20, read / 20) == pytest.approx(3 * counter.get_total_flops() / 4)
-    weights = {name: value.numel() for name, value in model.head.named_parameters() if name.endswith("weight")}
+    assert 20 * model.flops_per_token(20, read / 20) == pytest.approx(
+        3 * counter.get_total_flops() / 4
+    )
+    weights = {
+        name: value.numel()
+        for name, value in model.head.named_parameters()
+        if name.endswith("weight")
+    }
     assert model.head_flops() == 6 * sum(weights.values()) < 6 * 97 * 32
 
 
@@ -152,7 +188,9 @@ def start(config: bert.Config, build: Build, dataset_folder: Path, tmp_path: Pat
             for parameter in model.parameters():
                 parameter.add_(0.01)  # biases are not zero
         tensors = before.export_tensors(model.state_dict())
-        save_folder(tmp_path / "saved", before.to_huggingface(), tensors, dataset_folder / "tokenizer")
+        save_folder(
+            tmp_path / "saved", before.to_huggingface(), tensors, dataset_folder / "tokenizer"
+        )
         weights = load_weights(tmp_path / "saved")
         assert weights.config == before
         with torch.device("meta"):
@@ -161,16 +199,24 @@ def start(config: bert.Config, build: Build, dataset_folder: Path, tmp_path: Pat
     return start
 
 
-def values(weights: Weights, model: Transformer, dataset: AnyDataset, seed: int = 0) -> dict[str, Tensor]:
+def values(
+    weights: Weights, model: Transformer, dataset: AnyDataset, seed: int = 0
+) -> dict[str, Tensor]:
     given = stored_values(weights, model, dataset, seed)
-    return {name: given(name, 0, value.numel()).view(value.shape) for name, value in model.named_parameters()}
+    return {
+        name: given(name, 0, value.numel()).view(value.shape)
+        for name, value in model.named_parameters()
+    }
 
 
-def equal(found: dict[str, Tensor], weights: Weights, prefix: str = "", of: str | None = None) -> bool:
+def equal(
+    found: dict[str, Tensor], weights: Weights, prefix: str = "", of: str | None = None
+) -> bool:
     names = [name for name in found if name.startswith(prefix)]
     places = {name: name if of is None else of + name.removeprefix(prefix) for name in names}
     return all(
-        place in weights.tensors and torch.equal(found[n], weights.tensors[place]) for n, place in places.items()
+        place in weights.tensors and torch.equal(found[n], weights.tensors[place])
+        for n, place in places.items()
     )
 
 
@@ -196,11 +242,19 @@ def test_a_pretrained_encoder_gets_a_head_drawn_by_the_seed(
         else:
             assert 0.01 < found[name].std() < 0.03
             assert (other[name] != found[name]).all()
-    given, whole = stored_values(weights, model, dataset, 0), found["head.classifier.weight"].flatten()
-    assert torch.equal(torch.cat([given("head.classifier.weight", *part) for part in ((0, 5), (5, len(whole)))]), whole)
+    given, whole = (
+        stored_values(weights, model, dataset, 0),
+        found["head.classifier.weight"].flatten(),
+    )
+    assert torch.equal(
+        torch.cat([given("head.classifier.weight", *part) for part in ((0, 5), (5, len(whole)))]),
+        whole,
+    )
 
 
-def test_the_pooler_of_next_sentences_is_taken(start: Start, dataset: AnyDataset, caplog: pytest.LogCaptureFixture):
+def test_the_pooler_of_next_sentences_is_taken(
+    start: Start, dataset: AnyDataset, caplog: pytest.LogCaptureFixture
+):
     weights, model = start({"nsp": True}, **HEADS["multiple_choice"])
     with caplog.at_level(logging.INFO):
         found = values(weights, model, dataset)
@@ -211,7 +265,9 @@ def test_the_pooler_of_next_sentences_is_taken(start: Start, dataset: AnyDataset
     assert "nsp_head.pooler" not in caplog.messages[0]
 
 
-def test_a_tagger_needs_no_pooler(start: Start, dataset: AnyDataset, caplog: pytest.LogCaptureFixture):
+def test_a_tagger_needs_no_pooler(
+    start: Start, dataset: AnyDataset, caplog: pytest.LogCaptureFixture
+):
     weights, model = start({"nsp": True}, **HEADS["tagging"])
     with caplog.at_level(logging.INFO):
         values(weights, model, dataset)
@@ -225,11 +281,15 @@ def test_the_same_head_goes_on(start: Start, dataset: AnyDataset, caplog: pytest
         assert equal(values(weights, model, dataset), weights)
     assert caplog.messages == []
     own = stored_values(weights, model, dataset)
-    assert torch.equal(own("head.classifier.weight", 0, 96), weights.tensors["head.classifier.weight"].flatten())
+    assert torch.equal(
+        own("head.classifier.weight", 0, 96), weights.tensors["head.classifier.weight"].flatten()
+    )
 
 
 @pytest.mark.parametrize("labels", [("no", "yes"), ("yes", "maybe", "no")])
-def test_other_labels_get_a_classifier_of_their_own(start: Start, dataset: AnyDataset, labels: tuple[str, ...]):
+def test_other_labels_get_a_classifier_of_their_own(
+    start: Start, dataset: AnyDataset, labels: tuple[str, ...]
+):
     """Those in another order, too: the old one would say no for yes."""
     weights, model = start(HEADS["classification"], head="classification", labels=labels)
     found = values(weights, model, dataset)
@@ -261,11 +321,26 @@ def test_a_head_of_another_task_is_not_taken_for_its_shape(start: Start, dataset
             "0 parameters are missing.* 12 are unknown, first layers.1.",
         ),
         ({}, {**HEADS["question_answering"], "width": 16}, 0, "first embeddings.tokens.weight"),
-        (HEADS["question_answering"], {}, 0, "5 parameters are missing.* 2 are unknown, first head.bias"),
+        (
+            HEADS["question_answering"],
+            {},
+            0,
+            "5 parameters are missing.* 2 are unknown, first head.bias",
+        ),
         ({}, {"nsp": True}, None, "4 parameters are missing.*first nsp_head."),
         ({"tied": False}, {}, 0, "1 are unknown, first head.decoder.weight"),
-        ({}, HEADS["question_answering"], None, "2 parameters are missing.*first head.classifier.weight"),
-        ({"nsp": True}, HEADS["classification"], None, "4 parameters are missing.*first head.pooler.weight"),
+        (
+            {},
+            HEADS["question_answering"],
+            None,
+            "2 parameters are missing.*first head.classifier.weight",
+        ),
+        (
+            {"nsp": True},
+            HEADS["classification"],
+            None,
+            "4 parameters are missing.*first head.pooler.weight",
+        ),
         (HEADS["classification"], HEADS["regression"], None, "2 parameters are missing"),
         (HEADS["question_answering"], {}, None, "5 parameters are missing"),
     ],
@@ -287,5 +362,8 @@ def test_nothing_else_is_drawn(
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_a_model_for_a_task_fills_no_masks(start: Start, head: dict[str, object]):
     weights, _ = start(head)
-    with pytest.raises(ConfigError, match=f"saved holds a model with a {head['head']} head, which predicts no words"):
+    with pytest.raises(
+        ConfigError,
+        match=f"saved holds a model with a {head['head']} head, which predicts no words",
+    ):
         fill(str(weights.folder), ["the [MASK]"], 1)

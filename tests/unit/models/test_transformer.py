@@ -27,13 +27,21 @@ def rows(batch: Batch, index: slice) -> Batch:
 
 
 def test_names_are_the_ones_in_checkpoints(config: bert.Config, build: Build):
-    names = [name for name, _ in build(config).named_parameters() if not name.startswith("layers.1.")]
+    names = [
+        name for name, _ in build(config).named_parameters() if not name.startswith("layers.1.")
+    ]
     modules = ["attention.qkv", "attention.out", "attention_norm", "ffn.up", "ffn.down", "ffn_norm"]
     assert names == [
         *(f"embeddings.{name}" for name in ("tokens.weight", "positions.weight", "types.weight")),
         *(f"embeddings.norm.{kind}" for kind in ("weight", "bias")),
         *(f"layers.0.{module}.{kind}" for module in modules for kind in ("weight", "bias")),
-        *("head.bias", "head.dense.weight", "head.dense.bias", "head.norm.weight", "head.norm.bias"),
+        *(
+            "head.bias",
+            "head.dense.weight",
+            "head.dense.bias",
+            "head.norm.weight",
+            "head.norm.bias",
+        ),
     ]
     assert [*build(config).state_dict()] == [name for name, _ in build(config).named_parameters()]
 
@@ -48,7 +56,9 @@ def test_names_are_the_ones_in_checkpoints(config: bert.Config, build: Build):
 )
 def test_parameter_counts(config: bert.Config, millions: float):
     with torch.device("meta"):
-        assert sum(parameter.numel() for parameter in config.build().parameters()) == round(millions * 1e6)
+        assert sum(parameter.numel() for parameter in config.build().parameters()) == round(
+            millions * 1e6
+        )
 
 
 @pytest.mark.parametrize(("length", "predicted", "teraflops"), [(128, 20, 0.234), (512, 80, 0.996)])
@@ -121,7 +131,9 @@ def test_the_step_is_the_same_however_the_batch_is_split(
         torch.testing.assert_close(gradient, whole[name], rtol=0, atol=5e-6 * largest, msg=name)
 
 
-def test_each_dropout_probability_acts_in_training_only(config: bert.Config, build: Build, batch: Batch):
+def test_each_dropout_probability_acts_in_training_only(
+    config: bert.Config, build: Build, batch: Batch
+):
     no_dropout = dataclasses.replace(config, dropout=0.0, attention_dropout=0.0)
     reference = predict(build(no_dropout), **batch)
     for name in ("dropout", "attention_dropout"):
@@ -143,10 +155,16 @@ def test_dropout_differs_between_layers_and_rows(config: bert.Config, build: Bui
     assert keys.unique().numel() == keys.numel() == 2 * 3 * 2
 
 
-def test_eager_attention_computes_what_the_fused_kernel_does(config: bert.Config, build: Build, batch: Batch):
+def test_eager_attention_computes_what_the_fused_kernel_does(
+    config: bert.Config, build: Build, batch: Batch
+):
     fused = build(dataclasses.replace(config, dropout=0.0, attention_dropout=0.0))
-    eager = build(dataclasses.replace(config, dropout=0.0, attention_dropout=1e-12))  # rounds to no cell at all
-    torch.testing.assert_close(predict(eager, **batch), predict(fused, **batch), rtol=1e-5, atol=1e-6)
+    eager = build(
+        dataclasses.replace(config, dropout=0.0, attention_dropout=1e-12)
+    )  # rounds to no cell at all
+    torch.testing.assert_close(
+        predict(eager, **batch), predict(fused, **batch), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_token_types_default_to_0(config: bert.Config, build: Build, batch: Batch):
@@ -157,7 +175,9 @@ def test_token_types_default_to_0(config: bert.Config, build: Build, batch: Batc
 
 
 @pytest.mark.parametrize("attention_dropout", [0.0, 0.1])
-def test_padding_and_bf16_give_no_nan(config: bert.Config, build: Build, batch: Batch, attention_dropout: float):
+def test_padding_and_bf16_give_no_nan(
+    config: bert.Config, build: Build, batch: Batch, attention_dropout: float
+):
     model = build(dataclasses.replace(config, attention_dropout=attention_dropout))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = predict(model, **batch)
@@ -177,7 +197,9 @@ def test_padding_and_bf16_give_no_nan(config: bert.Config, build: Build, batch: 
         {"layers": 1, "heads": 1, "attention_dropout": 0.0},
     ],
 )
-def test_variants_learn_and_reload(config: bert.Config, build: Build, batch: Batch, change: dict[str, object]):
+def test_variants_learn_and_reload(
+    config: bert.Config, build: Build, batch: Batch, change: dict[str, object]
+):
     config = dataclasses.replace(config, **change)
     model = build(config)
     labels = torch.arange(20).view(4, 5)
@@ -217,7 +239,9 @@ def one_process() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_sharded_by_its_units(config: bert.Config, build: Build, batch: Batch, tied: bool, checkpointing: bool):
+def test_sharded_by_its_units(
+    config: bert.Config, build: Build, batch: Batch, tied: bool, checkpointing: bool
+):
     config = dataclasses.replace(config, tied=tied)
     reference, sharded = build(config), build(config)
     sharded.activation_checkpointing = checkpointing

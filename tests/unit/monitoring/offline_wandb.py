@@ -47,7 +47,9 @@ def offline_rows(folder: Path) -> list[dict[str, Any]]:
     """The history rows in all offline runs of a folder."""
     rows = []
     for history in offline_records(folder, "history"):
-        items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in history.item}
+        items = {
+            item.key or item.nested_key[0]: json.loads(item.value_json) for item in history.item
+        }
         rows.append({**items, "_step": history.step.num})
     return rows
 

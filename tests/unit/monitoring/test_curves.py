@@ -36,7 +36,9 @@ def test_a_run_without_rows_is_explained(tmp_path: Path):
         plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
 
 
-def test_without_matplotlib_the_extra_to_install_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_matplotlib_the_extra_to_install_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtra, match=r"samestep\[plot\]"):
         plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")

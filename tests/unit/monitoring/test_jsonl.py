@@ -24,7 +24,9 @@ def test_rows_hold_step_time_and_metrics(tmp_path: Path):
     tracker = JsonlTracker(tmp_path / "metrics.jsonl")
     tracker.log(3, {"train/loss": 1.5, "train/lr": 1e-4})
     tracker.log(4, {"train/loss": math.inf})
-    first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    first, second = (
+        json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    )
     assert first.pop("time") > 1.7e9
     assert first == {"step": 3, "train/loss": 1.5, "train/lr": 1e-4}
     assert second["train/loss"] == math.inf
@@ -40,7 +42,10 @@ def test_every_row_logged_before_a_sigkill_is_there(tmp_path: Path):
         "os.kill(os.getpid(), 9)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    assert subprocess.run([sys.executable, "-c", code, path], env=environment).returncode == -signal.SIGKILL
+    assert (
+        subprocess.run([sys.executable, "-c", code, path], env=environment).returncode
+        == -signal.SIGKILL
+    )
     assert steps(path) == list(range(1, 101))
 
 
@@ -65,9 +70,12 @@ def test_resuming_removes_the_rows_that_will_be_made_again(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "damage", [b'{"step": 3, "train/lo', b"\x00\x00\x00", b"\xff\xfe\n", b"[1]\n", b"{}\n", b'"a"\n', b"\n"]
+    "damage",
+    [b'{"step": 3, "train/lo', b"\x00\x00\x00", b"\xff\xfe\n", b"[1]\n", b"{}\n", b'"a"\n', b"\n"],
 )
-def test_torn_and_foreign_lines_are_removed_and_the_next_row_is_whole(tmp_path: Path, damage: bytes):
+def test_torn_and_foreign_lines_are_removed_and_the_next_row_is_whole(
+    tmp_path: Path, damage: bytes
+):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "time": 0}\n{"step": 2, "time": 0}\n' + damage)
     tracker = JsonlTracker(path, resume_step=5)

@@ -59,7 +59,9 @@ def test_totals_can_be_stored_and_put_back():
     meter = Meter()
     meter.add({"loss": pair(0.1, 3), "early": pair(1, 1)})
     restored = Meter(before=json.loads(json.dumps(meter.totals(alone))))
-    assert restored.totals(lambda _: pytest.fail("there is nothing to reduce")) == meter.totals(alone)
+    assert restored.totals(lambda _: pytest.fail("there is nothing to reduce")) == meter.totals(
+        alone
+    )
     for each in (meter, restored):
         each.add({"loss": pair(0.7, 2)})
     assert meter.compute(alone) == pytest.approx(restored.compute(alone))

@@ -28,7 +28,10 @@ def train(profiler: Any, first: int, last: int, look_every: int = 10) -> None:
 def test_the_configured_steps_are_traced_on_the_configured_ranks(tmp_path: Path):
     for rank in range(3):
         train(Config(start=2, steps=3, ranks=(0, 2)).build(tmp_path, rank), 1, 8)
-    assert traced(tmp_path) == ["step-00000002-rank-00000.json.gz", "step-00000002-rank-00002.json.gz"]
+    assert traced(tmp_path) == [
+        "step-00000002-rank-00000.json.gz",
+        "step-00000002-rank-00002.json.gz",
+    ]
     with gzip.open(tmp_path / "profiles" / traced(tmp_path)[0]) as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
     assert names.count("aten::mm") == 3
@@ -51,7 +54,9 @@ def test_a_run_that_breaks_off_leaves_no_profiler_running(tmp_path: Path):
     assert not torch.autograd._profiler_enabled()
 
 
-def test_a_profile_that_cannot_be_written_is_no_reason_to_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_profile_that_cannot_be_written_is_no_reason_to_end_a_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     (tmp_path / "profiles").touch()
     train(Config(start=1, steps=1).build(tmp_path, 0), 1, 2)
     assert "could not be written" in caplog.text
@@ -66,7 +71,9 @@ def test_a_trace_that_cannot_be_read_is_no_reason_either(
 
 
 def write_trace(path: Path, events: list[tuple[str, str, float, float]]) -> Path:
-    rows = [{"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur} for cat, name, ts, dur in events]
+    rows = [
+        {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur} for cat, name, ts, dur in events
+    ]
     with gzip.open(path, "wt") as file:
         json.dump({"traceEvents": [*rows, {"ph": "M", "name": "process_name"}]}, file)
     return path

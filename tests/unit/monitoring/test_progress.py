@@ -32,7 +32,9 @@ def test_without_a_terminal_each_row_is_one_log_line(caplog: pytest.LogCaptureFi
     ]
 
 
-def test_on_a_terminal_there_is_a_bar_that_starts_at_the_resumed_step(caplog: pytest.LogCaptureFixture):
+def test_on_a_terminal_there_is_a_bar_that_starts_at_the_resumed_step(
+    caplog: pytest.LogCaptureFixture,
+):
     caplog.set_level(logging.INFO)
     screen = io.StringIO()
     tracker = ProgressTracker(100, 500, Console(file=screen, force_terminal=True, width=120))

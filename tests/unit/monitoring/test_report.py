@@ -14,9 +14,13 @@ from trainer.errors import ConfigError, DataError
 from trainer.monitoring.report import write_report
 
 
-def write_run(folder: Path, rows: list[dict[str, Any]], starts: list[float] = (), lr: str = "0.001") -> str:
+def write_run(
+    folder: Path, rows: list[dict[str, Any]], starts: list[float] = (), lr: str = "0.001"
+) -> str:
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(f"output: x\ntraining: {{steps: 1000}}\noptimizer: {{kind: adamw, lr: {lr}}}\n")
+    (folder / "config.yaml").write_text(
+        f"output: x\ntraining: {{steps: 1000}}\noptimizer: {{kind: adamw, lr: {lr}}}\n"
+    )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     noted = [{"step": 0, "time": time, "devices": "1 x CPU"} for time in starts]
     (folder / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in noted))
@@ -25,7 +29,13 @@ def write_run(folder: Path, rows: list[dict[str, Any]], starts: list[float] = ()
 
 def training(steps: range, begin: float = 0.0, **metrics: float) -> list[dict[str, Any]]:
     return [
-        {"step": step, "time": begin + step, "train/loss": 5 - step / 1000, "train/tokens": 32 * step, **metrics}
+        {
+            "step": step,
+            "time": begin + step,
+            "train/loss": 5 - step / 1000,
+            "train/tokens": 32 * step,
+            **metrics,
+        }
         for step in steps
     ]
 
@@ -40,11 +50,20 @@ def page_of(runs: list[str], folder: Path) -> tuple[str, dict[str, Any]]:
 
 def test_a_page_needs_nothing_else_and_says_what_was_measured(tmp_path: Path):
     rows = training(range(10, 310, 10), **{"perf/tokens_per_second": 320.0, "perf/mfu": 0.4})
-    run = write_run(tmp_path / "run", [*rows, {"step": 300, "time": 301.0, "heldout/loss": 4.5}], [0.0, 200.5])
+    run = write_run(
+        tmp_path / "run", [*rows, {"step": 300, "time": 301.0, "heldout/loss": 4.5}], [0.0, 200.5]
+    )
     page, data = page_of([run], tmp_path)
     assert not re.search(r"(src|href)=|url\((?!#)|@import|https?://(?!www\.w3\.org)", page)
     (described,) = data["runs"]
-    wanted = {"step": 300, "steps": 1000, "train_loss": 4.7, "heldout_loss": 4.5, "tokens": 9600, "restarts": 1}
+    wanted = {
+        "step": 300,
+        "steps": 1000,
+        "train_loss": 4.7,
+        "heldout_loss": 4.5,
+        "tokens": 9600,
+        "restarts": 1,
+    }
     assert described["summary"].items() >= wanted.items()
     assert described["summary"]["mfu"] == 0.4
     assert described["summary"]["energy_kwh"] is None
@@ -53,11 +72,16 @@ def test_a_page_needs_nothing_else_and_says_what_was_measured(tmp_path: Path):
 
 
 def test_shares_of_the_time_are_of_the_whole_run(tmp_path: Path):
-    rows = training(range(10, 110, 10), **{"perf/seconds_per_step": 0.1, "time/optimizer": 1.0})  # 1 second each
+    rows = training(
+        range(10, 110, 10), **{"perf/seconds_per_step": 0.1, "time/optimizer": 1.0}
+    )  # 1 second each
     rows[3] |= {"time/optimizer": 0.1, "time/evaluation": 0.9}  # and 9 seconds more
     rows.append({"step": 100, "time": 101.0, "time/communication": 0.5})
     _, data = page_of([write_run(tmp_path / "run", rows)], tmp_path)
-    assert data["runs"][0]["shares"] == {"optimizer": pytest.approx(10 / 19, abs=1e-4), "evaluation": 0.47368}
+    assert data["runs"][0]["shares"] == {
+        "optimizer": pytest.approx(10 / 19, abs=1e-4),
+        "evaluation": 0.47368,
+    }
 
 
 def test_no_name_value_or_setting_can_become_html(tmp_path: Path):
@@ -97,12 +121,16 @@ def test_hours_leave_out_the_pauses_between_starts(tmp_path: Path):
 
 def test_runs_of_the_same_name_with_other_settings_and_metrics_stand_side_by_side(tmp_path: Path):
     first = write_run(tmp_path / "a" / "run", training(range(1, 100)))
-    second = write_run(tmp_path / "b" / "run", training(range(1, 5), **{"train/nsp_loss": 0.7}), lr="0.002")
+    second = write_run(
+        tmp_path / "b" / "run", training(range(1, 5), **{"train/nsp_loss": 0.7}), lr="0.002"
+    )
     waiting = write_run(tmp_path / "c" / "run", [])
     (tmp_path / "c" / "run" / "metrics.jsonl").unlink()
     _, data = page_of([first, second, waiting], tmp_path)
     assert [run["name"] for run in data["runs"]] == ["a/run", "b/run", "c/run"]
-    assert [setting["key"] for setting in data["settings"] if setting["differs"]] == ["optimizer.lr"]
+    assert [setting["key"] for setting in data["settings"] if setting["differs"]] == [
+        "optimizer.lr"
+    ]
     assert data["runs"][1]["series"].keys() - data["runs"][0]["series"].keys() == {"train/nsp_loss"}
     assert data["runs"][2]["series"] == {}
 

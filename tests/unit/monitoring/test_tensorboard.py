@@ -40,7 +40,9 @@ for tracker in trackers:
 def run_steps(folder: Path, first: int, last: int, end: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     arguments = [sys.executable, "-c", CHILD, str(folder), str(first), str(last), end]
-    assert subprocess.run(arguments, env=environment).returncode == (-signal.SIGKILL if end == "kill" else 0)
+    assert subprocess.run(arguments, env=environment).returncode == (
+        -signal.SIGKILL if end == "kill" else 0
+    )
 
 
 def test_no_step_is_doubled_or_missing_after_kills_and_resumes(tmp_path: Path):
@@ -55,15 +57,25 @@ def test_no_step_is_doubled_or_missing_after_kills_and_resumes(tmp_path: Path):
     assert [event.value for event in loss] == pytest.approx([1 / step for step in range(1, 15)])
     assert [event.step for event in events.Scalars("heldout/loss")] == [5, 10]
     assert len(events.Scalars("train/lr")) == 14
-    times = {row["step"]: row["time"] for row in read_rows(tmp_path / "metrics.jsonl") if "train/loss" in row}
-    assert [event.wall_time for event in loss[:6]] == pytest.approx([times[step] for step in range(1, 7)], abs=0.01)
+    times = {
+        row["step"]: row["time"]
+        for row in read_rows(tmp_path / "metrics.jsonl")
+        if "train/loss" in row
+    }
+    assert [event.wall_time for event in loss[:6]] == pytest.approx(
+        [times[step] for step in range(1, 7)], abs=0.01
+    )
     assert "seed: 7" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
-    (file,) = (tmp_path / "tensorboard").iterdir()  # readers that purge nothing see nothing twice either
+    (file,) = (
+        tmp_path / "tensorboard"
+    ).iterdir()  # readers that purge nothing see nothing twice either
     steps = [event.step for event in EventFileLoader(str(file)).Load() if event.summary.value]
     assert len(steps) == 1 + 14 + 2
 
 
-def test_a_disk_that_fails_is_reported_once_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_disk_that_fails_is_reported_once_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     caplog.set_level(logging.WARNING)
     (tmp_path / "tensorboard").write_text("a file where the folder should be")
     JsonlTracker(tmp_path / "metrics.jsonl").close()
@@ -74,7 +86,9 @@ def test_a_disk_that_fails_is_reported_once_and_training_goes_on(tmp_path: Path,
     assert ["Training goes on" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_without_the_package_the_extra_to_install_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_the_package_the_extra_to_install_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     with pytest.raises(MissingExtra, match=r"samestep\[tensorboard\]"):
         tracking.Config().build(tmp_path, {})

@@ -9,7 +9,9 @@ from trainer.monitoring.throughput import Throughput
 
 def test_rates_are_of_the_window_and_the_time_left_is_from_the_mean():
     # A step up to 200 is 1,000 tokens of 6e9 FLOPs; later ones, of another phase, are twice the work.
-    throughput = Throughput(100, 300, flops_until=lambda step: 6e12 * (step + max(0, step - 200)), peak_flops=1e14)
+    throughput = Throughput(
+        100, 300, flops_until=lambda step: 6e12 * (step + max(0, step - 200)), peak_flops=1e14
+    )
     throughput.measure(110, 10_000, 10_000, {"forward_backward": 10.0})
     seconds = {"data_wait": 0.5, "forward_backward": 1.5, "evaluation": 2.0}
     assert throughput.measure(120, 10_000, 7_500, seconds) == pytest.approx(
@@ -29,7 +31,9 @@ def test_rates_are_of_the_window_and_the_time_left_is_from_the_mean():
 
 
 def test_of_narrower_batches_the_share_of_their_cells_counts():
-    throughput = Throughput(0, 10, flops_until=lambda step: 8e12 * step, peak_flops=1e14, cells_until=lambda n: 100 * n)
+    throughput = Throughput(
+        0, 10, flops_until=lambda step: 8e12 * step, peak_flops=1e14, cells_until=lambda n: 100 * n
+    )
     rates = throughput.measure(2, 50, 40, {"forward_backward": 1.0})
     assert rates["perf/mfu"] == pytest.approx(0.16 * 50 / 200)
     assert rates["perf/tokens_per_second"] == 50

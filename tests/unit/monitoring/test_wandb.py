@@ -67,11 +67,15 @@ for tracker in trackers:
 """
 
 
-def run_steps(folder: Path, mode: str, first: int, last: int, kill_when: Callable[[], object] | None = None) -> None:
+def run_steps(
+    folder: Path, mode: str, first: int, last: int, kill_when: Callable[[], object] | None = None
+) -> None:
     """Trains from step `first` to `last` in a process, and kills it when all is logged and `kill_when` holds."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     arguments = [str(folder), mode, str(first), str(last), "wait" if kill_when else "close"]
-    child = subprocess.Popen([sys.executable, "-c", CHILD, *arguments], env=environment, stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, *arguments], env=environment, stdout=subprocess.PIPE
+    )
     assert child.stdout is not None
     with child.stdout:
         assert child.stdout.readline() == b"logged\n"
@@ -86,20 +90,28 @@ def check_history(rows: list[dict[str, Any]], folder: Path, last: int) -> None:
     times = {row["step"]: row["time"] for row in read_rows(folder / "metrics.jsonl")}
     assert [row["_step"] for row in rows] == list(range(1, last + 1))
     assert [row["train/loss"] for row in rows] == [1 / step for step in range(1, last + 1)]
-    assert [row.get("heldout/loss") for row in rows] == [None if s % 5 else 2 / s for s in range(1, last + 1)]
+    assert [row.get("heldout/loss") for row in rows] == [
+        None if s % 5 else 2 / s for s in range(1, last + 1)
+    ]
     assert times[1] - 0.001 <= rows[0]["_timestamp"] <= times[2] + 0.001
 
 
 def test_offline_no_step_is_doubled_or_missing_after_kills_and_resumes(tmp_path: Path):
     run_steps(tmp_path, "offline", 1, 10, kill_when=lambda: offline_rows(tmp_path))
-    run_steps(tmp_path, "offline", 7, 12, kill_when=lambda: True)  # the newest checkpoint was of step 6
+    run_steps(
+        tmp_path, "offline", 7, 12, kill_when=lambda: True
+    )  # the newest checkpoint was of step 6
     run_id = json.loads((tmp_path / "wandb_run.json").read_text())["id"]
     run_steps(tmp_path, "offline", 9, 14)
     assert ended(tmp_path) == [0]
     rows = offline_rows(tmp_path)
     check_history(rows, tmp_path, 14)
-    assert rows[0]["_timestamp"] == pytest.approx(next(read_rows(tmp_path / "metrics.jsonl"))["time"], abs=0.01)
-    assert [path.name.rsplit("-", 1)[1] for path in tmp_path.glob("wandb/offline-run-*")] == [run_id]
+    assert rows[0]["_timestamp"] == pytest.approx(
+        next(read_rows(tmp_path / "metrics.jsonl"))["time"], abs=0.01
+    )
+    assert [path.name.rsplit("-", 1)[1] for path in tmp_path.glob("wandb/offline-run-*")] == [
+        run_id
+    ]
 
 
 class FakeServer(QuietServer):
@@ -118,12 +130,25 @@ class FakeServer(QuietServer):
 
     def answer(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
         project = {"id": "p", "name": "p", "entity": {"id": "e", "name": "e"}}
-        run = {"id": "r", "name": variables.get("name"), "displayName": "r", "project": project, "config": "{}"}
+        run = {
+            "id": "r",
+            "name": variables.get("name"),
+            "displayName": "r",
+            "project": project,
+            "config": "{}",
+        }
         if "RunResumeStatus" in query:
             last = self.lines[max(self.lines)] if self.lines else "{}"
             counts = {"historyLineCount": len(self.lines), "logLineCount": 0, "eventsLineCount": 0}
-            tails = {"historyTail": json.dumps([last]), "eventsTail": "[]", "summaryMetrics": last, "wandbConfig": "{}"}
-            return {"model": {**project, "bucket": {**run, **counts, **tails}} if self.lines else None}
+            tails = {
+                "historyTail": json.dumps([last]),
+                "eventsTail": "[]",
+                "summaryMetrics": last,
+                "wandbConfig": "{}",
+            }
+            return {
+                "model": {**project, "bucket": {**run, **counts, **tails}} if self.lines else None
+            }
         if "upsertBucket" in query:
             return {"upsertBucket": {"bucket": run, "inserted": not self.lines}}
         if "notifyScriptableRunAlert" in query:
@@ -171,7 +196,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
         server.shutdown()
 
 
-def test_online_no_step_is_doubled_or_missing_after_kills_and_resumes(tmp_path: Path, server: FakeServer):
+def test_online_no_step_is_doubled_or_missing_after_kills_and_resumes(
+    tmp_path: Path, server: FakeServer
+):
     run_steps(tmp_path, "online", 1, 10, kill_when=lambda: len(server.lines) > 7)
     run_steps(tmp_path, "online", 7, 14)  # the server is ahead of the checkpoint
     check_history(server.rows, tmp_path, 14)
@@ -194,7 +221,11 @@ class FakeRun:
 @pytest.mark.parametrize(
     ("held", "checkpoint", "sent"),
     [
-        (10, 6, [11, 12]),  # the server is ahead of the checkpoint: repeated steps are not sent again
+        (
+            10,
+            6,
+            [11, 12],
+        ),  # the server is ahead of the checkpoint: repeated steps are not sent again
         (4, 6, [5, 6, 7, 8, 9, 10, 11, 12]),  # it lost rows: they are sent from metrics.jsonl
         (0, 6, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]),  # it has never heard of the run
     ],
@@ -215,7 +246,14 @@ def test_online_the_server_gets_what_it_lacks_and_nothing_twice(
     for step in range(checkpoint + 1, 13):
         tracker.log(step, {"train/loss": 1 / step})
     assert run.steps == sent
-    wanted = {"mode": "online", "resume": "allow", "entity": "e", "group": "g", "tags": ("a",), "name": tmp_path.name}
+    wanted = {
+        "mode": "online",
+        "resume": "allow",
+        "entity": "e",
+        "group": "g",
+        "tags": ("a",),
+        "name": tmp_path.name,
+    }
     assert requested.items() >= wanted.items()
     assert requested["config"] == {"seed": 1}
 
@@ -259,7 +297,10 @@ tracker.alert("ERROR", "The run has failed", "why")
 tracker.log(2, {"train/loss": 1.0})
 exec(last_step)
 """
-ALERTS = [("WARN", "A step was skipped", "https://host/data.tar is odd"), ("ERROR", "The run has failed", "why")]
+ALERTS = [
+    ("WARN", "A step was skipped", "https://host/data.tar is odd"),
+    ("ERROR", "The run has failed", "why"),
+]
 
 
 def fail(folder: Path, mode: str, last_step: str, before: str = "") -> None:
@@ -270,7 +311,9 @@ def fail(folder: Path, mode: str, last_step: str, before: str = "") -> None:
     assert subprocess.run(arguments, env=environment, timeout=100).returncode == 1
 
 
-def test_an_alert_says_no_secrets_and_an_error_is_written_though_the_process_ends_at_once(tmp_path: Path):
+def test_an_alert_says_no_secrets_and_an_error_is_written_though_the_process_ends_at_once(
+    tmp_path: Path,
+):
     """As it does under a launcher."""
     fail(tmp_path, "offline", "os._exit(1)")
     assert ended(tmp_path) == [1]
@@ -284,7 +327,9 @@ def test_alerts_reach_the_server(tmp_path: Path, server: FakeServer):
     assert [(alert["severity"], alert["title"], alert["text"]) for alert in server.alerts] == ALERTS
 
 
-def test_a_server_that_falls_silent_at_an_alert_does_not_keep_the_process(tmp_path: Path, server: FakeServer):
+def test_a_server_that_falls_silent_at_an_alert_does_not_keep_the_process(
+    tmp_path: Path, server: FakeServer
+):
     """Left to itself, W&B would try again for many minutes, and the end of Python waits for W&B."""
     server.silent_at_alerts = True
     shorter = "tracking.FINISH_SECONDS, tracking._REQUEST_SECONDS, tracking._REQUEST_RETRIES = 3.0, 1.0, 1"
@@ -346,7 +391,9 @@ def test_a_trial_of_a_sweep_takes_the_id_of_its_agent_and_no_folder_of_another_r
     assert [file.name for file in other.iterdir()] == ["starts.jsonl"]
 
 
-def test_committed_checkpoints_become_artifacts_whose_files_are_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_committed_checkpoints_become_artifacts_whose_files_are_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staging"))
     committed: list[str] = []
     config = tracking.Config(mode="offline", log_checkpoints=True)
@@ -365,11 +412,17 @@ def test_committed_checkpoints_become_artifacts_whose_files_are_theirs(tmp_path:
     run_id = json.loads((tmp_path / "wandb_run.json").read_text())["id"]
     artifacts = list(offline_records(tmp_path, "artifact"))
     assert {artifact.name for artifact in artifacts} == {f"checkpoint-{run_id}"}
-    assert [set(artifact.aliases) for artifact in artifacts] == [{f"step-{step}", "latest"} for step in (1, 2, 3, 5)]
+    assert [set(artifact.aliases) for artifact in artifacts] == [
+        {f"step-{step}", "latest"} for step in (1, 2, 3, 5)
+    ]
     for step, artifact in enumerate(artifacts[:3], start=1):
-        staged = {entry.path: Path(entry.local_path).read_bytes() for entry in artifact.manifest.contents}
+        staged = {
+            entry.path: Path(entry.local_path).read_bytes() for entry in artifact.manifest.contents
+        }
         assert staged == {"rank-00000.safetensors": bytes([step]) * 1000, "meta.json": b"{}"}
-    assert [entry.ref for entry in artifacts[3].manifest.contents] == ["s3://bucket/run/step-00000005"]
+    assert [entry.ref for entry in artifacts[3].manifest.contents] == [
+        "s3://bucket/run/step-00000005"
+    ]
     assert len(offline_rows(tmp_path)) == 3  # the one that failed has stopped nothing
 
 
@@ -382,7 +435,9 @@ def test_rows_that_follow_each_other_closely_do_not_list_the_checkpoints_each_ti
     assert len(listed) == 2  # with the first row, and at the end
 
 
-def test_artifacts_that_fail_or_hang_do_not_hold_up_the_end_of_a_run(caplog: pytest.LogCaptureFixture):
+def test_artifacts_that_fail_or_hang_do_not_hold_up_the_end_of_a_run(
+    caplog: pytest.LogCaptureFixture,
+):
     CheckpointArtifacts(wandb, None, lambda: 1 / 0).close(10)
     assert "cannot be listed for artifacts: division by zero" in caplog.text
     release, began = threading.Event(), time.monotonic()
@@ -390,11 +445,15 @@ def test_artifacts_that_fail_or_hang_do_not_hold_up_the_end_of_a_run(caplog: pyt
     artifacts.look()
     artifacts.close(0.1)
     assert time.monotonic() - began < 30
-    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "wandb-artifacts")
+    assert all(
+        thread.daemon for thread in threading.enumerate() if thread.name == "wandb-artifacts"
+    )
     release.set()
 
 
-def test_disabled_needs_no_package_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_disabled_needs_no_package_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(sys.modules, "wandb", None)
     tracker = tracking.Config(mode="disabled").build(tmp_path, {}, list, {})
     tracker.log(1, {"train/loss": 1.0})

@@ -37,7 +37,9 @@ def _examples(isolated: bool) -> Examples:
         (False, [(CLS, 10), (10, 11), (11, 12), (12, SEP), (SEP, 13), (13, 14), (14, SEP)]),
     ],
 )
-def test_each_token_predicts_the_next_one_of_its_sequence(isolated: bool, pairs: list[tuple[int, int]]) -> None:
+def test_each_token_predicts_the_next_one_of_its_sequence(
+    isolated: bool, pairs: list[tuple[int, int]]
+) -> None:
     batch = Config().build(VOCABULARY).collate(_examples(isolated), 12)
     used = batch["weights"] > 0
     inputs = np.take_along_axis(batch["tokens"], batch["predicted"], axis=1)
@@ -70,10 +72,13 @@ def test_all_tokens_are_predicted_once_and_no_end_where_a_text_goes_on(policy: s
 
 def test_no_prediction_sees_what_it_predicts() -> None:
     """Changing a token changes no logits before it, and some at and after it; so the loss cannot leak."""
-    config = bert.Config(vocab_size=50, layers=2, width=16, heads=2, ffn_width=32, max_positions=12, causal=True)
+    config = bert.Config(
+        vocab_size=50, layers=2, width=16, heads=2, ffn_width=32, max_positions=12, causal=True
+    )
     model = config.build().eval()
     batch = {
-        name: torch.from_numpy(array) for name, array in Config().build(VOCABULARY).collate(_examples(True), 12).items()
+        name: torch.from_numpy(array)
+        for name, array in Config().build(VOCABULARY).collate(_examples(True), 12).items()
     }
     rows = {name: batch[name] for name in ("tokens", "segments", "positions")}
     before = predict(model, **rows)

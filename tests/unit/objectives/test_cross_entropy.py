@@ -10,7 +10,9 @@ LABELS = torch.arange(40) * 7 % 1000
 
 def scored(logits: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropies, hits, and the gradient of a weighted sum with respect to `logits`, a leaf."""
-    nll, _, correct = cross_entropy_(logits * 1, LABELS)  # of a copy, as a leaf must not be overwritten
+    nll, _, correct = cross_entropy_(
+        logits * 1, LABELS
+    )  # of a copy, as a leaf must not be overwritten
     (nll * weights).sum().backward()
     return nll, correct, logits.grad
 
@@ -38,7 +40,9 @@ def test_log_z_and_its_share_of_the_gradient_equal_torchs(scale: float):
     nll, log_z, _ = cross_entropy_(ours * 1, LABELS)
     (nll * weights + 1e-2 * log_z.square()).sum().backward()
     expected = reference.logsumexp(-1)
-    (F.cross_entropy(reference, LABELS, reduction="none") * weights + 1e-2 * expected.square()).sum().backward()
+    (
+        F.cross_entropy(reference, LABELS, reduction="none") * weights + 1e-2 * expected.square()
+    ).sum().backward()
     torch.testing.assert_close(log_z, expected)
     torch.testing.assert_close(ours.grad, reference.grad, rtol=1e-5, atol=1e-7)
 

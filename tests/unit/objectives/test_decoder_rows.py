@@ -18,7 +18,13 @@ from tests.unit.objectives.test_task_objectives import make, predictions
 from trainer.errors import ConfigError
 from trainer.examples import TaskRow, Vocabulary
 from trainer.models import Inputs, Outputs, bert, gpt2, roberta, t5
-from trainer.objectives import classification, multiple_choice, question_answering, regression, tagging
+from trainer.objectives import (
+    classification,
+    multiple_choice,
+    question_answering,
+    regression,
+    tagging,
+)
 from trainer.optim import adamw
 from trainer.training.compatibility import check_compatibility
 from trainer.training.experiment import Experiment
@@ -26,12 +32,19 @@ from trainer.training.settings import Config as TrainingConfig
 
 PAD, END, BEGIN = 0, 1, 2
 T5 = Vocabulary(100, PAD, None, END, None, (PAD, END), eos=END, sentinels=(98, 99))
-GPT2 = Vocabulary(100, None, 99, 99, None, (99,), eos=99)  # <|endoftext|> begins and ends texts, and is padding
-GPT1 = Vocabulary(100, PAD, BEGIN, END, None, (PAD, END, BEGIN), eos=END)  # or SentencePiece with a token to begin with
+GPT2 = Vocabulary(
+    100, None, 99, 99, None, (99,), eos=99
+)  # <|endoftext|> begins and ends texts, and is padding
+GPT1 = Vocabulary(
+    100, PAD, BEGIN, END, None, (PAD, END, BEGIN), eos=END
+)  # or SentencePiece with a token to begin with
 ROBERTA = Vocabulary(100, PAD, BEGIN, END, 3, (PAD, END, BEGIN, 3), eos=END, between=2)
 
 # A pair, a single text, and three texts; first without, then with a token before them.
-PAIRS_ALONE = make([[(0, [10, 11]), (3, [20, 21])], [(0, [12])], [(0, [13]), (2, [23]), (4, [33])]], [[1], [0], [2]])
+PAIRS_ALONE = make(
+    [[(0, [10, 11]), (3, [20, 21])], [(0, [12])], [(0, [13]), (2, [23]), (4, [33])]],
+    [[1], [0], [2]],
+)
 PAIRS = dataclasses.replace(PAIRS_ALONE, column=PAIRS_ALONE.column + 1)
 
 
@@ -54,11 +67,14 @@ def test_each_text_is_ended(vocabulary: Vocabulary) -> None:
     assert batch["predicted"].dtype == np.int64
     assert "token_types" not in batch
     assert np.array_equal(
-        regression.Config().build(vocabulary).collate(PAIRS_ALONE, 8)["predicted"], batch["predicted"]
+        regression.Config().build(vocabulary).collate(PAIRS_ALONE, 8)["predicted"],
+        batch["predicted"],
     )
 
 
-@pytest.mark.parametrize(("vocabulary", "reads"), [(GPT1, None), (ROBERTA, "last")], ids=["gpt1", "gpt with <mask>"])
+@pytest.mark.parametrize(
+    ("vocabulary", "reads"), [(GPT1, None), (ROBERTA, "last")], ids=["gpt1", "gpt with <mask>"]
+)
 def test_a_token_that_begins_texts_comes_before_them(vocabulary: Vocabulary, reads: Any) -> None:
     """And one delimiter is between two texts, whatever the tokenizer is made for."""
     objective = classification.Config(reads=reads).build(vocabulary)
@@ -84,13 +100,18 @@ def test_rows_without_any_text() -> None:
     batch = classification.Config().build(T5).collate(make([[]], [[1]]), 5)
     assert (batch["tokens"].tolist(), batch["predicted"].tolist()) == ([[END, *[PAD] * 4]], [[0]])
     batch = classification.Config().build(GPT1).collate(make([[]], [[1]]), 5)
-    assert (batch["tokens"].tolist(), batch["predicted"].tolist()) == ([[BEGIN, END, *[PAD] * 3]], [[1]])
+    assert (batch["tokens"].tolist(), batch["predicted"].tolist()) == (
+        [[BEGIN, END, *[PAD] * 3]],
+        [[1]],
+    )
 
 
 def test_each_choice_is_read_at_its_own_end() -> None:
     choices = make([[(0, [10, 11]), (3, [20]), (8, [10, 11]), (11, [21, 22])]], [[1]])
     batch = multiple_choice.Config(choices=2).build(T5).collate(choices, 8)
-    assert batch["tokens"].tolist() == [[10, 11, END, 20, END, *[PAD] * 3, 10, 11, END, 21, 22, END, PAD, PAD]]
+    assert batch["tokens"].tolist() == [
+        [10, 11, END, 20, END, *[PAD] * 3, 10, 11, END, 21, 22, END, PAD, PAD]
+    ]
     assert batch["predicted"].tolist() == [[4, 5]]
 
 
@@ -100,7 +121,9 @@ def test_tags_are_those_of_the_tokens() -> None:
     assert batch["labels"].tolist() == [[0, -1, 3, -1, -1, -1]]
 
 
-QA = question_answering.Config(stride=2, question_length=2, answer_length=3, impossible=True, threshold=0.0)
+QA = question_answering.Config(
+    stride=2, question_length=2, answer_length=3, impossible=True, threshold=0.0
+)
 
 
 def test_the_last_cell_stands_for_no_answer() -> None:
@@ -118,9 +141,9 @@ def test_the_last_cell_stands_for_no_answer() -> None:
     row = TaskRow(("q q", "a b c d"), answers=("d",), offsets=((0, 1), (2, 3), (4, 5), (6, 7)))
     outputs = np.zeros((2, 8, 2))
     outputs[0, 6], outputs[1, 5], outputs[1, 4] = 3.0, 2.0, 2.5  # no answer, no answer, "d"
-    found = objective.answers(predictions(outputs, [row], document=[0, 0], begin=[2, 4], column=[3, 3], length=[3, 2]))[
-        0
-    ]
+    found = objective.answers(
+        predictions(outputs, [row], document=[0, 0], begin=[2, 4], column=[3, 3], length=[3, 2])
+    )[0]
     assert (found.text, found.no_answer, found.doubt) == ("d", 4.0, -1.0)
 
 
@@ -138,7 +161,9 @@ def test_the_tokens_of_examples_that_count_are_predicted_too() -> None:
 class Stub(of_bert.Stub):
     def __init__(self) -> None:
         super().__init__(3)
-        self.of_tokens = torch.nn.Parameter(torch.randn(100, 100, generator=torch.Generator().manual_seed(1)))
+        self.of_tokens = torch.nn.Parameter(
+            torch.randn(100, 100, generator=torch.Generator().manual_seed(1))
+        )
 
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
         assert outputs == {"classification", "next_tokens"}
@@ -153,14 +178,19 @@ def test_the_auxiliary_losses_of_micro_batches_add_up() -> None:
     loss = objective.loss(model, whole, totals)
     loss.total.backward()
     gradient, model.of_tokens.grad = model.of_tokens.grad, None
-    parts = [of_bert.as_tensors(objective.collate(of_bert.only(PAIRS_ALONE, rows), 8)) for rows in ([2], [0, 1])]
+    parts = [
+        of_bert.as_tensors(objective.collate(of_bert.only(PAIRS_ALONE, rows), 8))
+        for rows in ([2], [0, 1])
+    ]
     losses = [objective.loss(model, part, totals) for part in parts]
     sum(part.total for part in losses).backward()
     torch.testing.assert_close(model.of_tokens.grad, gradient)
     for name, (total, weight) in loss.metrics.items():
         torch.testing.assert_close(sum(part.metrics[name][0] for part in losses), total)
         torch.testing.assert_close(sum(part.metrics[name][1] for part in losses), weight)
-    torch.testing.assert_close(loss.metrics["loss"][0] / loss.metrics["loss"][1], loss.total.detach())
+    torch.testing.assert_close(
+        loss.metrics["loss"][0] / loss.metrics["loss"][1], loss.total.detach()
+    )
 
 
 CLASSES: dict[str, Any] = {"head": "classification", "labels": ("a", "b")}
@@ -170,7 +200,12 @@ CLASSES: dict[str, Any] = {"head": "classification", "labels": ("a", "b")}
     ("model", "config", "vocabulary", "message"),
     [
         (bert.Config(**CLASSES), {}, ROBERTA, None),
-        (roberta.Config(**CLASSES), {"reads": "last"}, ROBERTA, "needs last_position, .* set objective.reads=first"),
+        (
+            roberta.Config(**CLASSES),
+            {"reads": "last"},
+            ROBERTA,
+            "needs last_position, .* set objective.reads=first",
+        ),
         (gpt2.Config(**CLASSES), {}, GPT2, None),
         (
             gpt2.Config(**CLASSES),
@@ -193,7 +228,12 @@ CLASSES: dict[str, Any] = {"head": "classification", "labels": ("a", "b")}
             ROBERTA,
             "next_tokens, and the model, bert, .*; set objective.lm_weight=0",
         ),
-        (t5.Config(**CLASSES), {}, dataclasses.replace(T5, pad=3), "begins with the token of padding, of id 0"),
+        (
+            t5.Config(**CLASSES),
+            {},
+            dataclasses.replace(T5, pad=3),
+            "begins with the token of padding, of id 0",
+        ),
     ],
 )
 def test_models_that_read_other_cells_are_refused(
@@ -210,7 +250,9 @@ def test_models_that_read_other_cells_are_refused(
     with torch.device("meta"):
         built = experiment.build_model()
     task = SimpleNamespace(task=TaskLabels("classification", ("a", "b")))
-    dataset: Any = SimpleNamespace(name="rows", manifest=task, tokenizer=SimpleNamespace(vocabulary=vocabulary))
+    dataset: Any = SimpleNamespace(
+        name="rows", manifest=task, tokenizer=SimpleNamespace(vocabulary=vocabulary)
+    )
     objective = experiment.objective.build(vocabulary)
     if message is None:
         check_compatibility(experiment, dataset, objective, built)
@@ -223,9 +265,17 @@ def test_models_that_read_other_cells_are_refused(
     ("make_config", "message"),
     [
         (lambda: classification.Config(lm_weight=-1.0), "lm_weight is -1.0; use 0"),
-        (lambda: classification.Config(lm_weight=0.5, reads="first"), "lm_weight is 0.5 and reads is first"),
+        (
+            lambda: classification.Config(lm_weight=0.5, reads="first"),
+            "lm_weight is 0.5 and reads is first",
+        ),
         (lambda: classification.Config(reads="first").build(T5), r"has no \[CLS\]"),
-        (lambda: classification.Config(reads="last").build(Vocabulary(9, 0, None, None, None, ())), r"has no \[CLS\]"),
+        (
+            lambda: classification.Config(reads="last").build(
+                Vocabulary(9, 0, None, None, None, ())
+            ),
+            r"has no \[CLS\]",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(make_config: Any, message: str) -> None:

@@ -32,7 +32,9 @@ def student(layers: int = 1, seed: int = 1, **settings: Any) -> nn.Module:
     model = config.build()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(model.initial_values(name, 0, parameter.numel(), seed).view_as(parameter))
+            parameter.copy_(
+                model.initial_values(name, 0, parameter.numel(), seed).view_as(parameter)
+            )
     return model
 
 
@@ -44,7 +46,9 @@ def build(of: Any, teacher: nn.Module, **settings: Any) -> Objective:
 
 def texts() -> Examples:
     """Five rows, the last of which only pads the batch."""
-    examples, _ = pack([9, 17, 4, 22, 12], mlm.Config().build(VOCABULARY).pack_spec(LENGTH), "padded")
+    examples, _ = pack(
+        [9, 17, 4, 22, 12], mlm.Config().build(VOCABULARY).pack_spec(LENGTH), "padded"
+    )
     return dataclasses.replace(examples, weight=np.array([1, 1, 1, 1, 0], dtype=np.float32))
 
 
@@ -68,7 +72,14 @@ def test_the_loss_is_that_of_the_papers(cells: str) -> None:
     """With the weights of DistilBERT, written out cell by cell."""
     model, teacher, temperature = student(), student(2, seed=2), 2.0
     objective = build(
-        mlm.Config(), teacher, temperature=temperature, soft=5.0, hard=2.0, mse=0.01, cosine=1.0, cells=cells
+        mlm.Config(),
+        teacher,
+        temperature=temperature,
+        soft=5.0,
+        hard=2.0,
+        mse=0.01,
+        cosine=1.0,
+        cells=cells,
     )
     batch = batch_of(objective, texts())
     loss = objective.loss(model, batch, totals_of(objective, batch))
@@ -90,7 +101,9 @@ def test_the_loss_is_that_of_the_papers(cells: str) -> None:
             a, b = own_states[row, cell].double(), taught_states[row, cell].double()
             terms["cosine"].append(float(1 - a @ b / (a.norm() * b.norm())))
         for number, cell in enumerate(predicted):
-            terms["hard"].append(-math.log(float(softmax(own[row, cell], 1.0)[batch["labels"][row, number]])))
+            terms["hard"].append(
+                -math.log(float(softmax(own[row, cell], 1.0)[batch["labels"][row, number]]))
+            )
     means = {name: sum(values) / len(values) for name, values in terms.items()}
     expected = 5 * means["soft"] + 2 * means["hard"] + 0.01 * means["mse"] + means["cosine"]
     assert loss.total.item() == pytest.approx(expected, rel=1e-5)
@@ -101,7 +114,9 @@ def test_the_loss_is_that_of_the_papers(cells: str) -> None:
     assert 0 <= found["agreement"] <= 1
     assert "accuracy" in found
     loss.total.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    assert all(
+        parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad
+    )
     assert all(parameter.grad is None for parameter in teacher.parameters())
 
 
@@ -128,16 +143,24 @@ def test_the_losses_of_micro_batches_add_up(settings: dict[str, Any]) -> None:
         for loss in losses:
             loss.total.backward()
         names = losses[0].metrics
-        metrics = {name: torch.stack([torch.stack(each.metrics[name]) for each in losses]).sum(0) for name in names}
+        metrics = {
+            name: torch.stack([torch.stack(each.metrics[name]) for each in losses]).sum(0)
+            for name in names
+        }
         return (
             sum(float(loss.total) for loss in losses),
             [parameter.grad.clone() for parameter in model.parameters()],
             metrics,
         )
 
-    (whole, gradients, metrics), (cut, cut_gradients, cut_metrics) = run([slice(0, 4)]), run([slice(0, 1), slice(1, 5)])
+    (whole, gradients, metrics), (cut, cut_gradients, cut_metrics) = (
+        run([slice(0, 4)]),
+        run([slice(0, 1), slice(1, 5)]),
+    )
     assert whole == pytest.approx(cut, rel=1e-6)
-    largest = max(float(each.abs().max()) for each in gradients)  # a sum of large terms is no better than they are
+    largest = max(
+        float(each.abs().max()) for each in gradients
+    )  # a sum of large terms is no better than they are
     torch.testing.assert_close(cut_gradients, gradients, rtol=1e-4, atol=1e-6 * max(1.0, largest))
     torch.testing.assert_close(cut_metrics, metrics, rtol=1e-5, atol=1e-5)
     total, weight = metrics["loss"]
@@ -147,7 +170,9 @@ def test_the_losses_of_micro_batches_add_up(settings: dict[str, Any]) -> None:
 def test_a_student_that_equals_its_teacher_has_nothing_to_learn() -> None:
     """Whatever the dropout of the teacher's own training."""
     model = student(2, seed=2)
-    teacher = bert.Config(**{**vars(model.config), "dropout": 0.5, "attention_dropout": 0.5}).build()
+    teacher = bert.Config(
+        **{**vars(model.config), "dropout": 0.5, "attention_dropout": 0.5}
+    ).build()
     teacher.load_state_dict(model.state_dict())
     objective = build(mlm.Config(), teacher, soft=1.0, mse=1.0, cosine=1.0)
     batch = batch_of(objective, texts()) | {"dropout_key": torch.arange(5, dtype=torch.int32)}
@@ -159,7 +184,10 @@ def test_a_student_that_equals_its_teacher_has_nothing_to_learn() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"of": "mlm_nsp"}, "of is mlm_nsp, whose predictions cannot be compared; use one of: causal_lm"),
+        (
+            {"of": "mlm_nsp"},
+            "of is mlm_nsp, whose predictions cannot be compared; use one of: causal_lm",
+        ),
         ({"of": {"kind": "distillation", "teacher": "b", "of": "mlm"}}, "of is distillation"),
         ({"of": "regression"}, "set soft to 0, and mse to 1"),
         ({"of": "mlm", "soft": 0}, "nothing the teacher predicts is learnt; set soft to 1"),
@@ -177,7 +205,10 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], messa
 def test_scores_and_layout_are_the_inner_objectives_and_need_no_teacher() -> None:
     for of in (classification.Config(), regression.Config()):
         soft = 0.0 if isinstance(of, regression.Config) else 1.0
-        objective, own = distillation.Config("a", of, soft=soft, mse=1.0).build(VOCABULARY), of.build(VOCABULARY)
+        objective, own = (
+            distillation.Config("a", of, soft=soft, mse=1.0).build(VOCABULARY),
+            of.build(VOCABULARY),
+        )
         assert objective.pack_spec(LENGTH) == own.pack_spec(LENGTH)
         assert (objective.needs, objective.predicts) == (own.needs, own.predicts)
         assert hasattr(objective, "scores")

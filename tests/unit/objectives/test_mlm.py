@@ -17,10 +17,14 @@ from trainer.models import Inputs, Outputs
 from trainer.objectives.mlm import Config
 
 PAD, CLS, SEP, MASK = 0, 1, 2, 3
-VOCABULARY = Vocabulary(size=1000, pad=PAD, cls=CLS, sep=SEP, mask=MASK, special=(PAD, CLS, SEP, MASK, 999))
+VOCABULARY = Vocabulary(
+    size=1000, pad=PAD, cls=CLS, sep=SEP, mask=MASK, special=(PAD, CLS, SEP, MASK, 999)
+)
 
 
-def make_examples(rows: list[list[list[int]]], isolated: bool, keys: list[int] | None = None) -> Examples:
+def make_examples(
+    rows: list[list[list[int]]], isolated: bool, keys: list[int] | None = None
+) -> Examples:
     """Rows of pieces of tokens, packed without gaps."""
     tokens, row, column, length = [], [], [], []
     for number, pieces in enumerate(rows):
@@ -33,7 +37,9 @@ def make_examples(rows: list[list[list[int]]], isolated: bool, keys: list[int] |
             cell += len(piece) + (2 if isolated else 1)
     as_int = [np.array(values, dtype=np.int64) for values in (row, column, length)]
     key = np.array(range(len(rows)) if keys is None else keys, dtype=np.uint64)
-    return Examples(np.array(tokens, np.int32), *as_int, mix(key), np.ones(len(rows), np.float32), isolated)
+    return Examples(
+        np.array(tokens, np.int32), *as_int, mix(key), np.ones(len(rows), np.float32), isolated
+    )
 
 
 def random_examples(batch: int, width: int, isolated: bool, seed: int = 0) -> Examples:
@@ -58,15 +64,27 @@ def unmask(batch: dict[str, np.ndarray]) -> np.ndarray:
 def test_isolated_rows_hold_sequences_with_their_own_specials_and_positions():
     examples = make_examples([[[10, 11, 12], [20]], [[30, 31]]], isolated=True)
     batch = Config().build(VOCABULARY).collate(examples, 10)
-    assert unmask(batch).tolist() == [[CLS, 10, 11, 12, SEP, CLS, 20, SEP, 0, 0], [CLS, 30, 31, SEP, 0, 0, 0, 0, 0, 0]]
-    assert batch["segments"].tolist() == [[1, 1, 1, 1, 1, 2, 2, 2, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]]
-    assert batch["positions"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 0, 0], [0, 1, 2, 3, 0, 0, 0, 0, 0, 0]]
+    assert unmask(batch).tolist() == [
+        [CLS, 10, 11, 12, SEP, CLS, 20, SEP, 0, 0],
+        [CLS, 30, 31, SEP, 0, 0, 0, 0, 0, 0],
+    ]
+    assert batch["segments"].tolist() == [
+        [1, 1, 1, 1, 1, 2, 2, 2, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0, 0, 0, 0],
+    ]
+    assert batch["positions"].tolist() == [
+        [0, 1, 2, 3, 4, 0, 1, 2, 0, 0],
+        [0, 1, 2, 3, 0, 0, 0, 0, 0, 0],
+    ]
 
 
 def test_concatenated_rows_are_one_sequence_with_a_separator_after_each_piece():
     examples = make_examples([[[10, 11, 12], [20]], [[30, 31]]], isolated=False)
     batch = Config().build(VOCABULARY).collate(examples, 8)
-    assert unmask(batch).tolist() == [[CLS, 10, 11, 12, SEP, 20, SEP, 0], [CLS, 30, 31, SEP, 0, 0, 0, 0]]
+    assert unmask(batch).tolist() == [
+        [CLS, 10, 11, 12, SEP, 20, SEP, 0],
+        [CLS, 30, 31, SEP, 0, 0, 0, 0],
+    ]
     assert batch["segments"].tolist() == [[1, 1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0, 0, 0]]
     assert batch["positions"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 0], [0, 1, 2, 3, 0, 0, 0, 0]]
 
@@ -74,7 +92,15 @@ def test_concatenated_rows_are_one_sequence_with_a_separator_after_each_piece():
 def test_gaps_that_the_packer_leaves_are_padding():
     column = np.array([3, 8], dtype=np.int64)
     ones = np.ones(2, dtype=np.int64)
-    examples = Examples(np.array([50, 60], np.int32), ones, column, ones, mix([1, 2, 3]), np.ones(3, np.float32), True)
+    examples = Examples(
+        np.array([50, 60], np.int32),
+        ones,
+        column,
+        ones,
+        mix([1, 2, 3]),
+        np.ones(3, np.float32),
+        True,
+    )
     batch = Config().build(VOCABULARY).collate(examples, 12)
     assert unmask(batch)[1].tolist() == [0, 0, CLS, 50, SEP, 0, 0, CLS, 60, SEP, 0, 0]
     assert batch["segments"][1].tolist() == [0, 0, 1, 1, 1, 0, 0, 2, 2, 2, 0, 0]
@@ -98,7 +124,9 @@ def test_arrays_have_the_promised_types_and_a_static_number_of_predictions():
 
 @pytest.mark.parametrize("isolated", [False, True])
 @pytest.mark.parametrize("fraction", [0.01, 0.15, 0.5, 1.0])
-def test_each_row_predicts_the_exact_number_of_its_own_tokens_and_only_those(isolated: bool, fraction: float):
+def test_each_row_predicts_the_exact_number_of_its_own_tokens_and_only_those(
+    isolated: bool, fraction: float
+):
     width = 96
     examples = random_examples(200, width, isolated)
     batch = Config(mask_fraction=fraction).build(VOCABULARY).collate(examples, width)
@@ -154,26 +182,34 @@ def test_predicted_tokens_are_masked_replaced_and_kept_in_the_shares_asked_for()
     assert not counts[list(VOCABULARY.special)].any()
     expected = replaced.size / 994
     ordinary = np.setdiff1d(np.arange(1000), [*VOCABULARY.special, 500])
-    assert ((counts[ordinary] - expected) ** 2 / expected).sum() < 1170  # 993 degrees of freedom, 99.99 %
+    assert (
+        (counts[ordinary] - expected) ** 2 / expected
+    ).sum() < 1170  # 993 degrees of freedom, 99.99 %
 
 
 def test_masks_are_the_same_for_ever():
-    batch = Config().build(VOCABULARY).collate(make_examples([[list(range(10, 72))]], False, keys=[7]), 64)
+    batch = (
+        Config()
+        .build(VOCABULARY)
+        .collate(make_examples([[list(range(10, 72))]], False, keys=[7]), 64)
+    )
     seen = np.take_along_axis(batch["tokens"], batch["predicted"], axis=1)
     assert batch["predicted"].tolist() == [[7, 57, 27, 8, 14, 35, 62, 3, 48]]
     assert seen.tolist() == [[493, 3, 36, 3, 3, 3, 3, 3, 3]]
 
 
 def test_rows_of_weight_zero_are_whole_but_count_for_nothing():
-    examples = dataclasses.replace(random_examples(3, 32, True), weight=np.array([1, 0, 1], np.float32))
+    examples = dataclasses.replace(
+        random_examples(3, 32, True), weight=np.array([1, 0, 1], np.float32)
+    )
     objective = Config().build(VOCABULARY)
     batch = objective.collate(examples, 32)
     assert not batch["weights"][1].any()
     assert batch["segments"][1].any()
     assert objective.weights(batch) == {"mlm": float(batch["weights"][[0, 2]].sum())}
-    assert objective.weights({name: torch.from_numpy(array) for name, array in batch.items()}) == objective.weights(
-        batch
-    )
+    assert objective.weights(
+        {name: torch.from_numpy(array) for name, array in batch.items()}
+    ) == objective.weights(batch)
 
 
 def test_a_batch_of_no_pieces_is_all_padding():
@@ -186,7 +222,9 @@ class Embedder(torch.nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.table = torch.nn.Parameter(torch.randn(width, 1000, generator=torch.Generator().manual_seed(0)))
+        self.table = torch.nn.Parameter(
+            torch.randn(width, 1000, generator=torch.Generator().manual_seed(0))
+        )
 
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, torch.Tensor]:
         assert outputs == {"tokens"}
@@ -207,14 +245,23 @@ def test_loss_is_the_mean_over_the_predictions_of_the_whole_step():
     totals = {"mlm": torch.tensor(sum(objective.weights(part)["mlm"] for part in parts))}
     losses = [objective.loss(model, part, totals) for part in parts]
     used = [part["weights"] > 0 for part in parts]
-    logits = torch.cat([model.table[part["predicted"]][mask] for part, mask in zip(parts, used, strict=True)])
+    logits = torch.cat(
+        [model.table[part["predicted"]][mask] for part, mask in zip(parts, used, strict=True)]
+    )
     labels = torch.cat([part["labels"][mask] for part, mask in zip(parts, used, strict=True)])
     torch.testing.assert_close(sum(loss.total for loss in losses), F.cross_entropy(logits, labels))
 
-    sums = {name: [sum(loss.metrics[name][i] for loss in losses) for i in (0, 1)] for name in ("loss", "accuracy")}
-    torch.testing.assert_close(sums["loss"][0] / sums["loss"][1], F.cross_entropy(logits, labels).detach())
+    sums = {
+        name: [sum(loss.metrics[name][i] for loss in losses) for i in (0, 1)]
+        for name in ("loss", "accuracy")
+    }
+    torch.testing.assert_close(
+        sums["loss"][0] / sums["loss"][1], F.cross_entropy(logits, labels).detach()
+    )
     assert sums["accuracy"][0] == (logits.argmax(dim=-1) == labels).sum()
-    assert not any(value.requires_grad for loss in losses for pair in loss.metrics.values() for value in pair)
+    assert not any(
+        value.requires_grad for loss in losses for pair in loss.metrics.values() for value in pair
+    )
 
 
 def test_unused_predictions_get_no_gradient():
@@ -232,7 +279,10 @@ def test_cross_entropy_is_in_float32_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         loss = objective.loss(model.bfloat16(), batch, {"mlm": torch.tensor(1.0)})
     logits = model.table[batch["predicted"]].flatten(0, 1).double()
-    exact = (F.cross_entropy(logits, batch["labels"].flatten(), reduction="none") * batch["weights"].flatten()).sum()
+    exact = (
+        F.cross_entropy(logits, batch["labels"].flatten(), reduction="none")
+        * batch["weights"].flatten()
+    ).sum()
     assert loss.total.dtype == torch.float32
     torch.testing.assert_close(loss.total.double(), exact, rtol=1e-6, atol=0)
 
@@ -250,7 +300,9 @@ def test_the_model_gets_the_batch_and_the_dropout_key_where_there_is_one():
 
 @pytest.mark.parametrize("missing", ["pad", "cls", "sep", "mask"])
 def test_a_tokenizer_without_the_special_tokens_is_refused_by_name(missing: str):
-    with pytest.raises(ConfigError, match=rf"(no|with) \[{missing.upper()}\]; use one made for BERT or RoBERTa"):
+    with pytest.raises(
+        ConfigError, match=rf"(no|with) \[{missing.upper()}\]; use one made for BERT or RoBERTa"
+    ):
         Config().build(dataclasses.replace(VOCABULARY, **{missing: None}))
 
 

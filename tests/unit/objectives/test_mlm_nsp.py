@@ -34,7 +34,10 @@ def make_pairs(rows: list[tuple[list[int], list[int]]], random: list[bool]) -> E
 def random_pairs(rows: int, width: int, seed: int = 0) -> Examples:
     draw = np.random.default_rng(seed)
     cut = draw.integers(1, width - 4, rows)
-    made = [(draw.integers(4, 100, a).tolist(), draw.integers(4, 100, width - 3 - a).tolist()) for a in cut.tolist()]
+    made = [
+        (draw.integers(4, 100, a).tolist(), draw.integers(4, 100, width - 3 - a).tolist())
+        for a in cut.tolist()
+    ]
     return make_pairs(made, (draw.random(rows) < 0.5).tolist())
 
 
@@ -43,16 +46,25 @@ def test_a_row_is_a_pair_with_types_and_a_label() -> None:
     batch = mlm_nsp.Config().build(VOCABULARY).collate(examples, 8)
     tokens = batch["tokens"].copy()
     np.put_along_axis(tokens, batch["predicted"], batch["labels"].astype(np.int32), axis=1)
-    assert tokens.tolist() == [[CLS, 10, 11, SEP, 20, SEP, PAD, PAD], [CLS, 12, SEP, 21, 22, 23, SEP, PAD]]
+    assert tokens.tolist() == [
+        [CLS, 10, 11, SEP, 20, SEP, PAD, PAD],
+        [CLS, 12, SEP, 21, 22, 23, SEP, PAD],
+    ]
     assert batch["token_types"].tolist() == [[0, 0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 1, 0]]
-    assert batch["segments"].tolist() == [[1] * 6 + [0] * 2, [1] * 7 + [0]]  # both segments see each other
+    assert batch["segments"].tolist() == [
+        [1] * 6 + [0] * 2,
+        [1] * 7 + [0],
+    ]  # both segments see each other
     assert batch["positions"][0].tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
     assert batch["next_labels"].tolist() == [1, 0]  # as in BERT: 0 is "B is the next sentence"
 
 
 def test_masks_and_token_types_are_those_of_masked_language_modelling() -> None:
     examples = random_pairs(20, 64)
-    ours, plain = mlm_nsp.Config().build(VOCABULARY).collate(examples, 64), mlm.Config().build(VOCABULARY)
+    ours, plain = (
+        mlm_nsp.Config().build(VOCABULARY).collate(examples, 64),
+        mlm.Config().build(VOCABULARY),
+    )
     for name, array in plain.collate(examples, 64).items():
         np.testing.assert_array_equal(ours[name], array)
     without = plain.collate(dataclasses.replace(examples, random=None), 64)
@@ -88,7 +100,12 @@ def test_the_loss_is_the_sum_of_two_means_over_the_whole_step() -> None:
     for seed, size in enumerate((3, 1, 5)):
         examples = random_pairs(size, 32, seed)
         examples.weight[0] = seed != 2  # a row that only pads
-        parts.append({name: torch.from_numpy(array) for name, array in objective.collate(examples, 32).items()})
+        parts.append(
+            {
+                name: torch.from_numpy(array)
+                for name, array in objective.collate(examples, 32).items()
+            }
+        )
     weights = [objective.weights(part) for part in parts]
     totals = {name: torch.tensor(sum(w[name] for w in weights)) for name in ("mlm", "nsp")}
     assert totals["nsp"] == 8
@@ -103,7 +120,8 @@ def test_the_loss_is_the_sum_of_two_means_over_the_whole_step() -> None:
     torch.testing.assert_close(sum(loss.total for loss in losses), of_words + of_pairs)
 
     means = {
-        name: sum(loss.metrics[name][0] for loss in losses) / sum(loss.metrics[name][1] for loss in losses)
+        name: sum(loss.metrics[name][0] for loss in losses)
+        / sum(loss.metrics[name][1] for loss in losses)
         for name in losses[0].metrics
     }
     expected = {
@@ -114,7 +132,9 @@ def test_the_loss_is_the_sum_of_two_means_over_the_whole_step() -> None:
         "nsp_accuracy": (next_logits[real].argmax(-1) == whole["next_labels"][real]).float().mean(),
     }
     torch.testing.assert_close(means, {name: value.detach() for name, value in expected.items()})
-    assert not any(value.requires_grad for loss in losses for pair in loss.metrics.values() for value in pair)
+    assert not any(
+        value.requires_grad for loss in losses for pair in loss.metrics.values() for value in pair
+    )
 
 
 @pytest.mark.parametrize("whole_words", [False, True])

@@ -52,7 +52,9 @@ def test_every_prefix_length_is_equally_likely(layout: str) -> None:
     spec = objective.pack_spec(12 if layout == "prefix_lm" else 13)
     assert spec.sequence_length == length
     examples, _ = pack([length] * 4000, spec, "padded")
-    prefixes = np.array([len(source) - 1 for source, _ in pairs_of(objective.collate(examples, length))])
+    prefixes = np.array(
+        [len(source) - 1 for source, _ in pairs_of(objective.collate(examples, length))]
+    )
     for part in (prefixes,) if layout == "prefix_lm" else (prefixes[::2], prefixes[1::2]):
         counts = np.bincount(part, minlength=11)
         assert counts[0] == 0
@@ -91,8 +93,13 @@ def test_no_prediction_sees_what_it_predicts() -> None:
     objective = Config(layout="prefix_lm").build(VOCABULARY)
     spec = objective.pack_spec(24)
     examples, _ = pack([12, 9], spec, "best_fit")
-    batch = {name: torch.from_numpy(a) for name, a in objective.collate(examples, spec.sequence_length).items()}
-    config = bert.Config(vocab_size=1100, layers=2, width=16, heads=2, ffn_width=32, max_positions=24, causal=True)
+    batch = {
+        name: torch.from_numpy(a)
+        for name, a in objective.collate(examples, spec.sequence_length).items()
+    }
+    config = bert.Config(
+        vocab_size=1100, layers=2, width=16, heads=2, ffn_width=32, max_positions=24, causal=True
+    )
     model = config.build().eval()
     rows = {name: batch[name] for name in ("tokens", "segments", "positions", "predicted")}
     before = predict(model, **rows)

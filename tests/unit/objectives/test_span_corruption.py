@@ -66,7 +66,9 @@ def span_lengths(
     return kept.tolist(), corrupted.tolist()
 
 
-@pytest.mark.parametrize(("density", "mean"), [(0.15, 3.0), (0.15, 10.0), (0.3, 2.0), (0.1, 1.0), (0.5, 4.0)])
+@pytest.mark.parametrize(
+    ("density", "mean"), [(0.15, 3.0), (0.15, 10.0), (0.3, 2.0), (0.1, 1.0), (0.5, 4.0)]
+)
 @pytest.mark.parametrize("inputs", [64, 100, 128, 511, 512, 600])
 def test_text_and_targets_are_as_long_as_t5s(inputs: int, density: float, mean: float) -> None:
     sentinels = tuple(range(5000, 4000, -1))
@@ -99,7 +101,9 @@ def test_512_cells_of_sources_give_114_of_targets_without_padding() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("policy", ["concat", "best_fit", "padded"])
-def test_source_and_target_hold_the_text_and_the_exact_numbers_of_tokens_and_spans(policy: str, layout: str) -> None:
+def test_source_and_target_hold_the_text_and_the_exact_numbers_of_tokens_and_spans(
+    policy: str, layout: str
+) -> None:
     config = Config(layout=layout)
     objective = SpanCorruption(config, VOCABULARY)
     spec = objective.pack_spec(128)
@@ -127,20 +131,26 @@ def test_spans_are_distributed_as_those_of_the_published_collator() -> None:
     for batch in (ours, theirs):
         both = [Counter(), Counter()]
         for source, target in zip(batch["tokens"].tolist(), batch["labels"].tolist(), strict=True):
-            for counts, lengths in zip(both, span_lengths(source, target, benchmark.SENTINELS), strict=True):
+            for counts, lengths in zip(
+                both, span_lengths(source, target, benchmark.SENTINELS), strict=True
+            ):
                 counts.update(lengths)
         histograms.append(both)
     for mine, published in zip(*histograms, strict=True):
         assert mine.total() == published.total() == 400 * 28
         longest = max(*mine, *published)
-        apart = [mine[n] / mine.total() - published[n] / published.total() for n in range(longest + 1)]
+        apart = [
+            mine[n] / mine.total() - published[n] / published.total() for n in range(longest + 1)
+        ]
         # The greatest distance of the cumulative distributions; by chance it is over 0.02 once in 40 times.
         assert np.abs(np.cumsum(apart)).max() < 0.025
 
 
 def test_every_way_to_cut_is_equally_likely() -> None:
     rows = 30_000
-    lengths = random_parts(np.full(rows, 6), np.full(rows, 3), mix(np.arange(rows))).reshape(rows, 3)
+    lengths = random_parts(np.full(rows, 6), np.full(rows, 3), mix(np.arange(rows))).reshape(
+        rows, 3
+    )
     counts = Counter(map(tuple, lengths.tolist()))
     ways = {(a, b - a, 6 - b) for a, b in combinations(range(1, 6), 2)}
     assert set(counts) == ways
@@ -175,7 +185,9 @@ def test_hard_texts(lengths: list[int]) -> None:
     objective = Config(mean_span_length=100.0).build(VOCABULARY)
     spec = objective.pack_spec(int(objective.cells(np.array([max(lengths)]))[0][0]))
     examples, texts = pack(lengths, spec, "padded")
-    assert [restored(*pair) for pair in pairs_of(objective.collate(examples, spec.sequence_length))] == texts
+    assert [
+        restored(*pair) for pair in pairs_of(objective.collate(examples, spec.sequence_length))
+    ] == texts
 
 
 def test_another_key_corrupts_other_spans() -> None:
@@ -183,7 +195,9 @@ def test_another_key_corrupts_other_spans() -> None:
     spec = objective.pack_spec(128)
     examples, _ = pack([5000], spec, "concat")
     first, second = (
-        objective.collate(replace(examples, key=mix(examples.key + np.uint64(epoch))), spec.sequence_length)
+        objective.collate(
+            replace(examples, key=mix(examples.key + np.uint64(epoch))), spec.sequence_length
+        )
         for epoch in (0, 1)
     )
     assert (first["tokens"] != second["tokens"]).any(axis=1).all()
@@ -194,7 +208,9 @@ def test_another_key_corrupts_other_spans() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("median", "target_length"), [(600, None), (55, 124)])
-def test_both_sides_of_packed_rows_are_98_percent_full(layout: str, median: int, target_length: int | None) -> None:
+def test_both_sides_of_packed_rows_are_98_percent_full(
+    layout: str, median: int, target_length: int | None
+) -> None:
     """Documents of some hundred tokens; and of a few dozen, with more cells for targets than by default."""
     objective = Config(layout=layout, target_length=target_length).build(VOCABULARY)
     spec = objective.pack_spec(512)
@@ -222,8 +238,13 @@ def test_the_z_loss_is_added_to_the_loss_and_is_a_metric_of_its_own() -> None:
     objective = Config(z_loss=0.01).build(VOCABULARY)
     spec = objective.pack_spec(64)
     examples, _ = pack([150], spec, "concat")
-    batch = {name: torch.from_numpy(a) for name, a in objective.collate(examples, spec.sequence_length).items()}
-    logits = torch.randn(*batch["labels"].shape, 1100, generator=torch.Generator().manual_seed(0)) * 3
+    batch = {
+        name: torch.from_numpy(a)
+        for name, a in objective.collate(examples, spec.sequence_length).items()
+    }
+    logits = (
+        torch.randn(*batch["labels"].shape, 1100, generator=torch.Generator().manual_seed(0)) * 3
+    )
 
     class Fixed(torch.nn.Module):
         def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, torch.Tensor]:
@@ -247,7 +268,9 @@ def test_the_z_loss_is_added_to_the_loss_and_is_a_metric_of_its_own() -> None:
 
 def test_too_few_sentinels_are_refused_before_training() -> None:
     objective = Config().build(VOCABULARY)
-    with pytest.raises(ConfigError, match=r"114 corrupted spans.* 100 sentinels.* at most (\d+)") as refusal:
+    with pytest.raises(
+        ConfigError, match=r"114 corrupted spans.* 100 sentinels.* at most (\d+)"
+    ) as refusal:
         objective.pack_spec(2048)
     longest = int(str(refusal.value).split("at most ")[1].split(",")[0])
     assert objective.pack_spec(longest).sides is not None
@@ -259,14 +282,22 @@ def test_too_few_sentinels_are_refused_before_training() -> None:
     ("change", "message"),
     [({"sentinels": ()}, "has none"), ({"eos": None}, "no </s>"), ({"pad": None}, "no <pad>")],
 )
-def test_a_tokenizer_that_lacks_something_is_refused(change: dict[str, object], message: str) -> None:
+def test_a_tokenizer_that_lacks_something_is_refused(
+    change: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         Config().build(replace(VOCABULARY, **change))
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"noise_density": 0.0}, {"noise_density": 1.0}, {"mean_span_length": 0.5}, {"target_length": 0}, {"z_loss": -1.0}],
+    [
+        {"noise_density": 0.0},
+        {"noise_density": 1.0},
+        {"mean_span_length": 0.5},
+        {"target_length": 0},
+        {"z_loss": -1.0},
+    ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, float]) -> None:
     (name,) = settings

@@ -35,7 +35,9 @@ Pieces = list[tuple[int, list[int]]]
 """Of an example: the column of each piece, and its tokens."""
 
 
-def make(rows: Sequence[Pieces], labels: Sequence[Sequence[float]], begin: Sequence[int] | None = None) -> Examples:
+def make(
+    rows: Sequence[Pieces], labels: Sequence[Sequence[float]], begin: Sequence[int] | None = None
+) -> Examples:
     pieces = [piece for row in rows for piece in row]
     number = np.arange(len(rows))
     return Examples(
@@ -75,7 +77,10 @@ def laid_out(batch: Batch, row: int, name: str = "tokens") -> list[int]:
     return batch[name][row].tolist()
 
 
-PAIRS = make([[(1, [10, 11]), (4, [20, 21, 22])], [(1, [12])], [(1, [13]), (3, [23]), (5, [33])]], [[1], [0], [2]])
+PAIRS = make(
+    [[(1, [10, 11]), (4, [20, 21, 22])], [(1, [12])], [(1, [13]), (3, [23]), (5, [33])]],
+    [[1], [0], [2]],
+)
 CHOICES = make(
     [
         [(1, [10, 11]), (4, [20]), (9, [10, 11]), (12, [21, 22])],
@@ -107,11 +112,15 @@ def with_probabilities(examples: Examples) -> Examples:
     values = np.array([0.1, 0.7, 0.2, 0, 0, 1, 0.6, 0.3, 0.1], dtype=np.float32)
     count = np.full(3, 3, dtype=np.int64)
     assert examples.labels is not None
-    return dataclasses.replace(examples, labels=dataclasses.replace(examples.labels, values=values, count=count))
+    return dataclasses.replace(
+        examples, labels=dataclasses.replace(examples.labels, values=values, count=count)
+    )
 
 
 QA = question_answering.Config(stride=2, question_length=2, answer_length=3)
-TASKS: list[tuple[str, Any, Examples, int, int]] = [  # name, Config, examples, their width, outputs of the head
+TASKS: list[
+    tuple[str, Any, Examples, int, int]
+] = [  # name, Config, examples, their width, outputs of the head
     ("classification", classification.Config(label_smoothing=0.1), PAIRS, 8, 3),
     ("soft", classification.Config(soft=True), with_probabilities(PAIRS), 8, 3),
     ("regression", regression.Config(), numbered(PAIRS), 8, 1),
@@ -120,7 +129,9 @@ TASKS: list[tuple[str, Any, Examples, int, int]] = [  # name, Config, examples, 
     ("question_answering", QA, WINDOWS, 8, 2),
 ]
 each_task = pytest.mark.parametrize(
-    ("config", "examples", "width", "outputs"), [task[1:] for task in TASKS], ids=[task[0] for task in TASKS]
+    ("config", "examples", "width", "outputs"),
+    [task[1:] for task in TASKS],
+    ids=[task[0] for task in TASKS],
 )
 
 
@@ -150,7 +161,9 @@ def test_rows_of_roberta_have_two_separators_and_no_types() -> None:
 
 
 def test_rows_without_a_first_text_or_any() -> None:
-    batch = classification.Config().build(VOCABULARY).collate(make([[(2, [20])], []], [[1], [0]]), 5)
+    batch = (
+        classification.Config().build(VOCABULARY).collate(make([[(2, [20])], []], [[1], [0]]), 5)
+    )
     assert laid_out(batch, 0) == [CLS, SEP, 20, SEP, PAD]
     assert laid_out(batch, 0, "token_types") == [0, 0, 1, 1, 0]
     # No row may be all padding: a softmax over nothing is not a number.
@@ -163,7 +176,24 @@ def test_choices_are_sequences_side_by_side() -> None:
     batch = objective.collate(CHOICES, 8)
     assert objective.pack_spec(8).cells == 16
     assert objective.predictions(8) == 2
-    assert laid_out(batch, 0) == [CLS, 10, 11, SEP, 20, SEP, PAD, PAD, CLS, 10, 11, SEP, 21, 22, SEP, PAD]
+    assert laid_out(batch, 0) == [
+        CLS,
+        10,
+        11,
+        SEP,
+        20,
+        SEP,
+        PAD,
+        PAD,
+        CLS,
+        10,
+        11,
+        SEP,
+        21,
+        22,
+        SEP,
+        PAD,
+    ]
     assert laid_out(batch, 0, "token_types") == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0]
     assert laid_out(batch, 0, "positions") == [0, 1, 2, 3, 4, 5, 0, 0, 0, 1, 2, 3, 4, 5, 6, 0]
     assert laid_out(batch, 1) == [CLS, 12, SEP, 23, 24, SEP, PAD, PAD, CLS, 12, SEP, *[PAD] * 5]
@@ -180,7 +210,11 @@ def test_an_answer_is_in_the_windows_that_hold_all_of_it() -> None:
 
 def test_tags_are_those_of_the_window() -> None:
     batch = tagging.Config().build(VOCABULARY).collate(TAGS, 8)
-    assert batch["labels"].tolist() == [[-1, 0, -1, 3, *[-1] * 4], [-1, -1, 1, *[-1] * 5], [-1, 2, *[-1] * 6]]
+    assert batch["labels"].tolist() == [
+        [-1, 0, -1, 3, *[-1] * 4],
+        [-1, -1, 1, *[-1] * 5],
+        [-1, 2, *[-1] * 6],
+    ]
     assert np.array_equal(batch["weights"], batch["labels"] >= 0)
 
 
@@ -219,29 +253,44 @@ class Stub(nn.Module):
 
     def scores(self, tokens: Tensor, predicted: Tensor | None = None) -> Tensor:
         logits = self.table[tokens] + self.mix[tokens].mean(dim=1, keepdim=True)
-        return logits if predicted is None else logits.gather(1, predicted[..., None].expand(-1, -1, logits.shape[-1]))
+        return (
+            logits
+            if predicted is None
+            else logits.gather(1, predicted[..., None].expand(-1, -1, logits.shape[-1]))
+        )
 
 
 def as_tensors(batch: Batch, **more: Tensor) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in batch.items()} | more
+    return {
+        name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in batch.items()
+    } | more
 
 
 @each_task
-def test_the_losses_of_micro_batches_add_up(config: Any, examples: Examples, width: int, outputs: int) -> None:
+def test_the_losses_of_micro_batches_add_up(
+    config: Any, examples: Examples, width: int, outputs: int
+) -> None:
     objective, model = config.build(VOCABULARY), Stub(outputs)
     size = examples.key.size
     whole = as_tensors(objective.collate(examples, width))
     totals = {name: torch.tensor(weight) for name, weight in objective.weights(whole).items()}
     loss = objective.loss(model, whole, totals)
     loss.total.backward()
-    gradients = [model.table.grad, model.mix.grad]  # what scores are compared in has none of one of them
+    gradients = [
+        model.table.grad,
+        model.mix.grad,
+    ]  # what scores are compared in has none of one of them
     assert max(float(each.abs().max()) for each in gradients if each is not None) > 1e-3
     model.zero_grad()
 
     # One by one, and with rows that only pad: they change nothing.
-    padded = dataclasses.replace(examples, weight=np.array([1] * (size - 1) + [0], dtype=np.float32))
+    padded = dataclasses.replace(
+        examples, weight=np.array([1] * (size - 1) + [0], dtype=np.float32)
+    )
     parts = [only(examples, [size - 1]), padded]
-    losses = [objective.loss(model, as_tensors(objective.collate(part, width)), totals) for part in parts]
+    losses = [
+        objective.loss(model, as_tensors(objective.collate(part, width)), totals) for part in parts
+    ]
     torch.testing.assert_close(sum(part.total for part in losses), loss.total)
     sum(part.total for part in losses).backward()
     torch.testing.assert_close([model.table.grad, model.mix.grad], gradients)
@@ -249,7 +298,9 @@ def test_the_losses_of_micro_batches_add_up(config: Any, examples: Examples, wid
         torch.testing.assert_close(sum(part.metrics[name][0] for part in losses), total)
         torch.testing.assert_close(sum(part.metrics[name][1] for part in losses), weight)
         assert not total.requires_grad
-    torch.testing.assert_close(loss.metrics["loss"][0] / loss.metrics["loss"][1], loss.total.detach())
+    torch.testing.assert_close(
+        loss.metrics["loss"][0] / loss.metrics["loss"][1], loss.total.detach()
+    )
     assert loss.outputs is not None
     assert not loss.outputs.requires_grad
     assert loss.outputs.dtype == torch.float32
@@ -264,10 +315,14 @@ def test_a_batch_needs_no_segments_where_nothing_is_padding(
     objective, model = config.build(VOCABULARY), Stub(outputs)
     batch = as_tensors(objective.collate(only(examples, [0]), width))
     key = torch.zeros(batch["predicted"].shape if objective.predicts == "multiple_choice" else 1)
-    without = {name: array for name, array in batch.items() if name != "segments"} | {"dropout_key": key}
+    without = {name: array for name, array in batch.items() if name != "segments"} | {
+        "dropout_key": key
+    }
     totals = {name: torch.tensor(1.0) for name in objective.weights(batch)}
     full = batch | {"segments": torch.ones_like(batch["segments"])}
-    torch.testing.assert_close(objective.loss(model, without, totals).total, objective.loss(model, full, totals).total)
+    torch.testing.assert_close(
+        objective.loss(model, without, totals).total, objective.loss(model, full, totals).total
+    )
 
 
 def test_losses_are_those_of_pytorch() -> None:
@@ -278,18 +333,27 @@ def test_losses_are_those_of_pytorch() -> None:
     for smoothing in (0.0, 0.2):
         objective = classification.Config(label_smoothing=smoothing).build(VOCABULARY)
         loss = objective.loss(model, as_tensors(objective.collate(PAIRS, 8)), one)
-        torch.testing.assert_close(loss.total, F.cross_entropy(logits, label, label_smoothing=smoothing))
+        torch.testing.assert_close(
+            loss.total, F.cross_entropy(logits, label, label_smoothing=smoothing)
+        )
         assert loss.metrics["accuracy"][0] == (logits.argmax(-1) == label).sum()
     soft = classification.Config(soft=True).build(VOCABULARY)
     hard = dataclasses.replace(
-        PAIRS, labels=Labels(np.eye(3, dtype=np.float32)[[1, 0, 2]].reshape(-1), np.full(3, 3), *[np.zeros(3, int)] * 3)
+        PAIRS,
+        labels=Labels(
+            np.eye(3, dtype=np.float32)[[1, 0, 2]].reshape(-1),
+            np.full(3, 3),
+            *[np.zeros(3, int)] * 3,
+        ),
     )
     loss = soft.loss(model, as_tensors(soft.collate(hard, 8)), one)
     torch.testing.assert_close(loss.total, F.cross_entropy(logits, label))
     number = regression.Config().build(VOCABULARY)
     loss = number.loss(Stub(1), as_tensors(number.collate(numbered(PAIRS), 8)), one)
     assert loss.outputs is not None
-    torch.testing.assert_close(loss.total.detach(), F.mse_loss(loss.outputs[:, 0], torch.tensor([0.5, -2.0, 3.25])))
+    torch.testing.assert_close(
+        loss.total.detach(), F.mse_loss(loss.outputs[:, 0], torch.tensor([0.5, -2.0, 3.25]))
+    )
 
 
 def test_losses_of_choices_and_of_tags_are_those_of_pytorch() -> None:
@@ -303,7 +367,9 @@ def test_losses_of_choices_and_of_tags_are_those_of_pytorch() -> None:
     logits = model.scores(batch["tokens"])
     labels = torch.tensor([[-1, 0, -1, 3, *[-1] * 4], [-1, -1, 1, *[-1] * 5], [-1, 2, *[-1] * 6]])
     loss = tags.loss(model, batch, {"tags": torch.tensor(float((labels >= 0).sum()))})
-    torch.testing.assert_close(loss.total, F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-1))
+    torch.testing.assert_close(
+        loss.total, F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-1)
+    )
 
 
 def test_the_loss_of_spans_is_that_of_pytorch_where_no_cell_is_padding() -> None:
@@ -311,13 +377,19 @@ def test_the_loss_of_spans_is_that_of_pytorch_where_no_cell_is_padding() -> None
     batch = as_tensors(objective.collate(only(WINDOWS, [0, 1]), 8))
     begin, end = model.scores(batch["tokens"]).unbind(-1)
     loss = objective.loss(model, batch, {"examples": torch.tensor(2.0)})
-    expected = (F.cross_entropy(begin, torch.tensor([0, 4])) + F.cross_entropy(end, torch.tensor([0, 5]))) / 2
+    expected = (
+        F.cross_entropy(begin, torch.tensor([0, 4])) + F.cross_entropy(end, torch.tensor([0, 5]))
+    ) / 2
     torch.testing.assert_close(loss.total, expected)
 
 
 def test_rows_of_a_teacher_and_rows_of_people_go_together() -> None:
     """As in training on one of them, with the held-out rows of the other."""
-    objective, model, one = classification.Config(soft=True).build(VOCABULARY), Stub(3), {"examples": torch.tensor(3.0)}
+    objective, model, one = (
+        classification.Config(soft=True).build(VOCABULARY),
+        Stub(3),
+        {"examples": torch.tensor(3.0)},
+    )
     own, taught = PAIRS.labels, with_probabilities(PAIRS).labels
     assert own is not None
     assert taught is not None
@@ -329,12 +401,17 @@ def test_rows_of_a_teacher_and_rows_of_people_go_together() -> None:
     ]
     loss = objective.loss(model, as_tensors(objective.collate(PAIRS, 8)), one)
     plain = classification.Config().build(VOCABULARY)
-    torch.testing.assert_close(loss.total, plain.loss(model, as_tensors(plain.collate(PAIRS, 8)), one).total)
+    torch.testing.assert_close(
+        loss.total, plain.loss(model, as_tensors(plain.collate(PAIRS, 8)), one).total
+    )
 
 
 def test_padding_has_no_part_in_the_softmax_of_a_span() -> None:
     objective, model = QA.build(VOCABULARY), Stub(2)
-    batch, one = as_tensors(objective.collate(only(WINDOWS, [2]), 8)), {"examples": torch.tensor(1.0)}
+    batch, one = (
+        as_tensors(objective.collate(only(WINDOWS, [2]), 8)),
+        {"examples": torch.tensor(1.0)},
+    )
     logits = model.scores(batch["tokens"])[:, :5]  # [CLS] 30 31 32 [SEP]
     nll = [F.cross_entropy(logits[:, :, side], torch.tensor([0])) for side in (0, 1)]
     torch.testing.assert_close(objective.loss(model, batch, one).total, (nll[0] + nll[1]) / 2)
@@ -342,25 +419,34 @@ def test_padding_has_no_part_in_the_softmax_of_a_span() -> None:
 
 def test_each_choice_is_scored_by_itself() -> None:
     objective, model = multiple_choice.Config(choices=2).build(VOCABULARY), Stub(1)
-    batch = as_tensors(objective.collate(CHOICES, 8), dropout_key=torch.zeros(2, 2, dtype=torch.int32))
+    batch = as_tensors(
+        objective.collate(CHOICES, 8), dropout_key=torch.zeros(2, 2, dtype=torch.int32)
+    )
     logits = objective.loss(model, batch, {"examples": torch.tensor(2.0)}).outputs
     assert logits is not None
     alone = [model.scores(batch["tokens"][:, at : at + 8])[:, 0, 0] for at in (0, 8)]
     torch.testing.assert_close(logits, torch.stack(alone, dim=1).detach())
 
 
-def predictions(outputs: Any, rows: list[TaskRow], labels: tuple[str, ...] = (), **columns: list[int]) -> Predictions:
+def predictions(
+    outputs: Any, rows: list[TaskRow], labels: tuple[str, ...] = (), **columns: list[int]
+) -> Predictions:
     outputs = np.asarray(outputs, dtype=np.float32)
     numbers = dict.fromkeys(("begin", "column", "length"), [0] * len(outputs))
     columns = {"document": list(range(len(outputs))), **numbers, **columns}
     of_examples = {k: np.array(v) for k, v in columns.items()}
-    return Predictions(outputs, **of_examples, rows=rows, number=np.arange(len(rows)), labels=labels)
+    return Predictions(
+        outputs, **of_examples, rows=rows, number=np.arange(len(rows)), labels=labels
+    )
 
 
 def test_scores_of_classes() -> None:
     names = ("accuracy", "f1", "group_exact_match")
     objective = classification.Config(metrics=names).build(VOCABULARY)
-    rows = [TaskRow(("a",), label, group=group) for label, group in ((1, "x"), (0, "x"), (1, "y"), (0, "y"))]
+    rows = [
+        TaskRow(("a",), label, group=group)
+        for label, group in ((1, "x"), (0, "x"), (1, "y"), (0, "y"))
+    ]
     found = objective.scores(predictions([[0, 1], [1, 0], [1, 0], [0, 1]], rows, ("no", "yes")))
     assert found == pytest.approx({"accuracy": 1 / 2, "f1": 1 / 2, "group_exact_match": 1 / 2})
     assert list(found) == list(names)
@@ -392,11 +478,21 @@ def test_scores_of_tags() -> None:
     outputs[0, 1:5] = [3, 2, 0, 3]  # " ", "Berg", "sees", "Rome"
     outputs[2, 1:4] = [1, 2, 3]  # "Ann", "v", "an"
     found = predictions(
-        outputs, [row, other], names, document=[0, 1, 0], begin=[3, 0, 0], column=[1] * 3, length=[4, 1, 3]
+        outputs,
+        [row, other],
+        names,
+        document=[0, 1, 0],
+        begin=[3, 0, 0],
+        column=[1] * 3,
+        length=[4, 1, 3],
     )
-    objective = tagging.Config(metrics=("entity_f1", "entity_precision", "entity_recall")).build(VOCABULARY)
+    objective = tagging.Config(metrics=("entity_f1", "entity_precision", "entity_recall")).build(
+        VOCABULARY
+    )
     assert objective.tags(found) == [["B-PER", "I-PER", "I-PER", "B-LOC", "O", "O"], ["O"]]
-    assert objective.scores(found) == pytest.approx({"entity_f1": 0.8, "entity_precision": 1.0, "entity_recall": 2 / 3})
+    assert objective.scores(found) == pytest.approx(
+        {"entity_f1": 0.8, "entity_precision": 1.0, "entity_recall": 2 / 3}
+    )
     first, second = objective.row_predictions(found)
     assert first == {
         "words": ["Ann", "van", "Berg", "Rome", " ", ""],
@@ -419,7 +515,8 @@ def spans_by_definition(
     found = []
     for window, (column, begin, length) in enumerate(zip(columns, begins, lengths, strict=True)):
         first, last = (
-            sorted(range(length), key=lambda i: -logits[window, column + i])[:best] for logits in (starts, ends)
+            sorted(range(length), key=lambda i: -logits[window, column + i])[:best]
+            for logits in (starts, ends)
         )
         for i in first:
             for j in last:
@@ -446,11 +543,17 @@ def cut(tokens: int, room: int, stride: int) -> tuple[list[int], list[int]]:
     return begins, [min(room, tokens - begin) for begin in begins]
 
 
-@pytest.mark.parametrize(("tokens", "room", "stride"), [(1, 5, 3), (30, 7, 3), (23, 10, 10), (40, 9, 2), (17, 16, 1)])
-def test_a_token_is_of_the_window_with_most_text_around_it(tokens: int, room: int, stride: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "room", "stride"), [(1, 5, 3), (30, 7, 3), (23, 10, 10), (40, 9, 2), (17, 16, 1)]
+)
+def test_a_token_is_of_the_window_with_most_text_around_it(
+    tokens: int, room: int, stride: int
+) -> None:
     begins, lengths = cut(tokens, room, stride)
     owner = max_context(np.array(begins), np.array(lengths), tokens)
-    assert owner.tolist() == [owner_by_definition(token, begins, lengths) for token in range(tokens)]
+    assert owner.tolist() == [
+        owner_by_definition(token, begins, lengths) for token in range(tokens)
+    ]
 
 
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, ROBERTA], ids=["bert", "roberta"])
@@ -467,7 +570,9 @@ def test_answers_are_the_best_spans_of_all_windows(question: int, vocabulary: Vo
     expected = spans_by_definition(
         outputs[..., 0], outputs[..., 1], [column] * len(begins), begins, lengths, most=4, best=4
     )
-    order = draw.permutation(len(begins)).tolist()  # the row's windows, then one of a row whose text has no token
+    order = draw.permutation(
+        len(begins)
+    ).tolist()  # the row's windows, then one of a row whose text has no token
     found = predictions(
         np.concatenate((outputs[order], outputs[:1])),
         [TaskRow(("q", text), offsets=offsets), TaskRow(("q", ""))],
@@ -491,7 +596,10 @@ def of_squad(gaps: list[float]) -> Predictions:
     """Two questions with an answer and two without; each prediction is "Rome", so much better than none."""
     text = "to Rome it went"
     offsets = ((0, 2), (3, 7), (8, 10), (11, 15))
-    rows = [TaskRow(("q", text), answers=answers, offsets=offsets) for answers in (("Rome",), ("to Rome",), (), ())]
+    rows = [
+        TaskRow(("q", text), answers=answers, offsets=offsets)
+        for answers in (("Rome",), ("to Rome",), (), ())
+    ]
     outputs = np.full((4, 8, 2), -9.0)
     outputs[:, 0] = 0
     outputs[:, 4] = np.array(gaps)[:, None] / 2  # the cell of "Rome", behind [CLS] q [SEP]
@@ -516,8 +624,13 @@ def test_scores_of_answers() -> None:
             "threshold": -3.0,
         }
     )
-    assert {*tuned} == {*question_answering.Config(impossible=True).build(VOCABULARY).score_names, "threshold"}
-    fixed = question_answering.Config(impossible=True, threshold=-1.5).build(VOCABULARY).scores(found)
+    assert {*tuned} == {
+        *question_answering.Config(impossible=True).build(VOCABULARY).score_names,
+        "threshold",
+    }
+    fixed = (
+        question_answering.Config(impossible=True, threshold=-1.5).build(VOCABULARY).scores(found)
+    )
     assert fixed == pytest.approx(
         {
             "exact_match": 2 / 4,
@@ -535,18 +648,26 @@ def test_scores_of_answers() -> None:
 def test_the_best_answers_of_a_question_share_one_softmax() -> None:
     """With no answer among them, where there may be none, as in run_squad.py."""
     found = of_squad([5, 3, 1, 2])
-    found = dataclasses.replace(found, rows=[dataclasses.replace(row, group="q1") for row in found.rows])
+    found = dataclasses.replace(
+        found, rows=[dataclasses.replace(row, group="q1") for row in found.rows]
+    )
     for impossible in (False, True):
-        config = question_answering.Config(impossible=impossible, threshold=-1.5 if impossible else None, n_best=2)
+        config = question_answering.Config(
+            impossible=impossible, threshold=-1.5 if impossible else None, n_best=2
+        )
         objective = config.build(VOCABULARY)
-        for row, answers in zip(objective.row_predictions(found), objective.answers(found), strict=True):
+        for row, answers in zip(
+            objective.row_predictions(found), objective.answers(found), strict=True
+        ):
             n_best, scores = row["n_best"], np.array([answer["score"] for answer in row["n_best"]])
             texts = [answer["text"] for answer in n_best if answer["text"]]
             assert texts == [answer.text for answer in answers.best]
             assert sorted(scores, reverse=True) == scores.tolist()
             expected = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
             assert [answer["probability"] for answer in n_best] == pytest.approx(expected.tolist())
-            assert [answer["score"] for answer in n_best if not answer["text"]] == [0.0] * impossible
+            assert [answer["score"] for answer in n_best if not answer["text"]] == [
+                0.0
+            ] * impossible
             assert row.get("null_odds") == (answers.doubt if impossible else None)
             assert row["prediction"] == ("" if impossible and answers.doubt > -1.5 else "Rome")
             assert row["id"] == "q1"
@@ -572,20 +693,30 @@ def test_predictions_of_rows_are_in_the_order_of_the_rows() -> None:
     said = [*classification.Config().build(VOCABULARY).row_predictions(found)]
     assert [(row["group"], row["label"], row["prediction"]) for row in said] == [
         ("a", "yes", "yes"), ("b", "no", "yes"), ("c", "yes", "no")]  # fmt: skip
-    assert said[0]["probabilities"] == pytest.approx({"no": 1 / (1 + np.exp(9)), "yes": 1 / (1 + np.exp(-9))})
+    assert said[0]["probabilities"] == pytest.approx(
+        {"no": 1 / (1 + np.exp(9)), "yes": 1 / (1 + np.exp(-9))}
+    )
     taught = dataclasses.replace(found, rows=[TaskRow(("a",), probabilities=(0.4, 0.6))] * 3)
-    assert [row["label"] for row in classification.Config().build(VOCABULARY).row_predictions(taught)] == ["yes"] * 3
+    assert [
+        row["label"] for row in classification.Config().build(VOCABULARY).row_predictions(taught)
+    ] == ["yes"] * 3
     said = [*multiple_choice.Config(choices=2).build(VOCABULARY).row_predictions(found)]
     assert [(row["label"], row["prediction"]) for row in said] == [(1, 1), (0, 1), (1, 0)]
     numbers = predictions([[9], [0.5], [1]], rows, **columns)
     said = [*regression.Config().build(VOCABULARY).row_predictions(numbers)]
-    assert said == [{"label": 1, "prediction": 0.5}, {"label": 0, "prediction": 1.0}, {"label": 1, "prediction": 9.0}]
+    assert said == [
+        {"label": 1, "prediction": 0.5},
+        {"label": 0, "prediction": 1.0},
+        {"label": 1, "prediction": 9.0},
+    ]
 
 
 def test_windows_that_were_not_scored_shift_no_answer() -> None:
     """As where an evaluation is of some batches only, and the row's first window is in none of them."""
     found = of_squad([5, 3, 1, 2])
-    late = dataclasses.replace(found, begin=found.begin + 2, length=found.length - 2)  # "it went", behind "to Rome"
+    late = dataclasses.replace(
+        found, begin=found.begin + 2, length=found.length - 2
+    )  # "it went", behind "to Rome"
     answers = question_answering.Config().build(VOCABULARY).answers(late)
     assert [answer.text for answer in answers] == ["went"] * 4  # in the cell where "Rome" stood
 
@@ -593,7 +724,10 @@ def test_windows_that_were_not_scored_shift_no_answer() -> None:
 @pytest.mark.parametrize(
     ("make_config", "message"),
     [
-        (lambda: classification.Config(metrics=("pearson",)), "metrics has pearson; there are accuracy"),
+        (
+            lambda: classification.Config(metrics=("pearson",)),
+            "metrics has pearson; there are accuracy",
+        ),
         (lambda: regression.Config(metrics=("accuracy",)), "there are pearson, spearman"),
         (lambda: multiple_choice.Config(metrics=("f1",)), "there are accuracy"),
         (lambda: tagging.Config(metrics=("f1",)), "entity_f1"),
@@ -601,10 +735,22 @@ def test_windows_that_were_not_scored_shift_no_answer() -> None:
         (lambda: multiple_choice.Config(choices=1), "choices is 1"),
         (lambda: question_answering.Config(stride=0), "stride is 0"),
         (lambda: question_answering.Config(threshold=0.0), "set impossible to true"),
-        (lambda: question_answering.Config().build(VOCABULARY).pack_spec(128), "use a stride of at most 61"),
-        (lambda: question_answering.Config().build(VOCABULARY).pack_spec(60), "has no room for text"),
-        (lambda: tagging.Config().build(Vocabulary(9, 0, None, None, None, ())), r"has no \[CLS\], \[SEP\]"),
-        (lambda: classification.Config().build(VOCABULARY).collate(with_probabilities(PAIRS), 8), "set it to true"),
+        (
+            lambda: question_answering.Config().build(VOCABULARY).pack_spec(128),
+            "use a stride of at most 61",
+        ),
+        (
+            lambda: question_answering.Config().build(VOCABULARY).pack_spec(60),
+            "has no room for text",
+        ),
+        (
+            lambda: tagging.Config().build(Vocabulary(9, 0, None, None, None, ())),
+            r"has no \[CLS\], \[SEP\]",
+        ),
+        (
+            lambda: classification.Config().build(VOCABULARY).collate(with_probabilities(PAIRS), 8),
+            "set it to true",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(make_config: Any, message: str) -> None:
@@ -613,10 +759,17 @@ def test_what_cannot_be_is_refused(make_config: Any, message: str) -> None:
 
 
 @each_task
-def test_a_task_says_what_it_needs(config: Any, examples: Examples, width: int, outputs: int) -> None:
+def test_a_task_says_what_it_needs(
+    config: Any, examples: Examples, width: int, outputs: int
+) -> None:
     objective: Task = config.build(ROBERTA)
     spec = objective.pack_spec(32)
     assert spec.parts is not None
     assert (spec.prefix, spec.suffix, spec.parts.between) == (1, 1, 2)
-    assert objective.predicts in ("classification", "multiple_choice", "tagging", "question_answering")
+    assert objective.predicts in (
+        "classification",
+        "multiple_choice",
+        "tagging",
+        "question_answering",
+    )
     assert objective.predicts in objective.needs

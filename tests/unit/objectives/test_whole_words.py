@@ -21,7 +21,9 @@ def random_rows(rows: int, width: int, going_on: float = 0.4, seed: int = 0) -> 
     """Tokens [B, S] of one sequence a row, with a separator and a special token somewhere inside."""
     random = np.random.default_rng(seed)
     continuing = random.random((rows, width)) < going_on
-    tokens = np.where(continuing, random.integers(500, 990, (rows, width)), random.integers(4, 500, (rows, width)))
+    tokens = np.where(
+        continuing, random.integers(500, 990, (rows, width)), random.integers(4, 500, (rows, width))
+    )
     tokens[np.arange(rows), random.integers(1, width - 1, rows)] = SEP
     tokens[np.arange(rows), random.integers(1, width - 1, rows)] = 999
     tokens[:, 0] = CLS
@@ -44,7 +46,9 @@ def words_of(row: list[int]) -> list[list[int]]:
 
 def choose_one_by_one(words: list[list[int]], budget: int, key: int) -> list[int]:
     """google-research/bert's loop over the shuffled words of a row."""
-    drawn = [int(combine(key, name_key("mlm.word"), word[0])[0]) & ~0xFFFF | word[0] for word in words]
+    drawn = [
+        int(combine(key, name_key("mlm.word"), word[0])[0]) & ~0xFFFF | word[0] for word in words
+    ]
     chosen: list[int] = []
     for _, word in sorted(zip(drawn, words, strict=True)):
         if len(chosen) >= budget:
@@ -65,7 +69,9 @@ def test_words_are_those_of_berts_loop(width: int, going_on: float) -> None:
         chosen = choose_words(key, maskable, np.isin(tokens, CONTINUING), budget)
         columns, used = columns_of(chosen, width)
         for row in range(60):
-            expected = choose_one_by_one(words_of(tokens[row].tolist()), int(budget[row]), int(key[row]))
+            expected = choose_one_by_one(
+                words_of(tokens[row].tolist()), int(budget[row]), int(key[row])
+            )
             assert columns[row][used[row]].tolist() == expected
         assert not columns[~used].any()
 
@@ -80,20 +86,32 @@ def examples_of(tokens: np.ndarray) -> Examples:
     ones = np.ones(rows, dtype=np.int64)
     row = np.arange(rows)
     return Examples(
-        tokens.ravel().astype(np.int32), row, ones, length * ones, mix(row), ones.astype(np.float32), isolated=False
+        tokens.ravel().astype(np.int32),
+        row,
+        ones,
+        length * ones,
+        mix(row),
+        ones.astype(np.float32),
+        isolated=False,
     )
 
 
 def test_the_objective_masks_words_whole_and_within_its_share() -> None:
     random = np.random.default_rng(0)
-    text = np.where(random.random((300, 126)) < 0.4, random.integers(500, 990), random.integers(4, 500, (300, 126)))
+    text = np.where(
+        random.random((300, 126)) < 0.4,
+        random.integers(500, 990),
+        random.integers(4, 500, (300, 126)),
+    )
     objective = mlm.Config(whole_words=True).build(VOCABULARY)
     batch = objective.collate(examples_of(text), 128)
     used = batch["weights"] > 0
     assert used.shape == (300, 19)
     count = used.sum(axis=1)
     assert count.max() == 19
-    assert count.mean() > 18.9  # words too long for the rest of the share are passed over for shorter ones
+    assert (
+        count.mean() > 18.9
+    )  # words too long for the rest of the share are passed over for shorter ones
     for row in range(300):
         chosen = set(batch["predicted"][row][used[row]].tolist())
         for word in words_of([CLS, *text[row].tolist(), SEP]):
@@ -108,7 +126,9 @@ def test_without_whole_words_nothing_has_changed() -> None:
     text = np.random.default_rng(0).integers(4, 990, (50, 62))
     plain = mlm.Config().build(Vocabulary(1000, PAD, CLS, SEP, MASK, VOCABULARY.special))
     for name, array in plain.collate(examples_of(text), 64).items():
-        np.testing.assert_array_equal(array, mlm.Config().build(VOCABULARY).collate(examples_of(text), 64)[name])
+        np.testing.assert_array_equal(
+            array, mlm.Config().build(VOCABULARY).collate(examples_of(text), 64)[name]
+        )
 
 
 def test_masks_are_the_same_for_ever() -> None:
@@ -118,16 +138,25 @@ def test_masks_are_the_same_for_ever() -> None:
 
 
 def test_a_tokenizer_without_word_boundaries_is_refused() -> None:
-    with pytest.raises(ConfigError, match="whole_words is true, and this tokenizer does not say where words begin"):
-        mlm.Config(whole_words=True).build(Vocabulary(1000, PAD, CLS, SEP, MASK, VOCABULARY.special))
+    with pytest.raises(
+        ConfigError, match="whole_words is true, and this tokenizer does not say where words begin"
+    ):
+        mlm.Config(whole_words=True).build(
+            Vocabulary(1000, PAD, CLS, SEP, MASK, VOCABULARY.special)
+        )
 
 
 @pytest.mark.parametrize(
     ("algorithm", "words"),
-    [("wordpiece", ["unbelievable", "foxes", ",", "run"]), ("bpe", ["unbelievable", " foxes,", " run"])],
+    [
+        ("wordpiece", ["unbelievable", "foxes", ",", "run"]),
+        ("bpe", ["unbelievable", " foxes,", " run"]),
+    ],
 )
 def test_tokenizers_say_where_words_begin(algorithm: str, words: list[str]) -> None:
-    tokenizer = TokenizerConfig("unused", algorithm, vocab_size=300).train(["the foxes run, unbelievable"] * 3)
+    tokenizer = TokenizerConfig("unused", algorithm, vocab_size=300).train(
+        ["the foxes run, unbelievable"] * 3
+    )
     assert tokenizer.vocabulary.continuing is not None
     (tokens,) = tokenizer.encode_batch(["unbelievable foxes, run"])
     begins = np.flatnonzero(~np.isin(tokens, tokenizer.vocabulary.continuing))
@@ -144,4 +173,6 @@ def test_speed() -> None:
     begin = time.process_time()
     for i in range(50):
         choose_words(mix(np.arange(64) + i), maskable, continuing, budget)
-    assert time.process_time() - begin < 0.5  # measured: 0.03 s; a Python loop over rows takes seconds
+    assert (
+        time.process_time() - begin < 0.5
+    )  # measured: 0.03 s; a Python loop over rows takes seconds

@@ -12,10 +12,14 @@ from trainer.hashing import mix
 
 PAD, EOS = 0, 1
 SENTINELS = tuple(range(1099, 999, -1))
-VOCABULARY = Vocabulary(1100, PAD, None, None, None, (PAD, EOS, 2, *SENTINELS), eos=EOS, sentinels=SENTINELS)
+VOCABULARY = Vocabulary(
+    1100, PAD, None, None, None, (PAD, EOS, 2, *SENTINELS), eos=EOS, sentinels=SENTINELS
+)
 
 
-def pack(lengths: Sequence[int], spec: PackSpec, policy: Policy, seed: int = 0) -> tuple[Examples, list[list[int]]]:
+def pack(
+    lengths: Sequence[int], spec: PackSpec, policy: Policy, seed: int = 0
+) -> tuple[Examples, list[list[int]]]:
     """Documents of random tokens as examples; and the text of each piece, or, where they are joined, of each row."""
     lengths = np.asarray(lengths)
     line = np.random.default_rng(seed).integers(3, 1000, lengths.sum()).astype(np.int32)
@@ -24,7 +28,11 @@ def pack(lengths: Sequence[int], spec: PackSpec, policy: Policy, seed: int = 0) 
     first = start[packed.document] + packed.begin
     tokens = np.concatenate([line[at : at + n] for at, n in zip(first, packed.length, strict=True)])
     examples = as_examples(packed, tokens, policy != "concat")
-    ends = np.cumsum(packed.length) if examples.isolated else np.cumsum(np.bincount(examples.row, packed.length))
+    ends = (
+        np.cumsum(packed.length)
+        if examples.isolated
+        else np.cumsum(np.bincount(examples.row, packed.length))
+    )
     return examples, [text.tolist() for text in np.split(tokens, ends.astype(int)[:-1])]
 
 
@@ -61,7 +69,9 @@ def only(examples: Examples, rows: Sequence[int]) -> Examples:
 def pairs_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
     """The sources and targets of a batch in order, read as a model would see them, after checking what it sees."""
     return [
-        pair for row in range(len(batch["tokens"])) for pair in _pairs_of_row({k: v[row] for k, v in batch.items()})
+        pair
+        for row in range(len(batch["tokens"]))
+        for pair in _pairs_of_row({k: v[row] for k, v in batch.items()})
     ]
 
 
@@ -78,7 +88,10 @@ def _pairs_of_row(row: dict[str, np.ndarray]) -> list[tuple[list[int], list[int]
             assert np.array_equal(row["target_positions"][read], np.arange(len(read)))
             assert row["weights"][read].all()
             labels = row["labels"][read].tolist()
-            assert row["target_tokens"][read].tolist() == [PAD, *labels[:-1]]  # the decoder sees what is before only
+            assert row["target_tokens"][read].tolist() == [
+                PAD,
+                *labels[:-1],
+            ]  # the decoder sees what is before only
             pairs.append((tokens, labels))
         else:
             mine = np.isin(row["predicted"], cells) & (row["weights"] > 0)
@@ -87,6 +100,8 @@ def _pairs_of_row(row: dict[str, np.ndarray]) -> list[tuple[list[int], list[int]
             assert predicted.tolist() == cells[source - 1 :].tolist()
             assert tokens[source:] == labels[:-1]
             if "prefix" in row:
-                assert np.array_equal(np.flatnonzero(row["prefix"] & (segments == segment)), cells[:source])
+                assert np.array_equal(
+                    np.flatnonzero(row["prefix"] & (segments == segment)), cells[:source]
+                )
             pairs.append((tokens[:source], labels))
     return pairs

@@ -23,14 +23,23 @@ STEPS = 200
 
 def make_parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    drawn = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
-    return {name: nn.Parameter((0.05 * tensor * (name != "zero")).to(dtype)) for name, tensor in drawn.items()}
+    drawn = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in SHAPES.items()
+    }
+    return {
+        name: nn.Parameter((0.05 * tensor * (name != "zero")).to(dtype))
+        for name, tensor in drawn.items()
+    }
 
 
 def gradients(step: int) -> dict[str, Tensor]:
     """Of very different sizes; those of the table are 0 in some steps, and in half of its rows always."""
     generator = torch.Generator().manual_seed(1000 + step)
-    drawn = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+    drawn = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in SHAPES.items()
+    }
     drawn["table"][25:] = 0
     drawn["table"] *= step % 5 > 0
     return {name: tensor * 10.0 ** (step % 7 - 5) for name, tensor in drawn.items()}
@@ -40,7 +49,9 @@ def rate(step: int) -> float:
     return 1e-2 * min(1.0, step / 10)
 
 
-def train(config: Any, parameters: dict[str, nn.Parameter], steps: range, optimizer: Any = None) -> Any:
+def train(
+    config: Any, parameters: dict[str, nn.Parameter], steps: range, optimizer: Any = None
+) -> Any:
     optimizer = optimizer or config.build(parameters.items())
     for step in steps:
         for name, gradient in gradients(step).items():
@@ -52,9 +63,12 @@ def train(config: Any, parameters: dict[str, nn.Parameter], steps: range, optimi
 
 def expected(config: Config) -> dict[str, Tensor]:
     """Algorithms 4 and 5 of arXiv 1804.04235, line by line, with first moments and decay as in t5x, in fp64."""
-    weights = {name: parameter.detach() for name, parameter in make_parameters(torch.float64).items()}
+    weights = {
+        name: parameter.detach() for name, parameter in make_parameters(torch.float64).items()
+    }
     v: dict[str, Any] = {
-        name: (0.0, 0.0) if min(SHAPES[name]) >= 3 and len(SHAPES[name]) == 2 else 0.0 for name in SHAPES
+        name: (0.0, 0.0) if min(SHAPES[name]) >= 3 and len(SHAPES[name]) == 2 else 0.0
+        for name in SHAPES
     }
     m = dict.fromkeys(SHAPES, 0.0)
     for t in range(1, STEPS + 1):
@@ -86,20 +100,32 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_it_is_the_algorithm_of_the_paper(settings: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+def test_it_is_the_algorithm_of_the_paper(
+    settings: dict[str, Any], dtype: torch.dtype, tolerance: float
+) -> None:
     config = decode(Config, {**settings, "min_dim_size_to_factor": 3})
     parameters = make_parameters(dtype)
     train(config, parameters, range(STEPS))
     for name, weight in expected(config).items():
-        torch.testing.assert_close(parameters[name].detach().double(), weight, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            parameters[name].detach().double(), weight, rtol=tolerance, atol=tolerance
+        )
 
 
 def test_the_settings_make_a_difference() -> None:
     results = []
-    for settings in [*SETTINGS, {"beta1": 0.9}, {"decay_rate": 0.5}, {"weight_decay": 0.1}, {"clip_threshold": 0.5}]:
+    for settings in [
+        *SETTINGS,
+        {"beta1": 0.9},
+        {"decay_rate": 0.5},
+        {"weight_decay": 0.1},
+        {"clip_threshold": 0.5},
+    ]:
         parameters = make_parameters()
         train(decode(Config, {**settings, "min_dim_size_to_factor": 3}), parameters, range(50))
-        results.append(torch.cat([parameter.detach().flatten() for parameter in parameters.values()]))
+        results.append(
+            torch.cat([parameter.detach().flatten() for parameter in parameters.values()])
+        )
     for i, result in enumerate(results):
         assert all((result - other).abs().max() > 1e-5 for other in results[:i])
 
@@ -107,7 +133,9 @@ def test_the_settings_make_a_difference() -> None:
 def test_it_is_the_adafactor_of_transformers() -> None:
     ours, theirs = make_parameters(), make_parameters()
     train(Config(min_dim_size_to_factor=0), ours, range(STEPS))
-    train(None, theirs, range(STEPS), Adafactor(list(theirs.values()), lr=1e-2, relative_step=False))
+    train(
+        None, theirs, range(STEPS), Adafactor(list(theirs.values()), lr=1e-2, relative_step=False)
+    )
     for name in SHAPES:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-6)
 
@@ -117,7 +145,8 @@ def test_the_relative_step_of_the_paper_is_a_schedule(warm_up: bool) -> None:
     schedule = Schedule("inverse_sqrt", **{"warmup_steps" if warm_up else "decay_start": 10_000})
     for step in (1, 500, 10_000, 12_345, 500_000):
         theirs = Adafactor._get_lr(  # what `transformers` has made of section 7 and of the warm-up
-            {"relative_step": True, "warmup_init": warm_up, "scale_parameter": False, "lr": None}, {"step": step}
+            {"relative_step": True, "warmup_init": warm_up, "scale_parameter": False, "lr": None},
+            {"step": step},
         )
         assert Config().lr * lr_fraction(schedule, step, 10**6) == pytest.approx(theirs)
 
@@ -145,14 +174,20 @@ def test_tensors_that_are_stacked_in_a_parameter_are_updated_as_if_each_were_one
 
 
 def test_of_a_matrix_it_keeps_a_row_and_a_column() -> None:
-    parameters = {"up": nn.Parameter(torch.ones(128, 300)), "qkv": nn.Parameter(torch.ones(381, 500))}
+    parameters = {
+        "up": nn.Parameter(torch.ones(128, 300)),
+        "qkv": nn.Parameter(torch.ones(381, 500)),
+    }
     optimizer = Config().build(parameters.items(), Structure({"qkv": 3}))
     groups.prime(optimizer)
     state = groups.state_tensors(optimizer, parameters.items())
     assert {name: list(tensor.shape) for name, tensor in state.items()} == {
         "exp_avg_sq_row/up": [128],
         "exp_avg_sq_col/up": [1, 300],
-        "exp_avg_sq/qkv": [381, 500],  # three matrices of 127 rows, fewer than are factored by default
+        "exp_avg_sq/qkv": [
+            381,
+            500,
+        ],  # three matrices of 127 rows, fewer than are factored by default
     }
 
 
@@ -179,7 +214,9 @@ def test_state_copied_by_name_continues_the_run_exactly() -> None:
 
 def test_gradients_that_overflow_in_the_first_step_leave_no_trace() -> None:
     parameters = make_parameters()
-    optimizer = Config(beta1=0.9, weight_decay=0.1, min_dim_size_to_factor=3).build(parameters.items())
+    optimizer = Config(beta1=0.9, weight_decay=0.1, min_dim_size_to_factor=3).build(
+        parameters.items()
+    )
     scale = LossScale(torch.device("cpu"))
     for parameter in parameters.values():
         parameter.grad = torch.full_like(parameter, math.inf)

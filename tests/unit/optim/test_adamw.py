@@ -53,22 +53,33 @@ DECAYING = [
 
 def make_parameters(seed: int = 0) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: nn.Parameter(0.02 * torch.randn(shape, generator=generator)) for name, shape in BERT_SHAPES.items()}
+    return {
+        name: nn.Parameter(0.02 * torch.randn(shape, generator=generator))
+        for name, shape in BERT_SHAPES.items()
+    }
 
 
-def gradients(parameters: dict[str, nn.Parameter], steps: int, start: int = 0) -> Iterator[dict[str, Tensor]]:
+def gradients(
+    parameters: dict[str, nn.Parameter], steps: int, start: int = 0
+) -> Iterator[dict[str, Tensor]]:
     """Gradients of very different sizes, some of them zero."""
     for step in range(start, start + steps):
         generator = torch.Generator().manual_seed(1000 + step)
         scale = 10.0 ** (step % 7 - 5)
         yield {
-            name: (torch.randn(parameter.shape, generator=generator) * scale * (step % 11 != 0)).to(parameter.dtype)
+            name: (torch.randn(parameter.shape, generator=generator) * scale * (step % 11 != 0)).to(
+                parameter.dtype
+            )
             for name, parameter in parameters.items()
         }
 
 
 def train(
-    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], steps: int, start: int = 0, lr: float = 1e-3
+    optimizer: torch.optim.Optimizer,
+    parameters: dict[str, nn.Parameter],
+    steps: int,
+    start: int = 0,
+    lr: float = 1e-3,
 ) -> None:
     for step, grads in enumerate(gradients(parameters, steps, start), start=start):
         for name, gradient in grads.items():
@@ -92,12 +103,27 @@ def test_the_learning_rate_decays_from_layer_to_layer(config):
     """Heads learn at the full rate, the layers below at less and less."""
     names = ["embeddings.norm.bias", "encoder.0.ffn.up.weight", "encoder.2.ffn.up.bias", "decoder.1.ffn.up.weight",
              "layers.0.ffn.up.weight", "head.classifier.weight", "final_norm.weight"]  # fmt: skip
-    parameters = {name: nn.Parameter(torch.zeros(2, 2) if "weight" in name else torch.zeros(2)) for name in names}
+    parameters = {
+        name: nn.Parameter(torch.zeros(2, 2) if "weight" in name else torch.zeros(2))
+        for name in names
+    }
     above = Structure(layers_above=dict(zip(names, (4, 3, 1, 1, 1, 0, 0), strict=True)))
     optimizer = config(lr=1.0, weight_decay=0.0, layer_decay=0.5).build(parameters.items(), above)
     groups.set_lr(optimizer, 8.0)
-    rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
-    assert [rates[id(parameter)] for parameter in parameters.values()] == [0.5, 1.0, 4.0, 4.0, 4.0, 8.0, 8.0]
+    rates = {
+        id(parameter): group["lr"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    assert [rates[id(parameter)] for parameter in parameters.values()] == [
+        0.5,
+        1.0,
+        4.0,
+        4.0,
+        4.0,
+        8.0,
+        8.0,
+    ]
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -116,7 +142,10 @@ def test_frozen_parameters_are_in_no_group():
 
 
 def bert_update(
-    weights: dict[str, Tensor], state: dict[str, tuple[Tensor, Tensor]], grads: dict[str, Tensor], lr: float
+    weights: dict[str, Tensor],
+    state: dict[str, tuple[Tensor, Tensor]],
+    grads: dict[str, Tensor],
+    lr: float,
 ) -> None:
     """AdamWeightDecayOptimizer.apply_gradients of google-research/bert."""
     for name, gradient in grads.items():
@@ -131,7 +160,10 @@ def bert_update(
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 def test_without_bias_correction_it_is_the_optimizer_of_bert(dtype: torch.dtype, tolerance: float):
-    parameters = {name: nn.Parameter(parameter.detach().to(dtype)) for name, parameter in make_parameters().items()}
+    parameters = {
+        name: nn.Parameter(parameter.detach().to(dtype))
+        for name, parameter in make_parameters().items()
+    }
     optimizer = Config(bias_correction=False).build(parameters.items())
     assert optimizer.defaults["fused"]
     start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -143,7 +175,9 @@ def test_without_bias_correction_it_is_the_optimizer_of_bert(dtype: torch.dtype,
     for name, weight in weights.items():
         torch.testing.assert_close(parameters[name].detach(), weight, rtol=0, atol=tolerance)
         assert (weight - start[name]).abs().max() > 0.01
-    settings = [(group["lr"], group["eps"], group["weight_decay"]) for group in optimizer.param_groups]
+    settings = [
+        (group["lr"], group["eps"], group["weight_decay"]) for group in optimizer.param_groups
+    ]
     assert settings == [(1e-3, 1e-6, 0.01), (1e-3, 1e-6, 0.0)]
 
 
@@ -194,7 +228,9 @@ def test_state_copied_by_name_continues_the_run_exactly(bias_correction: bool):
     groups.prime(restored)
     saved = groups.state_tensors(optimizer, first.items())
     target = groups.state_tensors(restored, resumed.items())
-    assert list(target) == [f"{key}/{name}" for name in BERT_SHAPES for key in ("exp_avg", "exp_avg_sq")]
+    assert list(target) == [
+        f"{key}/{name}" for name in BERT_SHAPES for key in ("exp_avg", "exp_avg_sq")
+    ]
     for name, tensor in target.items():
         tensor.copy_(saved[name])
     groups.set_step(restored, 7)
@@ -226,7 +262,9 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, object]):
 
 
 @pytest.mark.parametrize("bias_correction", [True, False])
-def test_plain_operations_compute_what_fused_kernels_do(monkeypatch: pytest.MonkeyPatch, bias_correction: bool):
+def test_plain_operations_compute_what_fused_kernels_do(
+    monkeypatch: pytest.MonkeyPatch, bias_correction: bool
+):
     """As on devices that have no such kernels."""
     config = Config(lr=1e-2, weight_decay=0.1, bias_correction=bias_correction)
     fused, traced = make_parameters(), make_parameters()

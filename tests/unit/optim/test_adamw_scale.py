@@ -17,8 +17,14 @@ SHAPES = {"table": (50, 8), "up": (31, 8), "bias": (31,), "zero": (8,)}
 
 def make_parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    drawn = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
-    return {name: nn.Parameter((0.05 * tensor * (name != "zero")).to(dtype)) for name, tensor in drawn.items()}
+    drawn = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in SHAPES.items()
+    }
+    return {
+        name: nn.Parameter((0.05 * tensor * (name != "zero")).to(dtype))
+        for name, tensor in drawn.items()
+    }
 
 
 def gradients(step: int) -> dict[str, Tensor]:
@@ -26,7 +32,8 @@ def gradients(step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1000 + step)
     scale = 10.0 ** (step % 7 - 7)
     return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64) * scale for name, shape in SHAPES.items()
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+        for name, shape in SHAPES.items()
     }
 
 
@@ -36,8 +43,13 @@ def rate(step: int) -> float:
 
 def expected(steps: int, *, decay: float, bias_correction: bool) -> dict[str, Tensor]:
     """The loop body of AdamWScale.step in nanoT5/utils/copied_utils.py, in fp64."""
-    weights = {name: parameter.detach() for name, parameter in make_parameters(torch.float64).items()}
-    state = {name: (torch.zeros_like(weight), torch.zeros_like(weight)) for name, weight in weights.items()}
+    weights = {
+        name: parameter.detach() for name, parameter in make_parameters(torch.float64).items()
+    }
+    state = {
+        name: (torch.zeros_like(weight), torch.zeros_like(weight))
+        for name, weight in weights.items()
+    }
     for t in range(1, steps + 1):
         for name, g in gradients(t - 1).items():
             p, (m, v) = weights[name], state[name]
@@ -56,7 +68,9 @@ def expected(steps: int, *, decay: float, bias_correction: bool) -> dict[str, Te
     "settings", [{"decay": 0.0, "bias_correction": True}, {"decay": 0.1, "bias_correction": False}]
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_it_is_the_optimizer_of_nanot5(settings: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+def test_it_is_the_optimizer_of_nanot5(
+    settings: dict[str, Any], dtype: torch.dtype, tolerance: float
+) -> None:
     parameters = make_parameters(dtype)
     config = Config(weight_decay=settings["decay"], bias_correction=settings["bias_correction"])
     optimizer = config.build(parameters.items())
@@ -66,7 +80,9 @@ def test_it_is_the_optimizer_of_nanot5(settings: dict[str, Any], dtype: torch.dt
         groups.set_lr(optimizer, rate(step))
         optimizer.step()
     for name, weight in expected(200, **settings).items():
-        torch.testing.assert_close(parameters[name].detach().double(), weight, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            parameters[name].detach().double(), weight, rtol=tolerance, atol=tolerance
+        )
 
 
 def test_tensors_that_are_stacked_in_a_parameter_are_updated_as_if_each_were_one() -> None:

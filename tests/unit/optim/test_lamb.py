@@ -17,8 +17,14 @@ BETAS, EPS, DECAY = (0.9, 0.999), 1e-6, 0.01
 
 def make_parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    drawn = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
-    return {name: nn.Parameter((0.02 * tensor * (name != "zero")).to(dtype)) for name, tensor in drawn.items()}
+    drawn = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in SHAPES.items()
+    }
+    return {
+        name: nn.Parameter((0.02 * tensor * (name != "zero")).to(dtype))
+        for name, tensor in drawn.items()
+    }
 
 
 def gradients(step: int) -> dict[str, Tensor]:
@@ -26,7 +32,9 @@ def gradients(step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1000 + step)
     scale = 10.0 ** (step % 7 - 5)
     return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64) * scale * (name != "table" or step % 5 > 0)
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        * scale
+        * (name != "table" or step % 5 > 0)
         for name, shape in SHAPES.items()
     }
 
@@ -35,7 +43,9 @@ def rate(step: int) -> float:
     return 1e-2 * min(1.0, step / 10)
 
 
-def train(config: Config, parameters: dict[str, nn.Parameter], steps: range) -> torch.optim.Optimizer:
+def train(
+    config: Config, parameters: dict[str, nn.Parameter], steps: range
+) -> torch.optim.Optimizer:
     optimizer = config.build(parameters.items())
     for step in steps:
         for name, gradient in gradients(step).items():
@@ -45,9 +55,13 @@ def train(config: Config, parameters: dict[str, nn.Parameter], steps: range) -> 
     return optimizer
 
 
-def expected(steps: int, *, scaled: set[str], bias_correction: bool = True, bound: float = float("inf")) -> dict:
+def expected(
+    steps: int, *, scaled: set[str], bias_correction: bool = True, bound: float = float("inf")
+) -> dict:
     """Algorithm 2 of arXiv 1904.00962, line by line, in fp64. `scaled` are the tensors with a trust ratio."""
-    weights = {name: parameter.detach() for name, parameter in make_parameters(torch.float64).items()}
+    weights = {
+        name: parameter.detach() for name, parameter in make_parameters(torch.float64).items()
+    }
     m = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     v = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     for t in range(1, steps + 1):
@@ -61,7 +75,9 @@ def expected(steps: int, *, scaled: set[str], bias_correction: bool = True, boun
             u = r + (DECAY if x.ndim > 1 else 0.0) * x
             ratio = 1.0
             if name in scaled:
-                ratio = min(bound, float(x.norm() / u.norm()) if x.norm() > 0 and u.norm() > 0 else 1.0)
+                ratio = min(
+                    bound, float(x.norm() / u.norm()) if x.norm() > 0 and u.norm() > 0 else 1.0
+                )
             weights[name] = x - rate(t - 1) * ratio * u
     return weights
 
@@ -76,12 +92,16 @@ def expected(steps: int, *, scaled: set[str], bias_correction: bool = True, boun
     ],
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_it_is_the_algorithm_of_the_paper(settings: dict, reference: dict, dtype: torch.dtype, tolerance: float):
+def test_it_is_the_algorithm_of_the_paper(
+    settings: dict, reference: dict, dtype: torch.dtype, tolerance: float
+):
     parameters = make_parameters(dtype)
     train(Config(eps=EPS, weight_decay=DECAY, **settings), parameters, range(50))
     wanted = expected(50, **reference)
     for name, parameter in parameters.items():
-        torch.testing.assert_close(parameter.detach().double(), wanted[name], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            parameter.detach().double(), wanted[name], rtol=tolerance, atol=tolerance
+        )
 
 
 def test_the_settings_make_a_difference():
@@ -90,7 +110,9 @@ def test_the_settings_make_a_difference():
     for each in settings:
         parameters = make_parameters()
         train(Config(**each), parameters, range(50))
-        results.append(torch.cat([parameter.detach().flatten() for parameter in parameters.values()]))
+        results.append(
+            torch.cat([parameter.detach().flatten() for parameter in parameters.values()])
+        )
     for i, result in enumerate(results):
         assert all((result - other).abs().max() > 1e-3 for other in results[:i])
 
@@ -148,7 +170,13 @@ def test_state_copied_by_name_continues_the_run_exactly():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"variant": "fused"}, {"max_trust_ratio": 0}, {"max_trust_ratio": float("nan")}, {"betas": [0.9]}]
+    "settings",
+    [
+        {"variant": "fused"},
+        {"max_trust_ratio": 0},
+        {"max_trust_ratio": float("nan")},
+        {"betas": [0.9]},
+    ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, object]):
     with pytest.raises(ConfigError, match=next(iter(settings))):

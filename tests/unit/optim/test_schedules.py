@@ -11,7 +11,9 @@ from trainer.errors import ConfigError
 from trainer.optim.schedules import Schedule, lr_fraction
 
 
-@pytest.mark.parametrize("kind", ["linear", "cosine", "polynomial", "1-sqrt", "inverse_sqrt", "constant"])
+@pytest.mark.parametrize(
+    "kind", ["linear", "cosine", "polynomial", "1-sqrt", "inverse_sqrt", "constant"]
+)
 def test_warm_up_is_a_line_from_zero_that_reaches_the_full_rate_at_its_last_step(kind: str):
     config = decode(Schedule, {"decay": kind, "warmup_steps": 10})
     assert [lr_fraction(config, step, 100) for step in (0, 1, 5, 10)] == [0.0, 0.1, 0.5, 1.0]
@@ -19,8 +21,12 @@ def test_warm_up_is_a_line_from_zero_that_reaches_the_full_rate_at_its_last_step
 
 def test_linear_decay_is_a_line_to_the_final_fraction():
     config = Schedule("linear", warmup_steps=10, final_fraction=0.2)
-    assert [lr_fraction(config, step, 110) for step in (10, 60, 110)] == pytest.approx([1.0, 0.6, 0.2])
-    assert lr_fraction(Schedule("linear"), 99, 100) == pytest.approx(0.01)  # the last update still moves the weights
+    assert [lr_fraction(config, step, 110) for step in (10, 60, 110)] == pytest.approx(
+        [1.0, 0.6, 0.2]
+    )
+    assert lr_fraction(Schedule("linear"), 99, 100) == pytest.approx(
+        0.01
+    )  # the last update still moves the weights
 
 
 def test_cosine_decay_is_half_a_cosine():
@@ -32,9 +38,14 @@ def test_cosine_decay_is_half_a_cosine():
 def test_polynomial_decay_is_a_power_of_the_line():
     """As in LAMB's recipes: a square root, which stays high and falls at the end."""
     config = Schedule("polynomial", warmup_steps=10, power=0.5, final_fraction=0.2)
-    assert [lr_fraction(config, step, 110) for step in (10, 85, 110)] == pytest.approx([1.0, 0.6, 0.2])
+    assert [lr_fraction(config, step, 110) for step in (10, 85, 110)] == pytest.approx(
+        [1.0, 0.6, 0.2]
+    )
     line = Schedule("polynomial", warmup_steps=10)
-    assert all(lr_fraction(line, step, 30) == lr_fraction(Schedule(warmup_steps=10), step, 30) for step in range(31))
+    assert all(
+        lr_fraction(line, step, 30) == lr_fraction(Schedule(warmup_steps=10), step, 30)
+        for step in range(31)
+    )
 
 
 def test_a_decay_from_step_0_drops_where_the_warm_up_ends_as_in_the_code_of_bert_and_nvidia():
@@ -48,21 +59,30 @@ def test_a_decay_from_step_0_drops_where_the_warm_up_ends_as_in_the_code_of_bert
     ("decay", "halfway"),
     [("linear", 0.5), ("cosine", 0.5), ("polynomial", 0.25), ("1-sqrt", 1 - 0.5**0.5)],
 )
-def test_warm_up_stable_decay_keeps_the_full_rate_until_its_decay_starts(decay: str, halfway: float):
+def test_warm_up_stable_decay_keeps_the_full_rate_until_its_decay_starts(
+    decay: str, halfway: float
+):
     power = 2.0 if decay == "polynomial" else 1.0
-    config = decode(Schedule, {"decay": decay, "warmup_steps": 10, "decay_start": 80, "power": power})
+    config = decode(
+        Schedule, {"decay": decay, "warmup_steps": 10, "decay_start": 80, "power": power}
+    )
     assert [lr_fraction(config, step, 100) for step in (5, 10, 50, 80)] == [0.5, 1.0, 1.0, 1.0]
     assert lr_fraction(config, 90, 100) == pytest.approx(halfway)
     assert lr_fraction(config, 100, 100) == pytest.approx(0.0, abs=1e-12)
 
 
 def test_inverse_square_root_is_the_schedule_of_t5_and_of_the_transformer():
-    t5, transformer = Schedule("inverse_sqrt", decay_start=10_000), Schedule("inverse_sqrt", warmup_steps=4000)
+    t5, transformer = (
+        Schedule("inverse_sqrt", decay_start=10_000),
+        Schedule("inverse_sqrt", warmup_steps=4000),
+    )
     for step in (0, 9_999, 10_000, 40_000, 2_000_000):
         assert 0.01 * lr_fraction(t5, step, 524_288) == pytest.approx(max(step, 10_000) ** -0.5)
     for step in (1, 1000, 4000, 99_999):
         wanted = 512**-0.5 * min(step**-0.5, step * 4000**-1.5)
-        assert 512**-0.5 * 4000**-0.5 * lr_fraction(transformer, step, 100_000) == pytest.approx(wanted)
+        assert 512**-0.5 * 4000**-0.5 * lr_fraction(transformer, step, 100_000) == pytest.approx(
+            wanted
+        )
 
 
 def test_a_warm_up_from_half_the_rate_and_a_cosine_are_the_schedule_of_nanot5():

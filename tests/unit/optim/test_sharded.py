@@ -70,7 +70,9 @@ def segments(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         cuts = sorted(numbers.integers(0, whole.numel() + 1, min(world_size, 3) - 1).tolist())
         ends = [0, *(cuts[:1] if world_size == 4 else ()), *cuts, whole.numel()]
         ranges.append((ends[rank], ends[rank + 1]))
-    parts = [whole.detach().flatten()[i:j] for whole, (i, j) in zip(wholes.values(), ranges, strict=True)]
+    parts = [
+        whole.detach().flatten()[i:j] for whole, (i, j) in zip(wholes.values(), ranges, strict=True)
+    ]
     memory = torch.cat(parts).split([len(part) for part in parts])
     for (name, whole), (start, _), part in zip(wholes.items(), ranges, memory, strict=True):
         yield name, SegmentParameter(part, Segment(tuple(whole.shape), start, group))
@@ -78,7 +80,9 @@ def segments(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def build(config: Any, parameters: Parameters) -> torch.optim.Optimizer:
     """The optimizer, with its state."""
-    optimizer: torch.optim.Optimizer = config.build(parameters.items(), Structure({"qkv.weight": 3, "qkv.bias": 3}))
+    optimizer: torch.optim.Optimizer = config.build(
+        parameters.items(), Structure({"qkv.weight": 3, "qkv.bias": 3})
+    )
     groups.prime(optimizer)
     return optimizer
 
@@ -90,9 +94,13 @@ def train(parameters: Parameters, optimizer: torch.optim.Optimizer, steps: range
         groups.set_lr(optimizer, 1e-2 * min(1.0, step / 20))
         generator = torch.Generator().manual_seed(step)
         for parameter in parameters.values():
-            gradient = torch.randn(whole_shape(parameter), generator=generator) * 10.0 ** (step % 5 - 3)
+            gradient = torch.randn(whole_shape(parameter), generator=generator) * 10.0 ** (
+                step % 5 - 3
+            )
             if isinstance(parameter, DTensor):
-                gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                gradient = distribute_tensor(
+                    gradient, parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
             elif isinstance(parameter, SegmentParameter):
                 gradient = gradient.flatten()[parameter.segment.start :][: len(parameter)].clone()
             parameter.grad = gradient
@@ -138,7 +146,9 @@ def train_split(cases: list[Case]) -> list[dict[str, Array]]:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_split_parameters_are_updated_like_whole_ones(world_size: int) -> None:
-    cases: list[Case] = [(shape, config) for shape in ((world_size,), SEGMENTS) for config in (LAMB, ADAFACTOR)]
+    cases: list[Case] = [
+        (shape, config) for shape in ((world_size,), SEGMENTS) for config in (LAMB, ADAFACTOR)
+    ]
     if world_size == 2:
         cases += [(shape, config) for shape in ((2,), SEGMENTS) for config in ADAMW]
     if world_size == 4:
@@ -148,7 +158,9 @@ def test_split_parameters_are_updated_like_whole_ones(world_size: int) -> None:
     assert len(start) == 9  # the shared table counts once
     for (_, config), *results in zip(cases, *ranks, strict=True):
         whole = trained_whole(config)
-        assert all(np.abs(whole[name] - start[name].detach().numpy()).max() > 0.01 for name in start)
+        assert all(
+            np.abs(whole[name] - start[name].detach().numpy()).max() > 0.01 for name in start
+        )
         for result in results:
             assert list(result) == list(whole)
             for name, array in whole.items():
@@ -157,7 +169,9 @@ def test_split_parameters_are_updated_like_whole_ones(world_size: int) -> None:
 
 def train_part(folder: Path, steps: range, shape: Split | None) -> None:
     """Goes on from the files of all ranks at steps.start, if that is not 0, and leaves this rank's at steps.stop."""
-    world_size, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
+    world_size, rank = (
+        int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0))
+    )
     if shape is None:
         parameters = dict(Model().named_parameters())
     else:
@@ -166,7 +180,9 @@ def train_part(folder: Path, steps: range, shape: Split | None) -> None:
     optimizer = build(ADAFACTOR, parameters)
     state = tensors(parameters, optimizer)
     if steps.start:
-        pieces = [piece for path in folder.glob(f"{steps.start}.*") for piece in layout.read_pieces(path)]
+        pieces = [
+            piece for path in folder.glob(f"{steps.start}.*") for piece in layout.read_pieces(path)
+        ]
         wanted = [piece for each in state.items() for piece in layout.local_pieces(*each)]
         layout.fill(wanted, layout.group_by_name(pieces))
     train(parameters, optimizer, steps)

@@ -23,7 +23,9 @@ OPTIMIZERS = {
     "lamb of nvidia": lamb.Config(variant="nvidia"),
     "adamw_scale": adamw_scale.Config(weight_decay=0.1),
     "adafactor": adafactor.Config(min_dim_size_to_factor=4),
-    "adafactor with means": adafactor.Config(min_dim_size_to_factor=16, beta1=0.9, weight_decay=0.1),
+    "adafactor with means": adafactor.Config(
+        min_dim_size_to_factor=16, beta1=0.9, weight_decay=0.1
+    ),
 }
 
 
@@ -32,7 +34,9 @@ def values(step: int, size: float) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
     scales = torch.tensor([1e-3, 1.0, 30.0])
     return {
-        name: torch.randn(LAYERS, *shape, generator=generator) * size * scales.view(-1, *[1] * len(shape))
+        name: torch.randn(LAYERS, *shape, generator=generator)
+        * size
+        * scales.view(-1, *[1] * len(shape))
         for name, shape in SHAPES.items()
     }
 
@@ -40,7 +44,9 @@ def values(step: int, size: float) -> dict[str, Tensor]:
 def train(config: Any, named: dict[str, nn.Parameter], gradients: Any) -> dict[str, Tensor]:
     optimizer = config.build(
         named.items(),
-        Structure({name: STACKED[kind] for name in named for kind in STACKED if name.endswith(kind)}),
+        Structure(
+            {name: STACKED[kind] for name in named for kind in STACKED if name.endswith(kind)}
+        ),
     )
     groups.prime(optimizer)
     for step in range(STEPS):
@@ -53,15 +59,22 @@ def train(config: Any, named: dict[str, nn.Parameter], gradients: Any) -> dict[s
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_each_layer_is_updated_as_it_would_alone(monkeypatch: pytest.MonkeyPatch, kind: str, fused: bool) -> None:
+def test_each_layer_is_updated_as_it_would_alone(
+    monkeypatch: pytest.MonkeyPatch, kind: str, fused: bool
+) -> None:
     if not fused:  # as on devices that torch has no fused kernels for
         monkeypatch.setattr(kernels, "FUSED", ())
     start = values(0, 0.1)
-    apart = {f"{i}.{name}": nn.Parameter(start[name][i].clone()) for i in range(LAYERS) for name in SHAPES}
+    apart = {
+        f"{i}.{name}": nn.Parameter(start[name][i].clone())
+        for i in range(LAYERS)
+        for name in SHAPES
+    }
     expected = train(OPTIMIZERS[kind], apart, lambda name, drawn: drawn[name[2:]][int(name[0])])
     names = {name: tuple(f"{i}.{name}" for i in range(LAYERS)) for name in SHAPES}
     stacks: dict[str, nn.Parameter] = {
-        names[name][0]: StackedParameter(whole.clone(), names[name]) for name, whole in start.items()
+        names[name][0]: StackedParameter(whole.clone(), names[name])
+        for name, whole in start.items()
     }
     found = train(OPTIMIZERS[kind], stacks, lambda name, drawn: drawn[name[2:]])
     for name, stack in found.items():
@@ -69,16 +82,24 @@ def test_each_layer_is_updated_as_it_would_alone(monkeypatch: pytest.MonkeyPatch
         kept = name.removesuffix(stack.members[0])
         for own, each in zip(stack.members, stack, strict=True):
             alone = expected[kept + own]  # each CPU sums in an order of its own
-            torch.testing.assert_close(each, alone, rtol=0, atol=1e-6 * float(alone.abs().max()), msg=kept + own)
-    assert {name.removesuffix(stack.members[0]) + own for name, stack in found.items() for own in stack.members} == set(
-        expected
-    )
+            torch.testing.assert_close(
+                each, alone, rtol=0, atol=1e-6 * float(alone.abs().max()), msg=kept + own
+            )
+    assert {
+        name.removesuffix(stack.members[0]) + own
+        for name, stack in found.items()
+        for own in stack.members
+    } == set(expected)
     moved = [float((stacks[names[name][0]].detach() - start[name]).abs().max()) for name in SHAPES]
     assert min(moved) > 1e-4
 
 
 def test_norms_of_stacks() -> None:
     # In fp64, as the norms of rows of fp32 are of that precision.
-    matrices, vectors, alone = (torch.randn(shape, dtype=torch.float64) for shape in ((3, 8, 4), (5, 7), (6,)))
+    matrices, vectors, alone = (
+        torch.randn(shape, dtype=torch.float64) for shape in ((3, 8, 4), (5, 7), (6,))
+    )
     expected = [each.square().sum() for each in (*matrices, *vectors, alone)]
-    torch.testing.assert_close(squared_norms([matrices, vectors, alone], [3, 5, 1]), torch.stack(expected))
+    torch.testing.assert_close(
+        squared_norms([matrices, vectors, alone], [3, 5, 1]), torch.stack(expected)
+    )

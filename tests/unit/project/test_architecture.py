@@ -12,7 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 PACKAGES = ("trainer", "data_pipeline", "launch")
-CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+    "importlinter"
+]["contracts"]
 ENTRY = re.compile(r"(?P<place>\| |: | {4})?(?P<name>\w+) {2,}\S.*")
 
 Layer = frozenset[str]
@@ -56,14 +58,18 @@ def test_layers_are_those_of_the_contract(package: str):
 def test_every_folder_and_module_has_an_entry(package: str):
     layers, folders = drawn(package)
     names = {name for layer in layers for name in layer} - {"|", ":"}
-    modules = {path.parent.relative_to(ROOT / package) for path in (ROOT / package).rglob("__init__.py")}
+    modules = {
+        path.parent.relative_to(ROOT / package) for path in (ROOT / package).rglob("__init__.py")
+    }
     there = {path.as_posix() for path in modules} - {"."}
     there |= {path.stem for path in (ROOT / package).glob("*.py")} - {"__init__"}
     assert names | folders == there
 
 
 def test_the_functions_of_a_step_exist():
-    steps = re.findall(r"^\d+\. `([\w/]+\.py)`: (.*?)(?=^\d|\Z)", section("One step"), re.MULTILINE | re.DOTALL)
+    steps = re.findall(
+        r"^\d+\. `([\w/]+\.py)`: (.*?)(?=^\d|\Z)", section("One step"), re.MULTILINE | re.DOTALL
+    )
     assert len(steps) >= 5
     for file, functions in steps:
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
@@ -72,22 +78,32 @@ def test_the_functions_of_a_step_exist():
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 defined.add(node.name)
             if isinstance(node, ast.ClassDef):
-                defined |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+                defined |= {
+                    f"{node.name}.{each.name}"
+                    for each in node.body
+                    if isinstance(each, ast.FunctionDef)
+                }
         named = set(re.findall(r"`([\w.]+)`", functions))
         assert named, f"{file}: no function"
         assert named <= defined, f"{file} has no {named - defined}"
 
 
 def test_the_classes_of_the_parts_exist():
-    rows = re.findall(r"^\| `(\w+)` \|.*\| `([\w/.]+)` \|$", section("The parts of a run"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)` \|.*\| `([\w/.]+)` \|$", section("The parts of a run"), re.MULTILINE
+    )
     assert len(rows) >= 5
     for name, place in rows:
         files = [ROOT / place] if place.endswith(".py") else (ROOT / place).glob("*.py")
-        assert any(re.search(rf"^class {name}\b", file.read_text(encoding="utf-8"), re.M) for file in files), name
+        assert any(
+            re.search(rf"^class {name}\b", file.read_text(encoding="utf-8"), re.M) for file in files
+        ), name
 
 
 def test_the_modules_of_the_core_of_models_exist():
     (text,) = re.findall(r"^All models are built.*?\n\n", PAGE, re.MULTILINE | re.DOTALL)
     names = re.findall(r"`(\w+)`", text)
     assert len(names) > 10
-    assert [name for name in names if not (ROOT / "trainer" / "models" / f"{name}.py").is_file()] == []
+    assert [
+        name for name in names if not (ROOT / "trainer" / "models" / f"{name}.py").is_file()
+    ] == []

@@ -26,7 +26,9 @@ def words(text: str) -> set[str]:
 def named(code: str) -> Iterator[tuple[int, str]]:
     """Lines of code that speak of a back-end, and what they say; comments and docstrings may."""
     tree = ast.parse(code)
-    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # texts by themselves
+    texts = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)
+    }  # texts by themselves
     for node in ast.walk(tree):
         said: list[str | None] = []
         match node:
@@ -34,17 +36,30 @@ def named(code: str) -> Iterator[tuple[int, str]]:
                 said = [text]
             case ast.Attribute(attr="is_cpu" | "is_cuda" | "is_xla" as attribute):
                 yield node.lineno, attribute
-            case ast.Attribute(value=ast.Name(id="device") | ast.Attribute(attr="device"), attr="type"):
+            case ast.Attribute(
+                value=ast.Name(id="device") | ast.Attribute(attr="device"), attr="type"
+            ):
                 yield node.lineno, "device.type"
-            case ast.Attribute(attr=name) | ast.Name(id=name) | ast.arg(arg=name) | ast.keyword(arg=name):
+            case (
+                ast.Attribute(attr=name)
+                | ast.Name(id=name)
+                | ast.arg(arg=name)
+                | ast.keyword(arg=name)
+            ):
                 said = [name]
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
                 said = [name]
             case ast.alias(name=name, asname=other):
                 said = [name, other]
             case ast.ImportFrom(module=module):
                 said = [module]
-        yield from ((node.lineno, text) for text in said if text is not None and words(text) & WORDS)
+        yield from (
+            (node.lineno, text) for text in said if text is not None and words(text) & WORDS
+        )
 
 
 def test_back_ends_are_named_by_accelerators_strategies_and_launch_alone():
@@ -53,7 +68,9 @@ def test_back_ends_are_named_by_accelerators_strategies_and_launch_alone():
         file = path.relative_to(ROOT).as_posix()
         if not file.startswith(INSIDE):
             found |= {(file, said) for _, said in named(path.read_text(encoding="utf-8"))}
-    assert sorted(found - EXCEPTIONS) == [], "ask the Accelerator, the Strategy or trainer/accelerators/kernels.py"
+    assert sorted(found - EXCEPTIONS) == [], (
+        "ask the Accelerator, the Strategy or trainer/accelerators/kernels.py"
+    )
     assert sorted(EXCEPTIONS - found) == [], "exceptions that nobody needs any more"
 
 

@@ -31,27 +31,62 @@ def test_their_examples_are_ours(job: step.Job):
         assert not (example["input_ids"] == 4)[~predicted].any()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, and something to measure")
-def test_says_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a CUDA device, and something to measure"
+)
+def test_says_that_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr(sys, "argv", ["step", "--device", "cuda"])
     step.main()
     assert capsys.readouterr().out == "nothing measured: torch finds no CUDA device here\n"
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="Hugging Face Trainer needs accelerate")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("accelerate"), reason="Hugging Face Trainer needs accelerate"
+)
 def test_smallest_run(tmp_path: Path):
-    command = [sys.executable, "-m", "benchmarks.step", "--model", "tiny", "--length", "32", "--batch", "2"]
-    subprocess.run([*command, "--turn", "1", "--repeats", "1", "--json", tmp_path / "figures"], check=True, timeout=200)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.step",
+        "--model",
+        "tiny",
+        "--length",
+        "32",
+        "--batch",
+        "2",
+    ]
+    subprocess.run(
+        [*command, "--turn", "1", "--repeats", "1", "--json", tmp_path / "figures"],
+        check=True,
+        timeout=200,
+    )
     (measured,) = json.loads((tmp_path / "figures").read_text())["measured"]
-    assert {name: len(rates) for name, rates in measured["rates"].items()} == {"samestep": 1, "Hugging Face Trainer": 1}
+    assert {name: len(rates) for name, rates in measured["rates"].items()} == {
+        "samestep": 1,
+        "Hugging Face Trainer": 1,
+    }
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="Hugging Face Trainer needs accelerate")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("accelerate"), reason="Hugging Face Trainer needs accelerate"
+)
 def test_smallest_fine_tuning(dataset_folder: Path, tmp_path: Path):
     build = tasks.write_build("classification", tmp_path, dataset_folder / "tokenizer")
     assert main(["data", "build", str(build)]) == 0
-    command = [sys.executable, "-m", "benchmarks.finetune", tmp_path / "data-classification", "--model", "tiny"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.finetune",
+        tmp_path / "data-classification",
+        "--model",
+        "tiny",
+    ]
     options = ["--batch", "4", "--turn", "2", "--repeats", "1", "--json", tmp_path / "figures"]
     subprocess.run([*command, *options], check=True, timeout=200)
     (measured,) = json.loads((tmp_path / "figures").read_text())["measured"]
-    assert {name: len(rates) for name, rates in measured["rates"].items()} == {"samestep": 1, "Hugging Face Trainer": 1}
+    assert {name: len(rates) for name, rates in measured["rates"].items()} == {
+        "samestep": 1,
+        "Hugging Face Trainer": 1,
+    }

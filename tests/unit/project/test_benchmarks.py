@@ -30,7 +30,12 @@ def measured(main, text: Path, tmp_path: Path, *more: str) -> list[Comparison]:
     out = tmp_path / "out.json"
     main(["--corpus", str(text), "--megabytes", "0.2", "--repeats", "1", "--json", str(out), *more])
     comparisons = [Comparison(**fields) for fields in json.loads(out.read_text())["measured"]]
-    assert all(rate > 0 for comparison in comparisons for rates in comparison.rates.values() for rate in rates)
+    assert all(
+        rate > 0
+        for comparison in comparisons
+        for rates in comparison.rates.values()
+        for rate in rates
+    )
     return comparisons
 
 
@@ -42,7 +47,9 @@ def test_build(text, tmp_path) -> None:
     assert all(30 < int(megabytes) < 1000 for megabytes in memory)
 
 
-@pytest.mark.skipif(find_spec("litdata") is None, reason="litdata is installed by `make bench` only")
+@pytest.mark.skipif(
+    find_spec("litdata") is None, reason="litdata is installed by `make bench` only"
+)
 def test_loader(text, tmp_path) -> None:
     compared = measured(loader.main, text, tmp_path, "--batches", "16")
     assert [len(comparison.rates) for comparison in compared] == [7, 7]
@@ -100,5 +107,8 @@ def test_the_stall_of_a_save_and_the_step_beside_it_are_told_apart() -> None:
 def test_stalls_after_a_recovery_leave_out_the_first() -> None:
     """Steps of 2 s, of which those after a save spend a part on it; the run goes on from step 4."""
     shares = {7: 0.5, 9: 0.25, 11: 0.125}
-    rows = [{"step": step, "time": 2.0 * step, "time/checkpoint": shares.get(step, 0.0)} for step in range(1, 12)]
+    rows = [
+        {"step": step, "time": 2.0 * step, "time/checkpoint": shares.get(step, 0.0)}
+        for step in range(1, 12)
+    ]
     assert recovery.stalls(rows, reached=5, every=2) == [0.5, 0.25]

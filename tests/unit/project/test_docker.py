@@ -55,7 +55,9 @@ def copied(dockerfile: Path) -> list[str]:
 def lists(folder: Path, dockerfile: Path) -> dict[str, list[str]]:
     """What the first stage of an image makes of the files that it copies."""
     stage = instructions(dockerfile)[: [word for word, _ in instructions(dockerfile)].index("RUN")]
-    for source in " ".join(rest for word, rest in stage if word == "COPY").replace(" ./", "").split():
+    for source in (
+        " ".join(rest for word, rest in stage if word == "COPY").replace(" ./", "").split()
+    ):
         shutil.copy(ROOT / source, folder)
     command = rest_of(dockerfile, "RUN")[0].replace('"${EXTRAS}"', arguments(dockerfile)["EXTRAS"])
     assert command.startswith("python3 lists.py ")
@@ -83,7 +85,9 @@ def test_hadolint_has_nothing_to_say(dockerfile: Path):
 
 @both
 def test_base_is_pinned(dockerfile: Path):
-    assert re.fullmatch(r"python:3\.11\.\d+-slim-bookworm@sha256:[0-9a-f]{64}", arguments(dockerfile)["BASE"])
+    assert re.fullmatch(
+        r"python:3\.11\.\d+-slim-bookworm@sha256:[0-9a-f]{64}", arguments(dockerfile)["BASE"]
+    )
     assert {line.split()[0] for line in rest_of(dockerfile, "FROM")} == {"${BASE}"}
 
 
@@ -98,7 +102,18 @@ def test_images_have_one_base_and_one_end():
     [
         (
             DOCKERFILES[0],
-            {"accelerate", "deepspeed", "hf", "s3", "gcs", "wandb", "tasks", "tensorboard", "text", "parquet"},
+            {
+                "accelerate",
+                "deepspeed",
+                "hf",
+                "s3",
+                "gcs",
+                "wandb",
+                "tasks",
+                "tensorboard",
+                "text",
+                "parquet",
+            },
         ),
         (DOCKERFILES[1], {"tpu", "gcs", "tasks"}),
     ],
@@ -119,27 +134,44 @@ def test_all_that_samestep_asks_for_is_pinned(dockerfile: Path, tmp_path: Path, 
     assert set(written["torch.txt"]) < set(written["constraints.txt"])
     for command in rest_of(dockerfile, "RUN"):
         from_index = "pip install" in command and "--no-index" not in command
-        assert not from_index or re.search(r"--constraint /lists/(constraints|torch)\.txt", command), command
+        assert not from_index or re.search(
+            r"--constraint /lists/(constraints|torch)\.txt", command
+        ), command
 
 
 def test_each_image_has_its_torch(tmp_path: Path):
-    for dockerfile, constraints in zip(DOCKERFILES, ("constraints.txt", "constraints-xla.txt"), strict=True):
+    for dockerfile, constraints in zip(
+        DOCKERFILES, ("constraints.txt", "constraints-xla.txt"), strict=True
+    ):
         folder = tmp_path / dockerfile.stem
         folder.mkdir()
-        (torch,) = [pin for pin in lists(folder, dockerfile)["torch.txt"] if pin.startswith("torch==")]
+        (torch,) = [
+            pin for pin in lists(folder, dockerfile)["torch.txt"] if pin.startswith("torch==")
+        ]
         assert torch in (ROOT / constraints).read_text(encoding="utf-8").splitlines()
 
 
 def test_torch_layer_has_all_of_torch(module: ModuleType):
-    needed = {module.name(line) for line in importlib.metadata.requires("torch") or () if "extra ==" not in line}
+    needed = {
+        module.name(line)
+        for line in importlib.metadata.requires("torch") or ()
+        if "extra ==" not in line
+    }
     assert {name for name in needed if not module.TORCH.fullmatch(name)} == set()
 
 
-def test_lists_know_their_place(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_lists_know_their_place(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A new torch brings other libraries along: constraints-cuda.txt is to be made again then."""
     monkeypatch.chdir(ROOT)
-    (version,) = [pin for pin in module.constraints(["constraints.txt"]) if pin.startswith("torch==")]
-    assert f"torch {version.partition('==')[2]} " in (ROOT / "docker" / "constraints-cuda.txt").read_text()
+    (version,) = [
+        pin for pin in module.constraints(["constraints.txt"]) if pin.startswith("torch==")
+    ]
+    assert (
+        f"torch {version.partition('==')[2]} "
+        in (ROOT / "docker" / "constraints-cuda.txt").read_text()
+    )
     for own, other in (
         ("docker/constraints-cuda.txt", "constraints.txt"),
         ("docker/constraints-tpu.txt", "constraints-xla.txt"),
@@ -160,7 +192,9 @@ def test_unknown_extra_is_refused(tmp_path: Path):
 def test_user_is_not_root(dockerfile: Path):
     assert rest_of(dockerfile, "USER") == ["10001:10001"]
     last = [word for word, _ in instructions(dockerfile)]
-    assert last.index("USER") > max(index for index, word in enumerate(last) if word in ("RUN", "COPY"))
+    assert last.index("USER") > max(
+        index for index, word in enumerate(last) if word in ("RUN", "COPY")
+    )
 
 
 @both
@@ -178,12 +212,16 @@ def test_sources_exist_and_reach_the_builder(dockerfile: Path):
 
 @both
 def test_all_packages_are_copied_after_what_they_need_is_installed(dockerfile: Path):
-    packages = {name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
+    packages = {
+        name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
+    }
     assert packages < set(copied(dockerfile))
     steps = instructions(dockerfile)
     final = steps[max(index for index, (word, _) in enumerate(steps) if word == "FROM") :]
     first_code = next(
-        index for index, (_, rest) in enumerate(final) if rest.startswith("--chmod=755 docker/entrypoint")
+        index
+        for index, (_, rest) in enumerate(final)
+        if rest.startswith("--chmod=755 docker/entrypoint")
     )
     assert not any("--requirement" in rest or "apt-get" in rest for _, rest in final[first_code:])
 
@@ -209,7 +247,10 @@ def programs(tmp_path: Path) -> dict[str, str]:
         (["--version"], "[samestep][--version]"),
         (["train", "a.yaml"], "[samestep][train][a.yaml]"),
         (["samestep", "train", "a.yaml"], "[samestep][train][a.yaml]"),
-        (["export", "runs/a", "b c", "*", ""], "[samestep][export][runs/a][b c][*][]"),  # `export` is a shell's, too
+        (
+            ["export", "runs/a", "b c", "*", ""],
+            "[samestep][export][runs/a][b c][*][]",
+        ),  # `export` is a shell's, too
         (["jobs"], "[samestep][jobs]"),
         (["-x", "--"], "[samestep][-x][--]"),
         ([""], "[samestep][]"),
@@ -218,20 +259,31 @@ def programs(tmp_path: Path) -> dict[str, str]:
     ],
     ids=str,
 )
-def test_entrypoint_tells_programs_from_commands(given: list[str], printed: str, programs: dict[str, str]):
-    result = subprocess.run(["bash", str(ENTRYPOINT), *given], env=programs, capture_output=True, text=True)
+def test_entrypoint_tells_programs_from_commands(
+    given: list[str], printed: str, programs: dict[str, str]
+):
+    result = subprocess.run(
+        ["bash", str(ENTRYPOINT), *given], env=programs, capture_output=True, text=True
+    )
     assert (result.returncode, result.stdout, result.stderr) == (0, printed, "")
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 75])
 def test_exit_codes_come_back(code: int, programs: dict[str, str]):
-    assert subprocess.run(["bash", str(ENTRYPOINT), "code", str(code)], env=programs).returncode == code
+    assert (
+        subprocess.run(["bash", str(ENTRYPOINT), "code", str(code)], env=programs).returncode
+        == code
+    )
 
 
 def test_sigterm_reaches_the_command(programs: dict[str, str]):
-    with subprocess.Popen([str(ENTRYPOINT), "wait"], env=programs, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [str(ENTRYPOINT), "wait"], env=programs, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
-        assert int(process.stdout.readline()) == process.pid  # the same process, with nothing in between
+        assert (
+            int(process.stdout.readline()) == process.pid
+        )  # the same process, with nothing in between
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=20) == 75
 

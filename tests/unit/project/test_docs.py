@@ -34,7 +34,9 @@ def test_links_lead_somewhere(page: Path):
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if commands(page)], ids=lambda page: page.name
+)
 def test_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     for command in commands(page):
@@ -49,17 +51,33 @@ def test_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch):
         if hasattr(args, "config"):
             if args.config.startswith("configs/"):
                 load_recipe(args.config, overrides)
-        elif str(file := vars(args).get("file")).startswith("configs/") and WRONG_ON_PURPOSE not in overrides:
+        elif (
+            str(file := vars(args).get("file")).startswith("configs/")
+            and WRONG_ON_PURPOSE not in overrides
+        ):
             load(Experiment, file, overrides)
 
 
 FOREIGN = {"run_squad.py", "utils.py"}  # the script of BERT's repository; a name that no module has
-PROJECT = ("trainer", "data_pipeline", "launch", "tests", "docs", "benchmarks", "examples", "configs", "docker")
+PROJECT = (
+    "trainer",
+    "data_pipeline",
+    "launch",
+    "tests",
+    "docs",
+    "benchmarks",
+    "examples",
+    "configs",
+    "docker",
+)
 
 
 def is_path(name: str) -> bool:
     """Whether a name looks like a path of the project, without placeholders such as NAME."""
-    return bool(re.fullmatch(rf"({'|'.join(PROJECT)})/[\w./-]*|[\w./-]+\.py", name) and not re.search("[A-Z]{2}", name))
+    return bool(
+        re.fullmatch(rf"({'|'.join(PROJECT)})/[\w./-]*|[\w./-]+\.py", name)
+        and not re.search("[A-Z]{2}", name)
+    )
 
 
 def exists(name: str) -> bool:
@@ -67,7 +85,9 @@ def exists(name: str) -> bool:
     return (ROOT / name).exists() or any(next((ROOT / top).rglob(name), None) for top in PROJECT)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name
+)
 def test_files_and_modules_that_are_named_exist(page: Path):
     names = re.findall(r"`([\w./-]+)`", FENCED.sub("", page.read_text(encoding="utf-8")))
     paths = {name for name in names if is_path(name)} - FOREIGN

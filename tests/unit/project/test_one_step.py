@@ -16,17 +16,26 @@ def listed(page: str) -> list[tuple[str, str]]:
     """The (file, function) pairs of the list, in its order."""
     text = (ROOT / page).read_text(encoding="utf-8")
     (section,) = re.findall(r"^## One step\n(.*?)(?=^## )", text, re.MULTILINE | re.DOTALL)
-    entries = re.findall(r"^\d+\. `([\w/]+\.py)`: (.*?)(?=^\d+\. |^\n)", section, re.MULTILINE | re.DOTALL)
-    return [(file, function) for file, said in entries for function in re.findall(r"`([\w.]+)`", said)]
+    entries = re.findall(
+        r"^\d+\. `([\w/]+\.py)`: (.*?)(?=^\d+\. |^\n)", section, re.MULTILINE | re.DOTALL
+    )
+    return [
+        (file, function) for file, said in entries for function in re.findall(r"`([\w.]+)`", said)
+    ]
 
 
 def test_both_pages_have_the_same_list():
     assert listed("README.md") == listed("docs/architecture.md")
 
 
-def test_a_step_calls_these_functions_in_this_order(samestep: Samestep, experiment_file: str, tmp_path: Path):
+def test_a_step_calls_these_functions_in_this_order(
+    samestep: Samestep, experiment_file: str, tmp_path: Path
+):
     """An abstract method stands for those of its folder."""
-    steps = [((ROOT / file).parent, function.rpartition(".")[2]) for file, function in listed("README.md")]
+    steps = [
+        ((ROOT / file).parent, function.rpartition(".")[2])
+        for file, function in listed("README.md")
+    ]
     names = {name for _, name in steps}
     assert len(steps) >= 10
     called: list[tuple[Path, str]] = []
@@ -37,10 +46,17 @@ def test_a_step_calls_these_functions_in_this_order(samestep: Samestep, experime
             if call in steps and call not in called:
                 called.append(call)
 
-    one = ("strategy=single", "training.steps=1", "schedule.warmup_steps=0", "training.faults.action=skip")
+    one = (
+        "strategy=single",
+        "training.steps=1",
+        "schedule.warmup_steps=0",
+        "training.faults.action=skip",
+    )
     sys.setprofile(note)
     try:
-        result = samestep("train", experiment_file, f"output={tmp_path}/run", "data.threads=0", *one)
+        result = samestep(
+            "train", experiment_file, f"output={tmp_path}/run", "data.threads=0", *one
+        )
     finally:
         sys.setprofile(None)
     assert result.code == 0, result.err
@@ -51,4 +67,6 @@ def test_the_functions_are_in_these_files():
     for file, function in listed("README.md"):
         kind, _, name = function.rpartition(".")
         text = (ROOT / file).read_text(encoding="utf-8")
-        assert re.search(rf"^class {kind}\b.*^    def {name}\(" if kind else rf"^def {name}\(", text, re.M | re.S), name
+        assert re.search(
+            rf"^class {kind}\b.*^    def {name}\(" if kind else rf"^def {name}\(", text, re.M | re.S
+        ), name

@@ -20,7 +20,9 @@ ROOT = Path(__file__).parents[3]
 PACKAGES = ("trainer", "data_pipeline", "launch")
 UNIT = ROOT / "tests" / "unit"
 NOT_MIRRORED = {"project"}  # it is about what is in no package: docs, images, benchmarks, this tree
-LINTER = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+LINTER = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+    "importlinter"
+]
 # Contracts may name these modules, beside folders and what lies directly in a package.
 NAMED_MODULES = {
     "data_pipeline.reading.loader",  # makes batches, which only a run and what replays one may do
@@ -42,8 +44,12 @@ def cycles(imports: dict[str, set[str]]) -> dict[str, set[str]]:
 def test_there_is_no_import_cycle():
     """Imports inside of functions and under TYPE_CHECKING count, too."""
     graph = grimp.build_graph(*PACKAGES, cache_dir=None)
-    imports = {module: set(graph.find_modules_directly_imported_by(module)) for module in graph.modules}
-    assert imports["trainer.cli"] >= {"trainer.training.run"}  # which it imports inside of a function
+    imports = {
+        module: set(graph.find_modules_directly_imported_by(module)) for module in graph.modules
+    }
+    assert imports["trainer.cli"] >= {
+        "trainer.training.run"
+    }  # which it imports inside of a function
     assert cycles(imports) == {}
 
 
@@ -64,7 +70,9 @@ def named_by(contract: dict[str, Any]) -> Iterator[str]:
     """The modules that a contract names."""
     for container in contract.get("containers", []):
         for layer in contract["layers"]:
-            yield from (f"{container}.{name.strip()}" for name in layer.replace(":", "|").split("|"))
+            yield from (
+                f"{container}.{name.strip()}" for name in layer.replace(":", "|").split("|")
+            )
     for key in ("protected_modules", "allowed_importers", "source_modules", "forbidden_modules"):
         yield from contract.get(key, [])
 
@@ -72,7 +80,12 @@ def named_by(contract: dict[str, Any]) -> Iterator[str]:
 @pytest.mark.parametrize("contract", LINTER["contracts"], ids=lambda contract: contract["name"])
 def test_contracts_name_folders(contract: dict[str, Any]):
     inner = {name for name in named_by(contract) if name.count(".") > 1}
-    assert sorted(name for name in inner - NAMED_MODULES if not (ROOT / name.replace(".", "/")).is_dir()) == []
+    assert (
+        sorted(
+            name for name in inner - NAMED_MODULES if not (ROOT / name.replace(".", "/")).is_dir()
+        )
+        == []
+    )
 
 
 def imported(code: str) -> Iterator[str]:
@@ -92,19 +105,28 @@ def test_unit_tests_mirror_the_packages():
             continue
         room = place if place[:1] and place[0] in PACKAGES else ("trainer", *place)
         package = ".".join(room if place else (*room, path.stem.removeprefix("test_")))
-        if not any(f"{name}.".startswith(f"{package}.") for name in imported(path.read_text(encoding="utf-8"))):
+        if not any(
+            f"{name}.".startswith(f"{package}.")
+            for name in imported(path.read_text(encoding="utf-8"))
+        ):
             astray.append(f"{path.relative_to(ROOT)} imports nothing from {package}")
     assert astray == []
 
 
 @pytest.mark.parametrize(
     ("package", "base"),
-    [("trainer.strategies", strategies.Config), ("trainer.accelerators", accelerators.Config), ("launch", Cluster)],
+    [
+        ("trainer.strategies", strategies.Config),
+        ("trainer.accelerators", accelerators.Config),
+        ("launch", Cluster),
+    ],
 )
 def test_every_kind_extends_its_base(package: str, base: type):
     kinds = Kinds(package)
     assert len(kinds.available()) >= 4
-    assert [kind for kind in kinds.available() if not issubclass(kinds.schema(kind, package), base)] == []
+    assert [
+        kind for kind in kinds.available() if not issubclass(kinds.schema(kind, package), base)
+    ] == []
 
 
 def test_strategies_say_how_they_are_planned():

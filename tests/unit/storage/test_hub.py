@@ -12,7 +12,12 @@ from tests.processes import run_ranks
 from trainer.errors import ConfigError, StorageError
 from trainer.storage.hub import model_folder, tokenizer_folder
 
-FILES = {"config.json": b"{}", "model.safetensors": b"weights" * 1000, "tokenizer.json": b"{}", "README.md": b"words"}
+FILES = {
+    "config.json": b"{}",
+    "model.safetensors": b"weights" * 1000,
+    "tokenizer.json": b"{}",
+    "README.md": b"words",
+}
 
 
 @pytest.fixture
@@ -26,10 +31,16 @@ def hub(tmp_path):
         yield hub
 
 
-@pytest.mark.parametrize("path", ["hf://tiny", "hf://owner/tiny", "hf://tiny@main", f"hf://owner/tiny@{COMMIT}"])
+@pytest.mark.parametrize(
+    "path", ["hf://tiny", "hf://owner/tiny", "hf://tiny@main", f"hf://owner/tiny@{COMMIT}"]
+)
 def test_a_model_is_downloaded_once_without_pickles(hub, path):
     folder = model_folder(path)
-    assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert {file.name for file in folder.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
     before = hub.requests.copy()
     assert model_folder(path) == folder
     assert hub.requests == before  # not even asked whether there is something newer
@@ -37,12 +48,16 @@ def test_a_model_is_downloaded_once_without_pickles(hub, path):
 
 def test_a_tokenizer_is_downloaded_without_weights_and_does_not_pass_for_a_model(hub):
     assert {file.name for file in tokenizer_folder("hf://tiny").iterdir()} == {"tokenizer.json"}
-    assert (model_folder("hf://tiny") / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert (model_folder("hf://tiny") / "model.safetensors").read_bytes() == FILES[
+        "model.safetensors"
+    ]
 
 
 def test_a_download_that_breaks_off_is_gone_on_with(hub):
     hub.cut = 1
-    assert (model_folder("hf://tiny") / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert (model_folder("hf://tiny") / "model.safetensors").read_bytes() == FILES[
+        "model.safetensors"
+    ]
 
 
 def test_a_named_folder_is_filled_instead_of_the_cache(hub, tmp_path):
@@ -69,7 +84,8 @@ def test_what_the_hub_does_not_have_is_named(hub, path, message):
 
 
 @pytest.mark.parametrize(
-    "path", ["hf://", "hf://a/b/c", "hf://datasets/owner/name", "hf://a@", "hf://.git/../x", "hf://a--b"]
+    "path",
+    ["hf://", "hf://a/b/c", "hf://datasets/owner/name", "hf://a@", "hf://.git/../x", "hf://a--b"],
 )
 def test_a_malformed_address_is_refused(path):
     with pytest.raises(ConfigError, match="hf://NAME"):
@@ -77,11 +93,15 @@ def test_a_malformed_address_is_refused(path):
 
 
 @pytest.mark.parametrize("setting", [("ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_OFFLINE", True)])
-def test_without_a_network_the_cache_is_used_and_what_is_not_in_it_is_named(hub, monkeypatch, setting):
+def test_without_a_network_the_cache_is_used_and_what_is_not_in_it_is_named(
+    hub, monkeypatch, setting
+):
     folder = model_folder("hf://tiny")
     monkeypatch.setattr(constants, *setting)
     assert model_folder("hf://tiny") == folder
-    with pytest.raises(StorageError, match=r"cannot be reached .*samestep fetch hf://unknown --to DIR"):
+    with pytest.raises(
+        StorageError, match=r"cannot be reached .*samestep fetch hf://unknown --to DIR"
+    ):
         model_folder("hf://unknown")
     (folder / "model.safetensors").unlink()  # as after a download that was killed
     with pytest.raises(StorageError, match="cannot be reached"):
@@ -90,12 +110,16 @@ def test_without_a_network_the_cache_is_used_and_what_is_not_in_it_is_named(hub,
 
 def test_processes_that_start_together_download_once(hub):
     assert len(set(run_ranks(3, _open_model))) == 1
-    downloads = [path for path in hub.requests if path.startswith("GET") and "model.safetensors" in path]
+    downloads = [
+        path for path in hub.requests if path.startswith("GET") and "model.safetensors" in path
+    ]
     assert [hub.requests[path] for path in downloads] == [1]
 
 
 def _open_model():
-    endpoint = os.environ["HF_ENDPOINT"]  # the Hub's client may have been imported before it was set
+    endpoint = os.environ[
+        "HF_ENDPOINT"
+    ]  # the Hub's client may have been imported before it was set
     constants.ENDPOINT = endpoint
     constants.HUGGINGFACE_CO_URL_TEMPLATE = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     constants.HF_HUB_CACHE = os.path.join(os.environ["HF_HOME"], "hub")

@@ -14,9 +14,13 @@ from trainer.storage import json_lines
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.jsonl.zst"])
 def test_what_is_written_is_read_back(name: str, tmp_path: Path) -> None:
-    rows = [{"row": number, "text": "é\n東京"} for number in range(5000)]  # more than are compressed together
+    rows = [
+        {"row": number, "text": "é\n東京"} for number in range(5000)
+    ]  # more than are compressed together
     json_lines.write(tmp_path / name, rows)
-    assert [load_json(record.data) for record in read_records((str(tmp_path / name),), lines)] == rows
+    assert [
+        load_json(record.data) for record in read_records((str(tmp_path / name),), lines)
+    ] == rows
 
 
 def test_a_file_that_fails_does_not_appear(tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def test_folders(url: str) -> None:
     storage.remove_folder(f"{url}/none")
 
 
-def test_two_keepers_have_what_is_written_and_one_is_enough_to_read_it(url: str, keepers: list[Keeper]) -> None:
+def test_two_keepers_have_what_is_written_and_one_is_enough_to_read_it(
+    url: str, keepers: list[Keeper]
+) -> None:
     content = b"x" * 1000
     storage.write(f"{url}/a", content)
     assert [keeper.bytes for keeper in keepers] == [1000, 1000, 0]

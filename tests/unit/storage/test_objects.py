@@ -67,7 +67,9 @@ def test_an_open_object_is_a_file(s3_folder: str) -> None:
         assert b"".join(file) == CONTENT
 
 
-def test_large_objects_go_in_parts(s3_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_objects_go_in_parts(
+    s3_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainer.storage.objects._PART_BYTES", 5 * 2**20)
     (tmp_path / "large").write_bytes(os.urandom(11 * 2**20))
     digest = storage.upload(tmp_path / "large", f"{s3_folder}/large")
@@ -108,7 +110,10 @@ def test_failures_that_do_not_pass_are_explained(
     faulty_s3.requests.clear()
     with (
         caplog.at_level(logging.WARNING),
-        pytest.raises(StorageError, match=rf"^cannot read {s3_folder}/x: .+; check the network and the endpoint"),
+        pytest.raises(
+            StorageError,
+            match=rf"^cannot read {s3_folder}/x: .+; check the network and the endpoint",
+        ),
     ):
         storage.read_range(f"{s3_folder}/x", 0, 1)
     assert len(faulty_s3.requests) == 6
@@ -135,23 +140,35 @@ def test_refusals_are_not_tried_again(faulty_s3: FaultyProxy, s3_folder: str, we
 @pytest.mark.parametrize("operation", [storage.read, storage.size, storage.open])
 def test_what_is_not_there_is_named(s3_folder: str, web: str, operation: object) -> None:
     assert callable(operation)
-    with pytest.raises(ObjectNotFoundError, match=f"{s3_folder}/x: .*does not exist; check the bucket and the name"):
+    with pytest.raises(
+        ObjectNotFoundError, match=f"{s3_folder}/x: .*does not exist; check the bucket and the name"
+    ):
         operation(f"{s3_folder}/x")
-    with pytest.raises(ObjectNotFoundError, match=r"s3://nowhere/x: The specified bucket does not exist"):
+    with pytest.raises(
+        ObjectNotFoundError, match=r"s3://nowhere/x: The specified bucket does not exist"
+    ):
         operation("s3://nowhere/x")
     with pytest.raises(ObjectNotFoundError, match=r"/x: (Not Found|it does not exist);"):
         operation(f"{web}/x")
-    with pytest.raises(ObjectNotFoundError, match=r"cannot write s3://nowhere/x: The specified bucket does not exist"):
+    with pytest.raises(
+        ObjectNotFoundError,
+        match=r"cannot write s3://nowhere/x: The specified bucket does not exist",
+    ):
         storage.write("s3://nowhere/x", b"")
 
 
 def test_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.storage.attempts._DELAYS", (0.01,))
-    with pytest.raises(StorageError, match=r"cannot read http://127.0.0.1:1/x: .*; check the network and the endpoint"):
+    with pytest.raises(
+        StorageError,
+        match=r"cannot read http://127.0.0.1:1/x: .*; check the network and the endpoint",
+    ):
         storage.open("http://127.0.0.1:1/x")
 
 
-def test_messages_tell_no_secrets(faulty_s3: FaultyProxy, web: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_tell_no_secrets(
+    faulty_s3: FaultyProxy, web: str, caplog: pytest.LogCaptureFixture
+) -> None:
     address = web.replace("://", "://user:p@ssword@") + "/x?X-Amz-Signature=5ec7e7"
     for status in (503, 403, 404):
         faulty_s3.always = status
@@ -177,10 +194,14 @@ def test_a_server_without_ranges(faulty_s3: FaultyProxy, s3_folder: str, web: st
 def test_downloads_are_checked(faulty_s3: FaultyProxy, s3_folder: str, tmp_path: Path) -> None:
     digest = storage.write(f"{s3_folder}/x", CONTENT)
     with (tmp_path / "x").open("wb") as file:
-        with pytest.raises(StorageError, match=rf"{s3_folder}/x has {len(CONTENT)} bytes, not 5: .*upload it again"):
+        with pytest.raises(
+            StorageError, match=rf"{s3_folder}/x has {len(CONTENT)} bytes, not 5: .*upload it again"
+        ):
             storage.download(f"{s3_folder}/x", file, 5)
         faulty_s3.requests.clear()
-        with pytest.raises(StorageError, match=rf"has the SHA-256 {digest.sha256}, not 12ab: .*upload it again"):
+        with pytest.raises(
+            StorageError, match=rf"has the SHA-256 {digest.sha256}, not 12ab: .*upload it again"
+        ):
             storage.download(f"{s3_folder}/x", file, sha256="12ab")
         assert sum(request.startswith("GET") for request in faulty_s3.requests) == 3
 
@@ -208,13 +229,17 @@ def test_what_is_shown_of_an_address() -> None:
 def test_unknown_addresses_are_refused() -> None:
     assert storage.is_url("s3://bucket/x")
     assert not storage.is_url("/a/b:c")
-    with pytest.raises(ConfigError, match=r"'sftp://host/x' is of an unknown kind; use s3, gs, http"):
+    with pytest.raises(
+        ConfigError, match=r"'sftp://host/x' is of an unknown kind; use s3, gs, http"
+    ):
         storage.is_url("sftp://user:password@host/x")
     assert storage.is_writable("gs://bucket/x")
     assert not storage.is_writable("https://host/x")
 
 
-def test_the_user_s_own_configuration_counts(s3_server: str, s3_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_s_own_configuration_counts(
+    s3_server: str, s3_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     chosen = {"endpoint_url": s3_server, "config_kwargs": {"read_timeout": 5}}
     monkeypatch.setitem(fsspec.config.conf, "s3", chosen)

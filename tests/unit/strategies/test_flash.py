@@ -19,13 +19,19 @@ def tensors(cells: int, dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("cells", "dtype"), [(100, torch.bfloat16), (128, torch.float32)])
-def test_other_lengths_and_precisions_are_masked_by_segments(cells: int, dtype: torch.dtype, causal: bool) -> None:
+def test_other_lengths_and_precisions_are_masked_by_segments(
+    cells: int, dtype: torch.dtype, causal: bool
+) -> None:
     query, key, value = tensors(cells, dtype)
     segments = (torch.arange(cells) // 40).expand(2, cells).int()
     mask = segments[:, None, :, None] == segments[:, None, None, :]
     mask = mask.tril() if causal else mask
-    found = flash.FlashAttention(0, 1)(query, key, value, attn_mask=segments, is_causal=causal, scale=0.5)
-    assert torch.equal(found, F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.5))
+    found = flash.FlashAttention(0, 1)(
+        query, key, value, attn_mask=segments, is_causal=causal, scale=0.5
+    )
+    assert torch.equal(
+        found, F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.5)
+    )
 
 
 def test_masks_of_scores_are_left_as_they_are() -> None:

@@ -32,7 +32,13 @@ def ranks(*others: dict[str, Any], size: int = 8) -> dict[int, Beat]:
 
 
 def test_who_is_in_no_collective_holds_the_others_up():
-    fetches = {"rank": 3, "doing": "data fetch", "collective": "", "seconds": 41.2, "what": "s3://bucket/shard.tar"}
+    fetches = {
+        "rank": 3,
+        "doing": "data fetch",
+        "collective": "",
+        "seconds": 41.2,
+        "what": "s3://bucket/shard.tar",
+    }
     expected = (
         "rank 3 (node-a, pid 103): 41 s in data fetch s3://bucket/shard.tar of step 12; "
         "7 others waiting in all_reduce of step 12"
@@ -43,21 +49,29 @@ def test_who_is_in_no_collective_holds_the_others_up():
 def test_a_process_without_a_sign_of_life_comes_first():
     stopped = {"rank": 2, "time": 959.0, "doing": "backward", "collective": ""}
     line = explain(ranks(stopped, {"rank": 3, "collective": ""}, size=4), [2])
-    assert line.startswith("rank 2 (node-a, pid 102): no sign of life for 41 s, at last in backward of step 12; ")
+    assert line.startswith(
+        "rank 2 (node-a, pid 102): no sign of life for 41 s, at last in backward of step 12; "
+    )
 
 
 def test_of_those_in_no_collective_the_one_behind_is_to_blame():
     """As under DDP, where the others wait for its gradients in what looks like a backward pass."""
     others = [{"rank": rank, "doing": "backward", "collective": ""} for rank in range(8)]
     assert explain(ranks(*others, {"rank": 5, "collective": ""}), []).startswith("rank 5 ")
-    ahead = [{"rank": rank, "step": 13, "doing": "data fetch", "collective": ""} for rank in range(8)]
-    assert explain(ranks(*ahead, {"rank": 6, "doing": "logging", "collective": ""}), []).startswith("rank 6 ")
+    ahead = [
+        {"rank": rank, "step": 13, "doing": "data fetch", "collective": ""} for rank in range(8)
+    ]
+    assert explain(ranks(*ahead, {"rank": 6, "doing": "logging", "collective": ""}), []).startswith(
+        "rank 6 "
+    )
 
 
 def test_where_all_wait_all_are_named():
     line = explain(ranks(size=6), [])
     assert line.startswith("rank 0 (node-a, pid 100), rank 1 ")
-    assert line.endswith("rank 3 (node-a, pid 103) and 2 more ranks: 40 s waiting in all_reduce of step 12")
+    assert line.endswith(
+        "rank 3 (node-a, pid 103) and 2 more ranks: 40 s waiting in all_reduce of step 12"
+    )
 
 
 @pytest.mark.parametrize("place", PARTS, ids="-".join)
@@ -95,5 +109,7 @@ def test_a_graph_that_is_compiled_may_take_its_time(monkeypatch: pytest.MonkeyPa
 def test_requests_under_way_are_known_by_their_addresses():
     url = "http://user:secret@127.0.0.1:9/shard.tar?signature=secret"
     assert storage.under_way() == []
-    assert attempt("read", url, lambda system, path: storage.under_way()) == ["http://127.0.0.1:9/shard.tar"]
+    assert attempt("read", url, lambda system, path: storage.under_way()) == [
+        "http://127.0.0.1:9/shard.tar"
+    ]
     assert storage.under_way() == []

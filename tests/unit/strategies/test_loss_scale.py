@@ -29,7 +29,9 @@ class Run:
         generator = torch.Generator().manual_seed(0)
         self.parameters = [nn.Parameter(torch.randn(n, 3, generator=generator)) for n in (5, 1)]
         self.parameters.append(nn.Parameter(torch.ones(4)))
-        self.optimizer = config.build((str(i), parameter) for i, parameter in enumerate(self.parameters))
+        self.optimizer = config.build(
+            (str(i), parameter) for i, parameter in enumerate(self.parameters)
+        )
         self.scale = LossScale(torch.device("cpu"))
         self.scaled = scaled
 
@@ -64,7 +66,9 @@ def test_scaling_by_a_power_of_two_changes_nothing(config: Any) -> None:
 
 @pytest.mark.parametrize("poison", [float("inf"), float("nan")])
 @pytest.mark.parametrize("config", OPTIMIZERS)
-def test_a_step_that_overflows_changes_nothing_and_halves_the_scale(config: Any, poison: float) -> None:
+def test_a_step_that_overflows_changes_nothing_and_halves_the_scale(
+    config: Any, poison: float
+) -> None:
     run = Run(config)
     run.step(0)
     before = run.tensors()

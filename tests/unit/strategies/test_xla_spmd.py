@@ -40,7 +40,9 @@ def held(rows: int, machines: int, devices: int, replicas: int = 1) -> list[tupl
         ((5, 2, 4), [(0, 5), (0, 5)]),  # some devices would have none: whole on all
     ],
 )
-def test_machines_hold_ranges_of_rows(arguments: tuple[int, ...], expected: list[tuple[int, int]]) -> None:
+def test_machines_hold_ranges_of_rows(
+    arguments: tuple[int, ...], expected: list[tuple[int, int]]
+) -> None:
     assert held(*arguments) == expected
 
 
@@ -54,8 +56,15 @@ class Devices:
     def _get_xla_sharding_spec(self, tensor: Tensor) -> str:
         return "{devices=[4]}" if self.strategy._rows(layer_shape(tensor))[0] else "{replicated}"
 
-    def _get_local_shard_replica_and_indices(self, tensors: list[Tensor]) -> list[list[tuple[int, Any]]]:
-        return [[(0, ... if rows is None else (*[slice(None)] * dim, rows)) for rows, dim in self._of(tensors[0])]]
+    def _get_local_shard_replica_and_indices(
+        self, tensors: list[Tensor]
+    ) -> list[list[tuple[int, Any]]]:
+        return [
+            [
+                (0, ... if rows is None else (*[slice(None)] * dim, rows))
+                for rows, dim in self._of(tensors[0])
+            ]
+        ]
 
     def _get_local_shards(self, tensors: list[Tensor]) -> list[list[tuple[Tensor, str]]]:
         (tensor,), shards = tensors, []
@@ -64,8 +73,12 @@ class Devices:
                 shards.append((tensor.detach().clone(), "device"))
                 continue
             most = -(-tensor.shape[dim] // 4)
-            shard = torch.full((*tensor.shape[:dim], most, *tensor.shape[dim + 1 :]), -1.0)  # padded with anything
-            shard.narrow(dim, 0, rows.stop - rows.start).copy_(tensor.narrow(dim, rows.start, rows.stop - rows.start))
+            shard = torch.full(
+                (*tensor.shape[:dim], most, *tensor.shape[dim + 1 :]), -1.0
+            )  # padded with anything
+            shard.narrow(dim, 0, rows.stop - rows.start).copy_(
+                tensor.narrow(dim, rows.start, rows.stop - rows.start)
+            )
             shards.append((shard, "device"))
         return [shards]
 
@@ -104,13 +117,17 @@ def machine(rank: int, monkeypatch: pytest.MonkeyPatch) -> tuple[XlaSpmd, Device
     return strategy, devices
 
 
-def test_machines_save_and_restore_their_rows_of_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_save_and_restore_their_rows_of_each_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of 10 rows the four devices have 3, 3, 3 and 1; vectors are whole."""
     layers = ("layers.0", "layers.1", "layers.2")
 
     def state() -> dict[str, Tensor]:
         return {
-            "model/layers.0.w": StackedParameter(torch.randn(3, 10, 4), tuple(f"{each}.w" for each in layers), False),
+            "model/layers.0.w": StackedParameter(
+                torch.randn(3, 10, 4), tuple(f"{each}.w" for each in layers), False
+            ),
             "optimizer/exp_avg/layers.0.b": StackedParameter(
                 torch.randn(3, 10), tuple(f"{each}.b" for each in layers), False
             ),
@@ -119,7 +136,10 @@ def test_machines_save_and_restore_their_rows_of_each_layer(monkeypatch: pytest.
 
     tensors = state()
     single = {"model/table": tensors["model/table"]}
-    single |= {f"model/{each}.w": row for each, row in zip(layers, tensors["model/layers.0.w"], strict=True)}
+    single |= {
+        f"model/{each}.w": row
+        for each, row in zip(layers, tensors["model/layers.0.w"], strict=True)
+    }
     vectors = {
         f"optimizer/exp_avg/{each}.b": row
         for each, row in zip(layers, tensors["optimizer/exp_avg/layers.0.b"], strict=True)
@@ -134,7 +154,10 @@ def test_machines_save_and_restore_their_rows_of_each_layer(monkeypatch: pytest.
         for name, whole in single.items():
             part = host[name]
             assert isinstance(part, SegmentParameter)
-            assert (part.segment.shape, part.segment.start) == (tuple(whole.shape), (0, 6)[rank] * whole.shape[1])
+            assert (part.segment.shape, part.segment.start) == (
+                tuple(whole.shape),
+                (0, 6)[rank] * whole.shape[1],
+            )
             parts[name].append(part.clone())
         # What is restored comes into the same memory, and from there to the devices.
         expected, target = {name: 2 * part for name, part in host.items()}, state()
@@ -142,14 +165,21 @@ def test_machines_save_and_restore_their_rows_of_each_layer(monkeypatch: pytest.
             part.data.mul_(2)
         strategy.from_host(target)
         vector = cast(StackedParameter, target["optimizer/exp_avg/layers.0.b"])
-        assert torch.equal(torch.stack([expected[f"optimizer/exp_avg/{each}.b"] for each in layers]), vector)
+        assert torch.equal(
+            torch.stack([expected[f"optimizer/exp_avg/{each}.b"] for each in layers]), vector
+        )
         for name in ("model/layers.0.w", "model/table"):
-            shards, ((first, _), (second, dim)) = devices.sent[target[name].data_ptr()], devices._of(target[name])
+            shards, ((first, _), (second, dim)) = (
+                devices.sent[target[name].data_ptr()],
+                devices._of(target[name]),
+            )
             assert first is not None
             assert second is not None
             rows = second.stop - second.start
             sent = torch.cat([shards[0], shards[1].narrow(dim, 0, rows)], dim)
-            assert torch.equal(sent, 2 * tensors[name].narrow(dim, first.start, second.stop - first.start))
+            assert torch.equal(
+                sent, 2 * tensors[name].narrow(dim, first.start, second.stop - first.start)
+            )
             assert {tuple(shard.shape) for shard in shards} == {tuple(shards[0].shape)}
     for name, whole in single.items():
         assert torch.equal(torch.cat(parts[name]).view(whole.shape), whole)
@@ -165,7 +195,10 @@ def test_machines_take_their_rows_of_what_is_predicted(monkeypatch: pytest.Monke
 
 
 def test_learning_rates_of_layers_need_layers_apart() -> None:
-    experiment = {"training": {"compile": False, "activation_checkpointing": False}, "optimizer": {"layer_decay": 0.8}}
+    experiment = {
+        "training": {"compile": False, "activation_checkpointing": False},
+        "optimizer": {"layer_decay": 0.8},
+    }
     Config(scan_layers=False).check(experiment)
     with pytest.raises(ConfigError, match=r"strategy\.scan_layers=false"):
         Config().check(experiment)

@@ -35,7 +35,9 @@ def followed(config: Config, values: Sequence[float]) -> Best:
         (Config("accuracy", patience=2), [math.nan, math.nan], None, True),
     ],
 )
-def test_best_and_patience(config: Config, values: list[float], step: int | None, over: bool) -> None:
+def test_best_and_patience(
+    config: Config, values: list[float], step: int | None, over: bool
+) -> None:
     best = followed(config, values)
     assert (best.step, best.over) == (step, over)
     for cut in range(len(values)):  # wherever a checkpoint was, going on from it comes to the same
@@ -65,7 +67,10 @@ def test_a_rank_that_finds_it_better_decides_for_all() -> None:
 
 def test_state_of_another_metric_or_of_a_checkpoint_that_is_gone_is_forgotten() -> None:
     state = followed(Config("accuracy", patience=1), [0.5, 0.4]).state_dict()
-    for config, there in ((Config("f1", patience=1), True), (Config("accuracy", patience=1), False)):
+    for config, there in (
+        (Config("f1", patience=1), True),
+        (Config("accuracy", patience=1), False),
+    ):
         best = Best(config)
         best.load_state_dict(state, lambda step, there=there: there)  # type: ignore[misc]
         assert (best.step, best.over) == (None, False)

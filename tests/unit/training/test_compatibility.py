@@ -52,29 +52,74 @@ def check(model: Any, objective: Any) -> None:
         (t5.Config(**SHAPE, architecture="shared_encoder_decoder"), seq2seq.Config()),
         (t5.Config(**CLASSES), classification.Config(reads="last")),
         (gpt2.Config(**CLASSES), classification.Config(lm_weight=0.5)),
-        (gpt2.Config(**CLASSES), distillation.Config("a", classification.Config(reads="last"), cosine=1.0)),
+        (
+            gpt2.Config(**CLASSES),
+            distillation.Config("a", classification.Config(reads="last"), cosine=1.0),
+        ),
     ],
 )
 def test_parts_that_fit(model: Any, objective: Any) -> None:
     check(model, objective)
 
 
-OF_WEIGHTS = ", or with init_from leave model.kind out, which gives the model of the weights that head"
+OF_WEIGHTS = (
+    ", or with init_from leave model.kind out, which gives the model of the weights that head"
+)
 
 
 @pytest.mark.parametrize(
     ("model", "objective", "said"),
     [
-        (bert.Config(**SHAPE, causal=True), mlm.Config(), "bert, offers hidden, next_tokens; set model.causal=false"),
-        (bert.Config(**SHAPE, causal=True), mlm_nsp.Config(), "needs tokens, .* set model.causal=false, or choose"),
-        (roberta.Config(**SHAPE), causal_lm.Config(), "needs next_tokens, .* set model.causal=true, or choose"),
-        (bert.Config(**SHAPE), mlm_nsp.Config(), "needs next_sentence, .* set model.nsp=true, or choose"),
-        (roberta.Config(**SHAPE), mlm_nsp.Config(), "offers hidden, tokens; choose another model or objective"),
-        (bert.Config(**SHAPE), prefix_lm.Config(layout="prefix_lm"), "offers hidden, tokens; choose another model"),
-        (bert.Config(**CLASSES), mlm.Config(), f"set model.head=language_model{OF_WEIGHTS}, or choose"),
-        (t5.Config(**TAGS), seq2seq.Config(), f"set model.head=language_model{OF_WEIGHTS}, or choose"),
-        (bert.Config(**CLASSES), tagging.Config(), f"set model.head=tagging{OF_WEIGHTS}, or choose"),
-        (gpt2.Config(**CLASSES), tagging.Config(), "last_position, next_tokens; choose another model or objective"),
+        (
+            bert.Config(**SHAPE, causal=True),
+            mlm.Config(),
+            "bert, offers hidden, next_tokens; set model.causal=false",
+        ),
+        (
+            bert.Config(**SHAPE, causal=True),
+            mlm_nsp.Config(),
+            "needs tokens, .* set model.causal=false, or choose",
+        ),
+        (
+            roberta.Config(**SHAPE),
+            causal_lm.Config(),
+            "needs next_tokens, .* set model.causal=true, or choose",
+        ),
+        (
+            bert.Config(**SHAPE),
+            mlm_nsp.Config(),
+            "needs next_sentence, .* set model.nsp=true, or choose",
+        ),
+        (
+            roberta.Config(**SHAPE),
+            mlm_nsp.Config(),
+            "offers hidden, tokens; choose another model or objective",
+        ),
+        (
+            bert.Config(**SHAPE),
+            prefix_lm.Config(layout="prefix_lm"),
+            "offers hidden, tokens; choose another model",
+        ),
+        (
+            bert.Config(**CLASSES),
+            mlm.Config(),
+            f"set model.head=language_model{OF_WEIGHTS}, or choose",
+        ),
+        (
+            t5.Config(**TAGS),
+            seq2seq.Config(),
+            f"set model.head=language_model{OF_WEIGHTS}, or choose",
+        ),
+        (
+            bert.Config(**CLASSES),
+            tagging.Config(),
+            f"set model.head=tagging{OF_WEIGHTS}, or choose",
+        ),
+        (
+            gpt2.Config(**CLASSES),
+            tagging.Config(),
+            "last_position, next_tokens; choose another model or objective",
+        ),
         (
             bert.Config(**SHAPE),
             classification.Config(reads="last"),
@@ -90,7 +135,11 @@ OF_WEIGHTS = ", or with init_from leave model.kind out, which gives the model of
             distillation.Config("a", seq2seq.Config()),
             "the objective, seq2seq, .* set model.architecture=encoder_decoder or objective.of.layout=language_model",
         ),
-        (t5.Config(**LEFT_TO_RIGHT), prefix_lm.Config(), "set model.architecture=encoder_decoder, or choose"),
+        (
+            t5.Config(**LEFT_TO_RIGHT),
+            prefix_lm.Config(),
+            "set model.architecture=encoder_decoder, or choose",
+        ),
         (
             bert.Config(**CLASSES),
             distillation.Config("a", classification.Config(reads="last")),

@@ -70,7 +70,9 @@ def test_faults_after_the_checkpoint_that_a_rewind_goes_back_to_stay_counted() -
         faults.count(9, "x")
         faults.load_state_dict(checkpoint)
     faults.look(1.0, 1.0)
-    with pytest.raises(SamestepError, match=r"3 faults in 1,000 steps, the last at step 9, where x: .* \(it is 2\)"):
+    with pytest.raises(
+        SamestepError, match=r"3 faults in 1,000 steps, the last at step 9, where x: .* \(it is 2\)"
+    ):
         faults.count(9, "x")
 
 
@@ -94,7 +96,8 @@ def test_faults_long_ago_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"sigma": 0.0}, {"sigma": math.nan}, {"window": 1}, {"around": -1}, {"most_in_a_row": -1}]
+    "wrong",
+    [{"sigma": 0.0}, {"sigma": math.nan}, {"window": 1}, {"around": -1}, {"most_in_a_row": -1}],
 )
 def test_wrong_settings(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):

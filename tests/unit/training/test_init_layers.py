@@ -22,9 +22,16 @@ SHAPE: dict[str, Any] = {"vocab_size": 40, "width": 8, "heads": 2, "ffn_width": 
 
 def weights_of(config: Any) -> Weights:
     model = config.build()
-    pieces = [piece for name, parameter in model.named_parameters() for piece in local_pieces(name, parameter)]
+    pieces = [
+        piece
+        for name, parameter in model.named_parameters()
+        for piece in local_pieces(name, parameter)
+    ]
     return Weights(
-        config, StoredTensors(group_by_name([stored_piece(piece) for piece in pieces])), Path("w"), Path("t")
+        config,
+        StoredTensors(group_by_name([stored_piece(piece) for piece in pieces])),
+        Path("w"),
+        Path("t"),
     )
 
 
@@ -35,7 +42,9 @@ def weights_of(config: Any) -> Weights:
         (t5.Config(**SHAPE, layers=4, head_width=4), ["encoder", "decoder"]),
     ],
 )
-def test_layers_are_taken_in_the_order_in_which_they_are_named(config: Any, stacks: list[str]) -> None:
+def test_layers_are_taken_in_the_order_in_which_they_are_named(
+    config: Any, stacks: list[str]
+) -> None:
     trained = weights_of(config)
     chosen = choose_layers(trained, [0, 3, 2, 3]).tensors
     for stack in stacks:
@@ -45,18 +54,34 @@ def test_layers_are_taken_in_the_order_in_which_they_are_named(config: Any, stac
     few = choose_layers(trained, [0, 2]).tensors
     assert set(few) == {name for name, _ in replace(config, layers=2).build().named_parameters()}
     assert torch.equal(few["embeddings.tokens.weight"], trained.tensors["embeddings.tokens.weight"])
-    with pytest.raises(ConfigError, match="init_layers names layer 4, and w has 4, numbered from 0; use 0 to 3"):
+    with pytest.raises(
+        ConfigError, match="init_layers names layer 4, and w has 4, numbered from 0; use 0 to 3"
+    ):
         choose_layers(trained, [1, 4])
 
 
 def test_a_run_starts_from_the_layers_that_it_names(
-    finished_run: Path, dataset_folder: Path, experiment_file: str, tmp_path: Path, samestep: Samestep
+    finished_run: Path,
+    dataset_folder: Path,
+    experiment_file: str,
+    tmp_path: Path,
+    samestep: Samestep,
 ) -> None:
     trained, start = load_weights(finished_run), f"init_from={finished_run}"
     config = replace(trained.config, layers=1)
-    values = stored_values(choose_layers(trained, [1]), config.build(), Dataset.open(dataset_folder), seed=0)
-    assert torch.equal(values("layers.0.ffn.up.bias", 0, 64), trained.tensors["layers.1.ffn.up.bias"])
-    train = ("train", experiment_file, f"output={tmp_path / 'run'}", "training.steps=1", "schedule.warmup_steps=0")
+    values = stored_values(
+        choose_layers(trained, [1]), config.build(), Dataset.open(dataset_folder), seed=0
+    )
+    assert torch.equal(
+        values("layers.0.ffn.up.bias", 0, 64), trained.tensors["layers.1.ffn.up.bias"]
+    )
+    train = (
+        "train",
+        experiment_file,
+        f"output={tmp_path / 'run'}",
+        "training.steps=1",
+        "schedule.warmup_steps=0",
+    )
     still = ("optimizer.lr=1e-12", "optimizer.weight_decay=0")
     assert samestep(*train, *still, start, "model.layers=1", "init_layers=[1]").code == 0
     found = load_weights(tmp_path / "run").tensors
@@ -65,7 +90,10 @@ def test_a_run_starts_from_the_layers_that_it_names(
         torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-9)
     for settings, message in (
         (("init_layers=[1]", "model.layers=1"), "which are layers of init_from, and there is none"),
-        ((start, "init_layers=[0,1]", "model.layers=1"), "and model.layers is 1; name a layer for each, or set model"),
+        (
+            (start, "init_layers=[0,1]", "model.layers=1"),
+            "and model.layers is 1; name a layer for each, or set model",
+        ),
         ((start, "init_layers=[2]", "model.layers=1"), "init_layers names layer 2"),
         ((start, "init_layers=[-1]", "model.layers=1"), "init_layers names layer -1"),
     ):

@@ -41,7 +41,10 @@ def resume(path: Path, state: dict[str, object], step: int) -> Ledger:
 
 
 def content(path: Path) -> list[dict[str, object]]:
-    return [{name: value for name, value in row.items() if name != "time"} for row, _ in intact_rows(path)]
+    return [
+        {name: value for name, value in row.items() if name != "time"}
+        for row, _ in intact_rows(path)
+    ]
 
 
 def test_a_run_that_was_cut_writes_the_rows_of_one_that_was_not(tmp_path: Path) -> None:
@@ -60,15 +63,31 @@ def test_a_run_that_was_cut_writes_the_rows_of_one_that_was_not(tmp_path: Path) 
 def test_ranks_without_a_file_have_the_same_head(tmp_path: Path) -> None:
     ledger = Ledger()
     ledger.enter(0, 0, BASIS, [])
-    assert run_steps(ledger, range(1, 10)).head == begin(tmp_path / "ledger.jsonl", range(1, 10)).head
+    assert (
+        run_steps(ledger, range(1, 10)).head == begin(tmp_path / "ledger.jsonl", range(1, 10)).head
+    )
 
 
 @pytest.mark.parametrize(
     ("tamper", "left"),
     [
         (lambda lines: [*lines[:2], lines[2].replace(b'"step": 6', b'"step": 5'), *lines[3:]], 2),
-        (lambda lines: [*lines[:2], lines[2].replace(b'"digest": "0', b'"digest": "1'), *lines[3:]], 2),
-        (lambda lines: [*lines[:2], lines[2].replace(b'"kind"', b'"more": 1, "kind"'), *lines[3:]], 2),
+        (
+            lambda lines: [
+                *lines[:2],
+                lines[2].replace(b'"digest": "0', b'"digest": "1'),
+                *lines[3:],
+            ],
+            2,
+        ),
+        (
+            lambda lines: [
+                *lines[:2],
+                lines[2].replace(b'"kind"', b'"more": 1, "kind"'),
+                *lines[3:],
+            ],
+            2,
+        ),
         (lambda lines: [*lines[:2], *lines[3:]], 2),
         (lambda lines: [lines[0], lines[2], lines[1], *lines[3:]], 1),
         (lambda lines: [*lines[:2], lines[1], *lines[2:]], 2),
@@ -77,7 +96,18 @@ def test_ranks_without_a_file_have_the_same_head(tmp_path: Path) -> None:
         (lambda lines: [*lines[:-1], b"[1]\n"], 4),
         (lambda lines: [lines[0], b"\xff\n", *lines[1:]], 1),
     ],
-    ids=["step", "digest", "field", "removed", "swapped", "repeated", "beginning", "torn", "no row", "no text"],
+    ids=[
+        "step",
+        "digest",
+        "field",
+        "removed",
+        "swapped",
+        "repeated",
+        "beginning",
+        "torn",
+        "no row",
+        "no text",
+    ],
 )
 def test_rows_are_intact_up_to_what_was_changed(tmp_path: Path, tamper, left: int) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "ledger.jsonl"
@@ -132,4 +162,8 @@ def test_examples_around_excluded_ones_are_told_apart(tmp_path: Path) -> None:
     ledger.enter(2, 0, BASIS, [[5, 8]])  # which has been told
     ledger.enter(2, 0, BASIS, [[5, 8], [90, 99]])
     kinds = [(row["kind"], row.get("examples")) for row in content(path)[1:]]
-    assert kinds == [("excluded", [[5, 8]]), ("fed", [[0, 5], [8, 23]]), ("excluded", [[5, 8], [90, 99]])]
+    assert kinds == [
+        ("excluded", [[5, 8]]),
+        ("fed", [[0, 5], [8, 23]]),
+        ("excluded", [[5, 8], [90, 99]]),
+    ]

@@ -31,7 +31,9 @@ class Memory:
 @pytest.mark.parametrize("fixed", [0, GIB, 8 * GIB, 9 * GIB])
 @pytest.mark.parametrize("each", [1, 10**6, 10**8, 7 * 10**8])
 @pytest.mark.parametrize("most", [1, 2, 3, 100, 4096])
-def test_the_largest_that_fits_is_found_without_trying_one_that_does_not(fixed: int, each: int, most: int) -> None:
+def test_the_largest_that_fits_is_found_without_trying_one_that_does_not(
+    fixed: int, each: int, most: int
+) -> None:
     memory = Memory(fixed, each)
     found = largest(memory, 10 * GIB, most)
     assert found == min(most, (10 * GIB - fixed) // each)
@@ -84,7 +86,13 @@ def _run(file: str, output: Path, *overrides: str) -> None:
         load(
             Experiment,
             file,
-            [f"output={output}", "strategy=single", "training.steps=2", "schedule.warmup_steps=0", *overrides],
+            [
+                f"output={output}",
+                "strategy=single",
+                "training.steps=2",
+                "schedule.warmup_steps=0",
+                *overrides,
+            ],
         )
     )
 
@@ -93,10 +101,15 @@ def _run(file: str, output: Path, *overrides: str) -> None:
 def test_auto_measures_on_the_device_and_is_recorded(experiment_file: str, tmp_path: Path) -> None:
     """Of 10 examples 7 would fit in a pass alone, and 6 beside the gradients of another."""
     _run(experiment_file, tmp_path, "training.micro_batch_size=auto")
-    assert '"micro_batch_sizes": [\n  6\n ]' in (tmp_path / "checkpoints/step-00000002/meta.json").read_text()
+    assert (
+        '"micro_batch_sizes": [\n  6\n ]'
+        in (tmp_path / "checkpoints/step-00000002/meta.json").read_text()
+    )
 
 
-def test_measuring_changes_nothing(experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_changes_nothing(
+    experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights after two steps are those of a run that was not measured."""
     _run(experiment_file, tmp_path / "without", "training.micro_batch_size=5")
     monkeypatch.setattr("trainer.accelerators.cpu.CpuAccelerator", LimitedMemory)
@@ -114,11 +127,18 @@ def _run_out(*_: object) -> None:
     ("overrides", "fix"),
     [
         (["training.micro_batch_size=9"], "set training.micro_batch_size=6 (it is 9"),
-        (["phases=[{steps: 1, micro_batch_size: 8}, {steps: 1}]"], "set phases.0.micro_batch_size=6 (it is 8"),
+        (
+            ["phases=[{steps: 1, micro_batch_size: 8}, {steps: 1}]"],
+            "set phases.0.micro_batch_size=6 (it is 8",
+        ),
     ],
 )
 def test_when_memory_runs_out_a_size_that_fits_is_named(
-    experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], fix: str
+    experiment_file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    fix: str,
 ) -> None:
     monkeypatch.setattr("trainer.training.loop.Trainer.train_step", _run_out)
     with pytest.raises(run.SamestepError, match=re.escape(fix)):
@@ -129,5 +149,7 @@ def test_when_not_even_one_example_fits_the_rest_is_named(
     experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.training.run.probe", _run_out)
-    with pytest.raises(run.SamestepError, match=r"2 GiB; set training\.activation_checkpointing=true, or use more"):
+    with pytest.raises(
+        run.SamestepError, match=r"2 GiB; set training\.activation_checkpointing=true, or use more"
+    ):
         _run(experiment_file, tmp_path)

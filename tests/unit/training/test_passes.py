@@ -40,14 +40,25 @@ def strategy() -> Single:
 
 
 def batch(segments: list[list[int]]) -> dict[str, Tensor]:
-    return {"tokens": torch.zeros(2, 2), "segments": torch.tensor(segments), "digest": torch.zeros(2)}
+    return {
+        "tokens": torch.zeros(2, 2),
+        "segments": torch.tensor(segments),
+        "digest": torch.zeros(2),
+    }
 
 
 @pytest.mark.parametrize(
     ("segments", "needed"),
-    [([[1, 1], [1, 1]], False), ([[1, 1], [1, 2]], True), ([[1, 1], [1, 0]], True), ([[2, 2], [1, 1]], True)],
+    [
+        ([[1, 1], [1, 1]], False),
+        ([[1, 1], [1, 2]], True),
+        ([[1, 1], [1, 0]], True),
+        ([[2, 2], [1, 1]], True),
+    ],
 )
-def test_segments_stay_behind_where_each_row_is_one(strategy: Single, segments: list[list[int]], needed: bool):
+def test_segments_stay_behind_where_each_row_is_one(
+    strategy: Single, segments: list[list[int]], needed: bool
+):
     spy = Spy()
     accumulate_gradients(nn.Linear(1, 1), spy, strategy, [batch(segments)])
     assert spy.columns == {"tokens"} | ({"segments"} if needed else set())
@@ -55,7 +66,11 @@ def test_segments_stay_behind_where_each_row_is_one(strategy: Single, segments: 
 
 @pytest.mark.parametrize(
     ("segments", "targets", "needed"),
-    [([[1, 1], [1, 1]], [[1], [1]], False), ([[1, 1], [1, 1]], [[1], [0]], True), ([[1, 0], [1, 1]], [[1], [1]], True)],
+    [
+        ([[1, 1], [1, 1]], [[1], [1]], False),
+        ([[1, 1], [1, 1]], [[1], [0]], True),
+        ([[1, 0], [1, 1]], [[1], [1]], True),
+    ],
 )
 def test_segments_of_both_sides_go_together(
     strategy: Single, segments: list[list[int]], targets: list[list[int]], needed: bool

@@ -17,16 +17,32 @@ def _resolve(*phases: Config, steps: int = 100) -> tuple[Phase, ...]:
 
 def test_without_phases_a_run_is_one() -> None:
     (phase,) = _resolve()
-    assert (phase.first_step, phase.end, phase.sequence_length, phase.global_batch_size) == (0, 100, 128, 64)
+    assert (phase.first_step, phase.end, phase.sequence_length, phase.global_batch_size) == (
+        0,
+        100,
+        128,
+        64,
+    )
     assert phase.seed(7) == 7
 
 
 def test_a_phase_overrides_what_it_names_and_takes_the_rest_from_the_run() -> None:
     first, second = _resolve(
-        Config(90), Config(10, sequence_length=512, global_batch_size=16, micro_batch_size=2, lr=3.0)
+        Config(90),
+        Config(10, sequence_length=512, global_batch_size=16, micro_batch_size=2, lr=3.0),
     )
-    assert (first.sequence_length, first.global_batch_size, first.micro_batch_size, first.lr) == (128, 64, "auto", None)
-    assert (second.sequence_length, second.global_batch_size, second.micro_batch_size, second.lr) == (512, 16, 2, 3.0)
+    assert (first.sequence_length, first.global_batch_size, first.micro_batch_size, first.lr) == (
+        128,
+        64,
+        "auto",
+        None,
+    )
+    assert (
+        second.sequence_length,
+        second.global_batch_size,
+        second.micro_batch_size,
+        second.lr,
+    ) == (512, 16, 2, 3.0)
     assert (second.first_step, second.end) == (90, 100)
 
 
@@ -36,25 +52,42 @@ def test_every_step_belongs_to_one_phase() -> None:
 
 
 def test_examples_are_counted_within_their_data_order() -> None:
-    phases = _resolve(Config(10), Config(20, global_batch_size=3), Config(70, sequence_length=512, global_batch_size=5))
-    assert [examples_after(phases, 0, step) for step in (0, 4, 10, 11, 30, 90)] == [0, 256, 640, 643, 700, 700]
+    phases = _resolve(
+        Config(10),
+        Config(20, global_batch_size=3),
+        Config(70, sequence_length=512, global_batch_size=5),
+    )
+    assert [examples_after(phases, 0, step) for step in (0, 4, 10, 11, 30, 90)] == [
+        0,
+        256,
+        640,
+        643,
+        700,
+        700,
+    ]
     assert [examples_after(phases, 1, step) for step in (0, 30, 31, 100)] == [0, 0, 5, 350]
 
 
 def test_the_run_s_schedule_goes_on_through_phases_without_their_own() -> None:
     phases = _resolve(Config(90), Config(10, sequence_length=512))
     (whole,) = _resolve()
-    assert [phase_of(phases, step).lr_fraction(step) for step in range(100)] == list(map(whole.lr_fraction, range(100)))
+    assert [phase_of(phases, step).lr_fraction(step) for step in range(100)] == list(
+        map(whole.lr_fraction, range(100))
+    )
 
 
 def test_a_schedule_of_a_phase_is_over_its_own_steps() -> None:
     second = _resolve(Config(80), Config(20, schedule=Schedule("linear", 10)))[1]
-    assert [second.lr_fraction(step) for step in (80, 85, 90, 95)] == pytest.approx([0, 0.5, 1, 0.5])
+    assert [second.lr_fraction(step) for step in (80, 85, 90, 95)] == pytest.approx(
+        [0, 0.5, 1, 0.5]
+    )
 
 
 def test_a_change_of_the_length_begins_an_order_and_no_other_change_does() -> None:
     lengths = (None, 128, 512, 512, 128)
-    phases = _resolve(*(Config(20, sequence_length=length, lr=lr) for lr, length in enumerate(lengths)))
+    phases = _resolve(
+        *(Config(20, sequence_length=length, lr=lr) for lr, length in enumerate(lengths))
+    )
     assert [phase.order for phase in phases] == [0, 0, 1, 1, 2]
     seeds = [phase.seed(7) for phase in phases]
     assert seeds[0] == seeds[1] == 7
@@ -66,8 +99,14 @@ def test_a_change_of_the_length_begins_an_order_and_no_other_change_does() -> No
 @pytest.mark.parametrize(
     ("phases", "complaint"),
     [
-        ([Config(90), Config(20)], "110 steps together and training.steps is 100; set training.steps to 110"),
-        ([Config(95), Config(5, schedule=Schedule("linear", 6))], "^phases.1: warmup_steps 6 is more than the 5 steps"),
+        (
+            [Config(90), Config(20)],
+            "110 steps together and training.steps is 100; set training.steps to 110",
+        ),
+        (
+            [Config(95), Config(5, schedule=Schedule("linear", 6))],
+            "^phases.1: warmup_steps 6 is more than the 5 steps",
+        ),
     ],
 )
 def test_phases_that_do_not_fit_the_run_are_refused(phases: list[Config], complaint: str) -> None:
@@ -75,7 +114,9 @@ def test_phases_that_do_not_fit_the_run_are_refused(phases: list[Config], compla
         _resolve(*phases)
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"sequence_length": 0}, {"micro_batch_size": 0}, {"lr": -1.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"steps": 0}, {"sequence_length": 0}, {"micro_batch_size": 0}, {"lr": -1.0}]
+)
 def test_nonsense_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Config(**{"steps": 1, **wrong})

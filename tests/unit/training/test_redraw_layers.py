@@ -20,7 +20,10 @@ def trained(_name: str, start: int, stop: int) -> Tensor:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (bert.Config(**SHAPE, head="classification", labels=("a", "b")), ("layers.2.", "head.pooler.")),
+        (
+            bert.Config(**SHAPE, head="classification", labels=("a", "b")),
+            ("layers.2.", "head.pooler."),
+        ),
         (t5.Config(**SHAPE, head_width=4), ("encoder.2.", "decoder.2.")),
     ],
 )
@@ -28,7 +31,11 @@ def test_the_last_layers_are_drawn(config, expected) -> None:
     with torch.device("meta"):
         model = config.build()
     values = redraw_layers(trained, model, 1, seed=3)
-    found = {name for name, weight in model.named_parameters() if (values(name, 0, weight.numel()) != 7).any()}
+    found = {
+        name
+        for name, weight in model.named_parameters()
+        if (values(name, 0, weight.numel()) != 7).any()
+    }
     assert found == {name for name, _ in model.named_parameters() if name.startswith(expected)}
     name = f"{expected[0]}ffn.up.weight"
     assert torch.equal(values(name, 3, 9), model.initial_values(name, 3, 9, 3))

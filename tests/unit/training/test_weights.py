@@ -34,7 +34,11 @@ class Reading(bert.Config):
 def trained(kind: type[bert.Config]) -> tuple[Weights, Model]:
     config = kind(vocab_size=40, layers=1, width=8, heads=2, ffn_width=16, max_positions=4)
     model = config.build()
-    pieces = [piece for name, parameter in model.named_parameters() for piece in local_pieces(name, parameter)]
+    pieces = [
+        piece
+        for name, parameter in model.named_parameters()
+        for piece in local_pieces(name, parameter)
+    ]
     tensors = StoredTensors(group_by_name([stored_piece(piece) for piece in pieces]))
     return Weights(config, tensors, Path("w"), Path("t")), model
 
@@ -51,7 +55,9 @@ def test_it_has_the_trained_values(kind: type[bert.Config]) -> None:
 
 def test_it_has_to_offer_what_is_asked_of_it() -> None:
     weights, _ = trained(bert.Config)
-    with pytest.raises(ConfigError, match="the model of w does not offer next_tokens; use another model"):
+    with pytest.raises(
+        ConfigError, match="the model of w does not offer next_tokens; use another model"
+    ):
         weights.model(frozenset({"tokens", "next_tokens"}))
 
 

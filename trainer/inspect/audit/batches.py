@@ -54,11 +54,15 @@ class Run:
         path = Path(folder)
         for name in ("config.yaml", "ledger.jsonl"):
             if not (path / name).is_file():
-                raise ConfigError(f"{folder} has no {name}; name the output folder of a run that has made a step")
+                raise ConfigError(
+                    f"{folder} has no {name}; name the output folder of a run that has made a step"
+                )
         with (path / "ledger.jsonl").open("rb") as file:
             lines = sum(1 for _ in file)
         rows = tuple(row for row, _ in intact_rows(path / "ledger.jsonl"))
-        return cls(path, {**read_stored(path / "config.yaml", overrides), "output": folder}, rows, lines)
+        return cls(
+            path, {**read_stored(path / "config.yaml", overrides), "output": folder}, rows, lines
+        )
 
     @cached_property
     def experiment(self) -> Experiment:
@@ -88,16 +92,25 @@ class Run:
             DataError: a dataset is missing, another one or damaged.
             ConfigError: the configuration has been changed so that there is no such order.
         """
-        experiment: Experiment = decode(Experiment, {**self.settings, "objective": order["objective"]})
-        phase = next((phase for phase in experiment.resolved_phases() if phase.order == order["order"]), None)
+        experiment: Experiment = decode(
+            Experiment, {**self.settings, "objective": order["objective"]}
+        )
+        phase = next(
+            (phase for phase in experiment.resolved_phases() if phase.order == order["order"]), None
+        )
         if phase is None:
-            raise ConfigError(f"{self.folder}/config.yaml has no phase of data order {order['order']}; put it back")
+            raise ConfigError(
+                f"{self.folder}/config.yaml has no phase of data order {order['order']}; put it back"
+            )
         self._check_datasets(order, end)
         length = order["sequence_length"]
         rows = max(1, _BATCH_CELLS // length)
         loader = open_loader(
             replace(
-                experiment, data=replace(experiment.data, exclude=(), threads=os.cpu_count() or 1, on_corrupt="stop")
+                experiment,
+                data=replace(
+                    experiment.data, exclude=(), threads=os.cpu_count() or 1, on_corrupt="stop"
+                ),
             ),
             self.dataset,
             experiment.objective.build(self.dataset.tokenizer.vocabulary),
@@ -114,7 +127,9 @@ class Run:
     def _check_datasets(self, order: Row, end: int) -> None:
         """Looks whether the datasets that the examples of an order come from are there."""
         present = {dataset.manifest.digest for dataset in named_sources(self.dataset).values()}
-        needed = {key for first, shares in order["data"]["mixture"] if first < end for key in shares}
+        needed = {
+            key for first, shares in order["data"]["mixture"] if first < end for key in shares
+        }
         for digest in sorted(needed - present):
             raise DataError(
                 f"the run was fed from a dataset of digest {digest[:12]}..., and {self.dataset.name} is another one: "

@@ -11,7 +11,9 @@ from rich.console import Console
 from trainer.command import Commands, add_command, add_group
 from trainer.errors import EXIT_DONE, EXIT_FAILED
 
-_OVERRIDES = "settings that replace those of the run, e.g. data.path=DIR where the dataset has moved"
+_OVERRIDES = (
+    "settings that replace those of the run, e.g. data.path=DIR where the dataset has moved"
+)
 
 
 def register(commands: Commands) -> None:
@@ -35,7 +37,9 @@ def register(commands: Commands) -> None:
         "Prints each example of a step with the source file and line of each document that it has text of.",
     )
     for command in (verify, step):
-        command.add_argument("run_folder", metavar="RUN", help="the output folder of a run, finished or not")
+        command.add_argument(
+            "run_folder", metavar="RUN", help="the output folder of a run, finished or not"
+        )
     step.add_argument("step", metavar="STEP", type=int, help="the number of a step, from 1")
     step.add_argument("--json", action="store_true", help="print one JSON object")
     for command in (verify, step):

@@ -12,7 +12,14 @@ from trainer.inspect.audit.batches import Run, columns
 from trainer.training.ledger import Row
 
 Example = TypedDict(
-    "Example", {"number": int, "source": str, "pass": int, "example": int, "documents": list[dict[str, str | int]]}
+    "Example",
+    {
+        "number": int,
+        "source": str,
+        "pass": int,
+        "example": int,
+        "documents": list[dict[str, str | int]],
+    },
 )
 """An example: its global number, its source, the pass over that, its number there, its documents."""
 
@@ -40,7 +47,11 @@ def documents(run: Run, step: int) -> Seen:
     with run.loader(order, first, end) as loader:
         parts = list(columns(loader, ("source", "epoch", "example"), end))
         every = (np.concatenate([part[name] for part in parts]) for name in parts[0])
-        rows = zip(*(column[numbers - first].tolist() for column in every), loader.documents(numbers), strict=True)
+        rows = zip(
+            *(column[numbers - first].tolist() for column in every),
+            loader.documents(numbers),
+            strict=True,
+        )
         examples: list[Example] = [
             {
                 "number": number,
@@ -64,15 +75,24 @@ def _find(run: Run, step: int) -> tuple[Row, Row]:
             return order, row
     steps = [row for row in run.rows if row["kind"] == "fed"]
     known = f"steps {steps[0]['first_step']} to {steps[-1]['step']}" if steps else "no step"
-    broken = "" if len(run.rows) == run.lines else ", up to a line that has been changed (see samestep ledger verify)"
+    broken = (
+        ""
+        if len(run.rows) == run.lines
+        else ", up to a line that has been changed (see samestep ledger verify)"
+    )
     raise ConfigError(f"the ledger of {run.folder} has {known}{broken}, not step {step}")
 
 
 def report(found: Seen, console: Console) -> None:
     """Prints a line for each example."""
-    console.print(f"step {found['step']}: {len(found['examples'])} examples of data order {found['order']}")
+    console.print(
+        f"step {found['step']}: {len(found['examples'])} examples of data order {found['order']}"
+    )
     several = len({example["source"] for example in found["examples"]}) > 1
     for example in found["examples"]:
         source = f" of {example['source']}" if several else ""
-        documents = ", ".join(f"{each['file']}:{each['line']}" for each in example["documents"]) or "of a corrupt shard"
+        documents = (
+            ", ".join(f"{each['file']}:{each['line']}" for each in example["documents"])
+            or "of a corrupt shard"
+        )
         console.print(f"example {example['number']} (pass {example['pass']}{source}): {documents}")

@@ -76,7 +76,9 @@ def verify(run: Run) -> Verdict:
         DataError: the dataset is missing, damaged or another one.
         ConfigError: the run's configuration no longer has the phases that the ledger is about.
     """
-    verdict = Verdict(exclusions=[row for row in run.rows if row["kind"] in ("excluded", "corrupt")])
+    verdict = Verdict(
+        exclusions=[row for row in run.rows if row["kind"] in ("excluded", "corrupt")]
+    )
     verdict.problems += [*_broken_chain(run), *_forgotten_head(run), *_uncovered(run, verdict)]
     for stretch in _stretches(run.rows):
         verdict.problems += _remake(run, stretch, verdict)
@@ -106,7 +108,11 @@ def _forgotten_head(run: Run) -> Iterator[str]:
     root = checkpoint_folder(run.experiment)
     for step in reversed(integrity.committed_steps(root)):
         try:
-            head = integrity.read_meta(integrity.step_folder(root, step)).get("ledger", {}).get("head", "")
+            head = (
+                integrity.read_meta(integrity.step_folder(root, step))
+                .get("ledger", {})
+                .get("head", "")
+            )
         except CheckpointError as error:
             logger.warning("passing over the checkpoint of step %d: %s", step, error)
             continue
@@ -130,7 +136,10 @@ def _stretches(rows: Sequence[Row]) -> list[Stretch]:
 
 def _excluded(rows: Sequence[Row], order: int) -> Exclusions:
     return Exclusions(
-        part for row in rows if (row["kind"], row.get("order")) == ("excluded", order) for part in row["examples"]
+        part
+        for row in rows
+        if (row["kind"], row.get("order")) == ("excluded", order)
+        for part in row["examples"]
     )
 
 
@@ -166,18 +175,27 @@ def _remake(run: Run, stretch: Stretch, verdict: Verdict) -> Iterator[str]:
     first, end, row = np.array(sorted(segments), dtype=np.int64).T
     reach = np.maximum.accumulate(end)
     sums = np.zeros(len(stretch.fed), dtype=np.uint64)
-    with run.loader(stretch.order, stretch.first, stretch.end) as loader, _progress(order) as progress:
+    with (
+        run.loader(stretch.order, stretch.first, stretch.end) as loader,
+        _progress(order) as progress,
+    ):
         task = progress.add_task("", total=stretch.end - stretch.first)
         lanes, group = stretch.order["data"]["lanes"], stretch.order["data"].get("group_by_length")
         tallies = [
             verdict.tallies.setdefault((order, name), Tally(size, lanes, group and GROUPS * group))
             for name, size in loader.sources
         ]
-        for part in columns(loader, ("digest", "source", "epoch", "example", "filled"), stretch.end):
+        for part in columns(
+            loader, ("digest", "source", "epoch", "example", "filled"), stretch.end
+        ):
             start, size = int(part["number"][0]), len(part["number"])
-            near = slice(np.searchsorted(reach, start, "right"), np.searchsorted(first, start + size))
+            near = slice(
+                np.searchsorted(reach, start, "right"), np.searchsorted(first, start + size)
+            )
             begin, stop = (np.clip(bound[near] - start, 0, size) for bound in (first, end))
-            prefix = np.concatenate(([0], np.cumsum(part["digest"]))).view(np.uint64)  # modulo 2**64
+            prefix = np.concatenate(([0], np.cumsum(part["digest"]))).view(
+                np.uint64
+            )  # modulo 2**64
             np.add.at(sums, row[near], prefix[stop] - prefix[begin])
             times = np.zeros(size + 1, dtype=np.int64)
             np.add.at(times, begin, 1)
@@ -203,7 +221,9 @@ def _count(part: Columns, times: Int64, excluded: Exclusions, tallies: Sequence[
     times = np.where(of_corrupt, 0, times)
     for source in np.unique(part["source"]).tolist():
         rows = part["source"] == source
-        tallies[source].add({name: column[rows] for name, column in part.items()}, times[rows], passed_over[rows])
+        tallies[source].add(
+            {name: column[rows] for name, column in part.items()}, times[rows], passed_over[rows]
+        )
 
 
 def _progress(order: int) -> Progress:
@@ -236,7 +256,9 @@ def report(verdict: Verdict, console: Console) -> None:
     for row in verdict.exclusions:
         if row["kind"] == "corrupt":
             examples = f"{row['first']} and later that are in {row['shard']}"
-            reason = f"its bytes have changed; it is of the dataset of digest {row['dataset'][:12]}..."
+            reason = (
+                f"its bytes have changed; it is of the dataset of digest {row['dataset'][:12]}..."
+            )
         else:
             examples = ", ".join(f"{first} to {end - 1}" for first, end in row["examples"])
             reason = row["reason"]
@@ -248,18 +270,24 @@ def report(verdict: Verdict, console: Console) -> None:
         console.print(problem, markup=False, style="red")
     if more := verdict.problems[_MOST_PROBLEMS:]:
         console.print(f"and {len(more)} more such findings", style="red")
-    consumed = sum(each.consumed for tally in verdict.tallies.values() for each in tally.passes.values())
+    consumed = sum(
+        each.consumed for tally in verdict.tallies.values() for each in tally.passes.values()
+    )
     said = f"{verdict.steps - verdict.elsewhere:,} steps consumed {consumed:,} examples"
     if verdict.elsewhere:
         said = f"after {verdict.elsewhere:,} steps of another program, of which the ledger says nothing, {said}"
     if verdict.problems:
         console.print(f"NOT VERIFIED, for the reasons above; by what is left of the ledger, {said}")
     else:
-        console.print(f"verified: {said}, each of a finished pass exactly once and of the last at most once")
+        console.print(
+            f"verified: {said}, each of a finished pass exactly once and of the last at most once"
+        )
 
 
 def _cells(tally: Tally, number: int) -> tuple[str, ...]:
     """What the table says of a pass: its examples, and how many were consumed, excluded, lost and repeated."""
     each = tally.passes[number]
     lost = each.missing if tally.is_over(number) else 0
-    return tuple(f"{cell:,}" for cell in (tally.size, each.consumed, each.excluded, lost, each.repeated))
+    return tuple(
+        f"{cell:,}" for cell in (tally.size, each.consumed, each.excluded, lost, each.repeated)
+    )

@@ -28,7 +28,9 @@ def example(experiment: Experiment, objective: Objective, phase: Phase) -> Batch
     spec = objective.pack_spec(phase.sequence_length)
     columns, lengths = _pieces(spec)
     examples = Examples(
-        tokens=np.full(sum(lengths), len(stand_in(experiment.model.vocab_size).special), dtype=np.int32),
+        tokens=np.full(
+            sum(lengths), len(stand_in(experiment.model.vocab_size).special), dtype=np.int32
+        ),
         row=np.zeros(len(lengths), dtype=np.int64),
         column=np.array(columns, dtype=np.int64),
         length=np.array(lengths, dtype=np.int64),
@@ -42,7 +44,11 @@ def example(experiment: Experiment, objective: Objective, phase: Phase) -> Batch
     dropout_key = np.zeros(1 if choices == 1 else (1, choices), dtype=np.int32)
     batch = {**objective.collate(examples, spec.sequence_length), "dropout_key": dropout_key}
     if experiment.data.packing == "concat":
-        batch = {name: column for name, column in batch.items() if name not in ("segments", "target_segments")}
+        batch = {
+            name: column
+            for name, column in batch.items()
+            if name not in ("segments", "target_segments")
+        }
     return batch
 
 
@@ -55,7 +61,9 @@ def _pieces(spec: PackSpec) -> tuple[list[int], list[int]]:
     room = spec.sequence_length - spec.prefix - spec.suffix
     if not spec.pairs:  # of a task's texts that share a sequence one fills it as well as several
         choices = 1 if spec.parts is None else spec.parts.choices
-        return [spec.prefix + choice * spec.sequence_length for choice in range(choices)], [room] * choices
+        return [spec.prefix + choice * spec.sequence_length for choice in range(choices)], [
+            room
+        ] * choices
     room -= spec.suffix
     first = room // 2
     return [spec.prefix, spec.prefix + first + spec.suffix], [first, room - first]
@@ -67,4 +75,10 @@ def _labels(experiment: Experiment, kind: TaskKind, tokens: int) -> Labels:
     classes = len(experiment.model.labels) if soft else 1
     count = {"row": classes, "tokens": tokens, "span": 2}[TASKS[kind].labeled]
     zeros = np.zeros(1, dtype=np.int64)
-    return Labels(np.zeros(count, dtype=np.float32), np.array([count]), document=zeros, begin=zeros, examples=zeros + 1)
+    return Labels(
+        np.zeros(count, dtype=np.float32),
+        np.array([count]),
+        document=zeros,
+        begin=zeros,
+        examples=zeros + 1,
+    )

@@ -45,7 +45,9 @@ def register(commands: Commands) -> None:
         "in a step. Needs no GPU and no dataset, and allocates nothing.",
     )
     parser.add_argument("file", help="the experiment, a YAML file")
-    parser.add_argument("--devices", type=int, required=True, metavar="N", help="devices to spread the run over")
+    parser.add_argument(
+        "--devices", type=int, required=True, metavar="N", help="devices to spread the run over"
+    )
     parser.add_argument(
         "--strategy",
         nargs="+",
@@ -53,9 +55,13 @@ def register(commands: Commands) -> None:
         default=[],
         help="single, ddp, fsdp, hsdp, zero1, zero2 or zero3 (default: all of them)",
     )
-    parser.add_argument("--memory", metavar="SIZE", help="of a device, as 80GiB: which micro-batch fits into it?")
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="of a device, as 80GiB: which micro-batch fits into it?"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that replace those of the file"
+    )
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -73,7 +79,9 @@ def _plan(args: argparse.Namespace) -> int:
     memory = parse_size(args.memory, "--memory") if args.memory else None
     experiment = load_experiment(args.file, overrides)
     names = names or [
-        name for name in STRATEGIES if name != "hsdp" or args.devices % copies_of(experiment, args.devices) == 0
+        name
+        for name in STRATEGIES
+        if name != "hsdp" or args.devices % copies_of(experiment, args.devices) == 0
     ]
     console = Console(highlight=False, markup=False)
     found: list[tuple[Phase, list[Plan]]] = []
@@ -84,13 +92,16 @@ def _plan(args: argparse.Namespace) -> int:
             found.append((phase, [planner.plan(name, memory) for name in names]))
     if args.json:
         listed = [
-            {"sequence_length": phase.sequence_length, "plans": list(map(as_json, plans))} for phase, plans in found
+            {"sequence_length": phase.sequence_length, "plans": list(map(as_json, plans))}
+            for phase, plans in found
         ]
         sys.stdout.write(json.dumps({"devices": args.devices, "phases": listed}, indent=1) + "\n")
         return EXIT_DONE
     parameters = _count(step)
     for phase, plans in found:
-        console.print(_table(_title(experiment, phase, parameters, args.devices), plans, memory is not None))
+        console.print(
+            _table(_title(experiment, phase, parameters, args.devices), plans, memory is not None)
+        )
     notes = [_NOTES, _FITS * (memory is not None), experiment.strategy.plan_note]
     console.print("\n".join(filter(None, notes)), style="dim")
     return EXIT_DONE
@@ -98,7 +109,10 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _distinct(phases: Sequence[Phase]) -> list[Phase]:
     """The phases that differ in what a step of them is."""
-    kept = {(phase.sequence_length, phase.global_batch_size, phase.micro_batch_size): phase for phase in phases}
+    kept = {
+        (phase.sequence_length, phase.global_batch_size, phase.micro_batch_size): phase
+        for phase in phases
+    }
     return list(kept.values())
 
 
@@ -121,15 +135,43 @@ def _title(experiment: Experiment, phase: Phase, parameters: str, devices: int) 
 
 def _table(title: str, plans: Sequence[Plan], asked: bool) -> Table:
     table = Table(
-        title=title, title_justify="left", title_style="bold", header_style="dim", box=None, padding=(0, 0, 0, 1)
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=None,
+        padding=(0, 0, 0, 1),
     )
-    headings = ["", "batch", "params", "grads", "optim", "activ", "buffers", "update", "peak", "sent"]
+    headings = [
+        "",
+        "batch",
+        "params",
+        "grads",
+        "optim",
+        "activ",
+        "buffers",
+        "update",
+        "peak",
+        "sent",
+    ]
     for heading in headings + ["fits"] * asked:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for plan in plans:
         held = plan.held
-        parts = [held.parameters, held.gradients, held.optimizer, held.activations, held.buffers, held.update]
-        cells = [plan.strategy, f"{plan.micro_batch} x {plan.micro_batches}", *map(_gib, parts), _gib(held.total)]
+        parts = [
+            held.parameters,
+            held.gradients,
+            held.optimizer,
+            held.activations,
+            held.buffers,
+            held.update,
+        ]
+        cells = [
+            plan.strategy,
+            f"{plan.micro_batch} x {plan.micro_batches}",
+            *map(_gib, parts),
+            _gib(held.total),
+        ]
         cells.append(_gib(sum(each.sent for each in plan.exchanged)))
         if asked:
             cells.append("none" if plan.largest == 0 else str(plan.largest))

@@ -11,7 +11,16 @@ from trainer.config import decode
 from trainer.config.renamed import read_stored
 from trainer.errors import ConfigError, SamestepError
 from trainer.inspect.plan.batch import example, stand_in
-from trainer.inspect.plan.strategies import Buffers, Collective, Division, Held, Ranges, Rows, Whole, interpolate
+from trainer.inspect.plan.strategies import (
+    Buffers,
+    Collective,
+    Division,
+    Held,
+    Ranges,
+    Rows,
+    Whole,
+    interpolate,
+)
 from trainer.inspect.plan.trace import Activations, Step
 from trainer.monitoring.jsonl import read_rows
 from trainer.strategies import ShardedConfig, deepspeed, fsdp
@@ -83,7 +92,9 @@ class Planner:
         largest = None
         if memory is not None:
             bounds = [(rows, self._activations(rows)) for rows in sorted({1, most})]
-            largest = _largest(lambda rows: held(rows, interpolate(rows, bounds)).total, int(SHARE * memory), most)
+            largest = _largest(
+                lambda rows: held(rows, interpolate(rows, bounds)).total, int(SHARE * memory), most
+            )
         wanted = self._phase.micro_batch_size
         rows = min(most, wanted) if isinstance(wanted, int) else largest or 1
         micro_batches = -(-most // rows)
@@ -125,7 +136,11 @@ def divide(strategy: str, experiment: Experiment, step: Step, devices: int) -> D
     stage, config = int(strategy[-1]), experiment.strategy
     if not isinstance(config, deepspeed.Config) or config.stage != stage:
         return Ranges(*sizes, stage=stage)
-    zero = deepspeed.settings.zero_section(deepspeed.settings.read(config.config)) if config.config else {}
+    zero = (
+        deepspeed.settings.zero_section(deepspeed.settings.read(config.config))
+        if config.config
+        else {}
+    )
     known = {
         "bucket": "reduce_bucket_size",
         "prefetch": "stage3_prefetch_bucket_size",

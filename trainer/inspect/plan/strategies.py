@@ -81,8 +81,15 @@ class Division(ABC):
         devices: how many there are.
     """
 
-    def __init__(self, parameters: Iterable[Parameter], update: int, width: int, devices: int) -> None:
-        self.parameters, self.update, self.width, self.devices = list(parameters), update, width, devices
+    def __init__(
+        self, parameters: Iterable[Parameter], update: int, width: int, devices: int
+    ) -> None:
+        self.parameters, self.update, self.width, self.devices = (
+            list(parameters),
+            update,
+            width,
+            devices,
+        )
         self.elements = sum(each.elements for each in self.parameters)
         self.trained = sum(each.elements for each in self.parameters if each.trained)
 
@@ -115,7 +122,11 @@ class Whole(Division):
         return Held(weights, gradients, self.state(1), activations.full, 0, self.update)
 
     def exchanged(self, micro_batches: int) -> list[Collective]:
-        return [Collective("all-reduce", _FP32 * self.trained, self.devices)] if self.devices > 1 else []
+        return (
+            [Collective("all-reduce", _FP32 * self.trained, self.devices)]
+            if self.devices > 1
+            else []
+        )
 
 
 class Rows(Division):
@@ -127,7 +138,13 @@ class Rows(Division):
     """
 
     def __init__(
-        self, parameters: Iterable[Parameter], update: int, width: int, devices: int, parts: int, reshard: bool = True
+        self,
+        parameters: Iterable[Parameter],
+        update: int,
+        width: int,
+        devices: int,
+        parts: int,
+        reshard: bool = True,
     ) -> None:
         super().__init__(parameters, update, width, devices)
         self.parts, self._reshard = parts, reshard
@@ -149,11 +166,22 @@ class Rows(Division):
         return self._units.get(None, 0)
 
     def held(self, activations: Activations, accumulates: bool) -> Held:
-        part, gradients = (_FP32 * size // self.parts for size in (self._padded, self._padded_gradients))
-        whole = _FP32 * self.trained if accumulates else 0  # kept until the last micro-batch reduces them
+        part, gradients = (
+            _FP32 * size // self.parts for size in (self._padded, self._padded_gradients)
+        )
+        whole = (
+            _FP32 * self.trained if accumulates else 0
+        )  # kept until the last micro-batch reduces them
         used = activations.root if self.width < _FP32 else activations.full
         buffers = self._buffers(accumulates)
-        return Held(part, gradients + whole, self.state(self.parts), used, buffers, self.update // self.parts)
+        return Held(
+            part,
+            gradients + whole,
+            self.state(self.parts),
+            used,
+            buffers,
+            self.update // self.parts,
+        )
 
     def _buffers(self, accumulates: bool) -> int:
         """At the height of the backward pass, or of the forward pass where units stay gathered.
@@ -179,7 +207,9 @@ class Rows(Division):
         ]
         copies = self.devices // self.parts
         if copies > 1:
-            made.append(Collective("all-reduce", _FP32 * self._padded_gradients // self.parts, copies))
+            made.append(
+                Collective("all-reduce", _FP32 * self._padded_gradients // self.parts, copies)
+            )
         return made
 
 
@@ -223,9 +253,16 @@ class Ranges(Division):
         buffers: Buffers = Buffers(),
     ) -> None:
         super().__init__(parameters, update, width, devices)
-        self.stage, self._offloads, self._overlap, self._prefetch = stage, offloads, buffers.overlap, buffers.prefetch
+        self.stage, self._offloads, self._overlap, self._prefetch = (
+            stage,
+            offloads,
+            buffers.overlap,
+            buffers.prefetch,
+        )
         self._bucket = min(BUCKET, self.trained) if buffers.bucket is None else buffers.bucket
-        self._persistent = sum(each.elements for each in self.parameters if each.elements <= buffers.persistent)
+        self._persistent = sum(
+            each.elements for each in self.parameters if each.elements <= buffers.persistent
+        )
         self._gathered = self.elements - self._persistent
         self._kept = min(
             self._gathered, buffers.reuse // 2
@@ -235,7 +272,9 @@ class Ranges(Division):
         split, updated = (-(-size // self.devices) for size in (self.elements, self.trained))
         state_is_here, copy_is_here = (not offloaded for offloaded in self._offloads)
         part = state_is_here * _FP32 * updated
-        copy = self.width * (copy_is_here * split + self._persistent if self.stage == 3 else self.elements)
+        copy = self.width * (
+            copy_is_here * split + self._persistent if self.stage == 3 else self.elements
+        )
         whole = _FP32 * self.trained if self.stage == 1 else 0
         return Held(
             parameters=copy + part,
@@ -250,13 +289,19 @@ class Ranges(Division):
         """Gradients are reduced in fp32, for which stage 2 copies a bucket of 16 bits."""
         if self.stage == 3:
             most = max(each.elements for each in self.parameters)
-            return _FP32 * self._bucket + self.width * min(self._gathered, self._kept + self._prefetch + most)
+            return _FP32 * self._bucket + self.width * min(
+                self._gathered, self._kept + self._prefetch + most
+            )
         width = _FP32 if self.stage == 1 else self.width
-        return self._bucket * (width * (2 if self._overlap else 1) + (_FP32 if width < _FP32 else 0))
+        return self._bucket * (
+            width * (2 if self._overlap else 1) + (_FP32 if width < _FP32 else 0)
+        )
 
     def exchanged(self, micro_batches: int) -> list[Collective]:
         gradients, weights = _FP32 * self.trained, self.width * self.trained
-        if self.stage < 3:  # DeepSpeed's buckets are all-reduced, although each process keeps its range alone
+        if (
+            self.stage < 3
+        ):  # DeepSpeed's buckets are all-reduced, although each process keeps its range alone
             reductions = 1 if self.stage == 1 else micro_batches
             return [
                 Collective("all-reduce", reductions * gradients, self.devices),

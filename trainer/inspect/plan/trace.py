@@ -86,7 +86,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peaks: the most that were alive at a time: of the first of these kinds, the first two, and all.
     """
 
-    def __init__(self, existing: Iterable[Tensor] = (), copied: Mapping[Tensor, int] = MappingProxyType({})) -> None:
+    def __init__(
+        self, existing: Iterable[Tensor] = (), copied: Mapping[Tensor, int] = MappingProxyType({})
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live, self.peaks = [0, 0, 0], [0, 0, 0]
         self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in existing)
@@ -106,11 +108,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._to_copy.default and isinstance(args[0], Tensor):
             kind = self._kinds.get(args[0].untyped_storage(), 0)
         for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._known:
+            if (
+                isinstance(tensor, Tensor)
+                and (storage := tensor.untyped_storage()) not in self._known
+            ):
                 self._known.add(storage)
                 self.live[kind] += storage.nbytes()
                 weakref.finalize(storage, self._free, kind, storage.nbytes())
-                self.peaks = [max(peak, alive) for peak, alive in zip(self.peaks, accumulate(self.live), strict=True)]
+                self.peaks = [
+                    max(peak, alive)
+                    for peak, alive in zip(self.peaks, accumulate(self.live), strict=True)
+                ]
         return made
 
     def _free(self, kind: int, nbytes: int) -> None:
@@ -153,8 +161,12 @@ class Step:
             if teacher is not None:
                 self.teacher = load_config(teacher).build().requires_grad_(False).eval()
         self.update = live.peaks[0]
-        units = {p: i for i, unit in enumerate(self._model.sharding_units()) for p in unit.parameters()}
-        self._copied: dict[Tensor, int] = {parameter: 2 if parameter in units else 1 for parameter in named.values()}
+        units = {
+            p: i for i, unit in enumerate(self._model.sharding_units()) for p in unit.parameters()
+        }
+        self._copied: dict[Tensor, int] = {
+            parameter: 2 if parameter in units else 1 for parameter in named.values()
+        }
         self.parameters = {
             name: Parameter(
                 tuple(parameter.shape),
@@ -168,7 +180,11 @@ class Step:
     @property
     def frozen(self) -> int:
         """Bytes of the teacher's parameters, which each device holds whole."""
-        return 0 if self.teacher is None else sum(parameter.nbytes for parameter in self.teacher.parameters())
+        return (
+            0
+            if self.teacher is None
+            else sum(parameter.nbytes for parameter in self.teacher.parameters())
+        )
 
     def activations(self, objective: Objective, example: Batch, rows: int) -> Activations:
         """Runs forward and backward passes over so many copies of an example.
@@ -176,7 +192,12 @@ class Step:
         Raises:
             ConfigError: they need the values of tensors, as they do where an objective reads one on the host.
         """
-        existing = [each for parameter in self._copied for each in (parameter, parameter.grad) if each is not None]
+        existing = [
+            each
+            for parameter in self._copied
+            for each in (parameter, parameter.grad)
+            if each is not None
+        ]
         if self.teacher is not None:
             existing += self.teacher.parameters()
             cast(Taught, objective).attach(self.teacher)
@@ -186,7 +207,9 @@ class Step:
                 for name, column in example.items()
             }
             totals = {name: torch.empty(()) for name in objective.weights(example)}
-            kernels: AbstractContextManager[object] = nullcontext() if self._on_cpu else GpuAttention()
+            kernels: AbstractContextManager[object] = (
+                nullcontext() if self._on_cpu else GpuAttention()
+            )
             try:
                 with kernels, _autocast(self._precision):
                     total = objective.loss(self._model, batch, totals).total

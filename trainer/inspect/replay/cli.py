@@ -24,13 +24,31 @@ def register(commands: Commands) -> None:
         "ledger, and ranks its examples by their loss under the newest checkpoint from before the step.",
     )
     parser.add_argument("run_folder", metavar="RUN", help="the output folder of a run")
-    parser.add_argument("step", metavar="STEP", type=int, help="the number of a step, from 1; one after the last, too")
-    parser.add_argument("--exact", action="store_true", help="train from the checkpoint up to the step first")
-    parser.add_argument("--skipped", action="store_true", help="the batch that the step had before it was passed over")
-    parser.add_argument("--top", type=int, default=10, metavar="K", help="examples to print (default: 10)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, with all examples")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that replace those of the run, e.g. data.path=DIR"
+        "step",
+        metavar="STEP",
+        type=int,
+        help="the number of a step, from 1; one after the last, too",
+    )
+    parser.add_argument(
+        "--exact", action="store_true", help="train from the checkpoint up to the step first"
+    )
+    parser.add_argument(
+        "--skipped",
+        action="store_true",
+        help="the batch that the step had before it was passed over",
+    )
+    parser.add_argument(
+        "--top", type=int, default=10, metavar="K", help="examples to print (default: 10)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, with all examples"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings that replace those of the run, e.g. data.path=DIR",
     )
 
 
@@ -39,7 +57,9 @@ def _replay(args: argparse.Namespace) -> int:
 
     if args.step < 1 or args.top < 1:
         raise ConfigError(f"STEP and --top are numbers from 1 on, not {min(args.step, args.top)}")
-    found = replay(args.run_folder, args.step, args.overrides, exact=args.exact, skipped=args.skipped)
+    found = replay(
+        args.run_folder, args.step, args.overrides, exact=args.exact, skipped=args.skipped
+    )
     if args.json:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:

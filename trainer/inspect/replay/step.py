@@ -80,7 +80,9 @@ class Replayed(TypedDict):
     examples: list[ScoredExample]
 
 
-def replay(folder: str, step: int, overrides: Sequence[str], *, exact: bool, skipped: bool) -> Replayed:
+def replay(
+    folder: str, step: int, overrides: Sequence[str], *, exact: bool, skipped: bool
+) -> Replayed:
     """Makes the batch of a step again, and scores each of its examples as in training, dropout included.
 
     Args:
@@ -96,9 +98,13 @@ def replay(folder: str, step: int, overrides: Sequence[str], *, exact: bool, ski
     """
     experiment = _on_one_cpu(decode(Experiment, _settings(folder, step, overrides)))
     if step > experiment.training.steps:
-        raise ConfigError(f"the run has {experiment.training.steps} steps, so there is no step {step}")
+        raise ConfigError(
+            f"the run has {experiment.training.steps} steps, so there is no step {step}"
+        )
     with meeting(experiment) as strategy:
-        checkpointer = Checkpointer(checkpoint_folder(experiment), experiment.checkpoint, rank=0, world_size=1)
+        checkpointer = Checkpointer(
+            checkpoint_folder(experiment), experiment.checkpoint, rank=0, world_size=1
+        )
         before = checkpointer.latest(most=step - 1)
         dataset = experiment.data.open()
         weights = experiment.init_from if before is None or experiment.freezes else None
@@ -108,19 +114,25 @@ def replay(folder: str, step: int, overrides: Sequence[str], *, exact: bool, ski
         past = _Past(experiment, dataset, trainer)
         passed_over = past.passed_over(step)
         if skipped and not passed_over:
-            raise ConfigError(f"the run passed over nothing from step {trainer.state.step + 1} to {step}")
+            raise ConfigError(
+                f"the run passed over nothing from step {trainer.state.step + 1} to {step}"
+            )
         compared = None if skipped else past.compare(step)
         if exact:
             past.train_until(step - 1)
         loss, examples = past.score(step, passed_over[:-1] if skipped else passed_over)
         trainer.close()
-    return Replayed(step=step, weights_of=trainer.state.step, compared=compared, loss=loss, examples=examples)
+    return Replayed(
+        step=step, weights_of=trainer.state.step, compared=compared, loss=loss, examples=examples
+    )
 
 
 def _settings(folder: str, step: int, overrides: Sequence[str]) -> Tree:
     """The run's settings at the time of a step: those of the first checkpoint since, or else its newest ones."""
     if not (Path(folder) / "config.yaml").is_file():
-        raise ConfigError(f"{folder} is no run (no config.yaml in it); name the output folder of a run")
+        raise ConfigError(
+            f"{folder} is no run (no config.yaml in it); name the output folder of a run"
+        )
     newest = {**read_stored(Path(folder) / "config.yaml", overrides), "output": folder}
     checkpoints = checkpoint_folder(decode(Experiment, newest))
     since = next((each for each in integrity.committed_steps(checkpoints) if each >= step), None)
@@ -162,13 +174,21 @@ class _Past:
 
     def __init__(self, experiment: Experiment, dataset: AnyDataset, trainer: Trainer) -> None:
         self._experiment, self._dataset, self._trainer = experiment, dataset, trainer
-        self._step, self._phase, self._place = trainer.state.step, trainer.phase, trainer.loader.state_dict()
+        self._step, self._phase, self._place = (
+            trainer.state.step,
+            trainer.phase,
+            trainer.loader.state_dict(),
+        )
         path = Path(experiment.output) / "ledger.jsonl"
         self._ledger = [row for row, _ in intact_rows(path)] if path.exists() else []
 
     def passed_over(self, step: int) -> list[Row]:
         """What the run passed over after the checkpoint and before it took a step."""
-        return [row for row in self._ledger if row["kind"] == "excluded" and self._step < row["step"] <= step]
+        return [
+            row
+            for row in self._ledger
+            if row["kind"] == "excluded" and self._step < row["step"] <= step
+        ]
 
     def compare(self, step: int) -> tuple[int, int] | None:
         """Makes the batches of the ledger's row with a step again.
@@ -186,7 +206,12 @@ class _Past:
         first, last = row["first_step"], row["step"]
         with self._loader(first, self.passed_over(last)) as loader:
             steps = islice(loader, last - first + 1)
-            digest = sum(int(batch["digest"].sum()) for micro_batches in steps for batch in micro_batches) % 2**64
+            digest = (
+                sum(
+                    int(batch["digest"].sum()) for micro_batches in steps for batch in micro_batches
+                )
+                % 2**64
+            )
         if f"{digest:016x}" != row["digest"]:
             raise DataError(
                 f"the batches of steps {first} to {last}, made again, have the digest {digest:016x}, and the ledger of "
@@ -204,16 +229,22 @@ class _Past:
             if trainer.phase.order != order:
                 order = trainer.phase.order
                 begin = trainer.loader.state_dict()
-                trainer.loader.load_state_dict(self._state(trainer.state.step + 1, self.passed_over(step), begin))
+                trainer.loader.load_state_dict(
+                    self._state(trainer.state.step + 1, self.passed_over(step), begin)
+                )
             trainer.train_step(next(iter(trainer.loader)))
             logger.info("step %d  loss %.4f", trainer.state.step, trainer.recorder.means()["loss"])
 
-    def score(self, step: int, passed_over: Sequence[Row]) -> tuple[float | None, list[ScoredExample]]:
+    def score(
+        self, step: int, passed_over: Sequence[Row]
+    ) -> tuple[float | None, list[ScoredExample]]:
         """The loss of a step and of its examples, highest first, with the trainer's weights."""
         trainer = self._trainer
         trainer.model.train()
         with self._loader(step, passed_over, micro_batch_size=1) as loader:
-            rows = [row for row in next(iter(loader)) if int(row["filled"])]  # or it is of a corrupt shard
+            rows = [
+                row for row in next(iter(loader)) if int(row["filled"])
+            ]  # or it is of a corrupt shard
             documents = loader.documents(np.array([int(row["number"]) for row in rows]))
         losses = score_each(trainer.model, trainer.objective, trainer.strategy, rows)
         examples: list[ScoredExample] = [
@@ -221,8 +252,12 @@ class _Past:
                 "number": int(row["number"]),
                 "loss": _finite(total / weight if weight else 0.0),
                 "predicted": int(next(iter(trainer.objective.weights(row).values()))),
-                "documents": [{"file": file, "line": line} for file, line in dict.fromkeys(sources)],
-                "text": self._dataset.tokenizer.decode(row["tokens"][row["segments"] > 0][:_TEXT_TOKENS].tolist()),
+                "documents": [
+                    {"file": file, "line": line} for file, line in dict.fromkeys(sources)
+                ],
+                "text": self._dataset.tokenizer.decode(
+                    row["tokens"][row["segments"] > 0][:_TEXT_TOKENS].tolist()
+                ),
             }
             for row, (total, weight), sources in zip(rows, losses, documents, strict=True)
         ]
@@ -246,7 +281,10 @@ class _Past:
         order = phase_of(phases, step - 1).order
         counted, place = self._step, self._place  # how far the run was, and where the loader stood
         if order != self._phase.order:
-            counted, place = min(phase.first_step for phase in phases if phase.order == order), begin
+            counted, place = (
+                min(phase.first_step for phase in phases if phase.order == order),
+                begin,
+            )
         sign = 1 if step > counted else -1
         between = range(min(counted, step - 1), max(counted, step - 1))
         examples = sign * sum(phase_of(phases, each).global_batch_size for each in between)
@@ -269,14 +307,20 @@ def report(found: Replayed, top: int, console: Console) -> None:
     checked = "the ledger has no row of it to compare with"
     if compared is not None:
         checked = f"the digest of steps {compared[0]} to {compared[1]} is that of the ledger"
-    console.print(f"step {found['step']}: {len(examples)} examples, loss {_shown(found['loss'])}; {checked}")
+    console.print(
+        f"step {found['step']}: {len(examples)} examples, loss {_shown(found['loss'])}; {checked}"
+    )
     console.print(f"scored with the weights of step {found['weights_of']}, in fp32")
     row = "{:>12}  {:>10}  {:>9}  {}  {}"
     console.print(row.format("example", "loss", "predicted", "source", "text"))
     for example in examples[:top]:
         sources = ", ".join(f"{each['file']}:{each['line']}" for each in example["documents"])
         text = " ".join(example["text"].split())
-        console.print(row.format(example["number"], _shown(example["loss"]), example["predicted"], sources, text))
+        console.print(
+            row.format(
+                example["number"], _shown(example["loss"]), example["predicted"], sources, text
+            )
+        )
 
 
 def _shown(loss: float | None) -> str:

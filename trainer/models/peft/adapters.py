@@ -45,10 +45,16 @@ class Config(Added):
         return True
 
     def add_to(self, model: nn.Module) -> None:
-        projections = {name: module for name, module in model.named_modules() if isinstance(module, Projection)}
-        behind = {name: projection for name, projection in projections.items() if projection.into_residual}
+        projections = {
+            name: module for name, module in model.named_modules() if isinstance(module, Projection)
+        }
+        behind = {
+            name: projection for name, projection in projections.items() if projection.into_residual
+        }
         if not behind:
-            raise ConfigError("model.peft is adapters, which this kind of model has no place for; use lora")
+            raise ConfigError(
+                "model.peft is adapters, which this kind of model has no place for; use lora"
+            )
         for name, projection in behind.items():
             put_in_place(model, name, AdaptedLinear(projection, self))
 

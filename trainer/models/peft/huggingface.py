@@ -28,7 +28,9 @@ _TASKS: dict[Head, str] = {
     "tagging": "TOKEN_CLS",
     "question_answering": "QUESTION_ANS",
 }
-_HEADS: dict[str | None, Head] = {task: head for head, task in _TASKS.items()} | {None: "multiple_choice"}
+_HEADS: dict[str | None, Head] = {task: head for head, task in _TASKS.items()} | {
+    None: "multiple_choice"
+}
 _Read: TypeAlias = tuple[AnyConfig, dict[str, Tensor], set[str]]
 """The `Config` of a model with what was read, its parameters, and the tensors that they are made from."""
 _PLAIN = (True, False, "gaussian", "eva")  # ways to draw LoRA that leave the model as it is
@@ -44,7 +46,9 @@ _OTHER = {  # of LoRA's settings in peft, what would compute something else
 }
 
 
-def export_adapter(config: AnyConfig, tensors: Mapping[str, Tensor], base: str) -> tuple[Tree, dict[str, Tensor]]:
+def export_adapter(
+    config: AnyConfig, tensors: Mapping[str, Tensor], base: str
+) -> tuple[Tree, dict[str, Tensor]]:
     """What was added to a model and trained, as `peft.PeftModel.from_pretrained` reads it.
 
     Args:
@@ -58,7 +62,9 @@ def export_adapter(config: AnyConfig, tensors: Mapping[str, Tensor], base: str) 
     Raises:
         ConfigError: the library, or transformers, has nothing of the kind.
     """
-    dataclasses.replace(config, peft=None).to_huggingface()  # refuses a head that transformers has not
+    dataclasses.replace(
+        config, peft=None
+    ).to_huggingface()  # refuses a head that transformers has not
     added, names = config.peft, config.tensor_names()
     with torch.device("meta"):
         model = config.build()
@@ -96,7 +102,11 @@ def export_adapter(config: AnyConfig, tensors: Mapping[str, Tensor], base: str) 
         own = {"peft_type": "PROMPT_TUNING", "prompt_tuning_init": "RANDOM"}
         found = {_EMBEDDINGS: tensors[prompt.NAME]}
     else:
-        own = {"peft_type": "PREFIX_TUNING", "prefix_projection": False, "encoder_hidden_size": config.width}
+        own = {
+            "peft_type": "PREFIX_TUNING",
+            "prefix_projection": False,
+            "encoder_hidden_size": config.width,
+        }
         layers = [tensors[name] for name in prefix.names(model)]
         found = {_EMBEDDINGS: torch.cat([each.float() for each in layers], 1)}
     return content | virtual | own, {**found, **_named(saved, _PROMPT)}
@@ -148,7 +158,9 @@ def import_adapter(
     with torch.device("meta"):
         plain = base.without_peft().build()
     names = {ours: table[ours] for ours in _of_head(plain)}
-    if others := sorted(found.keys() - used - {each for theirs in names.values() for each in theirs}):
+    if others := sorted(
+        found.keys() - used - {each for theirs in names.values() for each in theirs}
+    ):
         raise CheckpointError(
             f"adapter_model.safetensors holds {others[0]}, which is neither LoRA of a layer's projections nor a prompt "
             "or prefix nor part of a task's head, and is not supported; train without it, or merge it into the model "
@@ -172,20 +184,37 @@ def _import_lora(content: Tree, found: Mapping[str, Tensor], base: AnyConfig) ->
             "into the model with peft, or train LoRA without"
         )
     names = base.tensor_names()
-    wide = {name.removesuffix(".lora_A.weight"): len(found[name]) for name in found if name.endswith(".lora_A.weight")}
+    wide = {
+        name.removesuffix(".lora_A.weight"): len(found[name])
+        for name in found
+        if name.endswith(".lora_A.weight")
+    }
     if not wide:
-        raise CheckpointError("adapter_model.safetensors holds no lora_A; export or download it again")
+        raise CheckpointError(
+            "adapter_model.safetensors holds no lora_A; export or download it again"
+        )
     with torch.device("meta"):
         model = base.build_base()
     everything = dataclasses.replace(lora.Config(), targets=lora.known_targets(model))
-    place: dict[str, list[lora.Change]] = {}  # of each of their modules, the parts of ours that it is
+    place: dict[
+        str, list[lora.Change]
+    ] = {}  # of each of their modules, the parts of ours that it is
     for change in everything.changes(model):
         theirs = [name.removesuffix(".weight") for name in names[f"{change.linear}.weight"]]
         place.setdefault(theirs[change.part if len(theirs) > 1 else 0], []).append(change)
     if unknown := sorted(wide.keys() - place.keys()):
-        raise CheckpointError(f"LoRA of {unknown[0]} is not supported; those of a layer's projections are")
-    used = {change.target for module in wide for change in place[module] if not _is_zero(found, module, change, place)}
-    targets = tuple(target for target in everything.targets if target in used) or everything.targets[:1]
+        raise CheckpointError(
+            f"LoRA of {unknown[0]} is not supported; those of a layer's projections are"
+        )
+    used = {
+        change.target
+        for module in wide
+        for change in place[module]
+        if not _is_zero(found, module, change, place)
+    }
+    targets = (
+        tuple(target for target in everything.targets if target in used) or everything.targets[:1]
+    )
     added = lora.Config(max(wide.values()), float(content["lora_alpha"]), targets)
     config = dataclasses.replace(base, peft=added)
     parameters: dict[str, Tensor] = {}
@@ -194,13 +223,19 @@ def _import_lora(content: Tree, found: Mapping[str, Tensor], base: AnyConfig) ->
             if change.target in targets:
                 a, b = _matrices(found, module, change, place, content, added, model)
                 parameters |= {change.name("a"): a, change.name("b"): b}
-    return config, parameters, {f"{module}.lora_{matrix}.weight" for module in wide for matrix in "AB"}
+    return (
+        config,
+        parameters,
+        {f"{module}.lora_{matrix}.weight" for module in wide for matrix in "AB"},
+    )
 
 
 def _import_virtual(content: Tree, found: Mapping[str, Tensor], base: AnyConfig) -> _Read:
     """A prompt or a prefix; one that is made by a network is saved as what that has made."""
     if _EMBEDDINGS not in found:
-        raise CheckpointError(f"adapter_model.safetensors holds no {_EMBEDDINGS}; export or download it again")
+        raise CheckpointError(
+            f"adapter_model.safetensors holds no {_EMBEDDINGS}; export or download it again"
+        )
     added = prompt.Config if content["peft_type"] == "PROMPT_TUNING" else prefix.Config
     config = dataclasses.replace(base, peft=added(int(content["num_virtual_tokens"])))
     with torch.device("meta"):
@@ -224,7 +259,11 @@ def _import_virtual(content: Tree, found: Mapping[str, Tensor], base: AnyConfig)
             f"adapter_model.safetensors holds {_EMBEDDINGS} of {rows} x {columns}, and {expected[0]} x {expected[1]} "
             f"are expected; {fix}"
         )
-    return config, dict(zip(names, found[_EMBEDDINGS].chunk(len(names), 1), strict=True)), {_EMBEDDINGS}
+    return (
+        config,
+        dict(zip(names, found[_EMBEDDINGS].chunk(len(names), 1), strict=True)),
+        {_EMBEDDINGS},
+    )
 
 
 _READERS: dict[str, tuple[str, Callable[[Tree, Mapping[str, Tensor], AnyConfig], _Read]]] = {
@@ -236,7 +275,10 @@ _READERS: dict[str, tuple[str, Callable[[Tree, Mapping[str, Tensor], AnyConfig],
 
 
 def _export_lora(
-    added: lora.Config, model: nn.Module, names: Mapping[str, tuple[str, ...]], tensors: Mapping[str, Tensor]
+    added: lora.Config,
+    model: nn.Module,
+    names: Mapping[str, tuple[str, ...]],
+    tensors: Mapping[str, Tensor],
 ) -> tuple[Tree, dict[str, Tensor]]:
     """The library has one A and B for each matrix of transformers, which may be several parts, as GPT-2's is."""
     found: dict[str, Tensor] = {}
@@ -255,11 +297,18 @@ def _export_lora(
         # All A's below each other, and of B's each in rows and columns of its own.
         (module,), zeros = theirs, torch.zeros(len(tensors[own[0].name("b")]), added.rank)
         columns = [
-            torch.cat([tensors[c.name("b")].float() if part == c.part else zeros for part in range(c.parts)])
+            torch.cat(
+                [
+                    tensors[c.name("b")].float() if part == c.part else zeros
+                    for part in range(c.parts)
+                ]
+            )
             for c in own
         ]
         ranks[module] = added.rank * len(own)
-        found[f"{module}.lora_A.weight"] = torch.cat([tensors[change.name("a")].float() for change in own])
+        found[f"{module}.lora_A.weight"] = torch.cat(
+            [tensors[change.name("a")].float() for change in own]
+        )
         found[f"{module}.lora_B.weight"] = torch.cat(columns, 1)
     other = {module: rank for module, rank in ranks.items() if rank != added.rank}
     content = {
@@ -270,7 +319,9 @@ def _export_lora(
         "bias": "none",
         "target_modules": sorted(ranks),
         "rank_pattern": other,
-        "alpha_pattern": {module: added.alpha * rank / added.rank for module, rank in other.items()},
+        "alpha_pattern": {
+            module: added.alpha * rank / added.rank for module, rank in other.items()
+        },
     }
     return content, found
 
@@ -298,14 +349,20 @@ def _matrices(
 
 
 def _own_rows(
-    found: Mapping[str, Tensor], module: str, change: lora.Change, place: Mapping[str, list[lora.Change]]
+    found: Mapping[str, Tensor],
+    module: str,
+    change: lora.Change,
+    place: Mapping[str, list[lora.Change]],
 ) -> Tensor:
     b = found[f"{module}.lora_B.weight"]
     return b.chunk(change.parts)[change.part] if len(place[module]) > 1 else b
 
 
 def _is_zero(
-    found: Mapping[str, Tensor], module: str, change: lora.Change, place: Mapping[str, list[lora.Change]]
+    found: Mapping[str, Tensor],
+    module: str,
+    change: lora.Change,
+    place: Mapping[str, list[lora.Change]],
 ) -> bool:
     """Whether this part of several in a matrix is not changed at all."""
     return len(place[module]) > 1 and not _own_rows(found, module, change, place).any()
@@ -313,7 +370,9 @@ def _is_zero(
 
 def _matching(pattern: Mapping[str, T], module: str, default: T) -> T:
     """The setting of a module in one of the library's patterns: by ends of names, or expressions for them."""
-    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+    return next(
+        (value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default
+    )
 
 
 def _with_head(base: Any, content: Tree, found: Mapping[str, Tensor]) -> AnyConfig:
@@ -323,7 +382,11 @@ def _with_head(base: Any, content: Tree, found: Mapping[str, Tensor]) -> AnyConf
     if head is None or base.head == head:
         return base
     for count in sorted({len(tensor) for name, tensor in found.items() if ".lora_" not in name}):
-        labels = tuple(f"LABEL_{number}" for number in range(count)) if head in ("classification", "tagging") else ()
+        labels = (
+            tuple(f"LABEL_{number}" for number in range(count))
+            if head in ("classification", "tagging")
+            else ()
+        )
         try:
             config = base.for_needs(frozenset({head}), labels)
         except ConfigError:
@@ -334,7 +397,9 @@ def _with_head(base: Any, content: Tree, found: Mapping[str, Tensor]) -> AnyConf
         names = config.tensor_names()
         own = _of_head(model)
         if all(
-            theirs in found and tuple(found[theirs].shape) == shapes[name] for name in own for theirs in names[name]
+            theirs in found and tuple(found[theirs].shape) == shapes[name]
+            for name in own
+            for theirs in names[name]
         ):
             return config
     if task is None:  # the library has no name for choices, nor for what fills masks

@@ -38,9 +38,13 @@ class Config(Added):
     def add_to(self, model: nn.Module) -> None:
         attentions = [module for module in model.modules() if isinstance(module, SelfAttention)]
         if not attentions:
-            raise ConfigError("model.peft is a prefix, which this kind of model has no place for; use lora")
+            raise ConfigError(
+                "model.peft is a prefix, which this kind of model has no place for; use lora"
+            )
         for module in attentions:
-            module.prefix = Prefix(self.length, module.heads, module.inner, module.out.weight.device)
+            module.prefix = Prefix(
+                self.length, module.heads, module.inner, module.out.weight.device
+            )
 
     def owns(self, name: str) -> bool:
         return _ADDED.fullmatch(name) is not None
@@ -60,7 +64,10 @@ class Prefix(nn.Module):
 
     def forward(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """For keys [B, H, S, K] those of the prefix and its values, [B, H, n, K] each, in the same precision."""
-        own = (part.to(like.dtype).view(len(part), self.heads, -1).transpose(0, 1) for part in (self.keys, self.values))
+        own = (
+            part.to(like.dtype).view(len(part), self.heads, -1).transpose(0, 1)
+            for part in (self.keys, self.values)
+        )
         keys, values = (part.expand(len(like), -1, -1, -1) for part in own)
         return keys, values
 

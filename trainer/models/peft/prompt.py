@@ -36,7 +36,9 @@ class Config(Added):
 
     def add_to(self, model: nn.Module) -> None:
         if not isinstance(model, TransformerModel):
-            raise ConfigError("model.peft is a prompt, which this kind of model has no place for; use lora")
+            raise ConfigError(
+                "model.peft is a prompt, which this kind of model has no place for; use lora"
+            )
         tokens = model.get_parameter("embeddings.tokens.weight")
         model.prompt = Prompt(self.length, tokens.shape[1], tokens.device)
 

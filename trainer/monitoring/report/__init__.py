@@ -37,7 +37,12 @@ _SMOOTHING = 50  # a moving average is over this part of a curve
 _BUCKETS = 400  # of a curve, about one for each pixel of a chart
 _MOST_RUNS = 10  # colours that the eye tells apart
 _NOT_SMOOTHED = ("train/lr", "heldout/")
-_TOTALS = ("train/tokens", "train/examples", "perf/eta_seconds", "perf/energy_joules")  # no curves of interest
+_TOTALS = (
+    "train/tokens",
+    "train/examples",
+    "perf/eta_seconds",
+    "perf/energy_joules",
+)  # no curves of interest
 
 
 class Curve(TypedDict):
@@ -62,7 +67,9 @@ class Described(TypedDict):
 
 
 def write_report(
-    runs: Sequence[str], output: Path, planned_memory: Callable[[Path], float | None] = lambda run: None
+    runs: Sequence[str],
+    output: Path,
+    planned_memory: Callable[[Path], float | None] = lambda run: None,
 ) -> None:
     """Writes the page; a run may be under way.
 
@@ -77,14 +84,18 @@ def write_report(
         SamestepError: the file cannot be written.
     """
     if len(runs) > _MOST_RUNS:
-        raise ConfigError(f"a report takes at most {_MOST_RUNS} runs, and {len(runs)} were given; leave some out")
+        raise ConfigError(
+            f"a report takes at most {_MOST_RUNS} runs, and {len(runs)} were given; leave some out"
+        )
     configs: list[Tree] = []
     described: list[Described] = []
     for run, name in zip(map(Path, runs), _names(runs), strict=True):
         configs.append(_read_config(run))
         described.append(_describe(run, name, configs[-1]))
     if not any(each["series"] for each in described):
-        raise DataError(f"{', '.join(runs)} has no metrics to draw yet; train first, for training.log_every steps")
+        raise DataError(
+            f"{', '.join(runs)} has no metrics to draw yet; train first, for training.log_every steps"
+        )
     for each in described:
         each["summary"]["planned_memory_gib"] = planned_memory(Path(each["path"]))
     data = {"runs": described, "settings": _settings(configs)}
@@ -103,7 +114,9 @@ def write_report(
         temporary.write_text(page, encoding="utf-8")
         temporary.replace(output)
     except OSError as error:
-        raise SamestepError(f"cannot write the report {output}: {error.strerror}; choose another file") from error
+        raise SamestepError(
+            f"cannot write the report {output}: {error.strerror}; choose another file"
+        ) from error
 
 
 def _resource(name: str) -> str:
@@ -122,7 +135,9 @@ def _names(runs: Sequence[str]) -> list[str]:
 
 def _read_config(folder: Path) -> Tree:
     if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"{folder} is no run (no config.yaml in it); name the output folder of a run")
+        raise ConfigError(
+            f"{folder} is no run (no config.yaml in it); name the output folder of a run"
+        )
     return read_stored(folder / "config.yaml")
 
 
@@ -146,7 +161,11 @@ def _describe(folder: Path, name: str, config: Tree) -> Described:
         "name": name,
         "path": str(folder.resolve()),
         "summary": _summary(config, columns, steps, hours, tokens, starts),
-        "axes": {"step": _rounded(steps[drawn]), "tokens": _rounded(tokens[drawn]), "hours": _rounded(hours[drawn])},
+        "axes": {
+            "step": _rounded(steps[drawn]),
+            "tokens": _rounded(tokens[drawn]),
+            "hours": _rounded(hours[drawn]),
+        },
         "series": series,
         "shares": _shares(columns, steps),
         "starts": starts,
@@ -168,10 +187,17 @@ def _columns(rows: Iterable[Row]) -> Columns:
     places, values = defaultdict(list), defaultdict(list)
     for place, row in enumerate(rows):
         for metric, value in row.items():
-            if metric not in ("step", "time") and isinstance(value, int | float) and abs(value) < np.inf:
+            if (
+                metric not in ("step", "time")
+                and isinstance(value, int | float)
+                and abs(value) < np.inf
+            ):
                 places[metric].append(place)
                 values[metric].append(value)
-    return {metric: (np.array(places[metric]), np.array(values[metric], dtype=np.float64)) for metric in places}
+    return {
+        metric: (np.array(places[metric]), np.array(values[metric], dtype=np.float64))
+        for metric in places
+    }
 
 
 def _hours(times: Floats, starts: Sequence[float]) -> Floats:
@@ -183,7 +209,9 @@ def _hours(times: Floats, starts: Sequence[float]) -> Floats:
         return times
     begins = np.array([start for start in starts if start <= times[0]][-1:] or times[:1])
     begins = np.append(begins, [start for start in starts if start > times[0]])
-    session = np.maximum(np.searchsorted(begins, times, side="right") - 1, 0)  # clocks may be set back
+    session = np.maximum(
+        np.searchsorted(begins, times, side="right") - 1, 0
+    )  # clocks may be set back
     elapsed = np.maximum(times - begins[session], 0)
     length = np.zeros(len(begins))
     np.fmax.at(length, session, elapsed)
@@ -203,7 +231,9 @@ def _series(places: Ints, values: Floats, smooth: bool) -> Curve:
     curve: Curve = {"at": places[kept].tolist(), "y": _rounded(values[kept])}
     if smooth and len(values) >= 2 * _SMOOTHING:
         window = np.ones(len(values) // _SMOOTHING)
-        mean = np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
+        mean = np.convolve(values, window, "same") / np.convolve(
+            np.ones(len(values)), window, "same"
+        )
         kept = np.unique(np.linspace(0, len(values) - 1, _BUCKETS).astype(int))
         curve["mean_at"], curve["mean"] = places[kept].tolist(), _rounded(mean[kept])
     return curve
@@ -220,7 +250,9 @@ def _shares(columns: Columns, steps: Floats) -> dict[str, float]:
     seconds[places] = per_step * np.diff(steps[places], prepend=0)  # without evaluations
     seconds /= np.maximum(1 - evaluation, 1e-9)
     return {
-        name.removeprefix("time/"): round(float(shares @ seconds[rows] / max(seconds.sum(), 1e-9)), 5)
+        name.removeprefix("time/"): round(
+            float(shares @ seconds[rows] / max(seconds.sum(), 1e-9)), 5
+        )
         for name, (rows, shares) in columns.items()
         if name.startswith("time/") and not name.startswith("time/communication")
     }
@@ -242,7 +274,9 @@ def _summary(
     return {
         "step": int(steps[-1]) if len(steps) else 0,
         "steps": config.get("training", {}).get("steps"),
-        "train_loss": figure("train/loss", lambda values: values[-max(1, len(values) // _SMOOTHING) :].mean()),
+        "train_loss": figure(
+            "train/loss", lambda values: values[-max(1, len(values) // _SMOOTHING) :].mean()
+        ),
         "heldout_loss": figure("heldout/loss", lambda values: values[-1]),
         "best_heldout_loss": figure("heldout/loss", np.min),
         "tokens": float(tokens[-1]) if len(tokens) and np.isfinite(tokens[-1]) else None,
@@ -266,9 +300,13 @@ def _settings(configs: Sequence[Tree]) -> list[dict[str, object]]:
     """
     flat = [_leaves(config) for config in configs]
     keys = list(dict.fromkeys(key for settings in flat for key in settings))
-    table = [(key, [_value(settings[key]) if key in settings else "" for settings in flat]) for key in keys]
+    table = [
+        (key, [_value(settings[key]) if key in settings else "" for settings in flat])
+        for key in keys
+    ]
     return [
-        {"key": key, "values": values, "differs": key != "output" and len(set(values)) > 1} for key, values in table
+        {"key": key, "values": values, "differs": key != "output" and len(set(values)) > 1}
+        for key, values in table
     ]
 
 
@@ -279,7 +317,11 @@ def _value(value: object) -> str:
 def _leaves(tree: Tree, path: str = "") -> Tree:
     flat: Tree = {}
     for key, value in tree.items():
-        flat |= _leaves(value, f"{path}{key}.") if isinstance(value, dict) and value else {f"{path}{key}": value}
+        flat |= (
+            _leaves(value, f"{path}{key}.")
+            if isinstance(value, dict) and value
+            else {f"{path}{key}": value}
+        )
     return flat
 
 

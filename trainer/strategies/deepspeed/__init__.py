@@ -53,7 +53,9 @@ class Config(strategies.Config):
 
     def __post_init__(self) -> None:
         if self.offload_parameters and self.stage != 3:
-            raise ConfigError(f"offload_parameters goes with stage 3, not with stage {self.stage}; set stage=3")
+            raise ConfigError(
+                f"offload_parameters goes with stage 3, not with stage {self.stage}; set stage=3"
+            )
 
     def check(self, experiment: Tree) -> None:
         if self.stage == 3 and experiment["training"]["compile"]:
@@ -83,7 +85,9 @@ class Config(strategies.Config):
 class DeepSpeed(Strategy):
     kind: ClassVar[str] = "deepspeed"
 
-    def __init__(self, accelerator: Accelerator, world: World, precision: Precision, config: Config) -> None:
+    def __init__(
+        self, accelerator: Accelerator, world: World, precision: Precision, config: Config
+    ) -> None:
         super().__init__(accelerator, world, precision)
         self._config = config
         self.partitions = world.size
@@ -105,12 +109,17 @@ class DeepSpeed(Strategy):
         except (ValueError, AssertionError) as error:  # of whatever type it meets settings with
             if self._config.config is None:
                 raise
-            raise ConfigError(f"strategy.config {self._config.config}: DeepSpeed does not take it: {error}") from error
+            raise ConfigError(
+                f"strategy.config {self._config.config}: DeepSpeed does not take it: {error}"
+            ) from error
         self._zero = self._engine.partitions()
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._trained = {names[parameter]: segment for parameter, segment in self._zero.segments()}
         frozen = [parameter for parameter in names if not parameter.requires_grad]
-        self.parameters = {**self._trained, **{names[each]: self._zero.frozen(each) for each in frozen}}
+        self.parameters = {
+            **self._trained,
+            **{names[each]: self._zero.frozen(each) for each in frozen},
+        }
         for parameter, name in names.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
@@ -124,7 +133,10 @@ class DeepSpeed(Strategy):
     def _settings(self, model: nn.Module) -> Tree:
         """What DeepSpeed is told. It takes no step, so it needs to know nothing of batches and clipping."""
         config = self._config
-        bucket = min(BUCKET, sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad))
+        bucket = min(
+            BUCKET,
+            sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        )
         zero: Tree = {"reduce_bucket_size": bucket, "allgather_bucket_size": BUCKET}
         zero |= settings.zero_section(settings.read(config.config)) if config.config else {}
         for key, offload in (
@@ -153,12 +165,16 @@ class DeepSpeed(Strategy):
         if not self._last:
             return
         # DeepSpeed forgets them at once, whatever becomes of this step.
-        for (name, segment), gradient in zip(self._trained.items(), self._zero.gradients(), strict=True):
+        for (name, segment), gradient in zip(
+            self._trained.items(), self._zero.gradients(), strict=True
+        ):
             segment.grad = gradient if name in self._reached else None
         self._reached.clear()
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        return super().clip_grad_norm(max_norm).to(self.accelerator.device)  # gradients may be offloaded
+        return (
+            super().clip_grad_norm(max_norm).to(self.accelerator.device)
+        )  # gradients may be offloaded
 
     def refresh(self) -> None:
         self._zero.refresh()

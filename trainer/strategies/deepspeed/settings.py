@@ -63,10 +63,18 @@ _HARMLESS: Tree = {  # the values at which these are what they are here
     "seq_parallel_communication_data_type": "fp32",
     f"{_ZERO}.zero_hpz_partition_size": 1,
     **dict.fromkeys(
-        ("bf16.immediate_grad_update", "check_grad_overflow", "disable_allgather", "fp16.auto_cast"), False
+        (
+            "bf16.immediate_grad_update",
+            "check_grad_overflow",
+            "disable_allgather",
+            "fp16.auto_cast",
+        ),
+        False,
     ),
     **dict.fromkeys(("prescale_gradients", "sparse_gradients", "use_node_local_storage"), False),
-    **dict.fromkeys((f"{_ZERO}.{key}" for key in ("cpu_offload", "cpu_offload_params", "legacy_stage1")), False),
+    **dict.fromkeys(
+        (f"{_ZERO}.{key}" for key in ("cpu_offload", "cpu_offload_params", "legacy_stage1")), False
+    ),
     **dict.fromkeys((f"{_ZERO}.zero_quantized_{what}" for what in ("weights", "gradients")), False),
 }
 _KINDS = {"adam": "adamw"}  # DeepSpeed's Adam decouples weight decay unless it is told otherwise
@@ -86,7 +94,9 @@ def read(path: str) -> Tree:
     try:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"strategy.config {path} cannot be read: {error}; name a JSON file of DeepSpeed") from error
+        raise ConfigError(
+            f"strategy.config {path} cannot be read: {error}; name a JSON file of DeepSpeed"
+        ) from error
     if not isinstance(tree, dict):
         raise ConfigError(f"strategy.config {path} is no object; name a JSON file of DeepSpeed")
     return {key: rest for key, value in tree.items() if (rest := _on(key, value)) is not None}
@@ -125,7 +135,9 @@ def check(path: str, tree: Tree, experiment: Tree) -> None:
                 meant = " or ".join(dict.fromkeys(map(json.dumps, expected)))
                 wrong.append(f"{key} is {json.dumps(value)} and by {setting} it is {meant}")
         elif key not in _TAKEN | _WITHOUT_EFFECT and not _harmless(key, value):
-            fix = _FIXES.get(key.partition(".")[0], "it is not supported, as it could make another step")
+            fix = _FIXES.get(
+                key.partition(".")[0], "it is not supported, as it could make another step"
+            )
             wrong.append(f"{key} ({fix})")
     if wrong:
         raise ConfigError(
@@ -136,7 +148,9 @@ def check(path: str, tree: Tree, experiment: Tree) -> None:
 
 def _said(experiment: Tree) -> dict[str, tuple[str, list[object]]]:
     """What an experiment says of DeepSpeed's keys: the name of the setting, and the values that are meant by it."""
-    training, strategy, optimizer = (experiment[section] for section in ("training", "strategy", "optimizer"))
+    training, strategy, optimizer = (
+        experiment[section] for section in ("training", "strategy", "optimizer")
+    )
     precision = training["precision"]
     said = {
         "gradient_clipping": ("training.max_grad_norm", training["max_grad_norm"] or 0.0),
@@ -147,11 +161,22 @@ def _said(experiment: Tree) -> dict[str, tuple[str, list[object]]]:
         "optimizer.type": ("optimizer.kind", optimizer["kind"]),
         "optimizer.params.adam_w_mode": ("optimizer.kind", True),
     }
-    for key, setting in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_parameters")):
-        said[f"{_ZERO}.{key}.device"] = (f"strategy.{setting}", "cpu" if strategy[setting] else "none")
-    said |= {f"optimizer.params.{key}": (f"optimizer.{key}", value) for key, value in optimizer.items()}
+    for key, setting in (
+        ("offload_optimizer", "offload_optimizer"),
+        ("offload_param", "offload_parameters"),
+    ):
+        said[f"{_ZERO}.{key}.device"] = (
+            f"strategy.{setting}",
+            "cpu" if strategy[setting] else "none",
+        )
+    said |= {
+        f"optimizer.params.{key}": (f"optimizer.{key}", value) for key, value in optimizer.items()
+    }
     phases = experiment["phases"] or [{}]
-    sizes = {"train_batch_size": "global_batch_size", "train_micro_batch_size_per_gpu": "micro_batch_size"}
+    sizes = {
+        "train_batch_size": "global_batch_size",
+        "train_micro_batch_size_per_gpu": "micro_batch_size",
+    }
     return {key: (setting, [value]) for key, (setting, value) in said.items()} | {
         key: (f"training.{size}", [phase.get(size) or training[size] for phase in phases])
         for key, size in sizes.items()
@@ -164,13 +189,19 @@ def _on(key: str, section: object) -> object:
         return section
     if section.get("enabled") in (False, "auto"):
         return {"enabled": False} if section["enabled"] is False else None
-    if key == "scheduler" and all(value == "auto" for value in section.get("params", {"": None}).values()):
+    if key == "scheduler" and all(
+        value == "auto" for value in section.get("params", {"": None}).values()
+    ):
         return None
     return section
 
 
 def _harmless(key: str, value: object) -> bool:
-    return value is None or (value is False and key.endswith(".enabled")) or value == _HARMLESS.get(key, ...)
+    return (
+        value is None
+        or (value is False and key.endswith(".enabled"))
+        or value == _HARMLESS.get(key, ...)
+    )
 
 
 def _flat(tree: Tree, prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -36,7 +36,9 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         settings: as DeepSpeed's JSON.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device, settings: Tree) -> None:
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, device: torch.device, settings: Tree
+    ) -> None:
         os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
         deepspeed.ops.__compatible_ops__ = {}  # else it would compile collectives for gloo
         deepspeed.init_distributed()
@@ -49,7 +51,9 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
             model.to_empty(device=device)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=0.0)
-        super().__init__(None, model, optimizer, config=settings, config_class=DeepSpeedConfig(settings))
+        super().__init__(
+            None, model, optimizer, config=settings, config_class=DeepSpeedConfig(settings)
+        )
 
     def _do_sanity_check(self) -> None:
         """The original refuses fp16 on CPUs."""
@@ -123,13 +127,18 @@ class Partitions(ABC):
         group: can speak of tensors that lie where the partitions do.
     """
 
-    def __init__(self, zero: DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, zero: DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3, group: dist.ProcessGroup
+    ) -> None:
         self._zero, self._group = zero, group
 
     def segments(self) -> Iterator[tuple[nn.Parameter, SegmentParameter]]:
         """Each parameter that is trained with the segment of it that is here, if only an empty one."""
         for parameter, shape, start, flat, begin, end in self._places():
-            yield parameter, SegmentParameter(flat.detach()[begin:end], Segment(shape, start, self._group))
+            yield (
+                parameter,
+                SegmentParameter(flat.detach()[begin:end], Segment(shape, start, self._group)),
+            )
 
     @abstractmethod
     def frozen(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -172,10 +181,19 @@ class PartitionedState(Partitions):
     def _places(self) -> Iterator[_Place]:
         zero = self._zero
         size, flat = int(zero.partition_size[0]), zero.single_partition_of_fp32_groups[0]
-        for parameter, offset in zip(zero.round_robin_bit16_groups[0], zero.round_robin_bit16_offsets[0], strict=True):
+        for parameter, offset in zip(
+            zero.round_robin_bit16_groups[0], zero.round_robin_bit16_offsets[0], strict=True
+        ):
             first = offset - dist.get_rank() * size
             begin, end = (min(max(place, 0), size) for place in (first, first + parameter.numel()))
-            yield _Place(parameter, tuple(parameter.shape), begin - first if begin < end else 0, flat, begin, end)
+            yield _Place(
+                parameter,
+                tuple(parameter.shape),
+                begin - first if begin < end else 0,
+                flat,
+                begin,
+                end,
+            )
 
 
 class PartitionedParameters(Partitions):
@@ -190,12 +208,19 @@ class PartitionedParameters(Partitions):
     def gradients(self) -> list[Tensor]:
         zero = self._zero
         partitions = zero.get_fp32_grad_partitions()
-        padded = [gradient for number in range(len(zero.fp16_groups)) for gradient in partitions[number].values()]
+        padded = [
+            gradient
+            for number in range(len(zero.fp16_groups))
+            for gradient in partitions[number].values()
+        ]
         zero.averaged_gradients = {}
         zero._pre_step()
         zero.zero_grad()
         places = self._places()
-        return [gradient[: place.end - place.begin] for gradient, place in zip(padded, places, strict=True)]
+        return [
+            gradient[: place.end - place.begin]
+            for gradient, place in zip(padded, places, strict=True)
+        ]
 
     def refresh(self) -> None:
         zero = self._zero
@@ -206,11 +231,15 @@ class PartitionedParameters(Partitions):
             persistent[0].all_gather(persistent)
 
     def _places(self) -> Iterator[_Place]:
-        for flat, parameters in zip(self._zero.fp32_partitioned_groups_flat, self._zero.fp16_groups, strict=True):
+        for flat, parameters in zip(
+            self._zero.fp32_partitioned_groups_flat, self._zero.fp16_groups, strict=True
+        ):
             begin = 0
             for parameter in parameters:
                 start, length = _part(parameter)
-                yield _Place(parameter, tuple(parameter.ds_shape), start, flat, begin, begin + length)
+                yield _Place(
+                    parameter, tuple(parameter.ds_shape), start, flat, begin, begin + length
+                )
                 begin += parameter.partition_numel()
 
 

@@ -14,7 +14,9 @@ from trainer.strategies.xla.trial import XlaTrial
 _ATTENTION_ERROR = 0.02  # of numbers with 8 bits
 
 
-def examine(config: xla.Config, strategy: Config | None, precision: Precision | None) -> Iterator[Finding]:
+def examine(
+    config: xla.Config, strategy: Config | None, precision: Precision | None
+) -> Iterator[Finding]:
     """Tries out the devices; all machines of a slice have to do so together.
 
     Args:
@@ -27,20 +29,31 @@ def examine(config: xla.Config, strategy: Config | None, precision: Precision | 
     yield Finding("devices", "ok", accelerator.description)
     strategy = strategy or xla_spmd.Config()
     if not isinstance(strategy, xla_spmd.Config):
-        yield Finding("topology", "failed", f"{trial.topology}; the strategy is for other devices", "strategy=xla_spmd")
+        yield Finding(
+            "topology",
+            "failed",
+            f"{trial.topology}; the strategy is for other devices",
+            "strategy=xla_spmd",
+        )
     elif trial.devices % strategy.replicas:
         fix = f"use a divisor of {trial.devices}"
-        yield Finding("topology", "failed", f"strategy.replicas={strategy.replicas} on {trial.topology}", fix)
+        yield Finding(
+            "topology", "failed", f"strategy.replicas={strategy.replicas} on {trial.topology}", fix
+        )
     else:
         mesh = f"{strategy.replicas} (replicate) x {trial.devices // strategy.replicas} (shard)"
         yield Finding("topology", "ok", f"{trial.topology}; mesh {mesh}")
     chosen: Precision = precision or ("bf16" if accelerator.peak_flops("bf16") else "fp32")
     peak = accelerator.peak_flops(chosen)
-    yield from tried("products", lambda: _products(trial, chosen, peak and peak / accelerator.devices))
+    yield from tried(
+        "products", lambda: _products(trial, chosen, peak and peak / accelerator.devices)
+    )
     if flash.usable(accelerator):
         yield from tried("attention", lambda: _attention(trial))
     if trial.devices > 1:
-        yield from tried("all-reduce", lambda: _sum(trial, 4 * REDUCE_BYTES if peak else REDUCE_BYTES // 16))
+        yield from tried(
+            "all-reduce", lambda: _sum(trial, 4 * REDUCE_BYTES if peak else REDUCE_BYTES // 16)
+        )
 
 
 def _products(trial: XlaTrial, precision: Precision, peak: float | None) -> Iterator[Finding]:
@@ -59,10 +72,19 @@ def _attention(trial: XlaTrial) -> Iterator[Finding]:
     if error < _ATTENTION_ERROR:
         yield Finding("attention", "ok", found)
     else:
-        yield Finding("attention", "failed", found, "strategy.flash_attention_from=null does without the kernel")
+        yield Finding(
+            "attention",
+            "failed",
+            found,
+            "strategy.flash_attention_from=null does without the kernel",
+        )
 
 
 def _sum(trial: XlaTrial, size: int) -> Iterator[Finding]:
     right, speed = trial.sum_speed(size)
     found = f"{trial.devices} devices by XLA: {speed / 1e9:.3g} GB/s"
-    yield Finding("all-reduce", "ok" if right else "failed", found if right else f"{found}, and a wrong result")
+    yield Finding(
+        "all-reduce",
+        "ok" if right else "failed",
+        found if right else f"{found}, and a wrong result",
+    )

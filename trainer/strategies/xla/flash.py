@@ -59,8 +59,15 @@ class FlashAttention:
             takes it.
         """
         segments = attn_mask if attn_mask is not None and attn_mask.dtype == torch.int32 else None
-        (_, _, cells, width), alike = query.shape, query.shape == key.shape and query.dtype == torch.bfloat16
-        fits = cells >= self._shortest and cells % _BLOCKS[-1] == 0 and (width < _LANES or width % _LANES == 0)
+        (_, _, cells, width), alike = (
+            query.shape,
+            query.shape == key.shape and query.dtype == torch.bfloat16,
+        )
+        fits = (
+            cells >= self._shortest
+            and cells % _BLOCKS[-1] == 0
+            and (width < _LANES or width % _LANES == 0)
+        )
         if alike and fits and attn_mask is segments:
             factor = width**-0.5 if scale is None else scale
             call = _Call(tuple(query.shape), segments is not None, is_causal, factor, self._mesh)
@@ -68,7 +75,9 @@ class FlashAttention:
         if segments is not None:
             attn_mask = segments[:, None, :, None] == segments[:, None, None, :]
             attn_mask, is_causal = attn_mask.tril() if is_causal else attn_mask, False
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale
+        )
 
 
 class _Call(NamedTuple):
@@ -134,7 +143,9 @@ def _written(call: _Call) -> _Kernel:
     from jax._src import cloud_tpu_init
 
     jax.config.update("jax_platforms", "cpu")  # it must not take the chips
-    cloud_tpu_init.running_in_cloud_tpu_vm = False  # nor ask them for the version of a libtpu, which it has not loaded
+    cloud_tpu_init.running_in_cloud_tpu_vm = (
+        False  # nor ask them for the version of a libtpu, which it has not loaded
+    )
     devices = mesh_of(call.mesh).size()
     examples, (_, heads, cells, width) = call.shape[0] // devices, call.shape
     inputs = [jax.ShapeDtypeStruct((examples, heads, cells, width), "bfloat16")] * 3
@@ -151,15 +162,22 @@ def _written(call: _Call) -> _Kernel:
         return out, *residuals
 
     def backward(*tensors: jax.Array) -> tuple[jax.Array, ...]:
-        gradients: tuple[jax.Array, ...] = jax.tree.unflatten(structure[0], tensors[:-1])(tensors[-1])
+        gradients: tuple[jax.Array, ...] = jax.tree.unflatten(structure[0], tensors[:-1])(
+            tensors[-1]
+        )
         return gradients
 
     results = jax.eval_shape(forward, *inputs)
-    assert all(each.shape[0] == examples for each in results), f"not all of {results} are of {examples} examples"
+    assert all(each.shape[0] == examples for each in results), (
+        f"not all of {results} are of {examples} examples"
+    )
     return _Kernel(
         _computation(forward, inputs),
         _computation(backward, [*results[1:], results[0]]),
-        [((each.shape[0] * devices, *each.shape[1:]), getattr(torch, each.dtype.name)) for each in results],
+        [
+            ((each.shape[0] * devices, *each.shape[1:]), getattr(torch, each.dtype.name))
+            for each in results
+        ],
     )
 
 
@@ -185,11 +203,17 @@ def _computation(function: Callable[..., object], inputs: Sequence[jax.ShapeDtyp
     import jax
     from torch_xla.core.xla_builder import computation_from_module_proto
 
-    lowered = jax.jit(function, keep_unused=True).trace(*inputs).lower(lowering_platforms=(_PLATFORM,))
-    return computation_from_module_proto("attention", lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
+    lowered = (
+        jax.jit(function, keep_unused=True).trace(*inputs).lower(lowering_platforms=(_PLATFORM,))
+    )
+    return computation_from_module_proto(
+        "attention", lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
+    )
 
 
-def _run(computation: object, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], mesh: int) -> list[Tensor]:
+def _run(
+    computation: object, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], mesh: int
+) -> list[Tensor]:
     """Has each device compute with its examples; XLA itself could not split the kernel.
 
     Args:
@@ -206,7 +230,10 @@ def _run(computation: object, tensors: Sequence[Tensor], shapes: Sequence[tuple[
     def axes(tensor: Tensor) -> tuple[Axis, ...]:
         return (("replicate", "shard"), *[None] * (tensor.ndim - 1))
 
-    local = [enable_manual_sharding(each.clone(), axes(each), mesh=devices).global_tensor for each in tensors]
+    local = [
+        enable_manual_sharding(each.clone(), axes(each), mesh=devices).global_tensor
+        for each in tensors
+    ]
     found = _XLAC._xla_user_computation("xla::attention", local, computation)
     return [
         disable_manual_sharding(each, axes(each), shape, mesh=devices).global_tensor
@@ -228,23 +255,38 @@ def _operation() -> Callable[[Tensor, Tensor, Tensor, Tensor | None, int], list[
     """The operation as torch knows it, so that AOTAutograd may record it."""
 
     @torch.library.custom_op("samestep::flash_attention", mutates_args=())
-    def attention(query: Tensor, key: Tensor, value: Tensor, segments: Tensor | None, call: int) -> list[Tensor]:
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, segments: Tensor | None, call: int
+    ) -> list[Tensor]:
         tensors = [query, key, value, *([] if segments is None else [segments])]
-        return _run(_kernel(call).forward, tensors, [shape for shape, _ in _kernel(call).results], _CALLS[call].mesh)
+        return _run(
+            _kernel(call).forward,
+            tensors,
+            [shape for shape, _ in _kernel(call).results],
+            _CALLS[call].mesh,
+        )
 
     @attention.register_fake
-    def _(query: Tensor, key: Tensor, value: Tensor, segments: Tensor | None, call: int) -> list[Tensor]:
+    def _(
+        query: Tensor, key: Tensor, value: Tensor, segments: Tensor | None, call: int
+    ) -> list[Tensor]:
         return [query.new_empty(shape, dtype=dtype) for shape, dtype in _kernel(call).results]
 
     @torch.library.custom_op("samestep::flash_attention_backward", mutates_args=())
     def gradients(residuals: list[Tensor], gradient: Tensor, call: int) -> list[Tensor]:
-        return _run(_kernel(call).backward, [*residuals, gradient], [gradient.shape] * 3, _CALLS[call].mesh)
+        return _run(
+            _kernel(call).backward, [*residuals, gradient], [gradient.shape] * 3, _CALLS[call].mesh
+        )
 
     @gradients.register_fake
     def _(residuals: list[Tensor], gradient: Tensor, call: int) -> list[Tensor]:
         return [torch.empty_like(gradient) for _ in range(3)]
 
-    def keep(ctx: _Context, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, int], output: list[Tensor]) -> None:
+    def keep(
+        ctx: _Context,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, int],
+        output: list[Tensor],
+    ) -> None:
         ctx.call = inputs[-1]
         ctx.save_for_backward(*output[1:])
 

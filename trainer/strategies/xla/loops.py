@@ -44,10 +44,14 @@ class Loops:
 
     def __init__(self, accelerator: XlaAccelerator) -> None:
         self._accelerator = accelerator
-        self._traced: dict[tuple[object, ...], tuple[Step, Callable[..., Sequence[Tensor]], Step]] = {}
+        self._traced: dict[
+            tuple[object, ...], tuple[Step, Callable[..., Sequence[Tensor]], Step]
+        ] = {}
         self._built: dict[Step, _Loop] = {}
 
-    def scan(self, body: Body, carried: Tree, stacked: Tree, partition: Callable[..., object]) -> tuple[Tree, Tree]:
+    def scan(
+        self, body: Body, carried: Tree, stacked: Tree, partition: Callable[..., object]
+    ) -> tuple[Tree, Tree]:
         """Calls `body` for each element along the first dimension of the stacks.
 
         Args:
@@ -61,16 +65,22 @@ class Loops:
         """
         from torch_xla.experimental.scan import value_and_grad_partitioned
 
-        carried = tree_map(Tensor.clone, carried)  # views are recorded again when they are next used: here, and now
+        carried = tree_map(
+            Tensor.clone, carried
+        )  # views are recorded again when they are next used: here, and now
         leaves = tree_leaves((carried, stacked))
         key = (body, partition, *((leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves))
         with self._accelerator.unwatched():
             if key not in self._traced:
                 self._traced[key] = value_and_grad_partitioned(body, carried, stacked, partition)
-        with torch.autocast(leaves[0].device.type, enabled=False):  # what it casts has been recorded
+        with torch.autocast(
+            leaves[0].device.type, enabled=False
+        ):  # what it casts has been recorded
             return _scan()(self, *self._traced[key], carried, stacked)
 
-    def run(self, step: Step, carried: Tree, stacked: Tree, reverse: bool = False) -> tuple[Tree, Tree]:
+    def run(
+        self, step: Step, carried: Tree, stacked: Tree, reverse: bool = False
+    ) -> tuple[Tree, Tree]:
         """Calls a step that is not differentiated, as `scan` does."""
         from torch_xla import _XLAC
         from torch_xla.experimental.scan import tree_flatten_none
@@ -81,7 +91,9 @@ class Loops:
         loop = self._built[step]
         (flat, _), (stacks, _) = tree_flatten_none(carried), tree_flatten_none(stacked)
         device = flat[0].device
-        results = [torch.zeros(each.shape, dtype=each.dtype, device=device) for each in loop.results]
+        results = [
+            torch.zeros(each.shape, dtype=each.dtype, device=device) for each in loop.results
+        ]
         inputs = [torch.tensor(0, device=device), *flat, *stacks, *results, *loop.constants]
         outputs = list(_XLAC._xla_user_computation("xla::scan", inputs, loop.computation))[1:]
         begin = len(flat) + len(stacks)
@@ -97,11 +109,16 @@ def _build(step: Step, carried: Tree, stacked: Tree, reverse: bool) -> _Loop:
     with _kept_computations() as kept:
         after, results = scan._scan_impl_pytree(step, carried, stacked, reverse)
     ((inputs, computation),) = kept
-    (flat, unflatten_carried), (stacks, _) = scan.tree_flatten_none(after), scan.tree_flatten_none(stacked)
+    (flat, unflatten_carried), (stacks, _) = (
+        scan.tree_flatten_none(after),
+        scan.tree_flatten_none(stacked),
+    )
     filled, unflatten_results = scan.tree_flatten_none(results)
     constants = 1 + len(flat) + len(stacks) + len(filled)
     filled = [torch.empty_like(each, device="meta") for each in filled]
-    return _Loop(computation, filled, list(inputs[constants:]), unflatten_carried, unflatten_results)
+    return _Loop(
+        computation, filled, list(inputs[constants:]), unflatten_carried, unflatten_results
+    )
 
 
 @contextmanager

@@ -97,9 +97,13 @@ class ScannedLayers:
         count = group.stop - group.start - apart
         if count:
             keys = context.keys
-            own = replace(context, keys=None if keys is None else keys[group.start : group.start + count])
+            own = replace(
+                context, keys=None if keys is None else keys[group.start : group.start + count]
+            )
             recomputed = stack.checkpointing and stack.training
-            hidden = self._loop(layer, group.parameters, count, hidden, memory, bias, own, recomputed)
+            hidden = self._loop(
+                layer, group.parameters, count, hidden, memory, bias, own, recomputed
+            )
         if apart:
             last = {name: stacked[count] for name, stacked in group.parameters.items()}
             own = stack.of_layer(context, group.stop - 1, positions)
@@ -134,11 +138,15 @@ class ScannedLayers:
             carried["memory_mask"] = _added(context.memory_mask, like)
         for name, column in context.columns.items():
             carried[f"column.{name}"] = column if column.is_floating_point() else column.float()
-        stacked: dict[str, Any] = {"parameters": {name: self._split(each[:count]) for name, each in parameters.items()}}
+        stacked: dict[str, Any] = {
+            "parameters": {name: self._split(each[:count]) for name, each in parameters.items()}
+        }
         if context.keys is not None:
             stacked["keys"] = context.keys
         partition = _keep_nothing if recomputed else default_partition
-        carried, _ = self._loops.scan(self._body(layer, context, carried), carried, stacked, partition)
+        carried, _ = self._loops.scan(
+            self._body(layer, context, carried), carried, stacked, partition
+        )
         out: Hidden = carried["hidden"]
         return out
 
@@ -155,16 +163,21 @@ def scanned_groups(groups: Sequence[ScanGroup]) -> Iterator[ScanGroup]:
     for group in groups:
         layers = [group.stack[index] for index in range(group.start, group.stop)]
         kinds = [
-            [(name, each.shape, each.requires_grad) for name, each in layer.named_parameters()] for layer in layers
+            [(name, each.shape, each.requires_grad) for name, each in layer.named_parameters()]
+            for layer in layers
         ]
         if all(kind == kinds[0] for kind in kinds):
             yield group
 
 
-def _body(layer: nn.Module, causal: bool, sites: tuple[str, ...], columns: Mapping[str, torch.dtype]) -> Body:
+def _body(
+    layer: nn.Module, causal: bool, sites: tuple[str, ...], columns: Mapping[str, torch.dtype]
+) -> Body:
     """What a round of the loop computes: a layer with parameters and dropout keys of its own."""
 
-    def body(carried: Mapping[str, Any], stacked: Mapping[str, Any]) -> tuple[Mapping[str, Any], None]:
+    def body(
+        carried: Mapping[str, Any], stacked: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], None]:
         segments = carried.get("segments")
         context = Context(
             mask=carried.get("mask") if segments is None else segments.int(),
@@ -175,7 +188,9 @@ def _body(layer: nn.Module, causal: bool, sites: tuple[str, ...], columns: Mappi
             columns={name: carried[f"column.{name}"].to(dtype) for name, dtype in columns.items()},
         )
         tensors = (carried["hidden"], carried.get("memory"), carried.get("bias"))
-        hidden = functional_call(layer, dict(stacked["parameters"]), (*tensors, context), strict=True)
+        hidden = functional_call(
+            layer, dict(stacked["parameters"]), (*tensors, context), strict=True
+        )
         return {**carried, "hidden": hidden}, None
 
     return body

@@ -20,7 +20,14 @@ from trainer.errors import ConfigError
 from trainer.models import Model, UsesKernel
 from trainer.models.stack import Stack
 from trainer.partition import Segment, SegmentParameter, StackedParameter, layer_shape
-from trainer.strategies import BuildOptimizer, InitialValues, Replica, Strategy, check_replicas, divisors
+from trainer.strategies import (
+    BuildOptimizer,
+    InitialValues,
+    Replica,
+    Strategy,
+    check_replicas,
+    divisors,
+)
 from trainer.strategies.world import World
 from trainer.strategies.xla import flash
 from trainer.strategies.xla.split import Axis, register, split
@@ -64,7 +71,10 @@ class XlaSpmd(Strategy):
 
         assert isinstance(accelerator, XlaAccelerator)
         self.accelerator: XlaAccelerator = accelerator
-        devices, machines = torch_xla.runtime.global_runtime_device_count(), torch_xla.runtime.process_count()
+        devices, machines = (
+            torch_xla.runtime.global_runtime_device_count(),
+            torch_xla.runtime.process_count(),
+        )
         if machines != world.size:
             raise ConfigError(
                 f"the slice has {machines} machine{'s' if machines > 1 else ''} and {world.size} processes were "
@@ -93,14 +103,20 @@ class XlaSpmd(Strategy):
     def _group_of(self, machines: int) -> dist.ProcessGroup:
         """The processes that hold one copy of the state together: `machines` in a row."""
         groups = [range(first, first + machines) for first in range(0, self.world.size, machines)]
-        made = [dist.new_group(list(ranks)) for ranks in groups]  # every process has to make all of them
+        made = [
+            dist.new_group(list(ranks)) for ranks in groups
+        ]  # every process has to make all of them
         return cast(dist.ProcessGroup, made[self.world.rank // machines])
 
     def prepare(
         self, model: nn.Module, build_optimizer: BuildOptimizer, initial_values: InitialValues
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         # Brings TorchDynamo with it, two thirds of a second of every start.
-        from trainer.strategies.xla.scanned_layers import ScannedGroup, ScannedLayers, scanned_groups
+        from trainer.strategies.xla.scanned_layers import (
+            ScannedGroup,
+            ScannedLayers,
+            scanned_groups,
+        )
 
         self.parameters = {}
         runs: dict[Stack, list[ScannedGroup]] = {}
@@ -116,7 +132,9 @@ class XlaSpmd(Strategy):
         for group in groups:
             equal: dict[str, StackedParameter] = {}
             for own, each in group.stack[group.start].named_parameters():
-                names = tuple(f"{group.name}.{number}.{own}" for number in range(group.start, group.stop))
+                names = tuple(
+                    f"{group.name}.{number}.{own}" for number in range(group.start, group.stop)
+                )
                 equal[own] = self._stack(names, each, initial_values)
                 self.parameters[names[0]] = equal[own]
                 stacked.update(names)
@@ -128,7 +146,9 @@ class XlaSpmd(Strategy):
             if parameter not in placed:
                 whole = initial_values(name, 0, parameter.numel()).view(parameter.shape)
                 on_devices = self._place(whole, self._rows(whole.shape))
-                placed[parameter] = self.parameters[name] = nn.Parameter(on_devices, parameter.requires_grad)
+                placed[parameter] = self.parameters[name] = nn.Parameter(
+                    on_devices, parameter.requires_grad
+                )
             _put(model, name, placed[parameter])
         self._split_activations(model)
         has_flash = self._flash_from is not None
@@ -153,9 +173,13 @@ class XlaSpmd(Strategy):
         """Told only how weights are split, XLA would rather split activations so, too, than gather weights."""
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm | nn.RMSNorm):
-                module.register_forward_hook(lambda _module, _inputs, output: self._split_examples(output))
+                module.register_forward_hook(
+                    lambda _module, _inputs, output: self._split_examples(output)
+                )
 
-    def _stack(self, names: tuple[str, ...], each: Tensor, initial_values: InitialValues) -> StackedParameter:
+    def _stack(
+        self, names: tuple[str, ...], each: Tensor, initial_values: InitialValues
+    ) -> StackedParameter:
         """Equal parameters of all layers, with their values, on the devices.
 
         Of rows that other machines' devices hold there are no values here, and so no memory is touched for them.
@@ -164,12 +188,17 @@ class XlaSpmd(Strategy):
         first, stop = self._range(len(each)) if axes[0] else (0, len(each))
         row = math.prod(each.shape[1:])
         for name, own in zip(names, whole, strict=True):
-            own[first:stop] = initial_values(name, first * row, stop * row).view(-1, *each.shape[1:])
+            own[first:stop] = initial_values(name, first * row, stop * row).view(
+                -1, *each.shape[1:]
+            )
         return StackedParameter(self._place(whole, (None, *axes)), names, each.requires_grad)
 
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Sends each device its rows; of several machines, each feeds its own devices."""
-        return {name: self._place(column, self._examples(column), own_rows=True) for name, column in batch.items()}
+        return {
+            name: self._place(column, self._examples(column), own_rows=True)
+            for name, column in batch.items()
+        }
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of the whole batch, which the loss is of."""
@@ -178,7 +207,9 @@ class XlaSpmd(Strategy):
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         for parameter in self.parameters.values():
             if parameter.grad is not None:
-                self._mark(parameter.grad, self._axes(parameter))  # reduce-scattered, not all-reduced
+                self._mark(
+                    parameter.grad, self._axes(parameter)
+                )  # reduce-scattered, not all-reduced
         return super().clip_grad_norm(max_norm)
 
     def all_reduce(self, value: Tensor, op: Literal["sum", "mean", "max"] = "sum") -> Tensor:
@@ -205,14 +236,20 @@ class XlaSpmd(Strategy):
         import torch_xla.core.xla_model as xm
 
         xm.wait_device_ops()
-        return {own: part for name, tensor in tensors.items() for own, part in self._to_host(name, tensor, copy)}
+        return {
+            own: part
+            for name, tensor in tensors.items()
+            for own, part in self._to_host(name, tensor, copy)
+        }
 
     def _to_host(self, name: str, tensor: Tensor, copy: bool) -> Iterator[tuple[str, Tensor]]:
         from torch_xla import _XLAC
 
         shape, (first, stop), dim = layer_shape(tensor), self._held(tensor), _rows_dim(tensor)
         if name not in self._host:
-            self._host[name] = torch.empty(*tensor.shape[:dim], stop - first, *shape[1:], dtype=tensor.dtype)
+            self._host[name] = torch.empty(
+                *tensor.shape[:dim], stop - first, *shape[1:], dtype=tensor.dtype
+            )
         host = self._host[name]
         if copy:
             (shards,) = _XLAC._get_local_shards([tensor])
@@ -239,8 +276,13 @@ class XlaSpmd(Strategy):
                 continue
             first, most, shards = self._held(tensor)[0], -(-tensor.shape[dim] // self._parts), []
             for rows in self._places(tensor):
-                shard, count = host.new_zeros(*host.shape[:dim], most, *host.shape[dim + 1 :]), rows.stop - rows.start
-                shard.narrow(dim, 0, count).copy_(host.narrow(dim, rows.start - first, count))  # the last are padded
+                shard, count = (
+                    host.new_zeros(*host.shape[:dim], most, *host.shape[dim + 1 :]),
+                    rows.stop - rows.start,
+                )
+                shard.narrow(dim, 0, count).copy_(
+                    host.narrow(dim, rows.start - first, count)
+                )  # the last are padded
                 shards.append(shard)
             _XLAC._load_local_shards(tensor, shards, _XLAC._xla_get_runtime_devices())
         with self.accelerator.graph("restore"), torch.no_grad():
@@ -252,7 +294,9 @@ class XlaSpmd(Strategy):
         from torch_xla import _XLAC
 
         (places,), dim = _XLAC._get_local_shard_replica_and_indices([tensor]), _rows_dim(tensor)
-        return [slice(0, tensor.shape[dim]) if place is Ellipsis else place[dim] for _, place in places]
+        return [
+            slice(0, tensor.shape[dim]) if place is Ellipsis else place[dim] for _, place in places
+        ]
 
     def _held(self, tensor: Tensor) -> tuple[int, int]:
         """The first of the rows of a tensor that this machine's devices hold, and the one after the last."""

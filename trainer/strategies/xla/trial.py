@@ -40,7 +40,9 @@ class XlaTrial:
 
         machines, devices = ("" if number == 1 else "s" for number in (self.machines, self.devices))
         found = f"{self.machines} machine{machines}, {self.devices} device{devices}"
-        places = [each.get("coords") for each in torch_xla.runtime.global_runtime_device_attributes()]
+        places = [
+            each.get("coords") for each in torch_xla.runtime.global_runtime_device_attributes()
+        ]
         if not all(places):
             return found
         torus = " x ".join(str(max(along) - min(along) + 1) for along in zip(*places, strict=True))
@@ -55,7 +57,11 @@ class XlaTrial:
         """
         rows = self._on_each(left)
         products = self._computed(rows @ right.to(self._device), "shard")
-        return [device for part, device in self._parts(products) if not torch.equal(part.to(expected.dtype), expected)]
+        return [
+            device
+            for part, device in self._parts(products)
+            if not torch.equal(part.to(expected.dtype), expected)
+        ]
 
     def product_speed(self, size: int, precision: Precision, seconds: float) -> float:
         """FLOP/s of one device in products of square matrices, when all compute at the same time.
@@ -102,7 +108,9 @@ class XlaTrial:
         right = all(bool((each == expected).all()) for each, _ in sums)
         return right, 2 * (self.devices - 1) / self.devices * size / seconds
 
-    def attention_error(self, cells: int, width: int, causal: bool = True, packed: bool = True) -> float:
+    def attention_error(
+        self, cells: int, width: int, causal: bool = True, packed: bool = True
+    ) -> float:
         """How far the kernel of attention is off on the devices of this machine, and its gradients.
 
         Args:
@@ -116,10 +124,16 @@ class XlaTrial:
         """
         generator = torch.Generator().manual_seed(0)
         drawn = [torch.randn(1, 2, cells, width, generator=generator).bfloat16() for _ in range(4)]
-        segments = (torch.arange(cells) * 3 // cells)[None].int() if packed else torch.zeros(1, cells).int()
+        segments = (
+            (torch.arange(cells) * 3 // cells)[None].int()
+            if packed
+            else torch.zeros(1, cells).int()
+        )
         mask = segments[:, None, :, None] == segments[:, None, None, :]
 
-        def results(attention: Callable[..., Tensor], tensors: list[Tensor], **settings: object) -> list[Tensor]:
+        def results(
+            attention: Callable[..., Tensor], tensors: list[Tensor], **settings: object
+        ) -> list[Tensor]:
             *inputs, gradient = (each.requires_grad_() for each in tensors)
             out = attention(*inputs, **settings)
             return [out, *torch.autograd.grad(out, inputs, gradient)]

@@ -49,19 +49,26 @@ def corpus(tmp_path_factory) -> Path:
     (folder / "a.jsonl").write_text("".join(lines[:100]))
     (folder / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[100:300]).encode()))
     (folder / "c.jsonl").write_text("".join(lines[300:]))
-    TokenizerConfig("", vocab_size=200).train(make_text(i) for i in range(100)).save(folder / "tokenizer")
+    TokenizerConfig("", vocab_size=200).train(make_text(i) for i in range(100)).save(
+        folder / "tokenizer"
+    )
     return folder
 
 
 def config_of(corpus: Path, output: Path, **changes) -> Config:
     source = jsonl.Config((f"{corpus}/*.jsonl*",))
-    config = Config(source, TokenizerConfig(str(corpus / "tokenizer")), str(output), shard_bytes=8000, workers=1)
+    config = Config(
+        source, TokenizerConfig(str(corpus / "tokenizer")), str(output), shard_bytes=8000, workers=1
+    )
     return dataclasses.replace(config, **{"heldout_fraction": 0.1, **changes})
 
 
 def files_of(folder: Path) -> dict[str, str]:
     paths = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in paths
+    }
 
 
 def documents_of(folder: Path) -> dict[str, dict[tuple[str, int], list[int]]]:
@@ -72,7 +79,9 @@ def documents_of(folder: Path) -> dict[str, dict[tuple[str, int], list[int]]]:
         found[split] = {}
         for info in shards:
             shard = Shard.open(folder / info.name, manifest.token_dtype)
-            for start, length, (file, line) in zip(shard.start, shard.length, shard.origin, strict=True):
+            for start, length, (file, line) in zip(
+                shard.start, shard.length, shard.origin, strict=True
+            ):
                 key = (Path(manifest.files[file]).name, int(line))
                 assert key not in found[split]
                 found[split][key] = shard.tokens[start : start + length].tolist()
@@ -115,7 +124,9 @@ def test_equal_texts_go_to_the_same_split(corpus, tmp_path):
     source = jsonl.Config((str(tmp_path / "a.jsonl"),))
     build(config_of(corpus, tmp_path / "out", source=source, heldout_fraction=0.3))
     found = documents_of(tmp_path / "out")
-    train, heldout = ({tuple(tokens) for tokens in found[split].values()} for split in ("train", "heldout"))
+    train, heldout = (
+        {tuple(tokens) for tokens in found[split].values()} for split in ("train", "heldout")
+    )
     assert heldout
     assert not train & heldout
 
@@ -146,8 +157,12 @@ def test_bad_input_is_counted_listed_and_left_out(corpus, tmp_path, caplog):
     source = jsonl.Config((f"{tmp_path}/*.jsonl*",))
     manifest = build(config_of(corpus, tmp_path / "out", source=source, on_error="skip"))
     assert manifest.documents_rejected == REASONS
-    assert manifest.documents_in == sum(shard.documents for shard in manifest.shards) + sum(REASONS.values())
-    listed = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
+    assert manifest.documents_in == sum(shard.documents for shard in manifest.shards) + sum(
+        REASONS.values()
+    )
+    listed = [
+        json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()
+    ]
     assert collections.Counter(entry["reason"] for entry in listed) == REASONS
     assert {"file": str(tmp_path / "json.jsonl"), "line": 2, "reason": "invalid JSON"} in listed
     assert "rejected 1: invalid JSON" in caplog.text
@@ -164,16 +179,22 @@ def test_bad_input_stops_the_build_with_file_and_line_and_it_goes_on_with_skip(c
     assert build(dataclasses.replace(config, on_error="skip")).documents_in == 3
 
 
-def test_the_record_that_stops_a_build_is_the_first_bad_one_whichever_worker_is_done_first(corpus, tmp_path):
+def test_the_record_that_stops_a_build_is_the_first_bad_one_whichever_worker_is_done_first(
+    corpus, tmp_path
+):
     good = [json.dumps({"text": make_text(i)}) for i in range(200)]
-    long = json.dumps({"text": "w1 " * 300_000})  # its worker is still busy when the others are done
+    long = json.dumps(
+        {"text": "w1 " * 300_000}
+    )  # its worker is still busy when the others are done
     (tmp_path / "a.jsonl").write_text("\n".join([long, "first", *good, "second", *good, "third"]))
     source = jsonl.Config((f"{tmp_path}/*.jsonl",))
     with pytest.raises(DataError, match=r"a\.jsonl:2: invalid JSON"):
         build(config_of(corpus, tmp_path / "out", source=source, workers=3, shard_bytes=900_015))
 
 
-def test_a_folder_without_locks_is_built_with_a_warning(corpus, built, tmp_path, monkeypatch, caplog):
+def test_a_folder_without_locks_is_built_with_a_warning(
+    corpus, built, tmp_path, monkeypatch, caplog
+):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -185,7 +206,9 @@ def test_a_folder_without_locks_is_built_with_a_warning(corpus, built, tmp_path,
 
 def test_a_source_without_documents_is_an_error(corpus, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"")
-    config = config_of(corpus, tmp_path / "out", source=jsonl.Config((f"{tmp_path}/*.jsonl",)), on_error="skip")
+    config = config_of(
+        corpus, tmp_path / "out", source=jsonl.Config((f"{tmp_path}/*.jsonl",)), on_error="skip"
+    )
     with pytest.raises(DataError, match="no document to train on: 1 read, 1 rejected"):
         build(config)
 
@@ -197,7 +220,10 @@ def test_much_text_that_the_tokenizer_does_not_know_is_warned_of(corpus, built, 
     with caplog.at_level("WARNING"):
         greek = build(config_of(corpus, tmp_path / "greek", source=source, heldout_fraction=0))
     share = 100 * 2 / sum(shard.tokens for shard in greek.shards)
-    assert f"{share:.2f} % of the tokens stand for text that the tokenizer does not know (2)" in caplog.text
+    assert (
+        f"{share:.2f} % of the tokens stand for text that the tokenizer does not know (2)"
+        in caplog.text
+    )
     caplog.clear()
     build(config_of(corpus, tmp_path / "known"))
     assert "does not know" not in caplog.text
@@ -208,7 +234,11 @@ def test_a_finished_dataset_is_neither_built_twice_nor_replaced_by_another(corpu
     caplog.set_level("INFO")
     assert build(config_of(corpus, built)) == Manifest.load(built)
     assert "is built already" in caplog.text
-    for change in ({"heldout_fraction": 0.2}, {"shard_bytes": 9000}, {"source": jsonl.Config((f"{corpus}/a*",))}):
+    for change in (
+        {"heldout_fraction": 0.2},
+        {"shard_bytes": 9000},
+        {"source": jsonl.Config((f"{corpus}/a*",))},
+    ):
         with pytest.raises(DataError, match=r"another source, tokenizer or settings.*--force"):
             build(config_of(corpus, built, **change))
     assert {path: path.stat().st_mtime_ns for path in built.iterdir()} == before
@@ -303,7 +333,9 @@ def test_a_build_stopped_at_any_moment_goes_on_where_it_was(tmp_path, corpus, se
     with pytest.raises(DataError, match="no finished dataset"):
         Manifest.load(tmp_path / "out")
 
-    finished = [path for path in outcomes.glob("*.json") if path.name in ("000000.json", "000001.json")]
+    finished = [
+        path for path in outcomes.glob("*.json") if path.name in ("000000.json", "000001.json")
+    ]
     shards = [tmp_path / "out" / f"train-{path.stem}.tar" for path in finished]
     written = {path: path.stat().st_mtime_ns for path in shards}
     (tmp_path / "out" / ".train-000003.tar.999.tmp").write_text("half a shard")
@@ -314,7 +346,9 @@ def test_a_build_stopped_at_any_moment_goes_on_where_it_was(tmp_path, corpus, se
     assert files_of(tmp_path / "out") == files_of(tmp_path / "at-once")
 
 
-def test_pieces_of_a_stopped_build_of_other_settings_or_input_are_made_again(corpus, built, tmp_path):
+def test_pieces_of_a_stopped_build_of_other_settings_or_input_are_made_again(
+    corpus, built, tmp_path
+):
     """A build that fails at its last file leaves the outcomes of the others."""
     out = tmp_path / "out"
     lines = (corpus / "a.jsonl").read_bytes()
@@ -339,7 +373,9 @@ def test_a_unit_that_fails_half_way_leaves_no_outcome_of_an_earlier_build(built,
     outcome.save(outcome_path(tmp_path, 0))
     (tmp_path / "heldout-000000.tar").mkdir()  # no file can replace a folder
     source = jsonl.JsonLines(("a.jsonl",), "text")
-    (unit,) = cut((Record(0, i, json.dumps({"text": make_text(i)}).encode(), 1.0) for i in range(50)), 10**9)
+    (unit,) = cut(
+        (Record(0, i, json.dumps({"text": make_text(i)}).encode(), 1.0) for i in range(50)), 10**9
+    )
     with pytest.raises(DataError, match="cannot write"):
         UnitWriter(tmp_path, source, 0.5, "this build")(unit)
     assert (tmp_path / "train-000000.tar").exists()
@@ -361,7 +397,10 @@ def test_a_full_disk_is_one_paragraph_and_the_build_goes_on_later(corpus, built,
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     failed = subprocess.run(
         command("build", str(tmp_path / "config.yaml")),
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},  # its files would be cut, too, and stay so
+        env={
+            **os.environ,
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },  # its files would be cut, too, and stay so
         stderr=subprocess.PIPE,
         text=True,
         timeout=60,
@@ -444,7 +483,9 @@ def test_verify_finds_every_kind_of_damage(corpus, built, tmp_path):
     problems = verify(tmp_path / "out")
     assert len(problems) == 4
     assert "SHA-256" in next(problem for problem in problems if first.name in problem)
-    checked = subprocess.run(command("verify", str(tmp_path / "out")), capture_output=True, text=True, timeout=60)
+    checked = subprocess.run(
+        command("verify", str(tmp_path / "out")), capture_output=True, text=True, timeout=60
+    )
     assert checked.returncode == 1
     assert all(problem in checked.stdout for problem in problems)
     with pytest.raises(DataError, match="no finished dataset"):

@@ -21,7 +21,9 @@ SIZE = len(LINES[0])
 @pytest.fixture
 def config(tmp_path):
     for number in range(2):
-        (tmp_path / f"{number}.jsonl").write_text("".join(LINES[number * 1000 : (number + 1) * 1000]))
+        (tmp_path / f"{number}.jsonl").write_text(
+            "".join(LINES[number * 1000 : (number + 1) * 1000])
+        )
 
     def make(limit=None, output="dataset", **settings):
         return build_module.Config(
@@ -41,12 +43,22 @@ def config(tmp_path):
 
 @pytest.mark.parametrize(
     ("limit", "documents"),
-    [(f"{SIZE}B", 1), (f"{SIZE + 1}B", 2), ("10kB", -(-10_000 // SIZE)), (f"{1500 * SIZE}B", 1500), ("1GB", 2000)],
+    [
+        (f"{SIZE}B", 1),
+        (f"{SIZE + 1}B", 2),
+        ("10kB", -(-10_000 // SIZE)),
+        (f"{1500 * SIZE}B", 1500),
+        ("1GB", 2000),
+    ],
 )
 def test_reading_ends_with_the_document_that_reaches_the_limit(config, limit, documents):
     assert build(config(limit)).documents_in == documents
     dataset = Dataset.open(config().output)
-    lines = [tuple(row) for shard in dataset.shards("train") for row in dataset.open_shard(shard).origin.tolist()]
+    lines = [
+        tuple(row)
+        for shard in dataset.shards("train")
+        for row in dataset.open_shard(shard).origin.tolist()
+    ]
     assert lines == [(i // 1000, i % 1000 + 1) for i in range(documents)]
 
 
@@ -66,7 +78,9 @@ def test_a_limit_that_is_no_size_is_refused(config):
 
 def test_a_tokenizer_is_trained_on_no_more_than_the_limit(config, monkeypatch):
     seen = []
-    monkeypatch.setattr(TokenizerConfig, "train", lambda self, texts: seen.extend(texts) or original(self, seen))
+    monkeypatch.setattr(
+        TokenizerConfig, "train", lambda self, texts: seen.extend(texts) or original(self, seen)
+    )
     train_tokenizer(config(f"{5 * SIZE}B"), force=True)
     assert seen == [json.loads(line)["text"] for line in LINES[:5]]
 

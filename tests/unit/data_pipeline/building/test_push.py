@@ -23,7 +23,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def dataset(dataset_folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(dataset_folder, tmp_path / "dataset", ignore=shutil.ignore_patterns(".cache")))
+    return Path(
+        shutil.copytree(
+            dataset_folder, tmp_path / "dataset", ignore=shutil.ignore_patterns(".cache")
+        )
+    )
 
 
 def sent(caplog: pytest.LogCaptureFixture, folder: Path, url: str, **options: Any) -> str:
@@ -33,7 +37,9 @@ def sent(caplog: pytest.LogCaptureFixture, folder: Path, url: str, **options: An
     return caplog.messages[-1].partition(": ")[2].partition(";")[0]
 
 
-def test_a_copy_is_whole_and_looks_like_the_original(dataset: Path, s3_folder: str, caplog: Any) -> None:
+def test_a_copy_is_whole_and_looks_like_the_original(
+    dataset: Path, s3_folder: str, caplog: Any
+) -> None:
     assert sent(caplog, dataset, s3_folder + "/") == "6 shards sent, 0 were there"
     assert verify(s3_folder) == []
     assert storage.read(f"{s3_folder}/{MANIFEST}") == (dataset / MANIFEST).read_bytes()
@@ -42,11 +48,16 @@ def test_a_copy_is_whole_and_looks_like_the_original(dataset: Path, s3_folder: s
     assert remote.tokenizer.fingerprint == local.tokenizer.fingerprint
     assert remote.name == s3_folder
     first, second = inspect(local), inspect(remote)
-    assert (first.forecasts, first.histogram.tolist()) == (second.forecasts, second.histogram.tolist())
+    assert (first.forecasts, first.histogram.tolist()) == (
+        second.forecasts,
+        second.histogram.tolist(),
+    )
     assert sent(caplog, dataset, s3_folder) == "0 shards sent, 6 were there"
 
 
-def test_a_stopped_push_goes_on_and_is_no_dataset_before(dataset: Path, s3_folder: str, caplog: Any) -> None:
+def test_a_stopped_push_goes_on_and_is_no_dataset_before(
+    dataset: Path, s3_folder: str, caplog: Any
+) -> None:
     shard = dataset / "train-000004.tar"
     content = bytearray(shard.read_bytes())
     content[1000] ^= 1
@@ -73,12 +84,19 @@ def test_what_is_wrong_with_a_copy_is_found(dataset: Path, s3_folder: str) -> No
     storage.remove(f"{s3_folder}/train-000003.tar")
     storage.write(f"{s3_folder}/tokenizer/tokenizer.json", b"{}")
     found = verify(s3_folder)
-    expected = ["cannot read the tokenizer", "bytes have changed", "5000 bytes instead of", "cannot read s3://"]
+    expected = [
+        "cannot read the tokenizer",
+        "bytes have changed",
+        "5000 bytes instead of",
+        "cannot read s3://",
+    ]
     assert len(found) == len(expected)
     assert all(words in problem for words, problem in zip(expected, found, strict=True)), found
 
 
-def test_what_is_at_the_address_is_not_overwritten_unasked(dataset: Path, s3_folder: str, caplog: Any) -> None:
+def test_what_is_at_the_address_is_not_overwritten_unasked(
+    dataset: Path, s3_folder: str, caplog: Any
+) -> None:
     storage.write(f"{s3_folder}/thesis.txt", b"years of work")
     for force in (False, True):
         with pytest.raises(DataError, match="neither empty nor a dataset"):
@@ -86,7 +104,9 @@ def test_what_is_at_the_address_is_not_overwritten_unasked(dataset: Path, s3_fol
     storage.remove(f"{s3_folder}/thesis.txt")
     push(dataset, s3_folder)
     manifest = Manifest.load(dataset)
-    smaller = Manifest(**{**vars(manifest), "splits": {**manifest.splits, "train": manifest.splits["train"][1:3]}})
+    smaller = Manifest(
+        **{**vars(manifest), "splits": {**manifest.splits, "train": manifest.splits["train"][1:3]}}
+    )
     smaller.save(dataset)
     with pytest.raises(DataError, match=r"holds another dataset; .*--force"):
         push(dataset, s3_folder)
@@ -97,5 +117,7 @@ def test_what_is_at_the_address_is_not_overwritten_unasked(dataset: Path, s3_fol
 
 @pytest.mark.parametrize("url", ["folder", "https://example.org/dataset"])
 def test_an_address_that_cannot_be_written_is_refused(dataset: Path, url: str) -> None:
-    with pytest.raises(ConfigError, match=rf"nothing can be pushed to {url}; name a folder of an object store"):
+    with pytest.raises(
+        ConfigError, match=rf"nothing can be pushed to {url}; name a folder of an object store"
+    ):
         push(dataset, url)

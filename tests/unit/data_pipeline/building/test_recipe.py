@@ -34,7 +34,11 @@ def test_every_task_is_a_recipe_of_the_rows_that_its_runs_have(name: str) -> Non
     task, recipe = Task.read(FOLDER / name).config, load_recipe(str(FOLDER / name), GIVEN)
     for field in dataclasses.fields(TaskData):
         assert getattr(recipe, field.name) == getattr(task, field.name)
-    assert (recipe.tokenizer.path, recipe.output, recipe.limit) == ("tokenizer", "datasets/rows", None)
+    assert (recipe.tokenizer.path, recipe.output, recipe.limit) == (
+        "tokenizer",
+        "datasets/rows",
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,11 +47,17 @@ def test_every_task_is_a_recipe_of_the_rows_that_its_runs_have(name: str) -> Non
         ("", [], "a.yaml is a task file, .* Add tokenizer.path=FOLDER, .* and output=FOLDER"),
         ("", GIVEN[:1], "is a task file"),
         ("", GIVEN[1:], "is a task file"),
-        ("heldout_fracton: 0.5", GIVEN, "heldout_fracton is not a known key; did you mean 'heldout_fraction'"),
+        (
+            "heldout_fracton: 0.5",
+            GIVEN,
+            "heldout_fracton is not a known key; did you mean 'heldout_fraction'",
+        ),
         ("", [*GIVEN, "score=f1"], "score is not a known key"),
     ],
 )
-def test_what_makes_no_dataset_is_refused(more: str, overrides: list[str], message: str, tmp_path: Path) -> None:
+def test_what_makes_no_dataset_is_refused(
+    more: str, overrides: list[str], message: str, tmp_path: Path
+) -> None:
     (tmp_path / "a.yaml").write_text(f"base: {FOLDER}/glue/cola.yaml\n{more}\n")
     with pytest.raises(ConfigError, match=message):
         load_recipe(str(tmp_path / "a.yaml"), overrides)
@@ -59,11 +69,18 @@ def test_a_task_may_hold_what_a_recipe_does(tmp_path: Path) -> None:
         f"base: {FOLDER}/text/qqp.yaml\ntokenizer: {{path: t}}\noutput: o\nlimit: 1MB\nheldout_fraction: 0.2\n"
     )
     recipe = load_recipe(str(tmp_path / "a.yaml"), ["workers=1"])
-    assert (recipe.limit, recipe.workers, recipe.heldout_fraction, recipe.on_error) == ("1MB", 1, 0.2, "skip")
+    assert (recipe.limit, recipe.workers, recipe.heldout_fraction, recipe.on_error) == (
+        "1MB",
+        1,
+        0.2,
+        "skip",
+    )
 
 
 def test_a_recipe_of_a_dataset_has_its_own_defaults(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("source: {kind: text, paths: [a.txt]}\ntokenizer: {path: t}\noutput: o\n")
+    (tmp_path / "a.yaml").write_text(
+        "source: {kind: text, paths: [a.txt]}\ntokenizer: {path: t}\noutput: o\n"
+    )
     assert load_recipe(str(tmp_path / "a.yaml")).heldout_fraction == 0.005
 
 

@@ -83,9 +83,13 @@ def test_shards_say_where_the_sentences_of_every_document_begin(built) -> None:
     for info in dataset.manifest.shards:
         shard = dataset.open_shard(info, sentences=True)
         first = np.cumsum(shard.length) - shard.length
-        for (_, line), start, length, begin in zip(shard.origin, shard.start, shard.length, first, strict=True):
+        for (_, line), start, length, begin in zip(
+            shard.origin, shard.start, shard.length, first, strict=True
+        ):
             parts = dataset.tokenizer.encode_batch(split(make_text(line - 1), "rules"))
-            inside = shard.sentences[(shard.sentences >= begin) & (shard.sentences < begin + length)]
+            inside = shard.sentences[
+                (shard.sentences >= begin) & (shard.sentences < begin + length)
+            ]
             assert np.diff([*inside, begin + length]).tolist() == [len(part) for part in parts]
             assert shard.tokens[start : start + length].tolist() == np.concatenate(parts).tolist()
             seen += 1
@@ -101,10 +105,17 @@ def test_boundaries_change_neither_tokens_nor_a_build_without_them(built, plain)
     for info, with_sentences in zip(one.manifest.shards, other.manifest.shards, strict=True):
         assert info.tokens == with_sentences.tokens
         shards = one.open_shard(info), other.open_shard(with_sentences)
-        texts = [[s.tokens[a : a + n].tolist() for a, n in zip(s.start, s.length, strict=True)] for s in shards]
+        texts = [
+            [s.tokens[a : a + n].tolist() for a, n in zip(s.start, s.length, strict=True)]
+            for s in shards
+        ]
         assert texts[0] == texts[1]
         with tarfile.open(one.path / info.name) as tar:
-            assert {name.split(".")[1] for name in tar.getnames()} == {"tokens", "offsets", "origin"}
+            assert {name.split(".")[1] for name in tar.getnames()} == {
+                "tokens",
+                "offsets",
+                "origin",
+            }
 
 
 def test_the_bytes_do_not_depend_on_the_workers(config, built, tmp_path) -> None:
@@ -133,13 +144,23 @@ def test_damaged_boundaries_are_refused(built, tmp_path) -> None:
     dataclasses.replace(dataset, path=tmp_path).open_shard(info)
 
 
-def make_loader(folder: Path, index: int = 0, count: int = 1, nsp: bool = True, **settings) -> StreamingLoader:
+def make_loader(
+    folder: Path, index: int = 0, count: int = 1, nsp: bool = True, **settings
+) -> StreamingLoader:
     dataset = Dataset.open(folder)
     objective = (mlm_nsp if nsp else mlm).Config().build(dataset.tokenizer.vocabulary)
-    config = DataConfig(str(folder), sequence_length=64, packing="pairs", lanes=8, threads=settings.pop("threads", 0))
+    config = DataConfig(
+        str(folder),
+        sequence_length=64,
+        packing="pairs",
+        lanes=8,
+        threads=settings.pop("threads", 0),
+    )
     sizes = {"global_batch_size": 24, "micro_batch_size": 5, **settings}
     order, layout = SplitOrder(seed=3), BatchLayout(**sizes, replica=Replica(index, count))
-    return StreamingLoader(dataset, config, order, layout, pack_spec=objective.pack_spec(64), collate=objective.collate)
+    return StreamingLoader(
+        dataset, config, order, layout, pack_spec=objective.pack_spec(64), collate=objective.collate
+    )
 
 
 def rows_of(loader: StreamingLoader, steps: int) -> list[dict[str, torch.Tensor]]:
@@ -160,14 +181,19 @@ def test_pairs_are_what_they_say(built) -> None:
     for rows in rows_of(make_loader(built), 20):
         original = rows["tokens"].long().scatter(1, rows["predicted"], rows["labels"])
         original[:, 0] = vocabulary.cls  # where unused entries point to
-        for tokens, types, label in zip(original, rows["token_types"], rows["next_labels"], strict=True):
+        for tokens, types, label in zip(
+            original, rows["token_types"], rows["next_labels"], strict=True
+        ):
             real = tokens != vocabulary.pad
             a, b = (tokenizer.decode(tokens[real & (types == t)].tolist()) for t in (0, 1))
             assert a.startswith("[CLS]")
             assert a.endswith("[SEP]")
             assert b.endswith("[SEP]")
             assert a.count("[SEP]") == b.count("[SEP]") == 1
-            names = [[word for word in text.split() if word[0] in "Ds" and word[1:].isdigit()] for text in (a, b)]
+            names = [
+                [word for word in text.split() if word[0] in "Ds" and word[1:].isdigit()]
+                for text in (a, b)
+            ]
             if all(names) and all("D" in name[0] for name in names):
                 assert (names[0][0] != names[1][0]) == bool(label)
                 labels.append(int(label))
@@ -175,8 +201,12 @@ def test_pairs_are_what_they_say(built) -> None:
     assert 0.4 < np.mean(labels) < 0.75
 
 
-@pytest.mark.parametrize(("count", "threads", "micro_batch_size"), [(2, 0, 3), (3, 2, 24), (7, 1, 1)])
-def test_global_batches_are_the_same_at_any_world_size(built, count, threads, micro_batch_size) -> None:
+@pytest.mark.parametrize(
+    ("count", "threads", "micro_batch_size"), [(2, 0, 3), (3, 2, 24), (7, 1, 1)]
+)
+def test_global_batches_are_the_same_at_any_world_size(
+    built, count, threads, micro_batch_size
+) -> None:
     alone = rows_of(make_loader(built), 12)  # across epochs
     settings = {"threads": threads, "micro_batch_size": micro_batch_size}
     shares = [rows_of(make_loader(built, i, count, **settings), 12) for i in range(count)]
@@ -191,7 +221,9 @@ def test_an_epoch_has_new_random_seconds_and_the_same_firsts(built) -> None:
     while sum(map(len, seen.values())) < 2 * loader.examples:
         (rows,) = rows_of(loader, 1)
         original = rows["tokens"].long().scatter(1, rows["predicted"], rows["labels"])
-        for i, (epoch, example) in enumerate(zip(rows["epoch"].tolist(), rows["example"].tolist(), strict=True)):
+        for i, (epoch, example) in enumerate(
+            zip(rows["epoch"].tolist(), rows["example"].tolist(), strict=True)
+        ):
             if epoch < 2:
                 second = original[i][rows["token_types"][i] == 1].tolist()
                 seen[epoch][example] = {"random": bool(rows["next_labels"][i]), "second": second}
@@ -216,12 +248,17 @@ def test_going_on_gives_the_batches_that_would_have_come(built) -> None:
 
 def test_another_seed_has_other_chunks_and_counts_of_its_own(built) -> None:
     spec, dataset = PackSpec(64, 1, 1), Dataset.open(built)
-    counts = [PackedSplit(dataset, "train", spec, "pairs", seed).counts.tolist() for seed in (0, 1, 0)]
+    counts = [
+        PackedSplit(dataset, "train", spec, "pairs", seed).counts.tolist() for seed in (0, 1, 0)
+    ]
     assert counts[0] == counts[2] != counts[1]
 
 
 def test_masked_language_modelling_takes_pairs_too(built) -> None:
-    with_nsp, without = rows_of(make_loader(built), 1)[0], rows_of(make_loader(built, nsp=False), 1)[0]
+    with_nsp, without = (
+        rows_of(make_loader(built), 1)[0],
+        rows_of(make_loader(built, nsp=False), 1)[0],
+    )
     assert with_nsp.keys() - without.keys() == {"next_labels", "next_weights"}
     assert all(torch.equal(value, with_nsp[name]) for name, value in without.items())
 
@@ -229,10 +266,13 @@ def test_masked_language_modelling_takes_pairs_too(built) -> None:
 def test_what_does_not_fit_is_refused(built, plain) -> None:
     dataset = Dataset.open(built)
     with pytest.raises(
-        ConfigError, match=r"the objective needs pairs .* data.packing is concat; use data.packing=pairs"
+        ConfigError,
+        match=r"the objective needs pairs .* data.packing is concat; use data.packing=pairs",
     ):
         PackedSplit(dataset, "train", PackSpec(64, 1, 1, pairs=True), "concat", 0)
-    with pytest.raises(DataError, match=r"where sentences begin.*build it again with sentences=rules"):
+    with pytest.raises(
+        DataError, match=r"where sentences begin.*build it again with sentences=rules"
+    ):
         make_loader(plain)
 
 
@@ -240,7 +280,9 @@ def test_shards_of_a_single_document_are_left_out_and_said(config, tmp_path, cap
     texts = [make_text(1)] * 5 + ["One text that is as long as a shard. " * 40]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     source = jsonl.Config((str(tmp_path / "a.jsonl"),))
-    small = dataclasses.replace(config, source=source, output=str(tmp_path / "small"), heldout_fraction=0)
+    small = dataclasses.replace(
+        config, source=source, output=str(tmp_path / "small"), heldout_fraction=0
+    )
     build(dataclasses.replace(small, shard_bytes=sum(len(text) for text in texts[:5])))
     dataset, spec = Dataset.open(small.output), PackSpec(32, 1, 1)
     counts = PackedSplit(dataset, "train", spec, "pairs", 0).counts
@@ -255,7 +297,9 @@ def test_shards_of_a_single_document_are_left_out_and_said(config, tmp_path, cap
 
 def test_pairs_are_shown_as_pairs(built, tmp_path) -> None:
     file = tmp_path / "experiment.yaml"
-    file.write_text("objective: mlm_nsp\ndata: {path: elsewhere, sequence_length: 64, lanes: 4, packing: pairs}\n")
+    file.write_text(
+        "objective: mlm_nsp\ndata: {path: elsewhere, sequence_length: 64, lanes: 4, packing: pairs}\n"
+    )
     console = Console(file=io.StringIO(), width=100)
     show(str(built), str(file), [], 0, 30, console)
     assert isinstance(console.file, io.StringIO)

@@ -25,7 +25,14 @@ from data_pipeline.format.manifest import Manifest
 from data_pipeline.sources import jsonl
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from tests.integration.commands import Samestep
-from tests.unit.data_pipeline.building.test_build import alive, children_of, command, config_of, files_of, make_text
+from tests.unit.data_pipeline.building.test_build import (
+    alive,
+    children_of,
+    command,
+    config_of,
+    files_of,
+    make_text,
+)
 from trainer.config import dump
 from trainer.errors import ConfigError, DataError
 
@@ -40,7 +47,9 @@ def corpus(tmp_path_factory) -> Path:
     lines = [json.dumps({"text": make_text(i)}) + "\n" for i in range(DOCUMENTS)]
     (folder / "a.jsonl").write_text("".join(lines[:50]))
     (folder / "b.jsonl").write_text("".join(lines[50:]))
-    TokenizerConfig("", vocab_size=200).train(make_text(i) for i in range(100)).save(folder / "tokenizer")
+    TokenizerConfig("", vocab_size=200).train(make_text(i) for i in range(100)).save(
+        folder / "tokenizer"
+    )
     return folder
 
 
@@ -102,13 +111,17 @@ def test_of_slices_at_once_exactly_one_merges(config, whole, tmp_path, attempt):
     (tmp_path / "config.yaml").write_text(dump(config))
     processes = [
         subprocess.Popen(
-            command("build", str(tmp_path / "config.yaml"), "--slice", f"{i}/3"), stderr=subprocess.PIPE, text=True
+            command("build", str(tmp_path / "config.yaml"), "--slice", f"{i}/3"),
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for i in (1, 2, 3)
     ]
     messages = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], messages
-    assert sum(f"built {tmp_path}/out: {DOCUMENTS} documents" in message for message in messages) == 1, messages
+    assert (
+        sum(f"built {tmp_path}/out: {DOCUMENTS} documents" in message for message in messages) == 1
+    ), messages
     assert sum("is done: others" in message for message in messages) == 2, messages
     assert files_of(tmp_path / "out") == files_of(whole)
 
@@ -141,7 +154,12 @@ def test_of_slices_that_are_done_at_the_same_moment_one_finds_the_work_of_all(tm
         for number in range(rounds):
             together_or_not = threading.Barrier(count // 2)
             folder = tmp_path / str(number)
-            assert sum(threads.map(work, [folder] * count, [Slice(i + 1, count) for i in range(count)])) == 1
+            assert (
+                sum(
+                    threads.map(work, [folder] * count, [Slice(i + 1, count) for i in range(count)])
+                )
+                == 1
+            )
             assert (folder / "manifest.json").exists()
             assert not (folder / ".build").exists()
 
@@ -229,16 +247,22 @@ def test_a_whole_build_goes_on_with_what_slices_have_made(config, whole, tmp_pat
     assert files_of(tmp_path / "out") == files_of(whole)
 
 
-def test_while_slices_are_at_work_others_of_the_same_build_may_come_and_nobody_else(config, whole, tmp_path, caplog):
+def test_while_slices_are_at_work_others_of_the_same_build_may_come_and_nobody_else(
+    config, whole, tmp_path, caplog
+):
     caplog.set_level("INFO")
     out = tmp_path / "out"
     assert build_slice(config, Slice(2, 3)) is None
     with at_work(out, Slice(1, 3), digest_of(out)):
         with pytest.raises(DataError, match=r"another build is writing .*; wait for it"):
             build(config)
-        with pytest.raises(DataError, match=r"slice 1/3 of .* is being built by another process; wait"):
+        with pytest.raises(
+            DataError, match=r"slice 1/3 of .* is being built by another process; wait"
+        ):
             build_slice(config, Slice(1, 3))
-        with pytest.raises(DataError, match=r"slices of another source, tokenizer or settings are being built"):
+        with pytest.raises(
+            DataError, match=r"slices of another source, tokenizer or settings are being built"
+        ):
             build_slice(dataclasses.replace(config, heldout_fraction=0.2), Slice(3, 3))
         assert build_slice(config, Slice(3, 3)) is None
         assert build_slice(config, Slice(1, 2)) is None  # shares may overlap
@@ -246,13 +270,18 @@ def test_while_slices_are_at_work_others_of_the_same_build_may_come_and_nobody_e
         assert "others still have to make 1 of 6 units" in caplog.text
         assert "others are at work still" not in caplog.text
         assert build_slice(config, Slice(4, 5)) is None
-        assert "others are at work still" in caplog.text  # who is at work merges, though all is there
+        assert (
+            "others are at work still" in caplog.text
+        )  # who is at work merges, though all is there
     assert build_slice(config, Slice(1, 3)) == Manifest.load(whole)
     assert files_of(out) == files_of(whole)
 
 
 def test_while_a_whole_build_is_at_work_a_slice_is_refused(config, whole, tmp_path):
-    with at_work(tmp_path / "out", None), pytest.raises(DataError, match="another build is writing"):
+    with (
+        at_work(tmp_path / "out", None),
+        pytest.raises(DataError, match="another build is writing"),
+    ):
         build_slice(config, Slice(1, 2))
     assert build_slice(config, Slice(1, 1)) == Manifest.load(whole)
 
@@ -293,7 +322,9 @@ def test_a_bad_record_stops_its_slice_and_nothing_is_merged(corpus, tmp_path):
         with pytest.raises(DataError, match=r"b\.jsonl:71: invalid JSON; correct it"):
             build_slice(config, Slice(units, units))
     with pytest.raises(DataError, match=r"b\.jsonl:71: invalid JSON; correct it"):
-        build_slice(config, Slice(2, units))  # it has no bad record, but all units are there: it would merge
+        build_slice(
+            config, Slice(2, units)
+        )  # it has no bad record, but all units are there: it would merge
     assert outcomes_of(out) == list(range(units))
     assert not (out / "manifest.json").exists()
     skip = dataclasses.replace(config, on_error="skip")
@@ -310,7 +341,9 @@ def test_a_shard_that_was_damaged_before_the_merge_is_found(config, tmp_path):
     data = bytearray(shard.read_bytes())
     data[700] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(DataError, match=r"is damaged .*train-000002\.tar: its bytes have changed.*--force"):
+    with pytest.raises(
+        DataError, match=r"is damaged .*train-000002\.tar: its bytes have changed.*--force"
+    ):
         build_slice(config, Slice(2, 2))
     build(config, force=True)
     assert verify(tmp_path / "out") == []
@@ -321,7 +354,9 @@ def test_without_locks_slices_are_refused(config, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(DataError, match=r"cannot be locked \(No locks available\).*without --slice"):
+    with pytest.raises(
+        DataError, match=r"cannot be locked \(No locks available\).*without --slice"
+    ):
         build_slice(config, Slice(1, 2))
 
 
@@ -334,7 +369,9 @@ def test_a_folder_of_something_else_or_that_cannot_be_written_is_refused(corpus,
     assert [path.name for path in tmp_path.iterdir()] == ["train-000000.tar"]
 
 
-@pytest.mark.parametrize("text", ["0/3", "4/3", "x", "3", "", "1/0", "-1/3", "1/3/3", "1 /3", "1.0/3", "1/3\n", "٣/٣"])
+@pytest.mark.parametrize(
+    "text", ["0/3", "4/3", "x", "3", "", "1/0", "-1/3", "1/3/3", "1 /3", "1.0/3", "1/3\n", "٣/٣"]
+)
 def test_what_is_no_slice_is_refused(text, config, tmp_path, samestep: Samestep):
     with pytest.raises(ConfigError, match=r"--slice takes I/N.*such as 3/8; not"):
         Slice.parse(text)

@@ -29,7 +29,14 @@ from data_pipeline.order.example_order import Location
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.reading.mixed_dataset import MixedSplit
-from data_pipeline.sources import TaskSource, classification, multiple_choice, question_answering, regression, tagging
+from data_pipeline.sources import (
+    TaskSource,
+    classification,
+    multiple_choice,
+    question_answering,
+    regression,
+    tagging,
+)
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from tests.unit.data_pipeline.format.test_task_shards import rewrite
@@ -70,7 +77,12 @@ def row_of(kind: str, number: int) -> dict[str, Any]:
     first = int(draw.integers(0, len(context) - 2))
     answer = " ".join(context[first : first + 2])
     found = [{"text": answer, "answer_start": len(" ".join([*context[:first], ""]))}]
-    return {"id": f"q{number}", "question": text, "context": " ".join(context), "answers": found * (number % 4 > 0)}
+    return {
+        "id": f"q{number}",
+        "question": text,
+        "context": " ".join(context),
+        "answers": found * (number % 4 > 0),
+    }
 
 
 SOURCES: dict[str, Any] = {
@@ -107,7 +119,9 @@ def corpus(tmp_path_factory) -> Path:
 
 
 def config_of(corpus: Path, kind: str, output: Path, **changes: Any) -> Config:
-    source = SOURCES[kind](paths=(f"{corpus}/{kind}-train.jsonl",), heldout=(f"{corpus}/{kind}-dev.jsonl",))
+    source = SOURCES[kind](
+        paths=(f"{corpus}/{kind}-train.jsonl",), heldout=(f"{corpus}/{kind}-dev.jsonl",)
+    )
     tokenizer = TokenizerConfig(str(corpus / "tokenizer"), "bpe")
     settings = {"source": source, "shard_bytes": 3000, "workers": 1, **changes}
     return Config(tokenizer=tokenizer, output=str(output), **settings)
@@ -160,7 +174,11 @@ def test_labels_reach_the_examples_of_each_target(corpus, built, tmp_path, kind,
         assert numbered.setdefault(int(labels.document[number]), place[0]) == place[0]
         texts = [tokens.tolist() for tokens in dataset.tokenizer.encode_batch(row.texts)]
         whole = list(itertools.chain.from_iterable(texts))
-        piece = slice(*np.cumsum(examples.length)[[last[number] - 1, last[number]]] if last[number] else (0, None))
+        piece = slice(
+            *np.cumsum(examples.length)[[last[number] - 1, last[number]]]
+            if last[number]
+            else (0, None)
+        )
         begin, length = labels.begin[number], examples.length[last[number]]
         assert examples.tokens[piece][:length].tolist() == whole[begin : begin + length]
         if kind == "tagging":
@@ -170,7 +188,9 @@ def test_labels_reach_the_examples_of_each_target(corpus, built, tmp_path, kind,
             assert sorted(word_begins) == [span[0] for span in row.spans]
             tagged = np.flatnonzero(value >= 0)
             assert value[tagged].tolist() == [tag for _, _, tag in row.spans]
-            pieces = [dataset.tokenizer.decode(p.tolist()) for p in np.split(np.array(whole), tagged[1:])]
+            pieces = [
+                dataset.tokenizer.decode(p.tolist()) for p in np.split(np.array(whole), tagged[1:])
+            ]
             assert [piece.strip() for piece in pieces] == row.texts[0].split()
         elif kind == "question_answering":
             assert len(value) == 2 * bool(row.spans)
@@ -184,12 +204,20 @@ def test_labels_reach_the_examples_of_each_target(corpus, built, tmp_path, kind,
     assert len(values) > len(numbered) or kind not in ("tagging", "question_answering")
 
 
-def test_rows_that_are_held_out_come_back_as_they_were_in_the_order_of_their_documents(corpus, built, tmp_path, kind):
+def test_rows_that_are_held_out_come_back_as_they_were_in_the_order_of_their_documents(
+    corpus, built, tmp_path, kind
+):
     dataset = Dataset.open(built[kind])
-    rows = [row for (file, _), row in parsed(config_of(corpus, kind, tmp_path).source.build()).items() if "dev" in file]
+    rows = [
+        row
+        for (file, _), row in parsed(config_of(corpus, kind, tmp_path).source.build()).items()
+        if "dev" in file
+    ]
     assert len(dataset.shards("heldout")) > 1 or kind in ("soft", "regression")
     found = dataset.rows("heldout")
-    assert all(again is row for again, row in zip(dataset.rows("heldout"), found, strict=True)), "read once"
+    assert all(again is row for again, row in zip(dataset.rows("heldout"), found, strict=True)), (
+        "read once"
+    )
     assert [dataclasses.replace(row, offsets=()) for row in found] == rows
     for row in found:
         if kind in ("tagging", "question_answering"):
@@ -218,10 +246,15 @@ def test_the_manifest_says_what_rows_are_for_and_others_stay_as_they_are(built, 
             found = {name.partition(".")[2] for name in tar.getnames()}
         members |= found
         assert ("rows.jsonl" in found) == path.name.startswith("heldout")
-    arrays = {f"{name}.npy" for name in ("tokens", "offsets", "origin", "sentences", "labels", "label_offsets")}
+    arrays = {
+        f"{name}.npy"
+        for name in ("tokens", "offsets", "origin", "sentences", "labels", "label_offsets")
+    }
     assert members == arrays | {"rows.jsonl"}
     settings = {**manifest.settings, "task": {"target": "nonsense", "labels": []}}
-    content = json.dumps(dataclasses.asdict(dataclasses.replace(manifest, settings=settings))).encode()
+    content = json.dumps(
+        dataclasses.asdict(dataclasses.replace(manifest, settings=settings))
+    ).encode()
     with pytest.raises(DataError, match=r"m.json is damaged \(settings.task is"):
         Manifest.parse(content, "m.json")
 
@@ -235,22 +268,34 @@ def test_a_dataset_with_old_names_is_read_and_not_built_again(corpus, tmp_path, 
     expected = build(config)
     file = tmp_path / "data" / "manifest.json"
     new = file.read_text()
-    old = new.replace(f'"target": "{kind if kind != "soft" else "classification"}"', f'"target": "{OLD_NAMES[kind]}"')
+    old = new.replace(
+        f'"target": "{kind if kind != "soft" else "classification"}"',
+        f'"target": "{OLD_NAMES[kind]}"',
+    )
     assert old != new
     file.write_text(old)
     assert Manifest.load(tmp_path / "data") == expected
     assert build(config) == expected
     assert file.read_text() == old
-    assert PackedSplit(Dataset.open(tmp_path / "data"), "train", SPECS[kind], "padded", 3).counts.sum() >= TRAIN
+    assert (
+        PackedSplit(Dataset.open(tmp_path / "data"), "train", SPECS[kind], "padded", 3).counts.sum()
+        >= TRAIN
+    )
 
 
 def test_a_build_that_was_started_with_old_names_resumes(corpus, tmp_path):
     (tmp_path / "bad.jsonl").write_text("{}\n")
-    source = SOURCES["tagging"](paths=(f"{corpus}/tagging-train.jsonl", str(tmp_path / "bad.jsonl")))
+    source = SOURCES["tagging"](
+        paths=(f"{corpus}/tagging-train.jsonl", str(tmp_path / "bad.jsonl"))
+    )
     config = config_of(corpus, "tagging", tmp_path / "data", source=source)
     with pytest.raises(DataError, match=r"bad.jsonl:1: no column"):
         build(config)
-    settings = {"heldout_fraction": 0.005, "shard_bytes": 3000, "task": {"target": "tags", "labels": list(TAGS)}}
+    settings = {
+        "heldout_fraction": 0.005,
+        "shard_bytes": 3000,
+        "task": {"target": "tags", "labels": list(TAGS)},
+    }
     recipe = [1, tokenizer_of(corpus).fingerprint, to_tree(config)["source"], settings]
     outcome = Outcome.load(outcome_path(tmp_path / "data", 0))
     assert outcome is not None
@@ -285,9 +330,14 @@ def test_rows_to_evaluate_on_are_a_dataset_of_their_own(corpus, tmp_path, caplog
     assert "this dataset is for evaluation only" in caplog.text
     dataset = Dataset.open(tmp_path / "data")
     assert len(dataset.rows("heldout")) == HELDOUT
-    assert PackedSplit(dataset, "heldout", SPECS["classification"], "padded", 0).counts.sum() == HELDOUT
+    assert (
+        PackedSplit(dataset, "heldout", SPECS["classification"], "padded", 0).counts.sum()
+        == HELDOUT
+    )
     assert inspect(dataset).split == "heldout"
-    with pytest.raises(DataError, match="has held-out rows only, to evaluate on; train on another dataset"):
+    with pytest.raises(
+        DataError, match="has held-out rows only, to evaluate on; train on another dataset"
+    ):
         PackedSplit(dataset, "train", SPECS["classification"], "padded", 0)
 
 
@@ -296,11 +346,17 @@ def test_files_that_hold_no_rows_out_are_named(corpus, tmp_path):
     bad.write_text("{}\n" * 3)
     source = SOURCES["regression"](paths=(f"{corpus}/regression-train.jsonl",), heldout=(str(bad),))
     config = config_of(corpus, "regression", tmp_path / "data", source=source, on_error="skip")
-    with pytest.raises(DataError, match=rf"held-out rows give none: {bad} \(63 read, 3 rejected.*or leave them out"):
+    with pytest.raises(
+        DataError, match=rf"held-out rows give none: {bad} \(63 read, 3 rejected.*or leave them out"
+    ):
         build(config)
-    with pytest.raises(DataError, match=r"correct them, raise limit, which is 1KB, or leave them out"):
+    with pytest.raises(
+        DataError, match=r"correct them, raise limit, which is 1KB, or leave them out"
+    ):
         build(dataclasses.replace(config, limit="1KB"), force=True)
-    nothing = dataclasses.replace(source, paths=(str(bad),), heldout=(f"{corpus}/regression-dev.jsonl",))
+    nothing = dataclasses.replace(
+        source, paths=(str(bad),), heldout=(f"{corpus}/regression-dev.jsonl",)
+    )
     with pytest.raises(DataError, match="holds no document to train on"):
         build(dataclasses.replace(config, source=nothing), force=True)
     with pytest.raises(ConfigError, match="sentences is rules, and rows of a task have none"):
@@ -325,9 +381,18 @@ def tokenizer_of(corpus: Path) -> Tokenizer:
 
 def test_rows_with_nothing_to_predict_or_to_read_are_given_a_reason(corpus, tmp_path):
     wordpiece = TokenizerConfig("", "wordpiece", 100).train(WORDS)
-    rows = [TaskRow(("fox", "\x01"), 1.0), TaskRow(("fox",), 1e300), TaskRow(("fox",)), TaskRow(("fox",), 2.0)]
+    rows = [
+        TaskRow(("fox", "\x01"), 1.0),
+        TaskRow(("fox",), 1e300),
+        TaskRow(("fox",)),
+        TaskRow(("fox",), 2.0),
+    ]
     *reasons, good = encode(rows, wordpiece, "regression")
-    assert reasons == ["no tokens in a text", "the label is no finite number", "the label is no finite number"]
+    assert reasons == [
+        "no tokens in a text",
+        "the label is no finite number",
+        "the label is no finite number",
+    ]
     assert good.labels.tolist() == [2.0]
     spans = [((4, 5, 0),), (), ((0, 3, 0), (4, 5, 0)), ((3, 3, 0),)]
     rows = [TaskRow(("dog", "fox \x01 dog"), spans=span) for span in spans]
@@ -336,7 +401,9 @@ def test_rows_with_nothing_to_predict_or_to_read_are_given_a_reason(corpus, tmp_
     assert none.labels.tolist() == []
     fox = len(wordpiece.encode_batch(["fox"])[0])
     assert first.labels.tolist() == [first.parts[1], first.parts[1] + fox - 1]
-    (tags,) = encode([TaskRow(("fox \x01 dog",), spans=((0, 3, 1), (4, 5, 2), (6, 9, 0)))], wordpiece, "tagging")
+    (tags,) = encode(
+        [TaskRow(("fox \x01 dog",), spans=((0, 3, 1), (4, 5, 2), (6, 9, 0)))], wordpiece, "tagging"
+    )
     assert tags.labels[tags.labels >= 0].tolist() == [1, 0]  # a word without tokens is left out
     assert tags.labels[[0, fox]].tolist() == [1, 0]
 
@@ -347,13 +414,17 @@ def test_a_damaged_row_is_not_scored(built, tmp_path):
         (tmp_path / info.name).write_bytes((built["tagging"] / info.name).read_bytes())
     assert len(dataset.rows("heldout")) == HELDOUT
     rewrite(tmp_path / info.name, "000000.rows.jsonl", b"0\n")
-    with pytest.raises(CorruptError, match=rf"{info.name} is cut short or damaged \(its SHA-256 is not"):
+    with pytest.raises(
+        CorruptError, match=rf"{info.name} is cut short or damaged \(its SHA-256 is not"
+    ):
         dataclasses.replace(dataset).rows("heldout")  # which has not read them yet
     with pytest.raises(CorruptError, match="keeps 0 rows of"):
         Dataset.open(built["tagging"]).rows("train")
 
 
-def batches(folder: Path, kind: str, count: int = 1, **changes: Any) -> list[dict[str, torch.Tensor]]:
+def batches(
+    folder: Path, kind: str, count: int = 1, **changes: Any
+) -> list[dict[str, torch.Tensor]]:
     spec = SPECS[kind]
     settings = {
         "pack_spec": spec,
@@ -390,9 +461,16 @@ def test_batches_say_which_row_they_are_of_and_are_the_same_at_any_number_of_rep
 
 def test_rows_that_only_pad_are_of_no_document(built):
     spec = SPECS["regression"]
-    settings: dict[str, Any] = {"pack_spec": spec, "packing": "padded", "split": "heldout", "finite": True}
+    settings: dict[str, Any] = {
+        "pack_spec": spec,
+        "packing": "padded",
+        "split": "heldout",
+        "finite": True,
+    }
     with make_loader(built["regression"], **settings) as loader:
-        steps = [{name: torch.cat([each[name] for each in step]) for name in step[0]} for step in loader]
+        steps = [
+            {name: torch.cat([each[name] for each in step]) for name in step[0]} for step in loader
+        ]
     documents = torch.cat([step["document"] for step in steps])
     padding = torch.cat([step["example"] for step in steps]) < 0
     assert padding.any()
@@ -405,7 +483,9 @@ def test_rows_that_only_pad_are_of_no_document(built):
 
 def test_labels_of_mixed_datasets_are_those_of_each(corpus, built, tmp_path, kind):
     other = dataclasses.replace(
-        config_of(corpus, kind, tmp_path / "other").source, paths=(f"{corpus}/{kind}-dev.jsonl",), heldout=()
+        config_of(corpus, kind, tmp_path / "other").source,
+        paths=(f"{corpus}/{kind}-dev.jsonl",),
+        heldout=(),
     )
     build(config_of(corpus, kind, tmp_path / "other", source=other, heldout_fraction=0))
     sources = {"a": Dataset.open(built[kind]), "b": Dataset.open(tmp_path / "other")}
@@ -417,7 +497,9 @@ def test_labels_of_mixed_datasets_are_those_of_each(corpus, built, tmp_path, kin
         mine = np.flatnonzero(source == number)
         first = number * len(sources["a"].shards("train"))
         alone = PackedSplit(dataset, "train", SPECS[kind], "padded", 3)
-        expected = read(alone, Location(at.epoch[mine], at.shard[mine] - first, at.index[mine])).labels
+        expected = read(
+            alone, Location(at.epoch[mine], at.shard[mine] - first, at.index[mine])
+        ).labels
         values = np.split(together.labels.values, np.cumsum(together.labels.count)[:-1])
         assert np.concatenate([values[row] for row in mine]).tolist() == expected.values.tolist()
         for name in ("count", "document", "begin"):
@@ -429,15 +511,23 @@ def test_the_texts_of_rows_can_be_trained_on_as_documents(built, kind, policy):
     packed = PackedSplit(Dataset.open(built[kind]), "train", PackSpec(LENGTH, 1, 1), policy, 3)
     examples = read(packed, every(packed))
     assert examples.labels is None
-    assert len(examples.tokens) == sum(shard.tokens for shard in Dataset.open(built[kind]).shards("train"))
-    settings = {"pack_spec": PackSpec(LENGTH, 1, 1), "packing": policy, "lanes": 4, "global_batch_size": 4}
+    assert len(examples.tokens) == sum(
+        shard.tokens for shard in Dataset.open(built[kind]).shards("train")
+    )
+    settings = {
+        "pack_spec": PackSpec(LENGTH, 1, 1),
+        "packing": policy,
+        "lanes": 4,
+        "global_batch_size": 4,
+    }
     assert "document" not in global_batches(built[kind], 1, **settings)[0]
 
 
 def test_a_row_of_another_number_of_choices_is_named_when_the_run_starts(built):
     spec = PackSpec(LENGTH, 1, 1, parts=Parts("multiple_choice", choices=4))
     with pytest.raises(
-        DataError, match=r"multiple_choice-train.jsonl:1: the row has 4 texts and the objective takes 5"
+        DataError,
+        match=r"multiple_choice-train.jsonl:1: the row has 4 texts and the objective takes 5",
     ):
         PackedSplit(Dataset.open(built["multiple_choice"]), "train", spec, "padded", 0)
 
@@ -452,10 +542,14 @@ def printed(function: Any, *arguments: Any) -> str:
 def test_rows_are_counted_text_by_text(built, kind):
     inspection = inspect(Dataset.open(built[kind]))
     texts = {"classification": 2, "multiple_choice": 4, "question_answering": 2}
-    assert list(inspection.text_lengths) == [f"text {number + 1}" for number in range(texts.get(kind, 1))]
+    assert list(inspection.text_lengths) == [
+        f"text {number + 1}" for number in range(texts.get(kind, 1))
+    ]
     assert {len(lengths) for lengths in inspection.text_lengths.values()} == {TRAIN}
     output = printed(report, inspection)
-    assert f"rows for {kind}" in output or (kind == "soft" and "rows for classification: no, maybe, yes" in output)
+    assert f"rows for {kind}" in output or (
+        kind == "soft" and "rows for classification: no, maybe, yes" in output
+    )
     assert "Tokens of training rows" in output
 
 
@@ -480,14 +574,21 @@ def test_rows_are_shown_with_what_is_to_be_predicted(built, tmp_path, kind):
             assert row["a"].startswith(texts[0].strip())
             assert row["b"].startswith(texts[1].strip())
         elif kind == "soft":
-            shares = {name: float(share) for name, share in (part.split() for part in texts[-1][2:].split(", "))}
+            shares = {
+                name: float(share)
+                for name, share in (part.split() for part in texts[-1][2:].split(", "))
+            }
             assert shares == pytest.approx(dict(zip(CLASSES, row["label"], strict=True)), rel=1e-5)
         elif kind == "regression":
             assert float(texts[-1].split()[1]) == pytest.approx(row["score"], rel=1e-5)
         elif kind == "multiple_choice":
-            assert [text.strip().startswith("[→ ") for text in texts[1:]] == [i == row["label"] for i in range(3)]
+            assert [text.strip().startswith("[→ ") for text in texts[1:]] == [
+                i == row["label"] for i in range(3)
+            ]
         elif kind == "tagging":
-            marked = [word for word, tag in zip(row["tokens"], row["ner"], strict=True) if tag != "O"]
+            marked = [
+                word for word, tag in zip(row["tokens"], row["ner"], strict=True) if tag != "O"
+            ]
             shown_words = [part.split("]")[0].split()[1] for part in texts[0].split("[")[1:]]
             assert " ".join(shown_words) in " ".join(marked)  # of a window
         elif "[→" in texts[-1]:

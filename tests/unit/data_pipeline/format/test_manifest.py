@@ -37,7 +37,11 @@ def test_the_digest_is_of_the_content(tmp_path):
 
     assert digest(files=("elsewhere/a.jsonl",), source={}) == MANIFEST.digest
     other = dataclasses.replace(SHARD, sha256="00" * 32)
-    changes = [{"tokenizer_fingerprint": "x"}, {"dtype": "uint32"}, {"splits": {"train": (other,), "heldout": ()}}]
+    changes = [
+        {"tokenizer_fingerprint": "x"},
+        {"dtype": "uint32"},
+        {"splits": {"train": (other,), "heldout": ()}},
+    ]
     changes += [{"splits": {"train": (SHARD, other)}}, {"splits": {"train": (other, SHARD)}}]
     digests = {MANIFEST.digest, *(digest(**change) for change in changes)}
     assert len(digests) == len(changes) + 1
@@ -48,7 +52,9 @@ def test_a_folder_without_manifest_is_no_dataset(tmp_path):
         Manifest.load(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\xff", '{"format": 1}', '{"format": 1, "splits": 3}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "\xff", '{"format": 1}', '{"format": 1, "splits": 3}']
+)
 def test_a_damaged_manifest_is_an_error_that_names_it(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text, encoding="latin-1")
     with pytest.raises(DataError, match=r"manifest\.json"):
@@ -71,7 +77,10 @@ def test_a_manifest_of_another_version_or_with_unknown_keys_is_refused(tmp_path)
         ({"name": ".."}, "not the plain name of a file"),
         ({"name": "train?.tar"}, "not the plain name of a file"),
         ({"name": 7}, "not the plain name of a file"),
-        ({"sha256": "../evil"}, r"splits\.train\.0\.sha256 is '\.\./evil', not 64 hexadecimal digits"),
+        (
+            {"sha256": "../evil"},
+            r"splits\.train\.0\.sha256 is '\.\./evil', not 64 hexadecimal digits",
+        ),
         ({"sha256": "AB" * 32}, "not 64 hexadecimal digits"),
         ({"bytes": -1}, r"splits\.train\.0\.bytes is -1, not a whole number from 0"),
         ({"tokens": 1.5}, r"splits\.train\.0\.tokens is 1\.5"),
@@ -100,7 +109,9 @@ def test_other_entries_that_no_build_writes_are_refused(change, words):
         Manifest.parse(json.dumps({**dataclasses.asdict(MANIFEST), **change}).encode(), "there")
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(1, np.uint16), (2**16, np.uint16), (2**16 + 1, np.uint32)])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(1, np.uint16), (2**16, np.uint16), (2**16 + 1, np.uint32)]
+)
 def test_tokens_take_the_narrowest_type(size, dtype):
     assert token_dtype(size) == dtype
     assert np.iinfo(dtype).max >= size - 1

@@ -20,8 +20,12 @@ UINT16 = np.dtype(np.uint16)
 
 def make_documents(lengths, dtype=UINT16):
     draw = np.random.default_rng(0)
-    documents = [draw.integers(0, np.iinfo(dtype).max, length, dtype, endpoint=True) for length in lengths]
-    origin = np.stack([np.arange(len(lengths)) // 3, np.arange(len(lengths)) + 1], axis=1).astype(np.uint32)
+    documents = [
+        draw.integers(0, np.iinfo(dtype).max, length, dtype, endpoint=True) for length in lengths
+    ]
+    origin = np.stack([np.arange(len(lengths)) // 3, np.arange(len(lengths)) + 1], axis=1).astype(
+        np.uint32
+    )
     return documents, origin
 
 
@@ -63,11 +67,17 @@ def test_webdataset_reads_a_shard(tmp_path, monkeypatch):
     documents, origin = make_documents([30, 50, 10, 200, 5])
     write_shard(tmp_path / "a.tar", documents, origin, UINT16)
     samples = list(webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False).decode())
-    found = [part for sample in samples for part in np.split(sample["tokens.npy"], sample["offsets.npy"][1:-1])]
+    found = [
+        part
+        for sample in samples
+        for part in np.split(sample["tokens.npy"], sample["offsets.npy"][1:-1])
+    ]
     assert len(samples) > 1
     for document, part in zip(documents, found, strict=True):
         np.testing.assert_array_equal(part, document)
-    np.testing.assert_array_equal(np.concatenate([sample["origin.npy"] for sample in samples]), origin)
+    np.testing.assert_array_equal(
+        np.concatenate([sample["origin.npy"] for sample in samples]), origin
+    )
 
 
 def test_a_shard_cut_short_anywhere_is_refused(shard_path):
@@ -148,7 +158,9 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
 
 def test_what_is_written_is_on_the_disk_under_its_name(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    )
     with atomic_write(tmp_path / "file") as file:
         temporary = Path(file.name).name
         file.write(b"whole")

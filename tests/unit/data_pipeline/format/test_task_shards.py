@@ -36,7 +36,15 @@ def test_labels_and_rows_are_read_back_from_any_chunks(tmp_path, monkeypatch, ch
     monkeypatch.setattr(shards, "CHUNK_TOKENS", chunk)
     labels = [[1.0], [], [], [0.25, -3.5, 7.0], [2.0]]
     rows = [
-        TaskRow(("é \u2028\ud800"[: i + 1],), i / 3, ((0, 1, i),), ("a",) * i, f"g{i}", ((0, 1),), (0.5,) * i)
+        TaskRow(
+            ("é \u2028\ud800"[: i + 1],),
+            i / 3,
+            ((0, 1, i),),
+            ("a",) * i,
+            f"g{i}",
+            ((0, 1),),
+            (0.5,) * i,
+        )
         for i in range(5)
     ]
     write(tmp_path, labels, rows)
@@ -49,7 +57,12 @@ def test_labels_and_rows_are_read_back_from_any_chunks(tmp_path, monkeypatch, ch
         with pytest.raises(CorruptError, match="keeps 5 rows of 6"):
             shards.read_rows(file, "a.tar", 6)
     assert not len(read_only(tmp_path).label_start)  # not read unless asked for
-    write_shard(tmp_path / "a.tar", [np.arange(3, dtype=np.uint16)], np.zeros((1, 2), dtype=np.uint32), UINT16)
+    write_shard(
+        tmp_path / "a.tar",
+        [np.arange(3, dtype=np.uint16)],
+        np.zeros((1, 2), dtype=np.uint32),
+        UINT16,
+    )
     with pytest.raises(DataError, match=r"no member 000000\.labels\.npy"):
         read_only(tmp_path, labels=True)
 
@@ -113,6 +126,10 @@ def test_damaged_labels_are_refused(tmp_path, name, content):
 def test_lines_that_are_no_rows_are_refused(change):
     row = TaskRow(("the", "fox"), 1, ((0, 1, 2),), ("a",), "g", ((0, 1), (1, 3)), (0.5, 1))
     assert row_lines.load(row_lines.dump(row)) == row
-    line = change if isinstance(change, str) else json.dumps({**json.loads(row_lines.dump(row)), **change})
+    line = (
+        change
+        if isinstance(change, str)
+        else json.dumps({**json.loads(row_lines.dump(row)), **change})
+    )
     with pytest.raises(ValueError, match="row"):
         row_lines.load(line.encode())

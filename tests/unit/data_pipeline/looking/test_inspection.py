@@ -18,7 +18,12 @@ from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from trainer.errors import ConfigError, DataError, MissingExtra
 from trainer.examples import PackSpec
 
-SENTENCES = ["the cat sat on the mat", "a dog barks", "[MASK] is no mask here", "çedilla and naïve words\nin two lines"]
+SENTENCES = [
+    "the cat sat on the mat",
+    "a dog barks",
+    "[MASK] is no mask here",
+    "çedilla and naïve words\nin two lines",
+]
 
 
 def run(*arguments: str) -> int:
@@ -36,12 +41,22 @@ def text_dataset(tmp_path: Path, request) -> Path:
     tokenizer = TokenizerConfig("x", request.param, 400, lowercase=False).train(texts)
     tokenizer.save(folder / "tokenizer")
     origin = np.stack((np.zeros(len(texts)), np.arange(len(texts))), axis=1).astype(np.uint32)
-    shard = write_shard(folder / "train-000000.tar", tokenizer.encode_batch(texts), origin, np.dtype(np.uint16))
+    shard = write_shard(
+        folder / "train-000000.tar", tokenizer.encode_batch(texts), origin, np.dtype(np.uint16)
+    )
     splits = {"train": (shard,), "heldout": ()}
     size = tokenizer.vocabulary.size
-    Manifest(FORMAT, tokenizer.fingerprint, size, "uint16", {}, ("corpus.txt",), 123, {"broken JSON": 3}, splits).save(
-        folder
-    )
+    Manifest(
+        FORMAT,
+        tokenizer.fingerprint,
+        size,
+        "uint16",
+        {},
+        ("corpus.txt",),
+        123,
+        {"broken JSON": 3},
+        splits,
+    ).save(folder)
     return folder
 
 
@@ -66,14 +81,19 @@ def test_figures_are_those_of_the_shards(write_dataset) -> None:
     inspection = inspect(dataset)
     tokens = sum(shard.tokens for shard in dataset.shards("train"))
     assert inspection.histogram.sum() == 150
-    lengths = np.concatenate([dataset.open_shard(shard).length for shard in dataset.shards("train")])
+    lengths = np.concatenate(
+        [dataset.open_shard(shard).length for shard in dataset.shards("train")]
+    )
     assert inspection.histogram.tolist() == [((lengths >= lo) & (lengths < hi)).sum() for lo, hi in
                                              [(0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32), (32, 64)]]  # fmt: skip
     assert len(inspection.forecasts) == 6
     for forecast in inspection.forecasts:
         spec = PackSpec(forecast.sequence_length, 1, 1)
         assert forecast.tokens == tokens
-        assert forecast.examples == PackedSplit(dataset, "train", spec, forecast.policy, seed=0).counts.sum()
+        assert (
+            forecast.examples
+            == PackedSplit(dataset, "train", spec, forecast.policy, seed=0).counts.sum()
+        )
         assert forecast.real_share == tokens / (forecast.examples * forecast.sequence_length)
 
 
@@ -106,7 +126,9 @@ def test_an_empty_dataset_has_nothing_to_inspect(write_dataset) -> None:
 
 
 def test_shown_text_is_the_documents_with_masks_marked(text_dataset, experiment) -> None:
-    output = printed(text_dataset, experiment, "data.packing=padded", "objective.mask_fraction=0.3", count=120)
+    output = printed(
+        text_dataset, experiment, "data.packing=padded", "objective.mask_fraction=0.3", count=120
+    )
     pieces = [line for line in output.splitlines() if line.startswith("corpus.txt:")]
     assert len(pieces) == 120
     lines = {int(piece.split()[0].rpartition(":")[2]) for piece in pieces}
@@ -118,7 +140,10 @@ def test_shown_text_is_the_documents_with_masks_marked(text_dataset, experiment)
             text = piece.split("  ", 1)[1]
             for special in ("[CLS]", "[SEP]", "<s>", "</s>"):
                 text = text.replace(special, "")
-            plain = "".join(part.partition("→")[0].rstrip("=") if inside else part for inside, part in _marked(text))
+            plain = "".join(
+                part.partition("→")[0].rstrip("=") if inside else part
+                for inside, part in _marked(text)
+            )
             assert plain.replace(" ", "") == f"a dog barks, number {number}".replace(" ", "")
 
 
@@ -130,7 +155,10 @@ def _marked(text: str) -> list[tuple[bool, str]]:
 
 def test_shown_examples_are_those_of_training(text_dataset, experiment) -> None:
     together = printed(text_dataset, experiment, count=3).split("\nexample ")
-    assert printed(text_dataset, experiment, index=2).split("\nexample ")[1].strip() == together[3].strip()
+    assert (
+        printed(text_dataset, experiment, index=2).split("\nexample ")[1].strip()
+        == together[3].strip()
+    )
     assert together[1] != printed(text_dataset, experiment, "seed=1").split("\nexample ")[1]
 
 
@@ -160,7 +188,10 @@ def test_a_tokenizer_of_another_dataset_is_refused(text_dataset, experiment) -> 
 
 
 def test_the_command_shows_examples(text_dataset, experiment, capsys) -> None:
-    assert run("show", str(text_dataset), "--objective", experiment, "--index", "5", "--count", "2") == 0
+    assert (
+        run("show", str(text_dataset), "--objective", experiment, "--index", "5", "--count", "2")
+        == 0
+    )
     output = capsys.readouterr().out
     assert "example 5:" in output
     assert "example 6:" in output

@@ -19,9 +19,13 @@ from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 CAT = "the cat sat on the mat"
 
 
-def shown(folder: Path, kind: str, texts: list[str], label: list[float], names: list[str], *settings: str) -> Any:
+def shown(
+    folder: Path, kind: str, texts: list[str], label: list[float], names: list[str], *settings: str
+) -> Any:
     """What is printed of a dataset with one row, a line each; labels of tags and spans are of words."""
-    tokenizer = TokenizerConfig("x", "wordpiece", 400).train([CAT, "a dog barks", "where did it sit"] * 30)
+    tokenizer = TokenizerConfig("x", "wordpiece", 400).train(
+        [CAT, "a dog barks", "where did it sit"] * 30
+    )
     tokenizer.save(folder / "tokenizer")
     words = [[len(tokens) for tokens in tokenizer.encode_batch(text.split())] for text in texts]
     before, last = sum(map(sum, words[:-1])), [0, *itertools.accumulate(words[-1])]
@@ -34,16 +38,24 @@ def shown(folder: Path, kind: str, texts: list[str], label: list[float], names: 
         values = np.full(last[-1], -1, dtype=np.float32)
         values[last[:-1]] = label
     elif kind == "question_answering" and label:
-        values = np.array([before + last[int(label[0])], before + last[int(label[1]) + 1] - 1], dtype=np.float32)
+        values = np.array(
+            [before + last[int(label[0])], before + last[int(label[1]) + 1] - 1], dtype=np.float32
+        )
     starts = np.cumsum([0, *map(sum, words[:-1])])
     row = np.concatenate(tokenizer.encode_batch(texts))
     origin = np.array([(0, 7)], dtype=np.uint32)
-    shard = write_shard(folder / "train-000000.tar", [row], origin, np.dtype(np.uint16), [starts], [values])
+    shard = write_shard(
+        folder / "train-000000.tar", [row], origin, np.dtype(np.uint16), [starts], [values]
+    )
     size, task = tokenizer.vocabulary.size, {"task": {"target": kind, "labels": names}}
     splits = {"train": (shard,), "heldout": ()}
-    manifest = Manifest(FORMAT, tokenizer.fingerprint, size, "uint16", {}, ("rows.jsonl",), 1, {}, splits, task)
+    manifest = Manifest(
+        FORMAT, tokenizer.fingerprint, size, "uint16", {}, ("rows.jsonl",), 1, {}, splits, task
+    )
     manifest.save(folder)
-    (folder / "experiment.yaml").write_text("data: {path: elsewhere, packing: padded, sequence_length: 32, lanes: 1}")
+    (folder / "experiment.yaml").write_text(
+        "data: {path: elsewhere, packing: padded, sequence_length: 32, lanes: 1}"
+    )
     console = Console(file=io.StringIO(), width=100)
     show(str(folder), str(folder / "experiment.yaml"), settings, 0, 1, console)
     assert isinstance(console.file, io.StringIO)
@@ -82,6 +94,8 @@ def test_an_answer_that_no_window_holds_is_not_marked(tmp_path: Path) -> None:
     """As the model sees it, which is to say that there is no answer in such a window."""
     settings = ["objective={kind: question_answering, stride: 1}", "objective.question_length=1"]
     texts = ["it", f"{CAT} horsehorse"]
-    lines = shown(tmp_path, "question_answering", texts, [5, 6], [], *settings, "data.sequence_length=8")
+    lines = shown(
+        tmp_path, "question_answering", texts, [5, 6], [], *settings, "data.sequence_length=8"
+    )
     assert lines[-1] == "→ no answer here"
     assert "[→" not in "".join(lines)

@@ -7,7 +7,13 @@ import pytest
 
 from data_pipeline.order.exclusions import Exclusions
 from data_pipeline.reading.config import Config
-from tests.unit.data_pipeline.loaders import Rows, assert_same, global_batches, make_loader, valid_rows
+from tests.unit.data_pipeline.loaders import (
+    Rows,
+    assert_same,
+    global_batches,
+    make_loader,
+    valid_rows,
+)
 from trainer.errors import ConfigError, DataError
 
 RANGES = [(0, 3), (30, 40), (40, 41), (100, 140), (200, 201)]
@@ -18,7 +24,9 @@ def numbers(batches: list[Rows]) -> list[int]:
 
 
 @pytest.mark.parametrize("ranges", [[], [(0, 1)], RANGES, [(5, 9), (7, 30), (2, 6)]])
-def test_numbers_are_those_of_a_list_without_the_excluded_ones(ranges: list[tuple[int, int]]) -> None:
+def test_numbers_are_those_of_a_list_without_the_excluded_ones(
+    ranges: list[tuple[int, int]],
+) -> None:
     excluded, gone = Exclusions(ranges), {number for part in ranges for number in range(*part)}
     left = [number for number in range(400) if number not in gone]
     for start in range(0, 210, 7):
@@ -34,7 +42,9 @@ def test_numbers_are_those_of_a_list_without_the_excluded_ones(ranges: list[tupl
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("threads", [0, 2])
-def test_batches_are_those_without_the_excluded_examples(write_dataset: Any, count: int, threads: int) -> None:
+def test_batches_are_those_without_the_excluded_examples(
+    write_dataset: Any, count: int, threads: int
+) -> None:
     batches = global_batches(write_dataset(), 12, count, exclude=tuple(RANGES), threads=threads)
     assert all(len(rows["number"]) == 24 for rows in batches)
     gone = {number for part in RANGES for number in range(*part)}
@@ -45,13 +55,17 @@ def test_batches_are_those_without_the_excluded_examples(write_dataset: Any, cou
         for n, row in zip(rows["number"].tolist(), rows["digest"].tolist(), strict=True)
     }
     assert all(
-        whole[n] == d for rows in batches for n, d in zip(rows["number"].tolist(), rows["digest"].tolist(), strict=True)
+        whole[n] == d
+        for rows in batches
+        for n, d in zip(rows["number"].tolist(), rows["digest"].tolist(), strict=True)
     )
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("threads", [0, 2])
-def test_a_step_is_taken_again_with_the_examples_that_follow(write_dataset: Any, count: int, threads: int) -> None:
+def test_a_step_is_taken_again_with_the_examples_that_follow(
+    write_dataset: Any, count: int, threads: int
+) -> None:
     """Steps 3, 4 and its second try are faulty; later ones are excluded as well, and the run is cut in between."""
     folder, replicas = write_dataset(), []
     for index in range(count):
@@ -94,7 +108,9 @@ def test_resuming_before_inside_and_after_an_excluded_range(write_dataset: Any, 
             next(loader)
         state = loader.state_dict()
     assert_same(whole[steps:], global_batches(folder, 12 - steps, 3, state=state))
-    assert_same(whole[steps:], global_batches(folder, 12 - steps, 2, state=state, exclude=tuple(RANGES)))
+    assert_same(
+        whole[steps:], global_batches(folder, 12 - steps, 2, state=state, exclude=tuple(RANGES))
+    )
 
 
 def test_the_examples_of_a_step_are_told(write_dataset: Any) -> None:
@@ -113,7 +129,8 @@ def test_exclusions_that_come_too_late_are_refused(write_dataset: Any) -> None:
         next(loader)
         state = loader.state_dict()
     with pytest.raises(
-        DataError, match=r"data.exclude \[\[23, 24\]\] has examples before 24, which .*older checkpoint"
+        DataError,
+        match=r"data.exclude \[\[23, 24\]\] has examples before 24, which .*older checkpoint",
     ):
         make_loader(folder, exclude=((23, 24),)).load_state_dict(state)
     make_loader(folder, exclude=((24, 25),)).load_state_dict(state)
@@ -128,7 +145,10 @@ def test_impossible_ranges_are_refused(part: tuple[int, ...]) -> None:
 def test_evaluation_excludes_nothing(write_dataset: Any) -> None:
     folder = write_dataset(heldout=2)
     first, second = (
-        [valid_rows(step) for step in make_loader(folder, split="heldout", finite=True, exclude=exclude)]
+        [
+            valid_rows(step)
+            for step in make_loader(folder, split="heldout", finite=True, exclude=exclude)
+        ]
         for exclude in ((), ((0, 30),))
     )
     assert_same(first, second)

@@ -17,11 +17,23 @@ from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.config import Config
 from data_pipeline.reading.dataset import PackedSplit
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
-from tests.unit.data_pipeline.loaders import SPEC, Replica, Rows, assert_same, join, lay_out, valid_rows
+from tests.unit.data_pipeline.loaders import (
+    SPEC,
+    Replica,
+    Rows,
+    assert_same,
+    join,
+    lay_out,
+    valid_rows,
+)
 from trainer.errors import ConfigError, DataError
 
 COUNTS = {"a": [100, 40, 7, 93], "b": [31, 60], "c": [5, 9, 80, 2, 44]}
-SHARES = [{"a": 2458, "b": 1229, "c": 409}, {"a": 100, "c": 3996}, {"a": 1366, "b": 1365, "c": 1365}]
+SHARES = [
+    {"a": 2458, "b": 1229, "c": 409},
+    {"a": 100, "c": 3996},
+    {"a": 1366, "b": 1365, "c": 1365},
+]
 
 
 def orders(lanes: int) -> dict[str, Order]:
@@ -56,7 +68,13 @@ def test_batches_keep_the_shares(shares: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("lanes", [1, 8, 13])
 def test_every_pass_of_every_source_has_each_example_once(lanes: int) -> None:
-    parts = [(0, SHARES[0]), (1001, SHARES[1]), (1500, SHARES[2]), (1501, SHARES[0]), (9999, SHARES[2])]
+    parts = [
+        (0, SHARES[0]),
+        (1001, SHARES[1]),
+        (1500, SHARES[2]),
+        (1501, SHARES[0]),
+        (9999, SHARES[2]),
+    ]
     order = MixedOrder(Schedule.of(parts), orders(lanes))
     number = np.arange(16_000)
     at, source = order.locate(number), sources_of(order, number)
@@ -76,7 +94,9 @@ def test_every_pass_of_every_source_has_each_example_once(lanes: int) -> None:
 def test_a_place_depends_on_nothing_that_comes_later_or_has_no_share() -> None:
     number = np.arange(5000)
     at = MixedOrder(Schedule.of([(0, SHARES[0]), (4000, SHARES[1])]), orders(8)).locate(number)
-    same = MixedOrder(Schedule.of([(0, {**SHARES[0], "z": 0}), (300, SHARES[0])]), orders(8)).locate(number[:4000])
+    same = MixedOrder(
+        Schedule.of([(0, {**SHARES[0], "z": 0}), (300, SHARES[0])]), orders(8)
+    ).locate(number[:4000])
     for name in ("epoch", "shard", "index"):
         assert getattr(at, name)[:4000].tolist() == getattr(same, name).tolist()
     alone = MixedOrder(Schedule.of([(0, {"b": PERIOD})]), {"b": orders(8)["b"]})
@@ -111,25 +131,35 @@ def folders(write_dataset_to: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     """Three datasets without a token in common."""
     parent, made = tmp_path_factory.mktemp("mixture"), {}
     for number, name in enumerate(("wiki", "books", "code")):
-        made[name] = write_dataset_to(parent / name, shards=2 + number, documents=20 + 7 * number, heldout=number)
+        made[name] = write_dataset_to(
+            parent / name, shards=2 + number, documents=20 + 7 * number, heldout=number
+        )
     return made
 
 
 def config(folders: dict[str, Path], mix: dict[str, float], **changes: Any) -> Config:
     sources = tuple(Source(str(folders[name]), weight) for name, weight in mix.items())
-    return Config(sources=sources, sequence_length=32, lanes=8, threads=changes.pop("threads", 0), **changes)
+    return Config(
+        sources=sources, sequence_length=32, lanes=8, threads=changes.pop("threads", 0), **changes
+    )
 
 
-def open_loader(settings: Config, index: int = 0, count: int = 1, size: int = 62, **changes: Any) -> StreamingLoader:
+def open_loader(
+    settings: Config, index: int = 0, count: int = 1, size: int = 62, **changes: Any
+) -> StreamingLoader:
     layout = BatchLayout(size, 16, Replica(index, count))
     order = SplitOrder(seed=7, **changes)
-    return StreamingLoader(settings.open(), settings, order, layout, pack_spec=SPEC, collate=lay_out)
+    return StreamingLoader(
+        settings.open(), settings, order, layout, pack_spec=SPEC, collate=lay_out
+    )
 
 
 MIX = {"wiki": 0.5, "books": 0.3, "code": 0.2}
 
 
-def take(settings: Config, steps: int, count: int = 1, state: Any = None, **changes: Any) -> tuple[list[Rows], Any]:
+def take(
+    settings: Config, steps: int, count: int = 1, state: Any = None, **changes: Any
+) -> tuple[list[Rows], Any]:
     """The global batches of some steps, and the state after them."""
     replicas = []
     for index in range(count):
@@ -142,7 +172,10 @@ def take(settings: Config, steps: int, count: int = 1, state: Any = None, **chan
 
 
 def test_batches_are_the_same_through_resizes(folders: dict[str, Path]) -> None:
-    changes = (Weights(4, {"wiki": 0.1, "books": 0.1, "code": 0.8}), Weights(9, {"wiki": 1, "books": 0, "code": 1}))
+    changes = (
+        Weights(4, {"wiki": 0.1, "books": 0.1, "code": 0.8}),
+        Weights(9, {"wiki": 1, "books": 0, "code": 1}),
+    )
     settings = config(folders, MIX, weights=changes)
     expected, _ = take(settings, 15)
     state, found = None, []
@@ -153,14 +186,19 @@ def test_batches_are_the_same_through_resizes(folders: dict[str, Path]) -> None:
     assert state["mixture"][1][0] == 4 * 62
     assert not any((rows["source"] == 1).any() for rows in expected[9:])
     for rows in expected[:4]:
-        assert np.abs(np.bincount(rows["source"], minlength=3) - 62 * np.array([0.5, 0.3, 0.2])).max() < 6
+        assert (
+            np.abs(np.bincount(rows["source"], minlength=3) - 62 * np.array([0.5, 0.3, 0.2])).max()
+            < 6
+        )
 
 
 def test_every_row_is_of_the_source_that_it_names(folders: dict[str, Path]) -> None:
     """A mixture's examples are those that its sources give by themselves; a digest says of which one."""
     single: dict[tuple[int, int, int], list[int]] = {}
     for source, name in enumerate(MIX):
-        with open_loader(replace(config(folders, {name: 1}), sources=(), path=str(folders[name]))) as loader:
+        with open_loader(
+            replace(config(folders, {name: 1}), sources=(), path=str(folders[name]))
+        ) as loader:
             assert loader.sources == ((str(folders[name]), loader.examples),)
             for rows in (valid_rows(next(loader)) for _ in range(8)):
                 for row in range(62):
@@ -179,7 +217,9 @@ def test_weights_of_steps_to_come_may_change_freely(folders: dict[str, Path]) ->
     late = replace(settings, weights=(Weights(5, {"wiki": 0, "books": 0, "code": 1}),))
     _, state = take(settings, 3)
     assert_same(take(late, 6)[0][3:], take(late, 3, state=state)[0])
-    assert_same(take(late, 7)[0][5:], take(late, 2, state=take(settings, 5)[1])[0])  # the change begins right there
+    assert_same(
+        take(late, 7)[0][5:], take(late, 2, state=take(settings, 5)[1])[0]
+    )  # the change begins right there
 
 
 def test_another_mixture_is_refused_unless_accepted(folders: dict[str, Path]) -> None:
@@ -191,25 +231,38 @@ def test_another_mixture_is_refused_unless_accepted(folders: dict[str, Path]) ->
         (config(folders, {"wiki": 1, "code": 1}), "a dataset of digest [0-9a-f]{12}"),
         (Config(path=str(folders["wiki"]), sequence_length=32, lanes=8), "wiki 1"),
     ):
-        with pytest.raises(DataError, match=rf"(?s){said}.*set data.on_change=accept .* from example 186"):
+        with pytest.raises(
+            DataError, match=rf"(?s){said}.*set data.on_change=accept .* from example 186"
+        ):
             take(changed, 1, state=state)
 
 
-def test_an_accepted_change_is_recorded_and_every_source_goes_on_where_it_was(folders: dict[str, Path]) -> None:
+def test_an_accepted_change_is_recorded_and_every_source_goes_on_where_it_was(
+    folders: dict[str, Path],
+) -> None:
     """Two sources, then three, then without the first one: no example of a finished pass is lost or repeated."""
-    stages = ({"wiki": 0.6, "books": 0.4}, MIX, {"books": 0.5, "code": 0.5}, {"code": 0.2, "wiki": 0.4, "books": 0.4})
+    stages = (
+        {"wiki": 0.6, "books": 0.4},
+        MIX,
+        {"books": 0.5, "code": 0.5},
+        {"code": 0.2, "wiki": 0.4, "books": 0.4},
+    )
     state, batches, names = None, [], []
     for count, weights in enumerate(stages, start=1):
         made, state = take(config(folders, weights, on_change="accept"), 7, count, state)
         batches += made
         names += [[list(weights)[source] for source in rows["source"].tolist()] for rows in made]
     assert [first for first, _ in state["mixture"]] == [0, 7 * 62, 14 * 62, 21 * 62]
-    again, _ = take(config(folders, stages[-1]), 2, 3, state)  # what was accepted need not be accepted again
+    again, _ = take(
+        config(folders, stages[-1]), 2, 3, state
+    )  # what was accepted need not be accepted again
     more, _ = take(config(folders, stages[-1], on_change="accept"), 2, state=state)
     assert_same(again, more)
     rows, of = join(batches), np.concatenate(names)
     for name, size in open_loader(config(folders, MIX)).sources:
-        lane, epoch, example = (rows[column].numpy()[of == name] for column in ("number", "epoch", "example"))
+        lane, epoch, example = (
+            rows[column].numpy()[of == name] for column in ("number", "epoch", "example")
+        )
         finished = min(epoch[lane % 8 == each].max() for each in range(8))
         assert finished >= 1
         for number in range(finished):
@@ -225,7 +278,9 @@ def test_a_past_can_be_made_again_as_it_was_recorded(folders: dict[str, Path]) -
         assert_same([*first[1:], *second], [valid_rows(next(loader)) for _ in range(5)])
     with open_loader(config(folders, {"code": 1})) as loader:
         loader.load_state_dict({**state, "example": 62}, as_recorded=True)
-        with pytest.raises(DataError, match=r"not among data.sources any more .*; add it again, with the weight 0"):
+        with pytest.raises(
+            DataError, match=r"not among data.sources any more .*; add it again, with the weight 0"
+        ):
             next(loader)
 
 
@@ -271,19 +326,25 @@ def test_every_source_keeps_the_shards_open_that_it_reads_from(
 ) -> None:
     """They are 2, 3 and 4, and 9 may be open: with equal parts of those, some would be opened again and again."""
     opened, pack = [], PackedSplit._pack
-    monkeypatch.setattr(PackedSplit, "_pack", lambda split, number: opened.append(number) or pack(split, number))
+    monkeypatch.setattr(
+        PackedSplit, "_pack", lambda split, number: opened.append(number) or pack(split, number)
+    )
     for module in (dataset_module, loader_module, mixed):
         monkeypatch.setattr(module, "max_open_shards", lambda: 9)
     take(config(folders, MIX), 12)
     assert len(opened) == 9
 
 
-def test_evaluation_is_one_pass_over_the_heldout_documents_of_all_sources(folders: dict[str, Path]) -> None:
+def test_evaluation_is_one_pass_over_the_heldout_documents_of_all_sources(
+    folders: dict[str, Path],
+) -> None:
     with open_loader(config(folders, MIX), split="heldout", finite=True) as loader:
         rows = join([valid_rows(step) for step in loader])
         assert [name for name, _ in loader.sources] == ["books", "code"]  # the first has none
         for source, (_, examples) in enumerate(loader.sources):
-            assert sorted(rows["example"][rows["source"] == source].tolist()) == list(range(examples))
+            assert sorted(rows["example"][rows["source"] == source].tolist()) == list(
+                range(examples)
+            )
 
 
 @pytest.mark.parametrize(
@@ -306,14 +367,19 @@ def test_impossible_mixtures_are_refused(folders: dict[str, Path], write_dataset
         ({}, "set path to a dataset, or sources"),
         ({"path": "x", "sources": two}, "leave the other one out"),
         ({"sources": (Source("x/a"), Source("y/a"))}, "same name in a, a"),
-        ({"sources": two, "weights": (Weights(3, {"a": 1}),)}, "of step 3 are of a, and must be of all sources: a, b"),
+        (
+            {"sources": two, "weights": (Weights(3, {"a": 1}),)},
+            "of step 3 are of a, and must be of all sources: a, b",
+        ),
         ({"sources": two, "weights": (Weights(0, {"a": 1, "b": 1}),)}, "step 0 must be at least 1"),
         ({"path": "x", "weights": (Weights(3, {"a": 1}),)}, "data.path is a single dataset"),
     ):
         with pytest.raises(ConfigError, match=message):
             Config(**settings)
     with pytest.raises(ConfigError, match="has the same dataset twice"):
-        Config(sources=(Source(str(folders["wiki"])), Source(str(folders["wiki"]), name="again"))).open()
+        Config(
+            sources=(Source(str(folders["wiki"])), Source(str(folders["wiki"]), name="again"))
+        ).open()
     other = write_dataset("other", shards=2)
     manifest = Manifest.load(other)
     replace(manifest, tokenizer_fingerprint="another").save(other)

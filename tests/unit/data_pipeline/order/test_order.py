@@ -17,7 +17,9 @@ def ids(counts: list[int], order: Order | SinglePass, number: np.ndarray) -> np.
 
 @pytest.mark.parametrize("lanes", [1, 2, 7, 64])
 @pytest.mark.parametrize(
-    "counts", [[64], [1] * 64, [100, 0, 1, 0, 300], [7] * 11, [997, 3, 0], [5000]], ids=lambda c: f"{len(c)}x{max(c)}"
+    "counts",
+    [[64], [1] * 64, [100, 0, 1, 0, 300], [7] * 11, [997, 3, 0], [5000]],
+    ids=lambda c: f"{len(c)}x{max(c)}",
 )
 def test_every_epoch_has_every_example_once(counts: list[int], lanes: int) -> None:
     total, epochs = sum(counts), 4
@@ -73,7 +75,18 @@ def test_golden_values() -> None:
     assert at.shard.tolist() == [0, 0, 0, 0, 1, 6, 0, 0, 1, 5]
     assert at.index.tolist() == [30, 53, 87, 49, 36, 92, 21, 70, 23, 14]
     assert order.batch(30, 8).tolist() == [32, 33, 34, 35, 36, 37, 30, 31]
-    assert permute(np.arange(10), np.full(10, 10), combine(7, np.zeros(10))).tolist() == [8, 5, 3, 7, 0, 6, 2, 4, 9, 1]
+    assert permute(np.arange(10), np.full(10, 10), combine(7, np.zeros(10))).tolist() == [
+        8,
+        5,
+        3,
+        7,
+        0,
+        6,
+        2,
+        4,
+        9,
+        1,
+    ]
 
 
 def test_a_replica_stays_with_few_shards() -> None:
@@ -95,7 +108,9 @@ def test_epochs_are_shuffled_differently() -> None:
 
 def test_seeds_are_shuffled_differently() -> None:
     counts = [500] * 20
-    first, second = (ids(counts, Order(counts, seed=seed, lanes=10), np.arange(10_000)) for seed in (0, 1))
+    first, second = (
+        ids(counts, Order(counts, seed=seed, lanes=10), np.arange(10_000)) for seed in (0, 1)
+    )
     assert (first != second).mean() > 0.99
 
 
@@ -154,19 +169,26 @@ def test_a_single_pass_has_every_example_once_and_ends() -> None:
 def test_the_first_batches_of_a_single_pass_are_a_fair_sample() -> None:
     counts = [1000] * 50
     order = SinglePass(counts)
-    shard = order.locate(np.concatenate([order.batch(start, 250) for start in range(0, 5000, 250)])).shard
-    found = np.bincount(shard, minlength=50)  # a tenth of each shard: mean 100, standard deviation 9.5
+    shard = order.locate(
+        np.concatenate([order.batch(start, 250) for start in range(0, 5000, 250)])
+    ).shard
+    found = np.bincount(
+        shard, minlength=50
+    )  # a tenth of each shard: mean 100, standard deviation 9.5
     assert 60 < found.min() <= found.max() < 140
 
 
 @pytest.mark.parametrize("batch_size", [16, 48, 64, 256])
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_the_working_set_is_what_a_replica_reads_from_at_a_time(batch_size: int, count: int) -> None:
+def test_the_working_set_is_what_a_replica_reads_from_at_a_time(
+    batch_size: int, count: int
+) -> None:
     order = Order([100] * 512, seed=0, lanes=64, window=2)
     window_steps = 2 * 100 * 64 // batch_size  # in which each lane goes through one window
     for index in {0, count - 1}:
         rows = [
-            order.batch(step * batch_size, batch_size)[share(batch_size, index, count)] for step in range(window_steps)
+            order.batch(step * batch_size, batch_size)[share(batch_size, index, count)]
+            for step in range(window_steps)
         ]
         found = len(np.unique(order.locate(np.concatenate(rows)).shard))
         assert found <= order.working_set(batch_size, index, count) <= min(512, 2 * found)
@@ -174,4 +196,6 @@ def test_the_working_set_is_what_a_replica_reads_from_at_a_time(batch_size: int,
 
 def test_the_working_set_of_few_shards_is_all_of_them() -> None:
     assert Order([100] * 5, seed=0, lanes=64).working_set(4096, 0, 1) == 5
-    assert Order([100] * 5000, seed=0, lanes=99_991).working_set(4096, 0, 1) == 5000  # in bounded time and memory
+    assert (
+        Order([100] * 5000, seed=0, lanes=99_991).working_set(4096, 0, 1) == 5000
+    )  # in bounded time and memory

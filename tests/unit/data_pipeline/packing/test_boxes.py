@@ -16,10 +16,17 @@ def sentences(pairs: int, seed: int = 0) -> np.ndarray:
     """Lengths of sentences and their translations: int64 [pairs, 2]."""
     random = np.random.default_rng(seed)
     source = np.clip(random.lognormal(3.2, 0.6, pairs), 1, 250)
-    return np.stack((source, np.clip(source * random.lognormal(0, 0.25, pairs), 1, 250)), axis=1).astype(np.int64) + 1
+    return (
+        np.stack(
+            (source, np.clip(source * random.lognormal(0, 0.25, pairs), 1, 250)), axis=1
+        ).astype(np.int64)
+        + 1
+    )
 
 
-def assert_no_overlap(example: np.ndarray, offset: np.ndarray, cost: np.ndarray, size: tuple[int, int]) -> None:
+def assert_no_overlap(
+    example: np.ndarray, offset: np.ndarray, cost: np.ndarray, size: tuple[int, int]
+) -> None:
     """On each side the pieces of an example lie end to end from its first cell, and inside it."""
     assert set(example.tolist()) == set(range(example.max(initial=-1) + 1))
     for side in (0, 1):
@@ -42,7 +49,16 @@ def test_pieces_fit_without_overlap(size: tuple[int, int], pairs: int) -> None:
 
 @pytest.mark.parametrize(
     "cost",
-    [[], [[5, 9]], [[5, 9], [5, 9]], [[1, 1]] * 1000, [[5, 1]] * 9, [[1, 9]] * 9, [[5, 1], [1, 9]] * 5, [[2, 4]] * 7],
+    [
+        [],
+        [[5, 9]],
+        [[5, 9], [5, 9]],
+        [[1, 1]] * 1000,
+        [[5, 1]] * 9,
+        [[1, 9]] * 9,
+        [[5, 1], [1, 9]] * 5,
+        [[2, 4]] * 7,
+    ],
     ids=lambda cost: f"{len(cost)}x{cost[:1]}",
 )
 def test_hard_costs(cost: list[list[int]]) -> None:

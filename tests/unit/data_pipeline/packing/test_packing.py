@@ -53,7 +53,18 @@ def test_every_token_is_in_exactly_one_piece(policy: str, spec: PackSpec) -> Non
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "lengths",
-    [[1], [0, 0, 1], [14], [15], [13, 14, 15], [100_000], [1] * 1000, [14] * 50, [13] * 50, [0, 5, 0, 0, 28, 0]],
+    [
+        [1],
+        [0, 0, 1],
+        [14],
+        [15],
+        [13, 14, 15],
+        [100_000],
+        [1] * 1000,
+        [14] * 50,
+        [13] * 50,
+        [0, 5, 0, 0, 28, 0],
+    ],
     ids=lambda lengths: f"{len(lengths)}x{max(lengths)}",
 )
 def test_hard_lengths(policy: str, lengths: list[int]) -> None:
@@ -82,17 +93,24 @@ def test_concat_fills_every_window_but_the_last() -> None:
 
 
 def test_concat_by_hand() -> None:
-    packed = plan([3, 0, 5, 4], PackSpec(8, 1, 1), "concat")  # cells aaa|bbb bb|cccc, "|" a separator, windows of 6
+    packed = plan(
+        [3, 0, 5, 4], PackSpec(8, 1, 1), "concat"
+    )  # cells aaa|bbb bb|cccc, "|" a separator, windows of 6
     assert packed.document.tolist() == [0, 2, 2, 3, 3]
     assert packed.begin.tolist() == [0, 0, 2, 0, 2]
-    rows = [slice(a, b) for a, b in zip(packed.example_start[:-1], packed.example_start[1:], strict=True)]
+    rows = [
+        slice(a, b)
+        for a, b in zip(packed.example_start[:-1], packed.example_start[1:], strict=True)
+    ]
     assert [packed.document[row].tolist() for row in rows] == [[0, 2], [2, 3], [3]]
     assert [packed.column[row].tolist() for row in rows] == [[1, 5], [1, 5], [1]]
     assert [packed.length[row].tolist() for row in rows] == [[3, 2], [3, 2], [2]]
 
 
 def test_concat_drops_a_separator_that_would_begin_a_row() -> None:
-    packed = plan([8, 5, 3], PackSpec(10, 1, 1), "concat")  # the first document fills the first window
+    packed = plan(
+        [8, 5, 3], PackSpec(10, 1, 1), "concat"
+    )  # the first document fills the first window
     assert packed.column.tolist() == [1, 1, 7, 1]
     assert packed.length.tolist() == [8, 5, 1, 2]
 
@@ -100,7 +118,9 @@ def test_concat_drops_a_separator_that_would_begin_a_row() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_cell_that_is_attended_to_is_padding(policy: str) -> None:
     pad, cls, sep, mask = range(4)
-    objective = mlm.Config(replace_random=0.0).build(Vocabulary(10, pad, cls, sep, mask, (pad, cls, sep, mask)))
+    objective = mlm.Config(replace_random=0.0).build(
+        Vocabulary(10, pad, cls, sep, mask, (pad, cls, sep, mask))
+    )
     for length in (4, 10, 16):
         spec = objective.pack_spec(length)
         lengths = np.random.default_rng(length).integers(1, 2 * length, 300)
@@ -117,7 +137,9 @@ def test_no_cell_that_is_attended_to_is_padding(policy: str) -> None:
         batch = objective.collate(examples, length)
         tokens, segments = batch["tokens"], batch["segments"]
         assert ((tokens == pad) == (segments == 0)).all()
-        assert (tokens == cls).sum() == (packed.examples if policy == "concat" else len(packed.document))
+        assert (tokens == cls).sum() == (
+            packed.examples if policy == "concat" else len(packed.document)
+        )
         assert (tokens == sep).sum() == len(packed.document)
         assert (tokens[:, 1] > sep).all()
 
@@ -190,12 +212,16 @@ def test_counting_is_much_cheaper_than_planning(policy: str) -> None:
     assert seconds[1] < 0.6 * seconds[0], seconds
 
 
-@pytest.mark.parametrize(("policy", "documents"), [("concat", 500_000), ("padded", 500_000), ("best_fit", 50_000)])
+@pytest.mark.parametrize(
+    ("policy", "documents"), [("concat", 500_000), ("padded", 500_000), ("best_fit", 50_000)]
+)
 def test_speed(policy: str, documents: int) -> None:
     lengths = np.random.default_rng(0).integers(1, 300, documents)
     begin = time.process_time()
     plan(lengths, PackSpec(128, 1, 1), policy)
-    assert time.process_time() - begin < 3  # measured: 0.2 s; a Python loop over documents would take longer
+    assert (
+        time.process_time() - begin < 3
+    )  # measured: 0.2 s; a Python loop over documents would take longer
 
 
 def test_ranges() -> None:

@@ -16,7 +16,9 @@ from trainer.hashing import combine, mix, name_key, uniform
 SPEC = PackSpec(32, 1, 1)
 
 
-def make_shard(documents: int, sentences: int, longest: int = 20, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def make_shard(
+    documents: int, sentences: int, longest: int = 20, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """Lengths of documents, and where their sentences begin; a document has 1 to `sentences` of them."""
     random = np.random.default_rng(seed)
     count = random.integers(1, sentences + 1, documents)
@@ -93,15 +95,26 @@ def bert_pairs(
 def segments(packed: PackPlan, lengths: np.ndarray) -> list[tuple[list[int], list[int], bool]]:
     """A plan in the terms of `bert_pairs`; tokens are numbered through the shard."""
     begin = (np.cumsum(lengths) - lengths)[packed.document] + packed.begin
-    runs = [list(range(b, b + n)) for b, n in zip(begin.tolist(), packed.length.tolist(), strict=True)]
+    runs = [
+        list(range(b, b + n)) for b, n in zip(begin.tolist(), packed.length.tolist(), strict=True)
+    ]
     return list(zip(runs[::2], runs[1::2], packed.random.tolist(), strict=True))
 
 
 @pytest.mark.parametrize(
     ("documents", "sentences", "longest", "width"),
-    [(40, 30, 20, 64), (20, 20, 20, 16), (200, 3, 10, 32), (2, 200, 30, 128), (10, 4, 300, 32), (30, 20, 2, 5)],
+    [
+        (40, 30, 20, 64),
+        (20, 20, 20, 16),
+        (200, 3, 10, 32),
+        (2, 200, 30, 128),
+        (10, 4, 300, 32),
+        (30, 20, 2, 5),
+    ],
 )
-def test_pairs_are_those_of_berts_own_algorithm(documents: int, sentences: int, longest: int, width: int) -> None:
+def test_pairs_are_those_of_berts_own_algorithm(
+    documents: int, sentences: int, longest: int, width: int
+) -> None:
     for seed in range(3):
         lengths, starts = make_shard(documents, sentences, longest, seed)
         tokens = np.split(np.arange(lengths.sum()), starts[1:])
@@ -110,7 +123,9 @@ def test_pairs_are_those_of_berts_own_algorithm(documents: int, sentences: int, 
         texts = [[s.tolist() for s in tokens[a:b]] for a, b in itertools.pairwise(bounds)]
         packed = plan(lengths, starts, PackSpec(width, 1, 1), key=seed + 7, epoch=seed)
         assert segments(packed, lengths) == bert_pairs(texts, width - 3, Choices(seed + 7, seed))
-        assert packed.examples == count_examples(lengths, starts, PackSpec(width, 1, 1), key=seed + 7)
+        assert packed.examples == count_examples(
+            lengths, starts, PackSpec(width, 1, 1), key=seed + 7
+        )
 
 
 def test_rows_have_room_for_their_special_tokens() -> None:
@@ -136,7 +151,9 @@ def test_half_of_the_seconds_are_random_and_from_other_documents() -> None:
     alone = packed.begin[::2] + packed.length[::2] == lengths[packed.document[::2]]
     assert packed.random[~alone].mean() == pytest.approx(0.5, abs=0.02)
     chosen = np.bincount(packed.document[1::2][packed.random], minlength=3000)
-    assert chosen.var() == pytest.approx(chosen.mean(), rel=0.15)  # every document as often as any other: Poisson
+    assert chosen.var() == pytest.approx(
+        chosen.mean(), rel=0.15
+    )  # every document as often as any other: Poisson
 
 
 def test_a_tenth_of_the_documents_makes_short_examples() -> None:
@@ -156,13 +173,17 @@ def test_tokens_are_lost_to_truncation_only() -> None:
     own = np.ones(2 * packed.examples, dtype=bool)
     own[1::2] = ~packed.random
     seen = np.zeros(lengths.sum(), dtype=int)
-    np.add.at(seen, ranges(first_token[packed.document[own]] + packed.begin[own], packed.length[own]), 1)
+    np.add.at(
+        seen, ranges(first_token[packed.document[own]] + packed.begin[own], packed.length[own]), 1
+    )
     assert (seen == 1).all()
 
 
 def test_an_epoch_changes_random_seconds_and_nothing_else() -> None:
     lengths, starts = make_shard(500, 20)
-    first, again, later = (plan(lengths, starts, PackSpec(64, 1, 1), 3, epoch) for epoch in (0, 0, 1))
+    first, again, later = (
+        plan(lengths, starts, PackSpec(64, 1, 1), 3, epoch) for epoch in (0, 0, 1)
+    )
     assert segments(first, lengths) == segments(again, lengths)
     assert (first.random == later.random).all()
     assert (first.document[::2] == later.document[::2]).all()
@@ -191,7 +212,9 @@ def test_empty_documents_take_no_part() -> None:
     gaps = np.sort(np.random.default_rng(0).integers(0, 50, 30))
     packed, without = plan(np.insert(lengths, gaps, 0), starts, SPEC), plan(lengths, starts, SPEC)
     assert (np.insert(lengths, gaps, 0)[packed.document] > 0).all()
-    assert packed.examples == pytest.approx(without.examples, rel=0.3)  # documents are keyed by their numbers
+    assert packed.examples == pytest.approx(
+        without.examples, rel=0.3
+    )  # documents are keyed by their numbers
 
 
 def test_sentences_longer_than_the_room_are_cut_to_halves() -> None:
@@ -215,9 +238,13 @@ def test_golden_pairs() -> None:
     assert packed.length.tolist() == [15, 14, 1, 28, 4, 20, 16, 13, 19, 1, 11, 18]
 
 
-@pytest.mark.parametrize(("documents", "sentences"), [(15_000, 20), (8, 30_000)], ids=["web", "books"])
+@pytest.mark.parametrize(
+    ("documents", "sentences"), [(15_000, 20), (8, 30_000)], ids=["web", "books"]
+)
 def test_speed(documents: int, sentences: int) -> None:
     lengths, starts = make_shard(documents, sentences, longest=50)
     begin = time.process_time()
     plan(lengths, starts, PackSpec(128, 1, 1))
-    assert time.process_time() - begin < 2  # measured: 0.1 s for 3M tokens, be it many documents or few long ones
+    assert (
+        time.process_time() - begin < 2
+    )  # measured: 0.1 s for 3M tokens, be it many documents or few long ones

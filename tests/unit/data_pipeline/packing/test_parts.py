@@ -12,7 +12,13 @@ import pytest
 from data_pipeline.format.manifest import FORMAT, Manifest
 from data_pipeline.format.shards import ShardIndex
 from data_pipeline.packing import parts
-from data_pipeline.packing.policies import check_policy, count_shard, needs_parts, packing_digest, plan_shard
+from data_pipeline.packing.policies import (
+    check_policy,
+    count_shard,
+    needs_parts,
+    packing_digest,
+    plan_shard,
+)
 from trainer.errors import ConfigError, DataError
 from trainer.examples import Examples, PackSpec, Parts
 from trainer.tasks import TaskKind
@@ -29,13 +35,21 @@ def shard_of(rows: list[list[int]]) -> ShardIndex:
 
 def random_rows(texts: tuple[int, ...], rows: int, longest: int) -> list[list[int]]:
     draw = np.random.default_rng(longest)
-    return [draw.integers(1, longest, draw.choice(texts), endpoint=True).tolist() for _ in range(rows)]
+    return [
+        draw.integers(1, longest, draw.choice(texts), endpoint=True).tolist() for _ in range(rows)
+    ]
 
 
-KINDS: dict[str, TaskKind] = {"joined": "classification", "windows": "tagging", "choices": "multiple_choice"}
+KINDS: dict[str, TaskKind] = {
+    "joined": "classification",
+    "windows": "tagging",
+    "choices": "multiple_choice",
+}
 
 
-def spec_of(length: int, layout: str = "joined", prefix: int = 1, suffix: int = 1, **settings: Any) -> PackSpec:
+def spec_of(
+    length: int, layout: str = "joined", prefix: int = 1, suffix: int = 1, **settings: Any
+) -> PackSpec:
     return PackSpec(length, prefix, suffix, parts=Parts(KINDS[layout], **settings))
 
 
@@ -69,8 +83,12 @@ def truncated(lengths: list[int], room: int) -> list[int]:
 
 
 @pytest.mark.parametrize("texts", [(1,), (2,), (1, 2), (1, 2, 3, 5)])
-@pytest.mark.parametrize(("length", "prefix", "suffix", "between"), [(24, 1, 1, 1), (31, 1, 1, 2), (18, 0, 1, 1)])
-def test_joined_texts_are_cut_one_token_at_a_time_from_the_longest(texts, length, prefix, suffix, between):
+@pytest.mark.parametrize(
+    ("length", "prefix", "suffix", "between"), [(24, 1, 1, 1), (31, 1, 1, 2), (18, 0, 1, 1)]
+)
+def test_joined_texts_are_cut_one_token_at_a_time_from_the_longest(
+    texts, length, prefix, suffix, between
+):
     rows = random_rows(texts, 400, longest=20)
     examples = examples_of(rows, spec_of(length, prefix=prefix, suffix=suffix, between=between))
     assert len(examples) == len(rows)
@@ -87,7 +105,9 @@ def test_rows_that_fit_keep_every_token_once():
     for layout in ("joined", "windows"):
         fitting = [row for row in rows if len(row) < 3] if layout == "windows" else rows
         for row, pieces in zip(fitting, examples_of(fitting, spec_of(64, layout)), strict=True):
-            kept = np.concatenate([np.arange(piece.begin, piece.begin + piece.length) for piece in pieces])
+            kept = np.concatenate(
+                [np.arange(piece.begin, piece.begin + piece.length) for piece in pieces]
+            )
             assert kept.tolist() == list(range(sum(row)))
             assert [piece.length for piece in pieces] == row
 
@@ -110,7 +130,9 @@ def doc_spans(tokens: int, room: int, stride: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("between", [1, 2])
 def test_windows_are_those_of_run_squad(stride, most, texts, between):
     rows, length = random_rows(texts, 120, longest=40), 24
-    examples = iter(examples_of(rows, spec_of(length, "windows", between=between, stride=stride, most=most)))
+    examples = iter(
+        examples_of(rows, spec_of(length, "windows", between=between, stride=stride, most=most))
+    )
     for number, row in enumerate(rows):
         # A question that would leave nothing for its text is cut even if no limit is set.
         first = min(row[0], most or row[0], length - 2 - between - 1) if len(row) == 2 else 0
@@ -135,13 +157,20 @@ def test_choices_repeat_the_first_text_side_by_side(choices):
         for choice in range(choices):
             first, second = truncated([row[0], row[1 + choice]], length - 3)
             at = choice * length + 1
-            expected += [(number, 0, first, at), (number, begin[1 + choice], second, at + first + 1)]
+            expected += [
+                (number, 0, first, at),
+                (number, begin[1 + choice], second, at + first + 1),
+            ]
         assert pieces == expected
 
 
 @pytest.mark.parametrize(
     "spec",
-    [spec_of(24, between=2), spec_of(24, "windows", stride=3, most=5), spec_of(24, "choices", choices=2)],
+    [
+        spec_of(24, between=2),
+        spec_of(24, "windows", stride=3, most=5),
+        spec_of(24, "choices", choices=2),
+    ],
     ids=lambda spec: spec.parts.layout,
 )
 def test_filled_cells_are_those_of_texts_and_special_tokens(spec):
@@ -153,19 +182,35 @@ def test_filled_cells_are_those_of_texts_and_special_tokens(spec):
     examples = Examples(np.zeros(0), row, packed.column, packed.length, zeros, zeros, False)
     cells = np.zeros((packed.examples, spec.cells + spec.parts.between), dtype=bool)
     for number, column, length in zip(row, packed.column, packed.length, strict=True):
-        after = spec.parts.between if (column + length + spec.parts.between) in packed.column[row == number] else 1
-        cells[number, column - (column % spec.sequence_length == 1) : column + length + after] = True
+        after = (
+            spec.parts.between
+            if (column + length + spec.parts.between) in packed.column[row == number]
+            else 1
+        )
+        cells[number, column - (column % spec.sequence_length == 1) : column + length + after] = (
+            True
+        )
     assert parts.filled(examples, spec).tolist() == cells.sum(axis=1).tolist()
 
 
 @pytest.mark.parametrize(
     ("rows", "spec", "words"),
     [
-        ([[3, 4], [3, 4, 5]], spec_of(24, "windows"), ["c.jsonl:2: ", "has 3 texts and", "takes 1 or 2", "1 of the 2"]),
+        (
+            [[3, 4], [3, 4, 5]],
+            spec_of(24, "windows"),
+            ["c.jsonl:2: ", "has 3 texts and", "takes 1 or 2", "1 of the 2"],
+        ),
         (
             [[3, 4, 5], [3, 4], [1]],
             spec_of(24, "choices", choices=2),
-            ["c.jsonl:2: ", "has 2 texts and", "takes 3 ", "2 of the 3 rows", "set objective.choices"],
+            [
+                "c.jsonl:2: ",
+                "has 2 texts and",
+                "takes 3 ",
+                "2 of the 3 rows",
+                "set objective.choices",
+            ],
         ),
     ],
 )
@@ -187,7 +232,10 @@ def test_a_row_of_another_number_of_texts_is_named(rows, spec, words):
     ],
 )
 def test_a_length_without_room_for_a_token_of_each_text_is_refused(row, least, settings):
-    with pytest.raises(ConfigError, match=rf"data.sequence_length {least - 1} leaves no cell .* use at least {least}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"data.sequence_length {least - 1} leaves no cell .* use at least {least}",
+    ):
         count_shard(shard_of([row]), spec_of(least - 1, **settings), "padded", 0, ["a"])
     for pieces in examples_of([row], spec_of(least, **settings)):
         assert {piece.length for piece in pieces} == {1}
@@ -195,7 +243,10 @@ def test_a_length_without_room_for_a_token_of_each_text_is_refused(row, least, s
 
 def test_the_digest_tells_apart_all_that_changes_examples_and_is_what_it_was_without_parts():
     changes = [{}, {"between": 2}, {"layout": "windows"}, {"layout": "windows", "stride": 3}]
-    changes += [{"layout": "windows", "most": 3}, *({"layout": "choices", "choices": n} for n in (2, 3))]
+    changes += [
+        {"layout": "windows", "most": 3},
+        *({"layout": "choices", "choices": n} for n in (2, 3)),
+    ]
     specs = [spec_of(24, **settings) for settings in changes] + [spec_of(25), PackSpec(24, 1, 1)]
     assert len({packing_digest(spec, "padded") for spec in specs}) == len(specs)
     assert packing_digest(PackSpec(128, 1, 1), "concat").startswith("730af8f30b81d20c")
@@ -226,9 +277,13 @@ def test_the_objective_and_the_dataset_must_be_of_the_same_task():
     check_policy(manifest_of("classification"), "data", spec, "padded")
     with pytest.raises(ConfigError, match=r"data.packing is concat; use data.packing=padded"):
         check_policy(manifest_of("classification"), "data", spec, "concat")
-    with pytest.raises(DataError, match=r"takes rows for classification, and data holds documents without labels"):
+    with pytest.raises(
+        DataError, match=r"takes rows for classification, and data holds documents without labels"
+    ):
         check_policy(manifest_of(None), "data", spec, "padded")
-    with pytest.raises(DataError, match=r"and data holds rows for tagging; use the objective tagging, or build"):
+    with pytest.raises(
+        DataError, match=r"and data holds rows for tagging; use the objective tagging, or build"
+    ):
         check_policy(manifest_of("tagging"), "data", spec, "padded")
     for policy in ("concat", "best_fit", "padded"):  # pre-training on the texts of rows
         check_policy(manifest_of("tagging"), "data", PackSpec(24, 1, 1), policy)
@@ -238,7 +293,9 @@ def test_planning_takes_no_loop_over_rows():
     draw = np.random.default_rng(0)
     texts = draw.integers(1, 400, 400_000)
     total = texts.reshape(-1, 2).sum(axis=1)
-    shard = ShardIndex(np.cumsum(total) - total, total, np.zeros((len(total), 2)), np.cumsum(texts) - texts)
+    shard = ShardIndex(
+        np.cumsum(total) - total, total, np.zeros((len(total), 2)), np.cumsum(texts) - texts
+    )
     begin = time.perf_counter()
     for spec in (spec_of(128), spec_of(384, "windows", stride=128, most=64)):
         assert parts.count_examples(shard, spec) == parts.plan(shard, spec).examples

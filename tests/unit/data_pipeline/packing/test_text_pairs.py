@@ -18,17 +18,25 @@ def shard_of(lengths: np.ndarray) -> ShardIndex:
     lengths = np.asarray(lengths, dtype=np.int64).reshape(-1, 2)
     total = lengths.sum(axis=1)
     start = np.cumsum(total) - total
-    origin = np.stack((np.zeros(len(total)), np.arange(1, len(total) + 1)), axis=1).astype(np.uint32)
-    return ShardIndex(start, total, origin, np.stack((start, start + lengths[:, 0]), axis=1).reshape(-1))
+    origin = np.stack((np.zeros(len(total)), np.arange(1, len(total) + 1)), axis=1).astype(
+        np.uint32
+    )
+    return ShardIndex(
+        start, total, origin, np.stack((start, start + lengths[:, 0]), axis=1).reshape(-1)
+    )
 
 
 def sentences(pairs: int) -> np.ndarray:
     random = np.random.default_rng(0)
     source = np.clip(random.lognormal(3.2, 0.6, pairs), 1, 120)
-    return np.stack((source, np.clip(source * random.lognormal(0, 0.25, pairs), 1, 110)), axis=1).astype(np.int64)
+    return np.stack(
+        (source, np.clip(source * random.lognormal(0, 0.25, pairs), 1, 110)), axis=1
+    ).astype(np.int64)
 
 
-def spec_of(size: tuple[int, int], joined: bool = False, sources: bool = False, targets: bool = False) -> PackSpec:
+def spec_of(
+    size: tuple[int, int], joined: bool = False, sources: bool = False, targets: bool = False
+) -> PackSpec:
     cut = {"truncate_sources": sources, "truncate_targets": targets}
     return PackSpec(size[0], 0, 0, sides=Sides(size, (), joined), text_pairs=True, **cut)
 
@@ -76,7 +84,9 @@ def test_texts_that_are_too_long_lose_their_end(policy, joined, targets, kept):
     spec = spec_of((10, 3 if targets else 6), joined, sources=True, targets=targets)
     assert count_shard(shard, spec, policy, 0, ["a"]) == 2
     packed = plan_shard(shard, spec, policy)
-    pieces = zip(packed.document.tolist(), packed.begin.tolist(), packed.length.tolist(), strict=True)
+    pieces = zip(
+        packed.document.tolist(), packed.begin.tolist(), packed.length.tolist(), strict=True
+    )
     assert sorted(pieces) == [(0, 0, 3), (0, 3, 2), (1, 0, kept[0]), (1, 40, kept[1])]
 
 
@@ -85,9 +95,16 @@ def test_texts_that_are_too_long_lose_their_end(policy, joined, targets, kept):
     [
         (
             spec_of((10, 7)),
-            ["c.tsv:2: ", "source takes 41 cells, and data.sequence_length is 10", "too few for 1 of the 3"],
+            [
+                "c.tsv:2: ",
+                "source takes 41 cells, and data.sequence_length is 10",
+                "too few for 1 of the 3",
+            ],
         ),
-        (spec_of((10, 7)), ["raise it to at least 41, set objective.truncate_sources=true or remove"]),
+        (
+            spec_of((10, 7)),
+            ["raise it to at least 41, set objective.truncate_sources=true or remove"],
+        ),
         (
             spec_of((50, 6)),
             [
@@ -96,8 +113,14 @@ def test_texts_that_are_too_long_lose_their_end(policy, joined, targets, kept):
                 "raise it to at least 7, set objective.truncate_targets=true or",
             ],
         ),
-        (spec_of((45, 7), joined=True), ["c.tsv:2: ", "pair takes 46 cells", "raise it to at least 46"]),
-        (spec_of((6, 7), joined=True, sources=True), ["c.tsv:2: ", "pair takes 7 cells", "raise it to at least 8 or"]),
+        (
+            spec_of((45, 7), joined=True),
+            ["c.tsv:2: ", "pair takes 46 cells", "raise it to at least 46"],
+        ),
+        (
+            spec_of((6, 7), joined=True, sources=True),
+            ["c.tsv:2: ", "pair takes 7 cells", "raise it to at least 8 or"],
+        ),
     ],
 )
 def test_what_does_not_fit_is_named_with_what_would(spec, words):
@@ -110,4 +133,7 @@ def test_the_digest_tells_apart_all_that_changes_examples():
     flags = itertools.product((False, True), repeat=3)
     specs = [spec_of(size, *flag) for flag in flags for size in ((10, 6), (10, 7))]
     specs.append(PackSpec(10, 0, 0))
-    assert len({packing_digest(spec, policy) for spec in specs for policy in ("best_fit", "padded")}) == 34
+    assert (
+        len({packing_digest(spec, policy) for spec in specs for policy in ("best_fit", "padded")})
+        == 34
+    )

@@ -118,7 +118,9 @@ def test_processes_share_what_they_fetch(shards: Shards, tmp_path: Path) -> None
 wait_for = partial(until, seconds=20)
 
 
-def test_a_process_that_is_killed_while_it_fetches_leaves_no_trouble(shards: Shards, tmp_path: Path) -> None:
+def test_a_process_that_is_killed_while_it_fetches_leaves_no_trouble(
+    shards: Shards, tmp_path: Path
+) -> None:
     cache = make_cache(tmp_path, limit=3 * SIZE)
     shards.web.held = True
     process = start_process(cache, shards, [0])
@@ -137,7 +139,9 @@ def test_a_process_that_is_killed_while_it_fetches_leaves_no_trouble(shards: Sha
     assert shards.kept(cache) == [0, 1]
 
 
-def test_the_shard_that_a_killed_process_was_fetching_is_fetched_anew(shards: Shards, tmp_path: Path) -> None:
+def test_the_shard_that_a_killed_process_was_fetching_is_fetched_anew(
+    shards: Shards, tmp_path: Path
+) -> None:
     cache = make_cache(tmp_path)
     name = hashlib.sha256(shards.content[0]).hexdigest()
     for left in (shards.content[0][: SIZE // 2], bytes(2 * SIZE)):
@@ -147,7 +151,9 @@ def test_the_shard_that_a_killed_process_was_fetching_is_fetched_anew(shards: Sh
         (cache.folder / f"{name}.tar").unlink()
 
 
-def test_a_process_that_is_forked_during_a_download_does_not_keep_its_lock(shards: Shards, tmp_path: Path) -> None:
+def test_a_process_that_is_forked_during_a_download_does_not_keep_its_lock(
+    shards: Shards, tmp_path: Path
+) -> None:
     cache = make_cache(tmp_path)
     shards.web.held = True
     with ThreadPoolExecutor(1) as pool:
@@ -206,7 +212,9 @@ def test_threads_and_evictions_at_once(shards: Shards, tmp_path: Path) -> None:
     cache = make_cache(tmp_path, limit=2 * SIZE)
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(lambda i: shards.get(cache, i * 5 % 8), range(60)))
-    shards.get(cache, min(set(range(8)) - set(shards.kept(cache)), default=0))  # nothing else is in use any more
+    shards.get(
+        cache, min(set(range(8)) - set(shards.kept(cache)), default=0)
+    )  # nothing else is in use any more
     assert len(shards.kept(cache)) <= 2
     assert not partial_files(cache)
 
@@ -221,7 +229,9 @@ def test_a_download_that_is_cut_off_is_repaired(shards: Shards, tmp_path: Path) 
 def test_wrong_bytes_never_get_into_the_cache(shards: Shards, tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
     shards.web.flipped.add("0")
-    with pytest.raises(DataError, match=rf"{shards.web.url}/0 has the SHA-256 .* damaged or replaced"):
+    with pytest.raises(
+        DataError, match=rf"{shards.web.url}/0 has the SHA-256 .* damaged or replaced"
+    ):
         shards.get(cache, 0)
     (shards.web.folder / "1").write_bytes(shards.content[1][:-1])
     with pytest.raises(DataError, match=rf"{shards.web.url}/1 has {SIZE - 1} bytes, not {SIZE}"):
@@ -239,7 +249,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
     options = f"size={4 * 4096}"  # a page for the folder of the cache, one for the lock
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"mounting a small file system needs root: {mounted.stderr.strip()}")
     yield folder
@@ -260,11 +272,15 @@ def test_a_disk_smaller_than_the_limit_is_the_limit(shards: Shards, small_disk: 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=rf"{tmp_path}/file/cache/shards: Not a directory; set data.cache .*writ"):
+    with pytest.raises(
+        DataError, match=rf"{tmp_path}/file/cache/shards: Not a directory; set data.cache .*writ"
+    ):
         ShardCache.open_folder(str(tmp_path / "file/cache")).prepare()
 
 
-def test_the_default_folder_can_be_chosen_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_folder_can_be_chosen_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SAMESTEP_CACHE", str(tmp_path))
     assert ShardCache.open_folder(size="1.5GB") == ShardCache(tmp_path / "shards", 1_500_000_000)
     monkeypatch.setenv("SAMESTEP_CACHE", "")

@@ -19,7 +19,15 @@ from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
 from data_pipeline.reading.remote import TOKENIZER_FILES
 from tests.unit.data_pipeline.conftest import WriteDataset
-from tests.unit.data_pipeline.loaders import SPEC, Replica, Rows, assert_same, join, lay_out, valid_rows
+from tests.unit.data_pipeline.loaders import (
+    SPEC,
+    Replica,
+    Rows,
+    assert_same,
+    join,
+    lay_out,
+    valid_rows,
+)
 from tests.web import WebServer
 from trainer.errors import DataError
 
@@ -58,7 +66,9 @@ def take(
 ) -> tuple[list[Rows], dict[str, Any]]:
     """The global batches of replicas of which each has the dataset in a folder of its own, and their state after."""
     meeting = Meeting(len(folders))
-    settings = Config(path="", sequence_length=32, lanes=8, window=1, threads=threads, on_corrupt="skip")
+    settings = Config(
+        path="", sequence_length=32, lanes=8, window=1, threads=threads, on_corrupt="skip"
+    )
     settings = replace(settings, **changes)
 
     def run(index: int) -> tuple[list[Rows], dict[str, Any]]:
@@ -129,8 +139,12 @@ def test_what_one_node_finds_all_pass_over(sound: Path, corrupt: Path, count: in
     """The shard is damaged on one node only, and whose rows are of it depends on the number of replicas."""
     found = []
     for damaged in range(count):
-        batches, state = take([corrupt if index == damaged else sound for index in range(count)], STEPS)
-        found += [name for _, name, _ in state["corrupt"]]  # or this replica needs no example of the shard
+        batches, state = take(
+            [corrupt if index == damaged else sound for index in range(count)], STEPS
+        )
+        found += [
+            name for _, name, _ in state["corrupt"]
+        ]  # or this replica needs no example of the shard
         assert_same(batches, take([sound], STEPS, {**state, "example": 0})[0])
     assert set(found) == {f"train-{SHARD:06d}.tar"}
 
@@ -142,7 +156,9 @@ def test_a_run_goes_on_without_the_shard(sound: Path, corrupt: Path) -> None:
     assert_same(expected[9:], take([sound] * 3, STEPS - 9, state)[0])
 
 
-def test_a_shard_that_stays_corrupt_on_a_server_is_passed_over(sound: Path, corrupt: Path, tmp_path: Path) -> None:
+def test_a_shard_that_stays_corrupt_on_a_server_is_passed_over(
+    sound: Path, corrupt: Path, tmp_path: Path
+) -> None:
     expected, at_end = take([corrupt], STEPS)
     (corrupt / "tokenizer").mkdir()
     for name in TOKENIZER_FILES:

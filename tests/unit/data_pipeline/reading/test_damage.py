@@ -13,13 +13,21 @@ from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.dataset import Dataset
 from tests.damage import damaged
 from tests.unit.data_pipeline.conftest import WriteDataset
-from tests.unit.data_pipeline.loaders import Rows, assert_same, global_batches, make_loader, valid_rows
+from tests.unit.data_pipeline.loaders import (
+    Rows,
+    assert_same,
+    global_batches,
+    make_loader,
+    valid_rows,
+)
 from tests.web import WebServer
 from trainer.errors import DataError
 
 
 @pytest.mark.parametrize("rounds", [20, pytest.param(250, marks=pytest.mark.chaos)])
-def test_damage_to_a_local_shard_is_noticed_before_it_is_fed(write_dataset: WriteDataset, rounds: int) -> None:
+def test_damage_to_a_local_shard_is_noticed_before_it_is_fed(
+    write_dataset: WriteDataset, rounds: int
+) -> None:
     """The batches before it are right; and whether examples were counted before the damage or after, nothing is fed."""
     folder = write_dataset(shards=3, documents=12, heldout=1)
     settings = {"lanes": 2, "window": 1, "global_batch_size": 6}

@@ -30,14 +30,27 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rows")
     draw = np.random.default_rng(0)
     texts = [
-        " ".join(draw.choice(["red", "green", "blue"], min(60, int(draw.lognormal(2, 0.8)) + 1))) for _ in range(ROWS)
+        " ".join(draw.choice(["red", "green", "blue"], min(60, int(draw.lognormal(2, 0.8)) + 1)))
+        for _ in range(ROWS)
     ]
-    lines = [json.dumps({"text": text, "label": number % 2}) + "\n" for number, text in enumerate(texts)]
+    lines = [
+        json.dumps({"text": text, "label": number % 2}) + "\n" for number, text in enumerate(texts)
+    ]
     (folder / "train.jsonl").write_text("".join(lines))
     (folder / "dev.jsonl").write_text("".join(lines[:130]))
     TokenizerConfig("", "wordpiece", 40).train(texts).save(folder / "tokenizer")
-    source = classification.Config((f"{folder}/train.jsonl",), (f"{folder}/dev.jsonl",), labels=("a", "b"))
-    build(Config(source, TokenizerConfig(f"{folder}/tokenizer"), f"{folder}/built", shard_bytes=8000, workers=1))
+    source = classification.Config(
+        (f"{folder}/train.jsonl",), (f"{folder}/dev.jsonl",), labels=("a", "b")
+    )
+    build(
+        Config(
+            source,
+            TokenizerConfig(f"{folder}/tokenizer"),
+            f"{folder}/built",
+            shard_bytes=8000,
+            workers=1,
+        )
+    )
     return folder / "built"
 
 
@@ -53,7 +66,9 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 
 def names(batch: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
-    columns = (batch[name].tolist() for name in ("number", "epoch", "example", "digest", "dropout_key"))
+    columns = (
+        batch[name].tolist() for name in ("number", "epoch", "example", "digest", "dropout_key")
+    )
     return sorted(zip(*columns, strict=True))
 
 
@@ -62,26 +77,37 @@ def test_replicas_share_the_same_batches_which_are_as_wide_as_they_must_be(datas
     for count in (2, 3):
         together = global_batches(dataset, 45, count, **settings())
         assert [names(batch) for batch in together] == [names(batch) for batch in alone]
-        assert [batch["tokens"].shape[1] for batch in together] == [batch["tokens"].shape[1] for batch in alone]
+        assert [batch["tokens"].shape[1] for batch in together] == [
+            batch["tokens"].shape[1] for batch in alone
+        ]
     widths = [batch["tokens"].shape[1] for batch in alone]
     assert all(
-        width % 8 == 0 and int(batch["filled"].max()) > width - 8 for width, batch in zip(widths, alone, strict=True)
+        width % 8 == 0 and int(batch["filled"].max()) > width - 8
+        for width, batch in zip(widths, alone, strict=True)
     )
     cells = sum(batch["tokens"].numel() for batch in alone)
-    assert sum(int(batch["filled"].sum()) for batch in alone) > 0.75 * cells  # ungrouped, a quarter is text
+    assert (
+        sum(int(batch["filled"].sum()) for batch in alone) > 0.75 * cells
+    )  # ungrouped, a quarter is text
     assert widths != sorted(widths)
 
 
 def test_the_examples_and_their_digests_are_those_without_groups(dataset: Path) -> None:
     """Of one pass over the held-out rows; of training, each pass has every example once."""
     grouped, plain = (
-        [row for step in make_loader(dataset, split="heldout", finite=True, **each) for row in names(valid_rows(step))]
+        [
+            row
+            for step in make_loader(dataset, split="heldout", finite=True, **each)
+            for row in names(valid_rows(step))
+        ]
         for each in (settings(), settings(group_by_length=None))
     )
     assert sorted(row[2:4] for row in grouped) == sorted(row[2:4] for row in plain)
     assert len(grouped) == 130
     with make_loader(dataset, **settings(lanes=1)) as loader:
-        rows = [row for step in islice(loader, -(-2 * ROWS // BATCH)) for row in names(valid_rows(step))]
+        rows = [
+            row for step in islice(loader, -(-2 * ROWS // BATCH)) for row in names(valid_rows(step))
+        ]
     for epoch in (0, 1):
         found = [example for _, at, example, *_ in rows if at == epoch]
         assert len(found) == len(set(found))
@@ -104,7 +130,9 @@ def test_a_loader_goes_on_where_another_was(dataset: Path) -> None:
 
 
 def test_what_cannot_be_grouped_is_refused(dataset: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.group_by_length is for rows of tasks of one sequence each"):
+    with pytest.raises(
+        ConfigError, match=r"data\.group_by_length is for rows of tasks of one sequence each"
+    ):
         make_loader(dataset, **settings(pack_spec=PackSpec(LENGTH, 1, 1)))
     choices = PackSpec(LENGTH, 1, 1, parts=Parts("multiple_choice", choices=2))
     with pytest.raises((ConfigError, DataError)):
@@ -125,6 +153,8 @@ def test_groups_permute_pools(examples: int) -> None:
     number = np.arange(2 * GROUPS * 3)
     at = endless.locate(number)
     plain = Order([examples], seed=0, lanes=1).locate(number)
-    assert sorted(zip(at.epoch, at.index, strict=True)) == sorted(zip(plain.epoch, plain.index, strict=True))
+    assert sorted(zip(at.epoch, at.index, strict=True)) == sorted(
+        zip(plain.epoch, plain.index, strict=True)
+    )
     spread = np.ptp(cells(at).reshape(-1, 3), axis=1).mean()
     assert examples < 100 or spread < 5

@@ -17,7 +17,14 @@ from data_pipeline.reading import dataset as dataset_module
 from data_pipeline.reading import loader as loader_module
 from data_pipeline.reading.config import Config
 from data_pipeline.reading.dataset import Dataset
-from tests.unit.data_pipeline.loaders import assert_same, global_batches, join, lay_out, make_loader, valid_rows
+from tests.unit.data_pipeline.loaders import (
+    assert_same,
+    global_batches,
+    join,
+    lay_out,
+    make_loader,
+    valid_rows,
+)
 from trainer.errors import ConfigError, DataError
 from trainer.examples import Batch, Examples, PackSpec
 from trainer.strategies import Replica
@@ -25,21 +32,26 @@ from trainer.strategies import Replica
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "padded"])
 @pytest.mark.parametrize(
-    ("count", "threads", "micro_batch_size"), [(2, 0, 1), (3, 1, 4), (4, 4, 8), (5, 2, 3), (24, 1, 1)]
+    ("count", "threads", "micro_batch_size"),
+    [(2, 0, 1), (3, 1, 4), (4, 4, 8), (5, 2, 3), (24, 1, 1)],
 )
 def test_global_batches_are_the_same_at_any_world_size(
     write_dataset, packing, count, threads, micro_batch_size
 ) -> None:
     folder = write_dataset()
     alone = global_batches(folder, 6, packing=packing)
-    shared = global_batches(folder, 6, count, packing=packing, threads=threads, micro_batch_size=micro_batch_size)
+    shared = global_batches(
+        folder, 6, count, packing=packing, threads=threads, micro_batch_size=micro_batch_size
+    )
     assert_same(alone, shared)
     assert all(len(batch["tokens"]) == 24 for batch in shared)
 
 
 @pytest.mark.parametrize("cells", [1, 300, 2**10, 2**18])
 @pytest.mark.parametrize("threads", [0, 2])
-def test_how_many_rows_are_made_together_changes_nothing(write_dataset, monkeypatch, cells, threads) -> None:
+def test_how_many_rows_are_made_together_changes_nothing(
+    write_dataset, monkeypatch, cells, threads
+) -> None:
     folder = write_dataset()
     expected = global_batches(folder, 20, micro_batch_size=24)
     monkeypatch.setattr(batches, "_BLOCK_CELLS", cells)
@@ -49,14 +61,18 @@ def test_how_many_rows_are_made_together_changes_nothing(write_dataset, monkeypa
     again = make_loader(folder, threads=threads)
     again.load_state_dict(loader.state_dict())
     assert_same(expected, taken + [valid_rows(next(again)) for _ in range(7)])
-    first, second = (list(make_loader(folder, split="heldout", finite=True, threads=t)) for t in (0, threads))
+    first, second = (
+        list(make_loader(folder, split="heldout", finite=True, threads=t)) for t in (0, threads)
+    )
     assert_same([valid_rows(step) for step in first], [valid_rows(step) for step in second])
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "padded"])
 def test_every_token_is_fed_once_an_epoch(write_dataset, packing) -> None:
     folder = write_dataset()
-    loader = make_loader(folder, packing=packing, global_batch_size=8, lanes=8)  # a step is one turn of all lanes
+    loader = make_loader(
+        folder, packing=packing, global_batch_size=8, lanes=8
+    )  # a step is one turn of all lanes
     tokens = sum(shard.tokens for shard in Dataset.open(folder).shards("train"))
     epochs: dict[int, list[torch.Tensor]] = {}
     while (rows := valid_rows(next(loader)))["epoch"].min() < 2:
@@ -79,7 +95,8 @@ def test_the_digest_of_a_row_is_of_its_target_too(write_dataset) -> None:
         return collate
 
     (rows,), (same,), (other,) = (
-        global_batches(folder, 1, collate=with_targets(offset), micro_batch_size=24) for offset in (0, 0, 1)
+        global_batches(folder, 1, collate=with_targets(offset), micro_batch_size=24)
+        for offset in (0, 0, 1)
     )
     assert torch.equal(rows["digest"], same["digest"])
     assert (rows["digest"] != other["digest"]).sum() == 1
@@ -171,7 +188,9 @@ def test_an_order_of_another_version_is_not_continued(write_dataset, monkeypatch
     folder = write_dataset()
     state = make_loader(folder).state_dict()
     monkeypatch.setattr(loader_module, "ORDER_VERSION", 99)
-    with pytest.raises(DataError, match=r"its order is 1, this run's is 99; use the program's version"):
+    with pytest.raises(
+        DataError, match=r"its order is 1, this run's is 99; use the program's version"
+    ):
         make_loader(folder).load_state_dict(state)
 
 
@@ -179,7 +198,9 @@ def test_another_dataset_is_not_continued(write_dataset) -> None:
     loader = make_loader(write_dataset(name="one"))
     next(loader)
     state = loader.state_dict()
-    with pytest.raises(DataError, match=r"mixture a dataset of digest .*two 1; .* set data.on_change=accept"):
+    with pytest.raises(
+        DataError, match=r"mixture a dataset of digest .*two 1; .* set data.on_change=accept"
+    ):
         make_loader(write_dataset(name="two", shards=5)).load_state_dict(state)
 
 
@@ -191,15 +212,24 @@ def test_shapes_are_static_and_padding_rows_are_valid_examples(write_dataset, co
             for _ in range(4):
                 step = next(loader)
                 assert len(step) == loader.micro_batches == math.ceil(math.ceil(24 / count) / 4)
-                rows = math.ceil(math.ceil(24 / count) / loader.micro_batches)  # at most 4, and none too many
+                rows = math.ceil(
+                    math.ceil(24 / count) / loader.micro_batches
+                )  # at most 4, and none too many
                 for micro_batch in step:
-                    assert {tuple(value.shape) for value in micro_batch.values()} == {(rows,), (rows, 32)}
+                    assert {tuple(value.shape) for value in micro_batch.values()} == {
+                        (rows,),
+                        (rows, 32),
+                    }
                     assert (micro_batch["tokens"].sum(dim=1) > 0).all()
                     assert torch.equal(micro_batch["weight"], (micro_batch["example"] >= 0).float())
 
 
-@pytest.mark.parametrize(("count", "micro_batch_size", "shape"), [(8, 16, (1, 3)), (1, 16, (2, 12)), (5, 3, (2, 3))])
-def test_no_more_rows_are_computed_than_the_largest_share_needs(write_dataset, count, micro_batch_size, shape) -> None:
+@pytest.mark.parametrize(
+    ("count", "micro_batch_size", "shape"), [(8, 16, (1, 3)), (1, 16, (2, 12)), (5, 3, (2, 3))]
+)
+def test_no_more_rows_are_computed_than_the_largest_share_needs(
+    write_dataset, count, micro_batch_size, shape
+) -> None:
     loader = make_loader(write_dataset(), 0, count, micro_batch_size=micro_batch_size)
     step = next(loader)
     assert (len(step), len(step[0]["example"])) == shape
@@ -211,7 +241,9 @@ def test_a_replica_of_several_devices_makes_rows_for_each(write_dataset) -> None
     step = next(make_loader(write_dataset(), micro_batch_size=2, replica=replica))
     assert (len(step), len(step[0]["example"])) == (2, 10)
     assert torch.cat([part["weight"] for part in step]).sum() == 12
-    with pytest.raises(ConfigError, match="global_batch_size 24 is less than the 26 data-parallel devices"):
+    with pytest.raises(
+        ConfigError, match="global_batch_size 24 is less than the 26 data-parallel devices"
+    ):
         make_loader(write_dataset(), replica=Replica(0, 2, devices=13))
 
 
@@ -227,7 +259,10 @@ def test_evaluation_is_one_pass_in_fixed_order_with_the_same_keys_each_time(writ
     assert loader.examples % 24 != 0
     for count in (2, 5):
         replicas = [
-            [valid_rows(step) for step in make_loader(folder, index, count, split="heldout", finite=True)]
+            [
+                valid_rows(step)
+                for step in make_loader(folder, index, count, split="heldout", finite=True)
+            ]
             for index in range(count)
         ]
         assert_same([join(parts) for parts in zip(*replicas, strict=True)], passes[0])
@@ -237,10 +272,15 @@ def test_a_replica_without_rows_in_the_last_batch_gets_only_padding(write_datase
     folder = write_dataset(heldout=1, documents=8)
     loader = make_loader(folder, split="heldout", finite=True)
     batch_size = loader.examples - 1  # the last batch has one row
-    loaders = [make_loader(folder, i, 3, split="heldout", finite=True, global_batch_size=batch_size) for i in range(3)]
+    loaders = [
+        make_loader(folder, i, 3, split="heldout", finite=True, global_batch_size=batch_size)
+        for i in range(3)
+    ]
     last = [list(loader)[-1] for loader in loaders]
     assert sorted(len(valid_rows(step)["example"]) for step in last) == [0, 0, 1]
-    assert all((micro_batch["tokens"].sum(dim=1) > 0).all() for step in last for micro_batch in step)
+    assert all(
+        (micro_batch["tokens"].sum(dim=1) > 0).all() for step in last for micro_batch in step
+    )
 
 
 def test_a_small_cache_of_shards_changes_nothing(write_dataset, monkeypatch) -> None:
@@ -294,20 +334,31 @@ except DataError as error:
     [
         (64, 1000, True, "4 333 1000"),  # as many files as the system allows
         (64, 64, False, "4 21 64"),  # counting keeps none of 40 shards open
-        (64, 64, True, "too many files are open (this process may open 64); raise the limit with ulimit -n"),
+        (
+            64,
+            64,
+            True,
+            "too many files are open (this process may open 64); raise the limit with ulimit -n",
+        ),
     ],
 )
-def test_the_limit_of_open_files_is_raised_or_named(write_dataset, soft, hard, read, output) -> None:
+def test_the_limit_of_open_files_is_raised_or_named(
+    write_dataset, soft, hard, read, output
+) -> None:
     folder = write_dataset(shards=40, documents=4)
     program = FEW_FILES.format(path=sys.path, folder=str(folder), soft=soft, hard=hard, read=read)
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert output in found.stdout, found.stderr
 
 
 def test_more_shards_at_a_time_than_may_be_open_are_refused(write_dataset, monkeypatch) -> None:
     folder = write_dataset(shards=40, documents=20)
     monkeypatch.setattr(loader_module, "max_open_shards", lambda: 16)
-    with pytest.raises(ConfigError, match=r"data.lanes 8 and data.window 4 .* from 40 shards .* keep 16 open"):
+    with pytest.raises(
+        ConfigError, match=r"data.lanes 8 and data.window 4 .* from 40 shards .* keep 16 open"
+    ):
         make_loader(folder)
     make_loader(folder, 1, 4)  # a quarter of the lanes
     make_loader(folder, split="heldout", finite=True)
@@ -328,7 +379,9 @@ def test_close_ends_the_threads_at_once(write_dataset) -> None:
         time.sleep(0.02)
         return lay_out(examples, sequence_length)
 
-    loader = make_loader(write_dataset(), threads=2, prefetch=50, micro_batch_size=24, collate=collate)
+    loader = make_loader(
+        write_dataset(), threads=2, prefetch=50, micro_batch_size=24, collate=collate
+    )
     next(loader)
     begin = time.monotonic()
     loader.close()
@@ -353,7 +406,9 @@ raise SystemExit(3)
 
 
 def test_a_batch_smaller_than_the_replicas_is_refused(write_dataset) -> None:
-    with pytest.raises(ConfigError, match=r"global_batch_size 24 is less than the 25 .* use at least 25"):
+    with pytest.raises(
+        ConfigError, match=r"global_batch_size 24 is less than the 25 .* use at least 25"
+    ):
         make_loader(write_dataset(), 0, 25)
 
 
@@ -372,14 +427,19 @@ def test_a_missing_or_cut_shard_is_refused_at_once(write_dataset) -> None:
     shard = folder / "train-000003.tar"
     content = shard.read_bytes()
     shard.write_bytes(content[:-512])
-    with pytest.raises(DataError, match=f"train-000003.tar has {len(content) - 512} bytes instead of {len(content)}"):
+    with pytest.raises(
+        DataError,
+        match=f"train-000003.tar has {len(content) - 512} bytes instead of {len(content)}",
+    ):
         Dataset.open(folder)
     shard.unlink()
     with pytest.raises(DataError, match=r"train-000003.tar is missing.*samestep data verify"):
         Dataset.open(folder)
 
 
-@pytest.mark.parametrize(("name", "value"), [("lanes", 0), ("window", 0), ("threads", -1), ("prefetch", 0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("lanes", 0), ("window", 0), ("threads", -1), ("prefetch", 0)]
+)
 def test_impossible_settings_are_refused(name, value) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be at least"):
         Config(path="x", **{name: value})
@@ -388,7 +448,9 @@ def test_impossible_settings_are_refused(name, value) -> None:
 @pytest.mark.parametrize("epochs", [0.01, 0.5, 0.99, 1000.5])
 def test_going_on_reads_only_the_shards_of_the_next_batch(write_dataset, epochs) -> None:
     folder = write_dataset(shards=20, documents=60)
-    with make_loader(folder, global_batch_size=8) as loader:  # the first loader counts the examples of all shards
+    with make_loader(
+        folder, global_batch_size=8
+    ) as loader:  # the first loader counts the examples of all shards
         state = {**loader.state_dict(), "example": int(epochs * loader.examples)}
     loader = make_loader(folder, global_batch_size=8)
     loader.load_state_dict(state)

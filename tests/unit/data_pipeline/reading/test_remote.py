@@ -41,10 +41,14 @@ def lay_out(examples: Examples, sequence_length: int) -> Batch:
 ALONE = Replica(0, 1)
 
 
-def make_loader(path: object | None, cache: Path | None, replica: Replica = ALONE, **changes: Any) -> StreamingLoader:
+def make_loader(
+    path: object | None, cache: Path | None, replica: Replica = ALONE, **changes: Any
+) -> StreamingLoader:
     settings: dict[str, Any] = {"lanes": 2, "window": 1, "threads": 0, **changes}
     path = None if path is None else str(path)
-    config = Config(path=path, sequence_length=32, cache=None if cache is None else str(cache), **settings)
+    config = Config(
+        path=path, sequence_length=32, cache=None if cache is None else str(cache), **settings
+    )
     return StreamingLoader(
         config.open(),
         config,
@@ -119,11 +123,17 @@ def test_batches_are_those_of_the_local_folder_with_a_cold_and_a_warm_cache(
         expected = digests(make_loader(dataset, None, replica), 20)
         assert digests(make_loader(remote, tmp_path / "cache", replica, threads=2), 20) == expected
     monkeypatch.delattr(storage, "download")
-    assert digests(make_loader(remote, tmp_path / "cache"), 20) == digests(make_loader(dataset, None), 20)
+    assert digests(make_loader(remote, tmp_path / "cache"), 20) == digests(
+        make_loader(dataset, None), 20
+    )
 
 
 def test_a_mixture_of_a_remote_and_a_local_dataset_is_that_of_two_local_ones(
-    write_dataset_to: Any, dataset: Path, remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write_dataset_to: Any,
+    dataset: Path,
+    remote: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(batches, "_BLOCK_CELLS", 1)
     other = Source(str(write_dataset_to(tmp_path / "other", shards=3)), 1)
@@ -131,20 +141,36 @@ def test_a_mixture_of_a_remote_and_a_local_dataset_is_that_of_two_local_ones(
     expected = digests(local, steps := 2 * local.examples // BATCH)
     enough = largest(dataset, 2 * WORKING_SET + 1)
     mixed = (Source(remote, 3, "it"), other)
-    with make_loader(None, tmp_path / "cache", sources=mixed, cache_size=f"{enough}B", threads=1) as loader:
+    with make_loader(
+        None, tmp_path / "cache", sources=mixed, cache_size=f"{enough}B", threads=1
+    ) as loader:
         assert digests(loader, steps) == expected
     assert 0 < sum(sizes(tmp_path / "cache" / "shards").values()) <= enough
-    with pytest.raises(ConfigError, match=r"cache_size is .* read from up to 4 shards"):  # not the local ones
-        make_loader(None, tmp_path / "cache", sources=mixed, cache_size=f"{largest(dataset, WORKING_SET) - 1}B")
+    with pytest.raises(
+        ConfigError, match=r"cache_size is .* read from up to 4 shards"
+    ):  # not the local ones
+        make_loader(
+            None,
+            tmp_path / "cache",
+            sources=mixed,
+            cache_size=f"{largest(dataset, WORKING_SET) - 1}B",
+        )
 
 
-def test_examples_are_counted_without_a_download_of_any_shard(own_remote: str, remote: str, tmp_path: Path) -> None:
-    with make_loader(own_remote, tmp_path / "cache") as loader, make_loader(remote, tmp_path / "other") as counted:
+def test_examples_are_counted_without_a_download_of_any_shard(
+    own_remote: str, remote: str, tmp_path: Path
+) -> None:
+    with (
+        make_loader(own_remote, tmp_path / "cache") as loader,
+        make_loader(remote, tmp_path / "other") as counted,
+    ):
         assert not shards_in(tmp_path / "cache")
         assert loader.examples == counted.examples > 0
 
 
-def test_counts_that_were_made_locally_are_pushed(remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_that_were_made_locally_are_pushed(
+    remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(storage, "read_range")
     make_loader(remote, tmp_path / "cache").close()
 
@@ -152,11 +178,15 @@ def test_counts_that_were_made_locally_are_pushed(remote: str, tmp_path: Path, m
 def test_a_cache_smaller_than_the_dataset_is_never_exceeded_and_changes_nothing(
     dataset: Path, remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "_BLOCK_CELLS", 1)  # what is read together is a small part of a window, as usual
+    monkeypatch.setattr(
+        batches, "_BLOCK_CELLS", 1
+    )  # what is read together is a small part of a window, as usual
     local = make_loader(dataset, None)
     steps = 2 * local.examples // BATCH
     expected = digests(local, steps)
-    limit = largest(dataset, 2 * WORKING_SET + 1)  # at times those before and those after are in use
+    limit = largest(
+        dataset, 2 * WORKING_SET + 1
+    )  # at times those before and those after are in use
     cache = tmp_path / "cache"
     with make_loader(remote, cache, cache_size=f"{limit}B", threads=1) as loader:
         for digest in expected:
@@ -169,24 +199,31 @@ def test_a_cache_that_is_smaller_than_the_working_set_is_refused(
     dataset: Path, remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enough = largest(dataset, WORKING_SET)
-    refused = (
-        rf"takes {enough - 1:,} bytes \(data.cache_size is .* \(1\) read from up to {WORKING_SET} .* {enough:,} byt"
-    )
+    refused = rf"takes {enough - 1:,} bytes \(data.cache_size is .* \(1\) read from up to {WORKING_SET} .* {enough:,} byt"
     with pytest.raises(ConfigError, match=refused):
         make_loader(remote, tmp_path / "cache", cache_size=f"{enough - 1}B")
     make_loader(remote, tmp_path / "cache", cache_size=f"{enough}B").close()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # the processes of a node share the cache
-    with pytest.raises(ConfigError, match=r"this node \(2\) .* set data.cache_size to .*lower data.lanes"):
+    with pytest.raises(
+        ConfigError, match=r"this node \(2\) .* set data.cache_size to .*lower data.lanes"
+    ):
         make_loader(remote, tmp_path / "cache", cache_size=f"{enough}B")
 
 
-def test_shards_are_fetched_before_they_are_needed(dataset: Path, remote: str, tmp_path: Path) -> None:
+def test_shards_are_fetched_before_they_are_needed(
+    dataset: Path, remote: str, tmp_path: Path
+) -> None:
     with make_loader(remote, tmp_path / "cache") as loader:
         next(loader)
         order = Order(loader._packed.counts, seed=3, lanes=2, window=1)
         ahead = order.shards_ahead(0, BATCH, 0, 1)
         shards = Manifest.load(dataset).splits["train"]
-        wait_for(lambda: shards_in(tmp_path / "cache") == {shards[number].sha256 for number in ahead.tolist()})
+        wait_for(
+            lambda: (
+                shards_in(tmp_path / "cache")
+                == {shards[number].sha256 for number in ahead.tolist()}
+            )
+        )
     assert len(set(ahead.tolist())) > WORKING_SET
 
 
@@ -198,19 +235,29 @@ def test_going_on_fetches_only_what_comes_next(remote: str, tmp_path: Path, epoc
     assert len(shards_in(tmp_path / "cache")) <= WORKING_SET  # of the window and of the next one
 
 
-def test_a_store_that_vanishes_is_an_error_of_the_data(dataset: Path, own_remote: str, tmp_path: Path) -> None:
+def test_a_store_that_vanishes_is_an_error_of_the_data(
+    dataset: Path, own_remote: str, tmp_path: Path
+) -> None:
     size = f"{largest(dataset, WORKING_SET)}B"
     with make_loader(own_remote, tmp_path / "cache", threads=2, cache_size=size) as loader:
         next(loader)
-        boto3.resource("s3").Bucket("bucket").objects.filter(Prefix=own_remote.removeprefix("s3://bucket/")).delete()
-        with pytest.raises(DataError, match=rf"{own_remote}/train-0000\d\d.tar: .*check the bucket and the name"):
+        boto3.resource("s3").Bucket("bucket").objects.filter(
+            Prefix=own_remote.removeprefix("s3://bucket/")
+        ).delete()
+        with pytest.raises(
+            DataError, match=rf"{own_remote}/train-0000\d\d.tar: .*check the bucket and the name"
+        ):
             _ = [next(loader) for _ in range(loader.examples // BATCH)]
 
 
-def test_a_missing_and_a_replaced_shard_are_named_at_the_start(dataset: Path, own_remote: str, tmp_path: Path) -> None:
+def test_a_missing_and_a_replaced_shard_are_named_at_the_start(
+    dataset: Path, own_remote: str, tmp_path: Path
+) -> None:
     address = f"{own_remote}/train-000003.tar"
     storage.upload(dataset / "train-000004.tar", address)
-    with pytest.raises(DataError, match=rf"{address} is (not the shard that the manifest|cut short)"):
+    with pytest.raises(
+        DataError, match=rf"{address} is (not the shard that the manifest|cut short)"
+    ):
         make_loader(own_remote, tmp_path / "cache")
     storage.remove(address)
     with pytest.raises(DataError, match=rf"cannot read {address}"):
@@ -219,12 +266,16 @@ def test_a_missing_and_a_replaced_shard_are_named_at_the_start(dataset: Path, ow
 
 def test_a_wrong_address_is_named(remote: str, tmp_path: Path) -> None:
     for address in (f"{remote}/wrong", "s3://no-such-bucket/dataset"):
-        with pytest.raises(DataError, match=rf"cannot read {address}/manifest.json.*samestep data push"):
+        with pytest.raises(
+            DataError, match=rf"cannot read {address}/manifest.json.*samestep data push"
+        ):
             make_loader(address, tmp_path / "cache")
 
 
 def test_an_address_with_a_query_is_refused_without_its_secrets() -> None:
-    with pytest.raises(ConfigError, match=r"https://host/dataset of a dataset has a query \(\?\.\.\.\)") as caught:
+    with pytest.raises(
+        ConfigError, match=r"https://host/dataset of a dataset has a query \(\?\.\.\.\)"
+    ) as caught:
         Config(path="https://host/dataset?signature=secret").open()
     assert "secret" not in str(caught.value)
 
@@ -234,7 +285,9 @@ def test_what_is_expected_is_kept_longer_than_what_is_not_any_more(
 ) -> None:
     monkeypatch.setattr(prefetch, "_TOUCH_SECONDS", 0.0)
     shards = Manifest.load(dataset).splits["train"]
-    there = RemoteDataset(remote, ShardCache(tmp_path / "cache" / "shards", 3 * max(shard.bytes for shard in shards)))
+    there = RemoteDataset(
+        remote, ShardCache(tmp_path / "cache" / "shards", 3 * max(shard.bytes for shard in shards))
+    )
     there.cache.prepare()
     names = [shard.sha256 for shard in shards]
     with closing(Prefetcher([(there, shard) for shard in shards], 1)) as prefetcher:
@@ -258,7 +311,9 @@ def test_the_shards_ahead_are_those_that_batches_come_from(lanes: int, window: i
                 assert set(order.locate(batch).shard.tolist()) <= set(ahead.tolist())
 
 
-def test_nodes_that_start_together_do_no_harm_to_each_other(dataset: Path, remote: str, tmp_path: Path) -> None:
+def test_nodes_that_start_together_do_no_harm_to_each_other(
+    dataset: Path, remote: str, tmp_path: Path
+) -> None:
     expected = digests(make_loader(dataset, None), 8)
     with ThreadPoolExecutor(4) as pool:
         found = pool.map(lambda _: digests(make_loader(remote, tmp_path / "cache"), 8), range(4))

@@ -31,9 +31,18 @@ def parsed(source: PairSource) -> list[tuple[str, int, object]]:
 
 
 def test_json_lines_have_two_fields(tmp_path):
-    rows = ['{"t": {"en": "one", "de": "eins"}}', "", '{"t": {"en": " ", "de": "x"}}', '{"t": {"en": "x"}}']
-    (tmp_path / "a.jsonl").write_text("\n".join([*rows, '{"t": {"en": "y", "de": ""}}', "{", '{"t": {"en":1,"de":2}}']))
-    source = jsonl_pairs.Config((f"{tmp_path}/*.jsonl",), "t.en", "t.de", prefix="to German: ").build()
+    rows = [
+        '{"t": {"en": "one", "de": "eins"}}',
+        "",
+        '{"t": {"en": " ", "de": "x"}}',
+        '{"t": {"en": "x"}}',
+    ]
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join([*rows, '{"t": {"en": "y", "de": ""}}', "{", '{"t": {"en":1,"de":2}}'])
+    )
+    source = jsonl_pairs.Config(
+        (f"{tmp_path}/*.jsonl",), "t.en", "t.de", prefix="to German: "
+    ).build()
     assert [(line, found) for _, line, found in parsed(source)] == [
         (1, ("to German: one", "eins")),
         (3, "empty source"),
@@ -42,7 +51,9 @@ def test_json_lines_have_two_fields(tmp_path):
         (6, "invalid JSON"),
         (7, "field 't.en' is not text"),
     ]
-    assert source.parse(next(source.records())) == "to German: one\neins"  # what a tokenizer is trained on
+    assert (
+        source.parse(next(source.records())) == "to German: one\neins"
+    )  # what a tokenizer is trained on
 
 
 def test_columns_of_tables_are_chosen(tmp_path):
@@ -50,11 +61,15 @@ def test_columns_of_tables_are_chosen(tmp_path):
     source = tsv_pairs.Config((f"{tmp_path}/a.tsv.gz",), source=3, target=2).build()
     expected = [(1, ("one", "eins")), (2, "fewer than 3 columns"), (3, "empty target")]
     assert [(line, found) for _, line, found in parsed(source)] == expected
-    with pytest.raises(ConfigError, match="columns counted from 1, and not the same; they are 2 and 2"):
+    with pytest.raises(
+        ConfigError, match="columns counted from 1, and not the same; they are 2 and 2"
+    ):
         tsv_pairs.Config(("a",), source=2, target=2)
 
 
-def write_parallel(folder: Path, sources: str, targets: str, name: str = "a") -> parallel_text.Config:
+def write_parallel(
+    folder: Path, sources: str, targets: str, name: str = "a"
+) -> parallel_text.Config:
     for suffix, content in (("en", sources), ("de", targets)):
         (folder / f"{name}.{suffix}").write_bytes(content.encode())
     return parallel_text.Config((f"{folder}/*.en",), (f"{folder}/*.de",))
@@ -75,7 +90,11 @@ def test_parallel_files_go_together_line_by_line(tmp_path):
 @pytest.mark.parametrize(
     ("sources", "targets", "words"),
     [
-        ("1\n2\n3\n4\n", "1\n2\n", ["a.en has 4 lines and", "a.de 2: line 3 of", "a.en has no partner"]),
+        (
+            "1\n2\n3\n4\n",
+            "1\n2\n",
+            ["a.en has 4 lines and", "a.de 2: line 3 of", "a.en has no partner"],
+        ),
         ("1\n", "1\n2\n3\n", ["a.de has 3 lines and", "a.en 1: line 2 of", "a.de has no partner"]),
     ],
 )
@@ -112,27 +131,48 @@ def tokenizer_of(corpus: Path) -> TokenizerConfig:
 def build_at(corpus: Path, output: Path, workers: int) -> Path:
     source = parallel_text.Config((f"{corpus}/a.en",), (f"{corpus}/a.de",), prefix="turn: ")
     build(
-        BuildConfig(source, tokenizer_of(corpus), str(output), heldout_fraction=0.1, shard_bytes=4000, workers=workers)
+        BuildConfig(
+            source,
+            tokenizer_of(corpus),
+            str(output),
+            heldout_fraction=0.1,
+            shard_bytes=4000,
+            workers=workers,
+        )
     )
     return output
 
 
-def test_a_dataset_gives_back_every_pair_and_is_the_same_from_any_number_of_workers(corpus, tmp_path):
+def test_a_dataset_gives_back_every_pair_and_is_the_same_from_any_number_of_workers(
+    corpus, tmp_path
+):
     dataset = Dataset.open(build_at(corpus, tmp_path / "one", 1))
     assert dataset.manifest.target_file == 1
     found = {}
     for info in dataset.manifest.shards:
         shard = dataset.open_shard(info, sentences=True)
-        for start, (source, target), (file, line) in zip(shard.start, lengths(shard), shard.origin, strict=True):
+        for start, (source, target), (file, line) in zip(
+            shard.start, lengths(shard), shard.origin, strict=True
+        ):
             assert file == 0
             both = shard.tokens[start : start + source + target]
-            found[int(line)] = (dataset.tokenizer.decode(both[:source]), dataset.tokenizer.decode(both[source:]))
-    assert [found[i + 1][0] for i in range(300)] == [f"turn: number {i} of {i * i} things" for i in range(300)]
-    assert all(target[::-1].replace(" ", "")[1:] in source.replace(" ", "") for source, target in found.values())
+            found[int(line)] = (
+                dataset.tokenizer.decode(both[:source]),
+                dataset.tokenizer.decode(both[source:]),
+            )
+    assert [found[i + 1][0] for i in range(300)] == [
+        f"turn: number {i} of {i * i} things" for i in range(300)
+    ]
+    assert all(
+        target[::-1].replace(" ", "")[1:] in source.replace(" ", "")
+        for source, target in found.values()
+    )
     build_at(corpus, tmp_path / "three", 3)
     for file in sorted((tmp_path / "one").glob("*.*")):
         assert file.read_bytes() == (tmp_path / "three" / file.name).read_bytes()
-    config = BuildConfig(jsonl_pairs.Config((f"{corpus}/a.en",)), tokenizer_of(corpus), "x", sentences="rules")
+    config = BuildConfig(
+        jsonl_pairs.Config((f"{corpus}/a.en",)), tokenizer_of(corpus), "x", sentences="rules"
+    )
     with pytest.raises(ConfigError, match="sentences is rules, and pairs of texts have none"):
         build(config)
 
@@ -144,6 +184,9 @@ def test_all_targets_of_a_source_are_in_one_split(corpus, tmp_path):
     config = BuildConfig(source, tokenizer_of(corpus), str(tmp_path / "data"), 0.3, workers=1)
     manifest = build(config)
     dataset = Dataset.open(tmp_path / "data")
-    lines = [dataset.open_shard(manifest.splits[split][0]).origin[:, 1] - 1 for split in ("train", "heldout")]
+    lines = [
+        dataset.open_shard(manifest.splits[split][0]).origin[:, 1] - 1
+        for split in ("train", "heldout")
+    ]
     assert len(lines[1]) > 0
     assert set(lines[0] % 20).isdisjoint(lines[1] % 20)

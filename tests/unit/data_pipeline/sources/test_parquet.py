@@ -18,7 +18,9 @@ def parsed(source):
     result = []
     for record in source.records():
         try:
-            result.append((source.files[record.file].rpartition("/")[2], record.line, source.parse(record)))
+            result.append(
+                (source.files[record.file].rpartition("/")[2], record.line, source.parse(record))
+            )
         except BadRecord as error:
             result.append((source.files[record.file].rpartition("/")[2], record.line, f"! {error}"))
     return result
@@ -44,7 +46,9 @@ def test_rows_are_documents_over_files_and_row_groups(tmp_path):
 
 def test_a_row_group_is_not_read_as_a_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "_BUFFER", 2**16)
-    write(tmp_path / "a.parquet", {"text": [f"{i} " * 100 for i in range(20_000)]}, compression="none")
+    write(
+        tmp_path / "a.parquet", {"text": [f"{i} " * 100 for i in range(20_000)]}, compression="none"
+    )
     shares = [record.read for record in source_of(tmp_path / "a.parquet").records()]
     assert shares[0] < 0.2  # of the bytes of the file
     assert shares[-1] > 0.9
@@ -63,7 +67,8 @@ def test_a_row_without_text_is_one_bad_record(tmp_path, kind):
 
 def test_the_text_may_be_inside_a_struct(tmp_path):
     write(
-        tmp_path / "a.parquet", {"meta": [{"text": {"body": "one"}, "n": 1}, None, {"text": {"body": "two"}, "n": 2}]}
+        tmp_path / "a.parquet",
+        {"meta": [{"text": {"body": "one"}, "n": 1}, None, {"text": {"body": "two"}, "n": 2}]},
     )
     found = parsed(source_of(tmp_path / "a.parquet", field="meta.text.body"))
     assert [text for _, _, text in found] == ["one", "! empty document", "two"]
@@ -79,7 +84,11 @@ def test_a_column_that_is_no_text_is_named_with_those_there_are(tmp_path, field)
 def test_an_empty_or_damaged_file_is_one_bad_record_and_the_next_is_read(tmp_path):
     write(tmp_path / "z.parquet", {"text": ["after"]})
     write(tmp_path / "a.parquet", {"text": pa.array([], pa.string())})
-    write(tmp_path / "whole.parquet", {"text": [f"{i} words" for i in range(5000)]}, row_group_size=1000)
+    write(
+        tmp_path / "whole.parquet",
+        {"text": [f"{i} words" for i in range(5000)]},
+        row_group_size=1000,
+    )
     whole = (tmp_path / "whole.parquet").read_bytes()
     (tmp_path / "b.parquet").write_bytes(b"")
     (tmp_path / "c.parquet").write_bytes(whole[:-100])
@@ -96,7 +105,10 @@ def test_an_empty_or_damaged_file_is_one_bad_record_and_the_next_is_read(tmp_pat
 
 def test_a_damaged_row_group_loses_what_is_behind_it(tmp_path):
     write(
-        tmp_path / "a.parquet", {"text": [f"{i} words" for i in range(5000)]}, row_group_size=1000, compression="none"
+        tmp_path / "a.parquet",
+        {"text": [f"{i} words" for i in range(5000)]},
+        row_group_size=1000,
+        compression="none",
     )
     data = bytearray((tmp_path / "a.parquet").read_bytes())
     middle = len(data) // 2

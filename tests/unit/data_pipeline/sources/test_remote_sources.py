@@ -73,7 +73,9 @@ def test_the_signature_of_an_address_does_not_get_into_the_dataset(hub, tmp_path
 
 def test_a_pattern_matches_files_not_folders(hub):
     hub.write("datasets/owner/corpus/about.txt", b"about")
-    assert text.Config(("hf://datasets/owner/corpus/*",)).build().files == ("hf://datasets/owner/corpus/about.txt",)
+    assert text.Config(("hf://datasets/owner/corpus/*",)).build().files == (
+        "hf://datasets/owner/corpus/about.txt",
+    )
 
 
 def test_an_object_store_is_listed_and_read(s3_folder):
@@ -97,7 +99,8 @@ def test_a_file_of_a_web_server_is_read_by_its_address(hub, name):
 
 
 @pytest.mark.parametrize(
-    ("root", "cuts"), [("hf://datasets/owner/corpus", 1), ("{}/datasets/owner/corpus/resolve/main", 3)]
+    ("root", "cuts"),
+    [("hf://datasets/owner/corpus", 1), ("{}/datasets/owner/corpus/resolve/main", 3)],
 )
 def test_a_transfer_that_is_cut_is_taken_up_again(hub, root, cuts):
     source = jsonl.Config((f"{root.format(hub.endpoint)}/data/a.jsonl",)).build()
@@ -107,7 +110,9 @@ def test_a_transfer_that_is_cut_is_taken_up_again(hub, root, cuts):
 
 
 def test_a_transfer_that_never_ends_whole_is_an_error_not_a_short_corpus(hub):
-    source = jsonl.Config((f"{hub.endpoint}/datasets/owner/corpus/resolve/main/data/a.jsonl",)).build()
+    source = jsonl.Config(
+        (f"{hub.endpoint}/datasets/owner/corpus/resolve/main/data/a.jsonl",)
+    ).build()
     hub.cut = 1000
     with pytest.raises(DataError, match=r"cannot read http.*/data/a.jsonl: .*check the network"):
         texts_of(source)
@@ -130,21 +135,34 @@ def test_what_is_not_there_is_named(hub, path):
 
 
 def test_a_dataset_of_the_hub_is_streamed_by_its_name(hub):
-    hub.write("datasets/owner/rows/data/train-00000-of-00002.parquet", parquet_bytes([*TEXTS[:2000], None]))
+    hub.write(
+        "datasets/owner/rows/data/train-00000-of-00002.parquet",
+        parquet_bytes([*TEXTS[:2000], None]),
+    )
     hub.write("datasets/owner/rows/data/train-00001-of-00002.parquet", parquet_bytes(TEXTS[2000:]))
     source = huggingface.Config("owner/rows", revision=COMMIT).build()
     assert source.files == (f"owner/rows@{COMMIT} train",)
     found = parsed(source)
     assert [line for _, line, _ in found] == list(range(1, 3002))
-    assert [document for _, _, document in found] == [*TEXTS[:2000], "! field 'text' is not text", *TEXTS[2000:]]
+    assert [document for _, _, document in found] == [
+        *TEXTS[:2000],
+        "! field 'text' is not text",
+        *TEXTS[2000:],
+    ]
 
 
 def test_a_split_that_is_shorter_than_its_card_says_is_noticed(hub):
     hub.write("datasets/owner/rows/data/train.parquet", parquet_bytes(TEXTS[:10]))
     splits = "splits: [{name: train, num_bytes: 1, num_examples: 11}]"
     features = "features: [{name: id, dtype: int64}, {name: text, dtype: string}]"
-    hub.write("datasets/owner/rows/README.md", f"---\ndataset_info: {{{features}, {splits}}}\n---\n".encode())
-    assert texts_of(huggingface.Config("owner/rows").build()) == [*TEXTS[:10], "! the split ends before row 11"]
+    hub.write(
+        "datasets/owner/rows/README.md",
+        f"---\ndataset_info: {{{features}, {splits}}}\n---\n".encode(),
+    )
+    assert texts_of(huggingface.Config("owner/rows").build()) == [
+        *TEXTS[:10],
+        "! the split ends before row 11",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +171,10 @@ def test_a_split_that_is_shorter_than_its_card_says_is_noticed(hub):
         ({"path": "owner/absent"}, "cannot open the dataset 'owner/absent'"),
         ({"path": "owner/rows", "split": "trian"}, "cannot open the dataset 'owner/rows'"),
         ({"path": "owner/rows", "name": "nothing"}, "cannot open the dataset 'owner/rows'"),
-        ({"path": "owner/rows", "field": "body"}, "no column 'body'; set source.field to one of: id, text"),
+        (
+            {"path": "owner/rows", "field": "body"},
+            "no column 'body'; set source.field to one of: id, text",
+        ),
     ],
 )
 def test_what_the_dataset_does_not_have_is_named(hub, settings, reason):
@@ -168,7 +189,9 @@ def test_a_dataset_saved_to_the_disk_is_read(tmp_path):
 
     rows = datasets.Dataset.from_dict({"meta": [{"body": t} for t in [*TEXTS[:5], None]]})
     rows.save_to_disk(tmp_path / "rows")
-    datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(tmp_path / "splits")
+    datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(
+        tmp_path / "splits"
+    )
     config = huggingface.Config(str(tmp_path / "rows"), field="meta.body")
     assert texts_of(config.build()) == [*TEXTS[:5], "! field 'meta.body' is not text"]
     config = huggingface.Config(str(tmp_path / "splits"), field="meta.body", split="test")

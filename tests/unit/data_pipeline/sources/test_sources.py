@@ -17,9 +17,10 @@ from trainer.errors import ConfigError, DataError
 
 def write(path: Path, data: bytes) -> Path:
     """Writes `data`, compressed as the name asks."""
-    compress = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor(write_checksum=True).compress}.get(
-        path.suffix, bytes
-    )
+    compress = {
+        ".gz": gzip.compress,
+        ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+    }.get(path.suffix, bytes)
     path.write_bytes(compress(data))
     return path
 
@@ -27,7 +28,10 @@ def write(path: Path, data: bytes) -> Path:
 def lines_of(count: int) -> list[bytes]:
     draw = random.Random(0)
     words = ["".join(draw.choices(string.ascii_lowercase, k=8)) for _ in range(count * 20)]
-    return [json.dumps({"text": " ".join(words[20 * i : 20 * i + 20])}).encode() + b"\n" for i in range(count)]
+    return [
+        json.dumps({"text": " ".join(words[20 * i : 20 * i + 20])}).encode() + b"\n"
+        for i in range(count)
+    ]
 
 
 def parsed(source):
@@ -44,7 +48,10 @@ def parsed(source):
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_json_lines_are_read_in_order_with_their_line_numbers(tmp_path, suffix):
     write(tmp_path / f"b.jsonl{suffix}", b'{"text": "three"}')
-    write(tmp_path / f"a.jsonl{suffix}", '{"text": "onë"}\n\n  \n{"n": 1, "text": "two\\nlines"}\r\n'.encode())
+    write(
+        tmp_path / f"a.jsonl{suffix}",
+        '{"text": "onë"}\n\n  \n{"n": 1, "text": "two\\nlines"}\r\n'.encode(),
+    )
     source = jsonl.Config((f"{tmp_path}/*.jsonl{suffix}",)).build()
     a, b = f"a.jsonl{suffix}", f"b.jsonl{suffix}"
     assert parsed(source) == [(a, 1, "onë"), (a, 4, "two\nlines"), (b, 1, "three")]
@@ -69,11 +76,17 @@ def test_json_lines_are_read_in_order_with_their_line_numbers(tmp_path, suffix):
 def test_a_bad_line_is_one_record_with_a_reason(tmp_path, line, reason):
     path = write(tmp_path / "a.jsonl", b'{"text": "before"}\n' + line + b'\n{"text": "after"}\n')
     found = parsed(jsonl.Config((str(path),)).build())
-    assert found == [("a.jsonl", 1, "before"), ("a.jsonl", 2, f"! {reason}"), ("a.jsonl", 3, "after")]
+    assert found == [
+        ("a.jsonl", 1, "before"),
+        ("a.jsonl", 2, f"! {reason}"),
+        ("a.jsonl", 3, "after"),
+    ]
 
 
 def test_a_field_may_be_nested_and_a_byte_order_mark_is_no_text(tmp_path):
-    path = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"meta": {"body": "deep"}}\n{"meta": "shallow"}')
+    path = write(
+        tmp_path / "a.jsonl", b'\xef\xbb\xbf{"meta": {"body": "deep"}}\n{"meta": "shallow"}'
+    )
     found = parsed(jsonl.Config((str(path),), field="meta.body").build())
     assert [text for _, _, text in found] == ["deep", "! no field 'meta.body'"]
 
@@ -109,7 +122,9 @@ def test_a_corrupt_file_loses_what_is_behind_the_damage(tmp_path, suffix):
     damaged = bytearray(path.read_bytes())
     damaged[len(damaged) // 2 : len(damaged) // 2 + 64] = bytes(64)
     path.write_bytes(damaged)
-    problems = [record.problem for record in jsonl.Config((str(path),)).build().records() if record.problem]
+    problems = [
+        record.problem for record in jsonl.Config((str(path),)).build().records() if record.problem
+    ]
     assert problems in (["corrupt file"], ["truncated file"])
     path.write_bytes(b"this was never compressed")
     assert parsed(jsonl.Config((str(path),)).build()) == [(path.name, 1, "! corrupt file")]
@@ -135,7 +150,9 @@ def test_patterns_that_overlap_read_each_file_once(tmp_path):
     (tmp_path / "deep").mkdir()
     write(tmp_path / "deep" / "a.txt", b"a")
     write(tmp_path / "b.txt", b"b")
-    source = text.Config((f"{tmp_path}/**/*.txt", f"{tmp_path}/b.txt", str(tmp_path / "deep" / "*"))).build()
+    source = text.Config(
+        (f"{tmp_path}/**/*.txt", f"{tmp_path}/b.txt", str(tmp_path / "deep" / "*"))
+    ).build()
     assert source.files == (f"{tmp_path}/b.txt", f"{tmp_path}/deep/a.txt")
 
 
@@ -167,7 +184,9 @@ def test_plain_text_is_cut_into_files_or_paragraphs(tmp_path):
 def test_progress_ends_at_the_whole(tmp_path):
     for name in ("a.txt", "b.txt", "c.txt.gz"):
         write(tmp_path / name, b"some text\n\nmore text\n")
-    shares = [record.read for record in text.Config((f"{tmp_path}/*",), "paragraph").build().records()]
+    shares = [
+        record.read for record in text.Config((f"{tmp_path}/*",), "paragraph").build().records()
+    ]
     assert shares == sorted(shares)
     assert 0 < shares[0] <= shares[-1] == 1
 
@@ -176,13 +195,22 @@ def test_python_docs_come_from_the_standard_library_without_importing_it():
     whole = python_docs.Config().build()
     few = {"pydoc_data/topics.py", "json/__init__.py", "argparse.py", "antigravity.py"}
     source = dataclasses.replace(whole, files=tuple(name for name in whole.files if name in few))
-    documents = {(source.files[record.file], record.line): source.parse(record) for record in source.records()}
+    documents = {
+        (source.files[record.file], record.line): source.parse(record)
+        for record in source.records()
+    }
     assert len(whole.files) > 300
     assert sum(map(len, documents.values())) > 400_000
     assert any("JSON (JavaScript Object Notation)" in document for document in documents.values())
     assert not any(name.startswith(("test/", "site-packages/")) for name in whole.files)
-    name, line = next(key for key, document in documents.items() if key[1] > 1 and "topics" not in key[0])
-    definition = (Path(sysconfig.get_path("stdlib")) / name).read_text(encoding="utf-8").splitlines()[line - 1]
+    name, line = next(
+        key for key, document in documents.items() if key[1] > 1 and "topics" not in key[0]
+    )
+    definition = (
+        (Path(sysconfig.get_path("stdlib")) / name)
+        .read_text(encoding="utf-8")
+        .splitlines()[line - 1]
+    )
     assert definition.startswith(("def ", "class ", "async def "))
 
 
@@ -212,7 +240,10 @@ def write_tar(path: Path, members: dict[str, bytes]) -> None:
 
 def test_members_of_a_webdataset_are_documents(tmp_path):
     write_tar(tmp_path / "b.tar", {"0.txt": b"three"})
-    write_tar(tmp_path / "a.tar", {"0.txt": b"one", "0.json": b'{"text": "other"}', "1.txt": b"", "2.txt": b"\xff"})
+    write_tar(
+        tmp_path / "a.tar",
+        {"0.txt": b"one", "0.json": b'{"text": "other"}', "1.txt": b"", "2.txt": b"\xff"},
+    )
     assert parsed(webdataset.Config((f"{tmp_path}/*.tar",)).build()) == [
         ("a.tar", 1, "one"),
         ("a.tar", 2, "! empty document"),

@@ -68,7 +68,11 @@ ROWS = [
     {"a": "größer", "b": "drei", "label": "no"},
     {"a": "5", "b": " x ", "label": "1"},
 ]
-TASK_ROWS = [TaskRow(('say "hi"', "one, two"), 1.0), TaskRow(("größer", "drei"), 0.0), TaskRow(("5", " x "), 1.0)]
+TASK_ROWS = [
+    TaskRow(('say "hi"', "one, two"), 1.0),
+    TaskRow(("größer", "drei"), 0.0),
+    TaskRow(("5", " x "), 1.0),
+]
 
 
 def parquet_of(rows: list[dict[str, Any]]) -> bytes:
@@ -85,7 +89,11 @@ def parquet_of(rows: list[dict[str, Any]]) -> bytes:
         ("a.json", "\ufeff" + "\n".join(map(json.dumps, ROWS)), [1, 2, 3]),
         ("a.json", json.dumps(ROWS), [1, 2, 3]),
         ("a.json", json.dumps(ROWS, indent=2), [1, 2, 3]),
-        ("a.csv", '\ufeffa,"b",label\r\n"say ""hi""","one, two",yes\r\n\r\ngrößer,drei,no\r\n5, x ,1', [2, 4, 5]),
+        (
+            "a.csv",
+            '\ufeffa,"b",label\r\n"say ""hi""","one, two",yes\r\n\r\ngrößer,drei,no\r\n5, x ,1',
+            [2, 4, 5],
+        ),
         ("a.TSV", 'b\ta\tlabel\none, two\tsay "hi"\tyes\ndrei\tgrößer\tno\n x \t5\t1\n', [2, 3, 4]),
         ("a.parquet", parquet_of(ROWS), [1, 2, 3]),
     ],
@@ -95,14 +103,27 @@ def test_every_format_gives_the_same_rows(tmp_path, name, data, lines):
     source = classification.Config((path,), texts=("a", "b"), labels=LABELS).build()
     assert parsed(source) == list(zip(lines, TASK_ROWS, strict=True))
     assert (source.kind, source.labels, source.first_heldout) == ("classification", LABELS, None)
-    assert source.parse(next(source.records())) == 'say "hi"\none, two'  # what a tokenizer is trained on
+    assert (
+        source.parse(next(source.records())) == 'say "hi"\none, two'
+    )  # what a tokenizer is trained on
     assert all(isinstance(json.loads(record.data), dict) for record in source.records())
     assert 0 < list(source.records())[-1].read <= 1
 
 
 def test_cells_of_csv_hold_line_breaks_and_lines_are_those_of_the_file(tmp_path):
-    rows = [b"text,label", b'"two\nlines, and\n\nmore",yes', b"", b"a,b,c", b"\xff,no", b'"x"y,no', b" ,no", b"end,no"]
-    source = classification.Config((write(tmp_path / "a.csv", b"\n".join(rows)),), labels=LABELS).build()
+    rows = [
+        b"text,label",
+        b'"two\nlines, and\n\nmore",yes',
+        b"",
+        b"a,b,c",
+        b"\xff,no",
+        b'"x"y,no',
+        b" ,no",
+        b"end,no",
+    ]
+    source = classification.Config(
+        (write(tmp_path / "a.csv", b"\n".join(rows)),), labels=LABELS
+    ).build()
     assert parsed(source) == [
         (2, TaskRow(("two\nlines, and\n\nmore",), 1.0)),
         (7, "3 cells and not 2, as the line of names has"),
@@ -115,7 +136,8 @@ def test_cells_of_csv_hold_line_breaks_and_lines_are_those_of_the_file(tmp_path)
 
 def test_a_long_cell_is_read_and_a_quote_that_is_never_closed_is_named(tmp_path):
     source = classification.Config(
-        (write(tmp_path / "a.csv", f'text,label\n{"x" * 300_000},no\n"a,no\nb,no\n'),), labels=LABELS
+        (write(tmp_path / "a.csv", f'text,label\n{"x" * 300_000},no\n"a,no\nb,no\n'),),
+        labels=LABELS,
     )
     long, (line, reason) = parsed(source.build())
     assert long == (2, TaskRow(("x" * 300_000,), 0.0))
@@ -146,10 +168,19 @@ def test_what_cannot_be_read_is_named_and_reading_goes_on(tmp_path, name, data, 
 
 def test_one_text_of_parquet_that_is_no_utf_8_spoils_its_row_only(tmp_path):
     text = pa.array([b"one", b"\xff", b"two"], pa.binary()).view(pa.string())
-    pq.write_table(pa.table({"text": text, "label": [0, 1, 1], "image": [b"\x00"] * 3}), tmp_path / "a.parquet")
+    pq.write_table(
+        pa.table({"text": text, "label": [0, 1, 1], "image": [b"\x00"] * 3}), tmp_path / "a.parquet"
+    )
     source = classification.Config((f"{tmp_path}/a.parquet",), labels=LABELS).build()
-    assert parsed(source) == [(1, TaskRow(("one",), 0.0)), (2, "invalid UTF-8"), (3, TaskRow(("two",), 1.0))]
-    assert set(json.loads(next(source.records()).data)) == {"text", "label"}  # no other column is read
+    assert parsed(source) == [
+        (1, TaskRow(("one",), 0.0)),
+        (2, "invalid UTF-8"),
+        (3, TaskRow(("two",), 1.0)),
+    ]
+    assert set(json.loads(next(source.records()).data)) == {
+        "text",
+        "label",
+    }  # no other column is read
 
 
 def test_held_out_files_come_behind_the_others(tmp_path):
@@ -167,13 +198,19 @@ def test_held_out_files_come_behind_the_others(tmp_path):
     shares = [record.read for record in records]
     assert shares == sorted(shares)
     assert shares[-1] == 1
-    with pytest.raises(ConfigError, match=r"dev\.jsonl is both in paths and in heldout; make the pattern"):
-        classification.Config((f"{tmp_path}/*.jsonl",), (f"{tmp_path}/dev.jsonl",), labels=LABELS).build()
+    with pytest.raises(
+        ConfigError, match=r"dev\.jsonl is both in paths and in heldout; make the pattern"
+    ):
+        classification.Config(
+            (f"{tmp_path}/*.jsonl",), (f"{tmp_path}/dev.jsonl",), labels=LABELS
+        ).build()
 
 
 def test_where_rows_are_is_said_once_and_in_a_known_format(tmp_path):
     dataset = HubDataset("owner/name")
-    with pytest.raises(ConfigError, match="there are 0 paths and dataset is None; name files in paths, or"):
+    with pytest.raises(
+        ConfigError, match="there are 0 paths and dataset is None; name files in paths, or"
+    ):
         regression.Config()
     with pytest.raises(ConfigError, match="there are 1 paths and dataset is owner/name"):
         regression.Config(("a.csv",), dataset=dataset)
@@ -182,7 +219,9 @@ def test_where_rows_are_is_said_once_and_in_a_known_format(tmp_path):
     with pytest.raises(ConfigError, match="split and heldout are both 'train'"):
         HubDataset("owner/name", heldout="train")
     conll = write(tmp_path / "a.conll.gz", "EU B-ORG\n")
-    with pytest.raises(ConfigError, match=r"must end in \.jsonl, \.json, \.csv, \.tsv, \.parquet, and then \.gz or"):
+    with pytest.raises(
+        ConfigError, match=r"must end in \.jsonl, \.json, \.csv, \.tsv, \.parquet, and then \.gz or"
+    ):
         regression.Config((conll,)).build()
 
 
@@ -216,14 +255,19 @@ def test_splits_of_a_hugging_face_dataset_stand_for_files(tmp_path, monkeypatch)
             "n": datasets.Value("int64"),
         }
     )
-    rows = [{"s": {"text": text}, "label": label, "n": 1} for text, label in (("x", 1), (" ", 0), ("z", -1))]
+    rows = [
+        {"s": {"text": text}, "label": label, "n": 1}
+        for text, label in (("x", 1), (" ", 0), ("z", -1))
+    ]
     train = datasets.Dataset.from_list(rows, features)
     datasets.DatasetDict({"train": train, "dev": train.select([0])}).save_to_disk(tmp_path / "d")
     train.save_to_disk(tmp_path / "single")
 
     def source(texts=("s.text",), **dataset):
         settings = {"path": f"{tmp_path}/d", "heldout": "dev"} | dataset
-        return classification.Config(dataset=HubDataset(**settings), texts=texts, labels=LABELS).build()
+        return classification.Config(
+            dataset=HubDataset(**settings), texts=texts, labels=LABELS
+        ).build()
 
     found = source()
     assert found.files == (f"{tmp_path}/d train", f"{tmp_path}/d dev")
@@ -233,7 +277,9 @@ def test_splits_of_a_hugging_face_dataset_stand_for_files(tmp_path, monkeypatch)
     assert parsed(found) == [(1, TaskRow(("x",), 1.0)), *reasons, (1, TaskRow(("x",), 1.0))]
     assert set(json.loads(next(found.records()).data)) == {"s", "label"}
     assert parsed(source(("t",), heldout=None)) == [(1, "no column 't'; there are: s, label, n")]
-    with pytest.raises(ConfigError, match=r"single holds a single split, so that 'dev' is not in it"):
+    with pytest.raises(
+        ConfigError, match=r"single holds a single split, so that 'dev' is not in it"
+    ):
         source(path=f"{tmp_path}/single")
     monkeypatch.setattr(huggingface.Config, "open", lambda *_, **__: train.select([]))
     assert parsed(source(heldout=None)) == [(1, "empty split")]
@@ -273,12 +319,16 @@ def test_a_class_is_a_name_or_an_index_or_a_distribution(file, label, expected):
 def test_labels_are_names_or_indices_of_names_and_ignored_ones_are_no_rows(tmp_path):
     data = [{"text": str(label), "label": label} for label in ("0", 1, True, "-", -1, "2")]
     path = write(tmp_path / "a.jsonl", "\n".join([*map(json.dumps, data), "{"]))
-    found = parsed(classification.Config((path,), labels=("1", "0", "true"), ignore=("-", "-1")).build())
+    found = parsed(
+        classification.Config((path,), labels=("1", "0", "true"), ignore=("-", "-1")).build()
+    )
     assert [(line, row.label if isinstance(row, TaskRow) else row) for line, row in found] == [
         (1, 1.0), (2, 0.0), (3, 2.0), (6, "label '2' is not one of: 1, 0, true"), (7, "invalid JSON")
     ]  # fmt: skip
     named = parsed(
-        classification.Config((path,), labels=("a", "b", "c"), ignore=("-", "-1", "true"), group="text").build()
+        classification.Config(
+            (path,), labels=("a", "b", "c"), ignore=("-", "-1", "true"), group="text"
+        ).build()
     )
     assert [(row.label, row.group) for _, row in named[:-1]] == [(0.0, "0"), (1.0, "1"), (2.0, "2")]
 
@@ -354,7 +404,9 @@ SWAG = {"sent1": "They sit.", "sent2": "He ", "ending0": "runs.", "ending1": "sl
     ],
 )
 def test_choices_are_columns_behind_a_question(file, changed, expected):
-    config = multiple_choice.Config((file,), context="sent1", question="sent2", choices=("ending0", "ending1"))
+    config = multiple_choice.Config(
+        (file,), context="sent1", question="sent2", choices=("ending0", "ending1")
+    )
     source = config.build()
     assert (source.kind, source.labels) == ("multiple_choice", ())
     assert row_or_reason(source, SWAG | changed) == expected
@@ -373,8 +425,12 @@ def test_choices_are_columns_behind_a_question(file, changed, expected):
     ],
 )
 def test_choices_are_a_list_in_one_column(file, choices, answer, expected):
-    source = multiple_choice.Config((file,), context="article", choices=("options",), label="answer", first=1).build()
-    assert row_or_reason(source, {"article": "text", "options": choices, "answer": answer}) == expected
+    source = multiple_choice.Config(
+        (file,), context="article", choices=("options",), label="answer", first=1
+    ).build()
+    assert (
+        row_or_reason(source, {"article": "text", "options": choices, "answer": answer}) == expected
+    )
     with pytest.raises(ConfigError, match="choices is empty"):
         multiple_choice.Config((file,), choices=())
 
@@ -389,22 +445,36 @@ CONTEXT = "a bee, a bee and a bee"
         ({"text": [], "answer_start": []}, []),
         ([{"text": "bee", "answer_start": 9}], [(9, 12)]),
         ({"text": ["bee", "and"], "answer_start": [2, 13]}, [(2, 5), (13, 16)]),
-        ([{"text": "bee", "answer_start": 12}], [(9, 12)]),  # the nearest one, 3 before and 7 behind
+        (
+            [{"text": "bee", "answer_start": 12}],
+            [(9, 12)],
+        ),  # the nearest one, 3 before and 7 behind
         ([{"text": "bee", "answer_start": 15}], [(19, 22)]),
-        ([{"text": "bee", "answer_start": -1}, {"text": "bee", "answer_start": 99}], [(2, 5), (19, 22)]),
+        (
+            [{"text": "bee", "answer_start": -1}, {"text": "bee", "answer_start": 99}],
+            [(2, 5), (19, 22)],
+        ),
         ({"text": ["bee"]}, [(2, 5)]),
         ('[{"text": "and", "answer_start": 13}]', [(13, 16)]),
         ([{"text": "wasp", "answer_start": 2}], "answer 'wasp' is not in the context"),
         ([{"text": " ", "answer_start": 1}], "empty answer"),
-        ([{"text": "bee", "answer_start": "x"}], "answers ('bee', 'x') is not a text and where it begins"),
-        ({"text": ["bee"], "answer_start": [1, 2]}, "column 'answers' holds no answers, as [{text, answer_start}]"),
+        (
+            [{"text": "bee", "answer_start": "x"}],
+            "answers ('bee', 'x') is not a text and where it begins",
+        ),
+        (
+            {"text": ["bee"], "answer_start": [1, 2]},
+            "column 'answers' holds no answers, as [{text, answer_start}]",
+        ),
         (["bee"], "column 'answers' holds no answers, as [{text, answer_start}]"),
         (None, "column 'answers' holds no answers, as [{text, answer_start}]"),
     ],
 )
 def test_answers_are_found_in_their_context(file, answers, expected):
     source = question_answering.Config((file,)).build()
-    found = row_or_reason(source, {"id": 7, "question": "what?", "context": CONTEXT, "answers": answers})
+    found = row_or_reason(
+        source, {"id": 7, "question": "what?", "context": CONTEXT, "answers": answers}
+    )
     if isinstance(expected, str):
         assert found == expected
         return
@@ -415,14 +485,21 @@ def test_answers_are_found_in_their_context(file, answers, expected):
 
 @pytest.mark.parametrize("indent", [None, 1])
 def test_the_nested_format_of_squad_is_flattened(tmp_path, indent):
-    bee = {"id": "q1", "question": "what?", "answers": [{"text": "bee", "answer_start": 2}], "is_impossible": False}
+    bee = {
+        "id": "q1",
+        "question": "what?",
+        "answers": [{"text": "bee", "answer_start": 2}],
+        "is_impossible": False,
+    }
     none = {"id": "q2", "question": "why?", "answers": [], "is_impossible": True}
     other = {"id": "q3", "question": "who?"}
     articles = [
         {"title": "x", "paragraphs": [{"context": CONTEXT, "qas": [bee, none]}]},
         {"title": "y", "paragraphs": [{"context": "other", "qas": [other]}, {"qas": [other]}]},
     ]
-    path = write(tmp_path / "a.json", json.dumps({"version": "2.0", "data": articles}, indent=indent))
+    path = write(
+        tmp_path / "a.json", json.dumps({"version": "2.0", "data": articles}, indent=indent)
+    )
     source = question_answering.Config((path,)).build()
     assert (source.kind, source.labels) == ("question_answering", ())
     assert parsed(source) == [
@@ -449,7 +526,14 @@ def test_spans_of_tags_are_those_of_the_words(file):
     (text,) = found.texts
     assert text == " ".join(words)
     assert [text[begin:end] for begin, end, _ in found.spans] == words
-    assert [BIO[index] for _, _, index in found.spans] == ["B-PER", "I-PER", "O", "O", "B-LOC", "I-PER"]
+    assert [BIO[index] for _, _, index in found.spans] == [
+        "B-PER",
+        "I-PER",
+        "O",
+        "O",
+        "B-LOC",
+        "I-PER",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -482,7 +566,9 @@ def test_conll_files_hold_a_word_a_line(tmp_path):
         b"we O", b"met 4", b"",
         b"met O", b"Jo 1",
     ]  # fmt: skip
-    source = tagger(write(tmp_path / "a.conll.gz", b"\n".join(lines)), tokens="words", tags="tags.ner")
+    source = tagger(
+        write(tmp_path / "a.conll.gz", b"\n".join(lines)), tokens="words", tags="tags.ner"
+    )
     assert parsed(source) == [
         (3, TaskRow(("Jo ran",), spans=((0, 2, 1), (3, 6, 0)))),
         (8, "fewer than 2 columns"),
@@ -492,7 +578,10 @@ def test_conll_files_hold_a_word_a_line(tmp_path):
         (23, "tag '4' is not one of: O, B-PER, I-PER, B-LOC"),
         (25, TaskRow(("met Jo",), spans=((0, 3, 0), (4, 6, 1)))),
     ]
-    assert json.loads(next(source.records()).data) == {"words": ["Jo", "ran"], "tags.ner": ["B-PER", "O"]}
+    assert json.loads(next(source.records()).data) == {
+        "words": ["Jo", "ran"],
+        "tags.ner": ["B-PER", "O"],
+    }
 
 
 @pytest.mark.parametrize(

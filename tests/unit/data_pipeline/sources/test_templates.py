@@ -61,7 +61,9 @@ def test_rows_that_a_template_does_not_fit_have_a_reason(template: str, message:
         write(ROW, template, {"n": {"0": "no", "2": "yes"}} if template == "{n}" else {})
 
 
-@pytest.mark.parametrize("template", ["{a", "a}", "{}", "{a!r}", "{a[0]}", "{a:>10}", "{a:0}", "{a:*}", "{a:{b}}"])
+@pytest.mark.parametrize(
+    "template", ["{a", "a}", "{}", "{a!r}", "{a[0]}", "{a:>10}", "{a:0}", "{a:*}", "{a:{b}}"]
+)
 def test_nothing_else_is_a_template(template: str):
     with pytest.raises(ConfigError, match=r"is not a (template|format)"):
         columns_of((template,))
@@ -78,12 +80,20 @@ def test_all_columns_of_templates_are_read():
 
 
 def test_words_say_what_labels_values_mean(tmp_path):
-    (tmp_path / "a.csv").write_text("title,body,stars\nFine,Buy it,5\nPoor,Do not,1\nSo so,Well,3\n")
+    (tmp_path / "a.csv").write_text(
+        "title,body,stars\nFine,Buy it,5\nPoor,Do not,1\nSo so,Well,3\n"
+    )
     words = {"stars": {"1": "bad", "5": "good"}}
     where = {"paths": (f"{tmp_path}/a.csv",), "labels": ("bad", "good"), "words": words}
     rows = parsed(classification.Config(texts=("{title}. {body}",), label="stars", **where).build())
-    assert rows == [(("Fine. Buy it",), 1.0), (("Poor. Do not",), 0.0), "stars '3' is not one of: 1, 5"]
-    pairs = table_pairs.Config(source="{title}. {body}", target="stars", prefix="review: ", **where).build()
+    assert rows == [
+        (("Fine. Buy it",), 1.0),
+        (("Poor. Do not",), 0.0),
+        "stars '3' is not one of: 1, 5",
+    ]
+    pairs = table_pairs.Config(
+        source="{title}. {body}", target="stars", prefix="review: ", **where
+    ).build()
     found = [pairs.parse_pair(record) for record in itertools.islice(pairs.records(), 2)]
     assert found == [("review: Fine. Buy it", "good"), ("review: Poor. Do not", "bad")]
 

@@ -39,7 +39,10 @@ def metaspace() -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(tokenizers.models.Unigram())
     backend.normalizer, backend.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
     trainer = tokenizers.trainers.UnigramTrainer(
-        vocab_size=80, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
+        vocab_size=80,
+        special_tokens=["<pad>", "</s>", "<unk>"],
+        unk_token="<unk>",
+        show_progress=False,
     )
     backend.train_from_iterator([*LINES, *TEXTS * 20], trainer)
     return backend
@@ -116,7 +119,9 @@ def test_every_word_begins_with_a_token_and_ends_with_one(tokenizer):
         assert begin in {first for first, _ in found}, word
         assert at in {end for _, end in found}, word
         inside = [(max(a, begin), min(b, at)) for a, b in found if a < at and b > begin]
-        assert inside == [(a, b) for a, b in found if a < at and b > begin]  # none belongs to two words
+        assert inside == [
+            (a, b) for a, b in found if a < at and b > begin
+        ]  # none belongs to two words
 
 
 def test_tokens_stand_for_the_characters_that_they_spell(made):
@@ -151,7 +156,10 @@ def test_bytes_of_white_space_do_not_take_the_character_behind_them():
     text = "the\nfox"
     backend = type(model)(proto.SerializeToString(), {})
     ((ids, spans),) = backend.encode_aligned([text])
-    kept = [(backend.token(token), text[begin:end]) for token, (begin, end) in zip(ids, spans.tolist(), strict=True)]
+    kept = [
+        (backend.token(token), text[begin:end])
+        for token, (begin, end) in zip(ids, spans.tolist(), strict=True)
+    ]
     assert ("<0x0A>", "") in kept
     assert "".join(part for _, part in kept) == "thefox"
 
@@ -163,7 +171,9 @@ def test_trimming_leaves_what_is_within():
 
 
 def template(pair: str) -> processors.TemplateProcessing:
-    return processors.TemplateProcessing(single="<s> $A </s>", pair=pair, special_tokens=[("<s>", 0), ("</s>", 2)])
+    return processors.TemplateProcessing(
+        single="<s> $A </s>", pair=pair, special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +189,9 @@ def template(pair: str) -> processors.TemplateProcessing:
         (None, 1),
     ],
 )
-def test_how_many_tokens_part_two_texts_is_what_the_tokenizer_s_template_says(made, tmp_path, processor, between):
+def test_how_many_tokens_part_two_texts_is_what_the_tokenizer_s_template_says(
+    made, tmp_path, processor, between
+):
     made["bpe"].save(tmp_path)
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     if processor is None:
@@ -199,7 +211,10 @@ def test_two_texts_are_parted_as_transformers_parts_them(made, tmp_path):
         made[name].save(tmp_path / name)
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
         v = made[name].vocabulary
-        (a,), (b,) = ([tokens.tolist() for tokens in made[name].encode_batch([text])] for text in ("the fox", "dog"))
+        (a,), (b,) = (
+            [tokens.tolist() for tokens in made[name].encode_batch([text])]
+            for text in ("the fox", "dog")
+        )
         assert theirs("the fox", "dog")["input_ids"] == [v.cls, *a, *[v.sep] * v.between, *b, v.sep]
     assert made["bpe"].vocabulary.between == 2
     assert made["unigram"].vocabulary.between == 1

@@ -25,12 +25,18 @@ TEXTS = [f"The document number {i} is about this and that, and a little more." f
 
 def rows(**others) -> bytes:
     file = io.BytesIO()
-    pq.write_table(pa.table({**{name: [value] * len(TEXTS) for name, value in others.items()}, "text": TEXTS}), file)
+    pq.write_table(
+        pa.table({**{name: [value] * len(TEXTS) for name, value in others.items()}, "text": TEXTS}),
+        file,
+    )
     return file.getvalue()
 
 
 def json_lines() -> bytes:
-    lines = [json.dumps({"text": text, "timestamp": "2019-04-25T12:57:54Z", "url": "https://x"}) for text in TEXTS]
+    lines = [
+        json.dumps({"text": text, "timestamp": "2019-04-25T12:57:54Z", "url": "https://x"})
+        for text in TEXTS
+    ]
     return gzip.compress("\n".join(lines).encode())
 
 
@@ -49,7 +55,11 @@ LAYOUTS = {
             "data/train-00001-of-00023-2b13c68dbeba63b5.parquet",
         ],
         "data/test-00000-of-00001-29a571947c0b5ccc.parquet",
-        rows(short_book_title="A book", publication_date=1880, url="http://www.gutenberg.org/ebooks/1"),
+        rows(
+            short_book_title="A book",
+            publication_date=1880,
+            url="http://www.gutenberg.org/ebooks/1",
+        ),
     ),
     "c4_en": (
         "allenai/c4",
@@ -91,7 +101,11 @@ def test_a_ready_made_dataset_is_built_from_the_files_it_names(name, tokenizer, 
         assert [file.partition(repository)[2].partition("/")[2] for file in whole.files] == files
         assert (whole.documents_in, whole.documents_rejected) == (2 * len(TEXTS), {})
         config = load(build_module.Config, str(FOLDER / f"{name}.yaml"), ["limit=2kB"])
-        assert 0 < sum(1 for _ in limited(config.source.build().records(), config.limit_bytes)) < len(TEXTS)
+        assert (
+            0
+            < sum(1 for _ in limited(config.source.build().records(), config.limit_bytes))
+            < len(TEXTS)
+        )
 
 
 def test_every_file_is_short_and_says_what_it_costs():
@@ -99,4 +113,6 @@ def test_every_file_is_short_and_says_what_it_costs():
         lines = (FOLDER / f"{name}.yaml").read_text().splitlines()
         header = "\n".join(line for line in lines if line.startswith("#"))
         assert len(lines) < 40
-        assert all(word in header for word in ("download:", "dataset:", "time:", "licence:", "limit=1GB"))
+        assert all(
+            word in header for word in ("download:", "dataset:", "time:", "licence:", "limit=1GB")
+        )

@@ -8,7 +8,9 @@ import pytest
 from data_pipeline.tokenizers.sentences import split, splitter_version
 from data_pipeline.tokenizers.tokenizer import Config
 
-FULL_WIDTH = "\u4eca\u65e5\u306f\u3002\u660e\u65e5\u306f\uff01\u306f\u3044\uff1f"  # three, without spaces
+FULL_WIDTH = (
+    "\u4eca\u65e5\u306f\u3002\u660e\u65e5\u306f\uff01\u306f\u3044\uff1f"  # three, without spaces
+)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +22,12 @@ FULL_WIDTH = "\u4eca\u65e5\u306f\u3002\u660e\u65e5\u306f\uff01\u306f\u3044\uff1f
         ["He paid approx. 3 francs, vs. 4.5 before.", " 1918 was over."],
         ["She asked why? and left... without a word.", " Then nothing."],
         ["example.com and v1.2.3 are no ends.", " This is."],
-        ["A heading\n", "\nA paragraph that goes on\nin the next line.", "\nAnother sentence.\n \n", "\nThe last"],
+        [
+            "A heading\n",
+            "\nA paragraph that goes on\nin the next line.",
+            "\nAnother sentence.\n \n",
+            "\nThe last",
+        ],
         ["Really?!", " Yes…", " Or no."],
         ["élan vital.", " Été.", " Über alles."],
         [FULL_WIDTH[:4], FULL_WIDTH[4:8], FULL_WIDTH[8:]],
@@ -83,17 +90,23 @@ def texts() -> list[str]:
 def test_sentences_are_the_text_and_none_is_empty(texts: list[str], splitter) -> None:
     found = [split(text, splitter) for text in texts]
     assert ["".join(sentences) for sentences in found] == texts
-    assert all(sentence.strip() for sentences in found if len(sentences) > 1 for sentence in sentences)
+    assert all(
+        sentence.strip() for sentences in found if len(sentences) > 1 for sentence in sentences
+    )
     assert sum(len(sentences) for sentences in found) > 1000
 
 
 @pytest.mark.parametrize("splitter", ["rules", "lines"])
 @pytest.mark.parametrize("algorithm", ["wordpiece", "bpe"])
 def test_sentences_have_the_tokens_of_the_text(texts: list[str], algorithm: str, splitter) -> None:
-    tokenizer = Config("unused", algorithm, vocab_size=400).train([*texts, "The fox and the fox. " * 9])
+    tokenizer = Config("unused", algorithm, vocab_size=400).train(
+        [*texts, "The fox and the fox. " * 9]
+    )
     for text, whole in zip(texts, tokenizer.encode_batch(texts), strict=True):
         parts = tokenizer.encode_batch(split(text, splitter))
-        assert list(itertools.chain.from_iterable(part.tolist() for part in parts)) == whole.tolist(), repr(text)
+        assert (
+            list(itertools.chain.from_iterable(part.tolist() for part in parts)) == whole.tolist()
+        ), repr(text)
 
 
 def test_splitters_have_versions() -> None:

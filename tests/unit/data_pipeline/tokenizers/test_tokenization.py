@@ -57,7 +57,9 @@ def test_a_saved_tokenizer_is_the_same_tokenizer(tokenizer, tmp_path):
 def test_transformers_loads_it_and_gives_the_same_ids(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    texts = [text for text in HARD if "MASK" not in text]  # they read "[MASK]" in a text as the special token
+    texts = [
+        text for text in HARD if "MASK" not in text
+    ]  # they read "[MASK]" in a text as the special token
     assert theirs(texts, add_special_tokens=False)["input_ids"] == ids_of(tokenizer, texts)
     v = tokenizer.vocabulary
     assert (theirs.pad_token_id, theirs.cls_token_id, theirs.sep_token_id) == (v.pad, v.cls, v.sep)
@@ -100,7 +102,12 @@ def test_arrays_have_the_narrowest_type(tokenizer):
 
 
 def test_the_fingerprint_tells_tokenizers_apart(tmp_path):
-    tokenizers_ = [train("wordpiece"), train("wordpiece", lowercase=True), train("bpe"), train("bpe", lowercase=True)]
+    tokenizers_ = [
+        train("wordpiece"),
+        train("wordpiece", lowercase=True),
+        train("bpe"),
+        train("bpe", lowercase=True),
+    ]
     prints = {tokenizer.fingerprint for tokenizer in tokenizers_}
     tokenizers_[0].save(tmp_path)
     tree = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -117,14 +124,30 @@ def test_the_fingerprint_is_the_same_for_every_version_of_tokenizers(tmp_path):
     wordpiece.mkdir()
     vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "fox", "##es"]
     (wordpiece / "vocab.txt").write_text("\n".join(vocab) + "\n")
-    assert Tokenizer.load(wordpiece).fingerprint == "52f8d7c45ae8acbac4059e1352a1360c7ced1f431ce736849ca712269e968011"
+    assert (
+        Tokenizer.load(wordpiece).fingerprint
+        == "52f8d7c45ae8acbac4059e1352a1360c7ced1f431ce736849ca712269e968011"
+    )
     bpe.mkdir()
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the")]
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = ["<s>", "<pad>", "</s>", "<unk>", *alphabet, *("".join(merge) for merge in merges), "<mask>"]
+    vocab = [
+        "<s>",
+        "<pad>",
+        "</s>",
+        "<unk>",
+        *alphabet,
+        *("".join(merge) for merge in merges),
+        "<mask>",
+    ]
     (bpe / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocab)}))
-    (bpe / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(merge) for merge in merges) + "\n")
-    assert Tokenizer.load(bpe).fingerprint == "0df38a37213417cd18cb4717415fae13d43788d1cb03a86167e59558c46e1e9e"
+    (bpe / "merges.txt").write_text(
+        "#version: 0.2\n" + "\n".join(" ".join(merge) for merge in merges) + "\n"
+    )
+    assert (
+        Tokenizer.load(bpe).fingerprint
+        == "0df38a37213417cd18cb4717415fae13d43788d1cb03a86167e59558c46e1e9e"
+    )
 
 
 def test_settings_that_say_nothing_do_not_change_the_fingerprint(tmp_path):
@@ -161,13 +184,20 @@ def test_bert_vocab_txt_gives_the_ids_of_transformers(tmp_path, lowercase):
     assert Tokenizer.load(tmp_path / "ours").fingerprint == ours.fingerprint
 
 
-@pytest.mark.parametrize("special", [["<|endoftext|>"], ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]])
+@pytest.mark.parametrize(
+    "special", [["<|endoftext|>"], ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]]
+)
 def test_gpt2_vocab_json_and_merges_give_the_ids_of_transformers(tmp_path, special):
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("f", "o"), ("fo", "x")]
-    vocab = {token: i for i, token in enumerate([*special, *alphabet, *("".join(merge) for merge in merges)])}
+    vocab = {
+        token: i
+        for i, token in enumerate([*special, *alphabet, *("".join(merge) for merge in merges)])
+    }
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(merge) for merge in merges) + "\n")
+    (tmp_path / "merges.txt").write_text(
+        "#version: 0.2\n" + "\n".join(" ".join(merge) for merge in merges) + "\n"
+    )
     ours = Tokenizer.load(tmp_path)
     kind = transformers.GPT2Tokenizer if len(special) == 1 else transformers.RobertaTokenizer
     theirs = kind(vocab=vocab, merges=merges)
@@ -182,14 +212,21 @@ def test_gpt2_vocab_json_and_merges_give_the_ids_of_transformers(tmp_path, speci
 
 
 def test_roles_come_from_the_settings_of_the_folder(tmp_path):
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "</s>": 1, "a": 2, "X": 3}, unk_token="X"))
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<pad>": 0, "</s>": 1, "a": 2, "X": 3}, unk_token="X")
+    )
     backend.add_special_tokens(["</s>", "<pad>", "<extra_id_0>"])
     backend.enable_truncation(1)
     backend.enable_padding(length=8)
     backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps(
-            {"eos_token": "</s>", "pad_token": {"content": "<pad>"}, "mask_token": "X", "cls_token": "not there"}
+            {
+                "eos_token": "</s>",
+                "pad_token": {"content": "<pad>"},
+                "mask_token": "X",
+                "cls_token": "not there",
+            }
         )
     )
     tokenizer = Tokenizer.load(tmp_path)
@@ -205,7 +242,9 @@ def test_what_cannot_be_loaded_is_explained(tmp_path):
     for name in ("vocab.json", "merges.txt"):
         (tmp_path / "folders" / name).mkdir(parents=True)
     for folder in (tmp_path, tmp_path / "gone", tmp_path / "folders"):
-        with pytest.raises(DataError, match=rf"no tokenizer in {folder}: .*samestep data tokenizer"):
+        with pytest.raises(
+            DataError, match=rf"no tokenizer in {folder}: .*samestep data tokenizer"
+        ):
             Tokenizer.load(folder)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="cannot read the tokenizer"):

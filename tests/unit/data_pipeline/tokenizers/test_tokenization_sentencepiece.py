@@ -65,7 +65,9 @@ def t5(trained) -> Tokenizer:
 
 
 def processor(tokenizer: Tokenizer) -> sentencepiece.SentencePieceProcessor:
-    return sentencepiece.SentencePieceProcessor(model_proto=tokenizer._backend.files()["spiece.model"])
+    return sentencepiece.SentencePieceProcessor(
+        model_proto=tokenizer._backend.files()["spiece.model"]
+    )
 
 
 def ids_of(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
@@ -113,7 +115,9 @@ def test_ids_become_text_again(tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode_batch([text])[0]) == text
     a, b = ids_of(tokenizer, ["a class", "the rest"])
     first, second = tokenizer.vocabulary.sentinels[:2]
-    beyond = tokenizer.vocabulary.size + 5  # a model's table of tokens has more rows than there are tokens
+    beyond = (
+        tokenizer.vocabulary.size + 5
+    )  # a model's table of tokens has more rows than there are tokens
     ids = [first, *a, second, *b, beyond, tokenizer.vocabulary.eos, tokenizer.vocabulary.pad]
     assert tokenizer.decode(ids) == "<extra_id_0> a class<extra_id_1> the rest</s><pad>"
     assert tokenizer.decode([]) == ""
@@ -122,7 +126,10 @@ def test_ids_become_text_again(tokenizer) -> None:
 def test_bytes_spell_what_has_no_piece(trained) -> None:
     text = "日本 😀"
     assert trained["bpe-bytes"].decode(trained["bpe-bytes"].encode_batch([text])[0]) == text
-    assert trained["unigram"].decode(trained["unigram"].encode_batch([text])[0]) == " <unk> <unk>".strip()
+    assert (
+        trained["unigram"].decode(trained["unigram"].encode_batch([text])[0])
+        == " <unk> <unk>".strip()
+    )
 
 
 def test_lowercase_folds_case(trained) -> None:
@@ -137,7 +144,10 @@ def test_a_saved_tokenizer_is_the_same_tokenizer(tokenizer, tmp_path) -> None:
     loaded.save(tmp_path / "b")
     names = ("spiece.model", "tokenizer_config.json", "special_tokens_map.json")
     assert {file.name for file in (tmp_path / "b").iterdir()} == set(names)
-    assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in names)
+    assert all(
+        (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+        for name in names
+    )
 
 
 def test_nothing_is_left_of_the_tokenizer_that_was_there(t5, tmp_path) -> None:
@@ -153,7 +163,11 @@ def test_a_dataset_is_built_with_it_and_copied_with_it(s3_folder, tmp_path) -> N
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     wanted = Config(str(tmp_path / "tokenizer"), "unigram", vocab_size=1200, sample=0.5)
     config = build.Config(
-        jsonl.Config((str(corpus),)), wanted, str(tmp_path / "dataset"), heldout_fraction=0, workers=1
+        jsonl.Config((str(corpus),)),
+        wanted,
+        str(tmp_path / "dataset"),
+        heldout_fraction=0,
+        workers=1,
     )
     tokenizer = train_tokenizer(config)
     assert tokenizer.vocabulary.size == 1300
@@ -170,19 +184,28 @@ def test_a_dataset_is_built_with_it_and_copied_with_it(s3_folder, tmp_path) -> N
 @pytest.mark.parametrize("load", [transformers.AutoTokenizer, transformers.T5TokenizerFast])
 def test_transformers_loads_it_and_gives_the_same_ids(t5, tmp_path, load) -> None:
     t5.save(tmp_path / "tokenizer")
-    save_folder(tmp_path / "exported", {"model_type": "t5"}, {"weight": torch.zeros(1)}, tmp_path / "tokenizer")
+    save_folder(
+        tmp_path / "exported",
+        {"model_type": "t5"},
+        {"weight": torch.zeros(1)},
+        tmp_path / "tokenizer",
+    )
     theirs = load.from_pretrained(tmp_path / "exported")
     assert theirs(LINES, add_special_tokens=False)["input_ids"] == ids_of(t5, LINES)
     v = t5.vocabulary
     assert (len(theirs), theirs.pad_token_id, theirs.eos_token_id) == (v.size, v.pad, v.eos)
-    assert tuple(theirs.convert_tokens_to_ids([f"<extra_id_{n}>" for n in range(100)])) == v.sentinels
+    assert (
+        tuple(theirs.convert_tokens_to_ids([f"<extra_id_{n}>" for n in range(100)])) == v.sentinels
+    )
     ids = theirs("a <extra_id_0> class")["input_ids"]
     assert theirs.decode(ids) == t5.decode(ids)
 
 
 def test_files_of_transformers_give_the_same_vocabulary(t5, tmp_path) -> None:
     t5.save(tmp_path / "ours")
-    transformers.T5TokenizerFast.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
+    transformers.T5TokenizerFast.from_pretrained(tmp_path / "ours").save_pretrained(
+        tmp_path / "theirs"
+    )
     theirs = Tokenizer.load(tmp_path / "theirs")
     assert (tmp_path / "theirs" / "tokenizer.json").exists()
     assert theirs.vocabulary.sentinels == t5.vocabulary.sentinels
@@ -191,16 +214,21 @@ def test_files_of_transformers_give_the_same_vocabulary(t5, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", ["unigram-bytes", "bpe-bytes"])
-def test_transformers_is_not_told_to_load_what_it_would_read_otherwise(trained, tmp_path, name) -> None:
+def test_transformers_is_not_told_to_load_what_it_would_read_otherwise(
+    trained, tmp_path, name
+) -> None:
     trained[name].save(tmp_path)
     with pytest.raises(ValueError, match="instantiate the backend tokenizer"):
         transformers.AutoTokenizer.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("settings", "count"), [({"extra_ids": 7}, 7), ({"tokenizer_class": "T5Tokenizer"}, 100), ({}, 0)]
+    ("settings", "count"),
+    [({"extra_ids": 7}, 7), ({"tokenizer_class": "T5Tokenizer"}, 100), ({}, 0)],
 )
-def test_the_settings_of_a_folder_say_how_many_sentinels_there_are(t5, tmp_path, settings, count) -> None:
+def test_the_settings_of_a_folder_say_how_many_sentinels_there_are(
+    t5, tmp_path, settings, count
+) -> None:
     model_of(t5, tmp_path / "spiece.model")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = Tokenizer.load(tmp_path)
@@ -238,12 +266,17 @@ def test_a_sample_is_bounded_and_does_not_depend_on_the_order() -> None:
 
 def test_what_cannot_be_trained_is_explained() -> None:
     with pytest.raises(
-        ConfigError, match=r"too few different pieces for vocab_size 90000; use at most \d+, or train on more"
+        ConfigError,
+        match=r"too few different pieces for vocab_size 90000; use at most \d+, or train on more",
     ):
         train(90_000, texts=TEXTS[:3])
-    with pytest.raises(ConfigError, match=r"too few different pieces for vocab_size 90000; use at most \d+"):
+    with pytest.raises(
+        ConfigError, match=r"too few different pieces for vocab_size 90000; use at most \d+"
+    ):
         train(90_000, texts=TEXTS[:3], algorithm="sentencepiece_bpe")
-    with pytest.raises(ConfigError, match=r"vocab_size 20 is too small for the characters .* \d+; raise it"):
+    with pytest.raises(
+        ConfigError, match=r"vocab_size 20 is too small for the characters .* \d+; raise it"
+    ):
         train(20, texts=TEXTS[:3])
     for nothing in ([], ["", " \n \n"]):
         with pytest.raises(DataError, match="no text to train"):
@@ -270,15 +303,25 @@ def test_a_damaged_model_is_named(t5, tmp_path) -> None:
     whole = file.read_bytes()
     pieces = sentencepiece_model_pb2.ModelProto.FromString(whole)
     pieces.ClearField("normalizer_spec")
-    for content in (b"", b"not a model", whole[: len(whole) // 2], whole[:-1], pieces.SerializeToString()):
+    for content in (
+        b"",
+        b"not a model",
+        whole[: len(whole) // 2],
+        whole[:-1],
+        pieces.SerializeToString(),
+    ):
         file.write_bytes(content)
         for path in (file, tmp_path):
-            with pytest.raises(DataError, match=rf"cannot read the tokenizer in {path}: it is damaged.*again"):
+            with pytest.raises(
+                DataError, match=rf"cannot read the tokenizer in {path}: it is damaged.*again"
+            ):
                 Tokenizer.load(path)
 
 
 def test_models_whose_ids_transformers_shifts_are_refused(t5, tmp_path) -> None:
     model_of(t5, tmp_path / "spiece.model")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PegasusTokenizer"}')
-    with pytest.raises(DataError, match=r"PegasusTokenizer of transformers changes the ids .* tokenizer\.json"):
+    with pytest.raises(
+        DataError, match=r"PegasusTokenizer of transformers changes the ids .* tokenizer\.json"
+    ):
         Tokenizer.load(tmp_path)

@@ -17,13 +17,18 @@ from data_pipeline.tokenizers.words import WordEncoder, ends_tokens_with_words
 TEXTS = [topics[name] for name in sorted(topics)]
 # All that either side takes for white space, controls, combining marks, joiners, digits, quotes, other scripts.
 WHITE = "".join(chr(c) for c in range(0x3001) if chr(c).isspace()) + "\u180e\u200b\u2060\ufeff"
-HARD = WHITE + "   \n\n\t\x00\x01\x1b\x7f\u0301\u0308\u200d\xad'_,.-(5²½°$ab'stÉßΣςİﬁǅ日本の한ع😀\U000e0001[MASK]<s>"
+HARD = (
+    WHITE
+    + "   \n\n\t\x00\x01\x1b\x7f\u0301\u0308\u200d\xad'_,.-(5²½°$ab'stÉßΣςİﬁǅ日本の한ع😀\U000e0001[MASK]<s>"
+)
 
 
 @pytest.fixture(scope="module", params=["wordpiece", "wordpiece-lowercase", "bpe", "bpe-lowercase"])
 def tokenizer(request) -> Tokenizer:
     algorithm, _, lowercase = request.param.partition("-")
-    return Config("unused", algorithm, vocab_size=3000, lowercase=bool(lowercase)).train([*TEXTS[::3], HARD])
+    return Config("unused", algorithm, vocab_size=3000, lowercase=bool(lowercase)).train(
+        [*TEXTS[::3], HARD]
+    )
 
 
 def backend_of(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
@@ -40,7 +45,10 @@ def encoder(tokenizer: Tokenizer) -> WordEncoder:
 
 def assert_as_whole(tokenizer: Tokenizer, texts: list[str], rounds: int = 1) -> None:
     """Compares with the tokenizer itself."""
-    whole = [encoding.ids for encoding in backend_of(tokenizer).encode_batch_fast(texts, add_special_tokens=False)]
+    whole = [
+        encoding.ids
+        for encoding in backend_of(tokenizer).encode_batch_fast(texts, add_special_tokens=False)
+    ]
     ours = encoder(tokenizer)
     for _ in range(rounds):
         for text, ids, expected in zip(texts, ours.encode_batch(texts), whole, strict=True):
@@ -62,7 +70,9 @@ def test_no_texts_and_empty_texts(tokenizer) -> None:
     assert [ids.tolist() for ids in encoder(tokenizer).encode_batch(["", "a", ""])][::2] == [[], []]
 
 
-def test_what_is_remembered_is_bounded_and_forgetting_changes_nothing(tokenizer, monkeypatch) -> None:
+def test_what_is_remembered_is_bounded_and_forgetting_changes_nothing(
+    tokenizer, monkeypatch
+) -> None:
     monkeypatch.setattr(words, "_MOST_CHARACTERS", 1000)
     ours, plain = encoder(tokenizer), encoder(tokenizer)
     expected = [ids.tolist() for ids in plain.encode_batch(TEXTS)]
@@ -81,13 +91,23 @@ def test_tokenizers_of_which_nothing_is_known_encode_whole_texts(tokenizer) -> N
     backends = [
         changed(tokenizer, pre_tokenizer=pre_tokenizers.Metaspace()),
         changed(tokenizer, pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
-        changed(tokenizer, pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)),
+        changed(
+            tokenizer,
+            pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ),
         changed(tokenizer, normalizer=normalizers.NFKC()),
-        changed(tokenizer, normalizer=normalizers.BertNormalizer(), pre_tokenizer=pre_tokenizers.ByteLevel(False)),
+        changed(
+            tokenizer,
+            normalizer=normalizers.BertNormalizer(),
+            pre_tokenizer=pre_tokenizers.ByteLevel(False),
+        ),
         changed(tokenizer),
     ]
     backends[-1].add_tokens(["a b"])
     for backend in backends:
         assert not ends_tokens_with_words(backend)
         expected = backend.encode("  a  b\n a b ", add_special_tokens=False).ids
-        assert Tokenizer(HuggingFace(backend, {})).encode_batch(["  a  b\n a b "])[0].tolist() == expected
+        assert (
+            Tokenizer(HuggingFace(backend, {})).encode_batch(["  a  b\n a b "])[0].tolist()
+            == expected
+        )

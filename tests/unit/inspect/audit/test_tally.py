@@ -33,8 +33,12 @@ def test_a_pass_is_over_when_all_lanes_have_left_it_or_nothing_is_left() -> None
         True,
         True,
     ]
-    example[5] = example[6]  # now one is missing, which shows when the last lane is in the next pass
-    ends = [tally(epoch[:n], example[:n]).is_over(0) for n in (SIZE, SIZE + LANES - 1, SIZE + LANES)]
+    example[5] = example[
+        6
+    ]  # now one is missing, which shows when the last lane is in the next pass
+    ends = [
+        tally(epoch[:n], example[:n]).is_over(0) for n in (SIZE, SIZE + LANES - 1, SIZE + LANES)
+    ]
     assert ends == [False, False, True]
 
 
@@ -53,16 +57,24 @@ def test_a_pass_in_groups_by_length_is_over_when_a_pool_has_none_of_it() -> None
         return [found.is_over(each) for each in sorted(found.passes)]
 
     for count in range(8, 6 * SIZE + 1):
-        complete = [np.sum(epoch[arranged[:count]] == each) == SIZE for each in np.unique(epoch[arranged[:count]])]
+        complete = [
+            np.sum(epoch[arranged[:count]] == each) == SIZE
+            for each in np.unique(epoch[arranged[:count]])
+        ]
         assert over(example, count) == complete
-    example[5] = example[6]  # one is missing, which shows when a pool with no other of its pass is complete
+    example[5] = example[
+        6
+    ]  # one is missing, which shows when a pool with no other of its pass is complete
     assert [over(example, count)[0] for count in (30, 60, 61)] == [False, False, True]
 
 
 def test_lost_and_repeated_examples_are_counted_in_their_pass() -> None:
     epoch, example = passes(3 * SIZE)
     example[SIZE + 3] = example[SIZE + 15]
-    counts = [(each.consumed, each.missing, each.repeated) for each in tally(epoch, example).passes.values()]
+    counts = [
+        (each.consumed, each.missing, each.repeated)
+        for each in tally(epoch, example).passes.values()
+    ]
     assert counts == [(SIZE, 0, 0), (SIZE - 1, 1, 1), (SIZE, 0, 0)]
 
 

@@ -51,7 +51,10 @@ class Feeder:
         objective = experiment.objective.build(dataset.tokenizer.vocabulary)
         self.experiment, self.folder, self.state = experiment, folder, TrainState()
         self.phases = experiment.resolved_phases()
-        self.loaders = [open_loader(experiment, dataset, objective, Replica(0, 1), phase) for phase in self.phases]
+        self.loaders = [
+            open_loader(experiment, dataset, objective, Replica(0, 1), phase)
+            for phase in self.phases
+        ]
         strategy = single.Config().build(cpu.Config().build(), World.start(60), "fp32")
         strategy.all_reduce = lambda value, op="sum": value  # type: ignore[method-assign]
         self.recorder = Recorder(strategy)
@@ -78,7 +81,11 @@ class Feeder:
         return self
 
     def checkpoint(self) -> dict[str, Any]:
-        saved = {"step": self.state.step, "data": self.loader.state_dict(), **self.recorder.state_dict()}
+        saved = {
+            "step": self.state.step,
+            "data": self.loader.state_dict(),
+            **self.recorder.state_dict(),
+        }
         return json.loads(json.dumps(saved))
 
     def resume(self, saved: dict[str, Any]) -> Feeder:
@@ -115,10 +122,14 @@ def forge(folder: Path, change: Callable[[list[dict[str, Any]]], Iterable[dict[s
     path.write_text("".join(lines))
 
 
-def test_a_run_with_restarts_batch_sizes_phases_and_exclusions_is_proven(experiment_file: str, tmp_path: Path) -> None:
+def test_a_run_with_restarts_batch_sizes_phases_and_exclusions_is_proven(
+    experiment_file: str, tmp_path: Path
+) -> None:
     """Two passes; a kill between two rows, another batch size after it, a step skipped, another sequence length."""
     folder = tmp_path / "run"
-    phases = f"phases=[{{steps: 60, global_batch_size: {BATCH}}}, {{steps: 10, sequence_length: 24}}]"
+    phases = (
+        f"phases=[{{steps: 60, global_batch_size: {BATCH}}}, {{steps: 10, sequence_length: 24}}]"
+    )
 
     def skip(feeder: Feeder) -> None:
         next(feeder.loader)
@@ -137,8 +148,14 @@ def test_a_run_with_restarts_batch_sizes_phases_and_exclusions_is_proven(experim
     assert verdict.problems == []
     assert verdict.steps == 70
     first_order, second_order = verdict.tallies.values()
-    assert {number: first_order.is_over(number) for number in first_order.passes} == {0: True, 1: True, 2: False}
-    consumed = [(each.consumed, each.excluded, each.repeated) for each in first_order.passes.values()]
+    assert {number: first_order.is_over(number) for number in first_order.passes} == {
+        0: True,
+        1: True,
+        2: False,
+    }
+    consumed = [
+        (each.consumed, each.excluded, each.repeated) for each in first_order.passes.values()
+    ]
     examples = second.loaders[0].examples  # of a pass
     fed, passed_over = 10 * BATCH + 50 * 100, 30 + 100
     assert consumed[0] == (examples - passed_over, passed_over, 0)
@@ -148,7 +165,9 @@ def test_a_run_with_restarts_batch_sizes_phases_and_exclusions_is_proven(experim
     assert second_order.passes[0].consumed == 10 * BATCH
 
 
-def test_a_mixture_is_proven_source_by_source(experiment_file: str, dataset_folder: Path, tmp_path: Path) -> None:
+def test_a_mixture_is_proven_source_by_source(
+    experiment_file: str, dataset_folder: Path, tmp_path: Path
+) -> None:
     """Its weights change at step 10, and when it goes on from step 14 a source has been taken out and one put in."""
     shards = Dataset.open(dataset_folder).manifest.splits["train"]
     for name, part in {"first": shards[:2], "second": shards[2:4], "third": shards[4:]}.items():
@@ -161,9 +180,15 @@ def test_a_mixture_is_proven_source_by_source(experiment_file: str, dataset_fold
 
     folder, no_path = tmp_path / "run", "data.path=null"
     change = "data.weights=[{step: 10, weights: {first: 1, second: 5}}]"
-    saved = Feeder(experiment_file, folder, no_path, mixture(first=3, second=1), change).run(14).checkpoint()
+    saved = (
+        Feeder(experiment_file, folder, no_path, mixture(first=3, second=1), change)
+        .run(14)
+        .checkpoint()
+    )
     accepted = "data.on_change=accept"
-    Feeder(experiment_file, folder, no_path, mixture(second=1, third=4), accepted).resume(saved).run(60)
+    Feeder(experiment_file, folder, no_path, mixture(second=1, third=4), accepted).resume(
+        saved
+    ).run(60)
 
     with pytest.raises(DataError, match=r"name the right one .* among data\.sources"):
         judge(folder)
@@ -171,7 +196,10 @@ def test_a_mixture_is_proven_source_by_source(experiment_file: str, dataset_fold
     verdict = judge(folder, sources)
     assert verdict.problems == []
     tallies = {name: tally for (_, name), tally in verdict.tallies.items()}
-    consumed = {name: sum(each.consumed for each in tally.passes.values()) for name, tally in tallies.items()}
+    consumed = {
+        name: sum(each.consumed for each in tally.passes.values())
+        for name, tally in tallies.items()
+    }
     assert sum(consumed.values()) == 60 * BATCH
     assert consumed["first"] == pytest.approx(BATCH * (10 * 3 / 4 + 4 / 6), abs=40)
     assert consumed["third"] == pytest.approx(BATCH * 46 * 4 / 5, abs=40)
@@ -183,16 +211,25 @@ def test_a_mixture_is_proven_source_by_source(experiment_file: str, dataset_fold
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda rows: [*rows[:3], {**rows[3], "digest": "0" * 16}, *rows[4:]], "^steps 9 to 12 were fed other rows"),
+        (
+            lambda rows: [*rows[:3], {**rows[3], "digest": "0" * 16}, *rows[4:]],
+            "^steps 9 to 12 were fed other rows",
+        ),
         (lambda rows: [*rows[:3], *rows[4:]], "^the row of step 16 begins with step 13, not 9"),
         (lambda rows: [*rows[:3], *rows[4:]], "^examples 496 to 743 of .* were never consumed"),
-        (lambda rows: [*rows[:3], {**rows[3], "examples": [[400, 744]]}, *rows[4:]], "^examples 400 to 495 .* again"),
+        (
+            lambda rows: [*rows[:3], {**rows[3], "examples": [[400, 744]]}, *rows[4:]],
+            "^examples 400 to 495 .* again",
+        ),
         (
             lambda rows: [*rows[:3], {**rows[3], "examples": [[400, 744]]}, *rows[4:]],
             "^pass 1 .*: 96 examples .* again",
         ),
         (
-            lambda rows: [*rows, {"kind": "excluded", "order": 0, "step": 20, "examples": [[7, 9]], "reason": ""}],
+            lambda rows: [
+                *rows,
+                {"kind": "excluded", "order": 0, "step": 20, "examples": [[7, 9]], "reason": ""},
+            ],
             "^examples between 0 and 248 .* are excluded",
         ),
     ],
@@ -212,7 +249,9 @@ def test_a_changed_row_breaks_the_chain(run: Path) -> None:
 
 
 @pytest.mark.parametrize("honest", [True, False])
-def test_an_example_that_was_fed_twice_is_found(experiment_file: str, tmp_path: Path, honest: bool) -> None:
+def test_an_example_that_was_fed_twice_is_found(
+    experiment_file: str, tmp_path: Path, honest: bool
+) -> None:
     """Whether the loader knows that it has gone back, or not."""
 
     def go_back(feeder: Feeder) -> None:
@@ -221,11 +260,15 @@ def test_an_example_that_was_fed_twice_is_found(experiment_file: str, tmp_path: 
             feeder.loader.load_state_dict({**state, "example": state["example"] - BATCH})
         else:
             locate = feeder.loader._maker.order.locate
-            feeder.loader._maker.order.locate = lambda number: locate(np.where(number % 100 == 99, number - 1, number))  # type: ignore[method-assign]
+            feeder.loader._maker.order.locate = lambda number: locate(
+                np.where(number % 100 == 99, number - 1, number)
+            )  # type: ignore[method-assign]
 
     Feeder(experiment_file, tmp_path / "run").run(16, {10 if honest else 1: go_back})
     found = judge(tmp_path / "run").problems
-    assert any("again" in problem if honest else "other rows" in problem for problem in found), found
+    assert any("again" in problem if honest else "other rows" in problem for problem in found), (
+        found
+    )
 
 
 def test_a_damaged_shard_is_named(run: Path, dataset_folder: Path, tmp_path: Path) -> None:
@@ -250,12 +293,17 @@ def test_another_dataset_is_refused(run: Path, dataset_folder: Path, tmp_path: P
         judge(run, f"data.path={copy}")
 
 
-def test_a_step_lists_its_documents(run: Path, experiment_file: str, dataset_folder: Path, tmp_path: Path) -> None:
+def test_a_step_lists_its_documents(
+    run: Path, experiment_file: str, dataset_folder: Path, tmp_path: Path
+) -> None:
     """The same as a run does that takes one step after another; their text is in the batch."""
     feeder = Feeder(experiment_file, tmp_path / "again")
     for _ in range(11):
         (batch,) = [
-            {name: np.concatenate([part[name].numpy() for part in parts]) for name in ("number", "example", "filled")}
+            {
+                name: np.concatenate([part[name].numpy() for part in parts])
+                for name in ("number", "example", "filled")
+            }
             for parts in [next(feeder.loader)]
         ]
     found = documents(Run.open(str(run), []), 11)
@@ -264,7 +312,9 @@ def test_a_step_lists_its_documents(run: Path, experiment_file: str, dataset_fol
     assert [each["number"] for each in found["examples"]] == list(range(10 * BATCH, 11 * BATCH))
     assert [each["example"] for each in found["examples"]] == batch["example"][rows].tolist()
     lines = {each["line"] for example in found["examples"] for each in example["documents"]}
-    assert all(each["file"] == "topics" for example in found["examples"] for each in example["documents"])
+    assert all(
+        each["file"] == "topics" for example in found["examples"] for each in example["documents"]
+    )
     assert lines.isdisjoint(range(0, 1300, 60))  # which are held out
     with pytest.raises(ConfigError, match="has steps 1 to 20, not step 21"):
         documents(Run.open(str(run), []), 21)

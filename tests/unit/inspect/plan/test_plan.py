@@ -50,7 +50,9 @@ def test_each_stage_of_zero_holds_less(planner: Planner) -> None:
     held = [planner.plan(f"zero{stage}").held for stage in (1, 2, 3)]
     assert held[0].gradients > held[1].gradients == held[2].gradients
     assert held[0].optimizer == held[1].optimizer == held[2].optimizer
-    assert held[0].optimizer == pytest.approx(planner.plan("fsdp").held.optimizer, rel=0.01)  # whole rows there
+    assert held[0].optimizer == pytest.approx(
+        planner.plan("fsdp").held.optimizer, rel=0.01
+    )  # whole rows there
 
 
 def test_a_ring_sends_each_part_to_each_other() -> None:
@@ -59,7 +61,16 @@ def test_a_ring_sends_each_part_to_each_other() -> None:
 
 
 def test_the_command_prints_json(samestep: Samestep, experiment_file: str) -> None:
-    arguments = ["plan", experiment_file, "--devices", 4, "--memory", "1GiB", "--json", "model.layers=1"]
+    arguments = [
+        "plan",
+        experiment_file,
+        "--devices",
+        4,
+        "--memory",
+        "1GiB",
+        "--json",
+        "model.layers=1",
+    ]
     result = samestep(*arguments)
     assert result.code == 0, result.err
     found: dict[str, Any] = json.loads(result.out)
@@ -67,9 +78,15 @@ def test_the_command_prints_json(samestep: Samestep, experiment_file: str) -> No
     assert [plan["strategy"] for plan in phase["plans"]] == list(STRATEGIES)
     for plan in phase["plans"]:
         held = plan["bytes"]
-        peak = held["state"] + held["gradients"] + max(held["activations"] + held["buffers"], held["update"])
+        peak = (
+            held["state"]
+            + held["gradients"]
+            + max(held["activations"] + held["buffers"], held["update"])
+        )
         assert held["total"] == peak
-        assert plan["largest_micro_batch"] == math.ceil(10 / (1 if plan["strategy"] == "single" else 4))
+        assert plan["largest_micro_batch"] == math.ceil(
+            10 / (1 if plan["strategy"] == "single" else 4)
+        )
 
 
 def test_the_table_names_what_it_shows(samestep: Samestep, experiment_file: str) -> None:
@@ -100,7 +117,9 @@ def test_what_a_plan_says_of_tpus_is_said(samestep: Samestep, experiment_file: s
     settings = ("accelerator=xla", "strategy={kind: xla_spmd, replicas: 4}", "model.layers=1")
     result = samestep("plan", experiment_file, "--devices", 8, "--strategy", "hsdp", *settings)
     assert result.code == 0, result.err
-    assert "TPUs under XLA: the row of fsdp (or hsdp, with replicas)" in " ".join(result.out.split())
+    assert "TPUs under XLA: the row of fsdp (or hsdp, with replicas)" in " ".join(
+        result.out.split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +131,9 @@ def test_what_a_plan_says_of_tpus_is_said(samestep: Samestep, experiment_file: s
         (["--devices", "3", "--strategy", "hsdp"], "does not divide 3 devices"),
     ],
 )
-def test_mistakes_are_named(samestep: Samestep, experiment_file: str, arguments: list[str], named: str) -> None:
+def test_mistakes_are_named(
+    samestep: Samestep, experiment_file: str, arguments: list[str], named: str
+) -> None:
     result = samestep("plan", experiment_file, *arguments)
     assert result.code == 2
     assert named in result.err

@@ -19,10 +19,18 @@ _ROWS = 3
 
 _TASKS = {
     "classification": ["model.head=classification", "model.labels=[a,b,c]"],
-    "classification, soft": ["objective.soft=true", "model.head=classification", "model.labels=[a,b,c]"],
+    "classification, soft": [
+        "objective.soft=true",
+        "model.head=classification",
+        "model.labels=[a,b,c]",
+    ],
     "regression": ["model.head=classification", "model.labels=[score]"],
     "multiple_choice": ["model.head=multiple_choice", "objective.choices=3"],
-    "question_answering": ["model.head=question_answering", "objective.question_length=8", "objective.stride=8"],
+    "question_answering": [
+        "model.head=question_answering",
+        "objective.question_length=8",
+        "objective.stride=8",
+    ],
     "tagging": ["model.head=tagging", "model.labels=[O,B-PER,I-PER]"],
 }
 
@@ -31,7 +39,10 @@ def _saved_by_autograd(experiment: Experiment, rows: int) -> tuple[int, Any]:
     """Bytes of the tensors that autograd keeps at the end of a real forward pass, and the loss."""
     objective = experiment.objective.build(stand_in(experiment.model.vocab_size))
     columns = example(experiment, objective, experiment.resolved_phases()[0])
-    batch = {name: torch.from_numpy(column).repeat_interleave(rows, 0) for name, column in columns.items()}
+    batch = {
+        name: torch.from_numpy(column).repeat_interleave(rows, 0)
+        for name, column in columns.items()
+    }
     model = experiment.model.build().train()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -47,7 +58,9 @@ def _saved_by_autograd(experiment: Experiment, rows: int) -> tuple[int, Any]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = objective.loss(model, batch, {name: torch.ones(()) for name in objective.weights(columns)})
+        loss = objective.loss(
+            model, batch, {name: torch.ones(()) for name in objective.weights(columns)}
+        )
     return sum(kept.values()), loss
 
 
@@ -68,7 +81,9 @@ def test_what_autograd_saves_is_what_a_real_forward_pass_saves(
 @pytest.mark.parametrize("task", _TASKS)
 def test_tasks_are_traced_as_they_run(task: str, experiment_file: str) -> None:
     kind = task.partition(",")[0]
-    experiment = load(Experiment, experiment_file, [f"objective={kind}", "data.packing=padded", *_TASKS[task]])
+    experiment = load(
+        Experiment, experiment_file, [f"objective={kind}", "data.packing=padded", *_TASKS[task]]
+    )
     measured, _ = _saved_by_autograd(experiment, _ROWS)
     objective = experiment.objective.build(stand_in(experiment.model.vocab_size))
     columns = example(experiment, objective, experiment.resolved_phases()[0])
@@ -76,16 +91,18 @@ def test_tasks_are_traced_as_they_run(task: str, experiment_file: str) -> None:
     assert columns["tokens"].shape == columns["segments"].shape == (1, choices * 32)
     assert columns["segments"].all()
     assert columns["dropout_key"].size == choices
-    assert Step(experiment, on_cpu=True).activations(objective, columns, _ROWS).saved == pytest.approx(
-        measured, rel=0.1
-    )
+    assert Step(experiment, on_cpu=True).activations(
+        objective, columns, _ROWS
+    ).saved == pytest.approx(measured, rel=0.1)
 
 
 def test_checkpointing_trades_activations_for_work(experiment_file: str) -> None:
     objective = load(Experiment, experiment_file).objective.build(stand_in(400))
     peaks = []
     for checkpointing in ("false", "true"):
-        experiment = load(Experiment, experiment_file, [f"training.activation_checkpointing={checkpointing}"])
+        experiment = load(
+            Experiment, experiment_file, [f"training.activation_checkpointing={checkpointing}"]
+        )
         columns = example(experiment, objective, experiment.resolved_phases()[0])
         peaks.append(Step(experiment, on_cpu=True).activations(objective, columns, 64))
     assert peaks[1].saved < 0.5 * peaks[0].saved
@@ -111,9 +128,12 @@ def test_the_optimizer_keeps_what_a_real_one_keeps(kind: str, experiment_file: s
     groups.prime(optimizer)
     real = {name: list(optimizer.state[each].items()) for name, each in model.named_parameters()}
     planned = Step(experiment, on_cpu=True).parameters
-    assert {name: each.shape for name, each in planned.items()} == {n: p.shape for n, p in model.named_parameters()}
+    assert {name: each.shape for name, each in planned.items()} == {
+        n: p.shape for n, p in model.named_parameters()
+    }
     assert {name: list(each.state) for name, each in planned.items()} == {
-        name: [tuple(value.shape) for key, value in state if key != "step"] for name, state in real.items()
+        name: [tuple(value.shape) for key, value in state if key != "step"]
+        for name, state in real.items()
     }
 
 
