@@ -121,17 +121,17 @@ class Resident:
 
 def work(file: str, overrides: list[str]) -> dict[str, float]:
     """One process's part: trains, saves, restores; returns its figures."""
-    from trainer.training.run import build_trainer, meeting, open_checkpointer
+    from trainer.training.run import build_trainer, open_checkpointer, open_strategy
 
     resident, figures = Resident(), dict[str, float]()
     experiment = load(Experiment, file, overrides)
-    with meeting(experiment) as strategy:
+    with open_strategy(experiment) as strategy:
         base = resident.now()
         checkpointer = open_checkpointer(experiment, strategy.world)
         trainer = build_trainer(experiment, experiment.data.open(), strategy, checkpointer)
         trainer.model.train()
         built, batches = resident.now(), iter(trainer.loader)
-        trainer.note_order()
+        trainer.record_order()
         with resident.watch(figures, "steps"):
             for _ in range(_STEPS - 1):
                 trainer.train_step(next(batches))

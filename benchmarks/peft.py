@@ -25,7 +25,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from trainer.training.run import build_trainer, meeting, open_checkpointer
+from trainer.training.run import build_trainer, open_checkpointer, open_strategy
 from trainer.training.starting import load_experiment
 
 METHODS = {  # with learning rates of the size that each is known to need in models as large as BERT-base
@@ -42,7 +42,7 @@ METHODS = {  # with learning rates of the size that each is known to need in mod
 def work(file: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Fine-tunes, and returns what it took and the scores on the held-out rows."""
     experiment = load_experiment(file, ["strategy=single", *overrides])
-    with meeting(experiment) as strategy:
+    with open_strategy(experiment) as strategy:
         checkpointer = open_checkpointer(experiment, strategy.world)
         dataset = experiment.data.open()
         strategy.accelerator.reset_peak_memory()

@@ -98,7 +98,7 @@ class PackSpec:
     parts: Parts | None = None
 
     @property
-    def cells(self) -> int:
+    def positions(self) -> int:
         """Cells of an example that a model computes, those of both sides, or of all choices."""
         if self.parts is not None:
             return self.parts.choices * self.sequence_length

@@ -107,7 +107,7 @@ def show(
             names = ["A  ", "B  "]
         console.print(
             f"\nexample {number}: epoch {at.epoch[0]}, {len(examples.tokens)} tokens, {predicted} predicted, "
-            f"{spec.cells - cells} cells of padding{relation}",
+            f"{spec.positions - cells} cells of padding{relation}",
             style="bold",
             highlight=False,
             soft_wrap=True,

@@ -149,7 +149,7 @@ class StreamingLoader:
             self._grouped(examples),
             self._packed.counts,
             row_maker,
-            pack_spec.cells,
+            pack_spec.positions,
             layout,
             self._prefetcher,
         )
@@ -337,7 +337,7 @@ class StreamingLoader:
         return self._corrupt.found
 
     @property
-    def fed(self) -> list[list[int]]:
+    def consumed(self) -> list[list[int]]:
         """The ranges [first, end) of global examples that the step taken last had, over all replicas."""
         return self._excluded.kept(self._fed_from, self._position)
 

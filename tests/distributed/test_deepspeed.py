@@ -94,7 +94,10 @@ def train(
 
     def injected(loss: Tensor) -> None:
         first_try = (
-            sick and trainer.state.step == 2 and world.rank == 0 and trainer.loader.fed[0][0] == 20
+            sick
+            and trainer.state.step == 2
+            and world.rank == 0
+            and trainer.loader.consumed[0][0] == 20
         )
         backward(loss * math.inf if first_try else loss)
 

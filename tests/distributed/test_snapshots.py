@@ -17,7 +17,7 @@ from trainer.errors import CheckpointError
 from trainer.storage import kept
 from trainer.storage import write as write_object
 from trainer.storage.keeper import Keeper
-from trainer.training.snapshots import newest
+from trainer.training.checkpoints import newest
 
 ELEMENTS = 10_000
 

@@ -22,7 +22,7 @@ from trainer.errors import ConfigError
 from trainer.models import gpt2, openai_gpt
 from trainer.models.transformer import Transformer
 from trainer.objectives import classification
-from trainer.training.compatibility import stored_values
+from trainer.training.initial_weights import stored_values
 from trainer.training.weights import load_weights
 
 SHAPE = {

@@ -28,7 +28,7 @@ from trainer.errors import CheckpointError, ConfigError
 from trainer.models import t5
 from trainer.models.config import Head
 from trainer.models.encoder_decoder import EncoderDecoder
-from trainer.training.compatibility import stored_values
+from trainer.training.initial_weights import stored_values
 from trainer.training.weights import Weights, load_weights
 
 # Heads do not fill the width, and the stacks differ in depth.

@@ -49,7 +49,7 @@ class Elastic:
         least: machines that it needs.
         most: machines that it may have.
         rendezvous: HOST:PORT where their agents meet.
-        snapshots: whether the agents keep snapshots for the workers, see `trainer.training.snapshots`.
+        snapshots: whether the agents keep snapshots for the workers, see `trainer.training.checkpoints`.
     """
 
     least: int = 1

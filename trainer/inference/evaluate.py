@@ -14,12 +14,12 @@ from trainer.metrics import check_installed
 from trainer.objectives import Objective, Predictions, Task
 from trainer.storage import json_lines
 from trainer.strategies import Strategy
-from trainer.training import records
-from trainer.training.compatibility import stored_values
+from trainer.training import run_folder
 from trainer.training.experiment import Experiment
+from trainer.training.initial_weights import stored_values
 from trainer.training.passes import score
 from trainer.training.phases import phase_of
-from trainer.training.run import build_model, checkpoint_folder, meeting, open_loader
+from trainer.training.run import build_model, checkpoint_folder, open_loader, open_strategy
 from trainer.training.teacher import attach_teacher
 from trainer.training.weights import load_weights
 
@@ -27,7 +27,7 @@ from trainer.training.weights import load_weights
 def evaluate(
     experiment: Experiment, step: int | None, predictions: Path | None = None
 ) -> dict[str, float]:
-    """Scores a checkpoint of a run on the held-out documents; see `records.keep_scores`.
+    """Scores a checkpoint of a run on the held-out documents; see `run_folder.append_scores`.
 
     Args:
         experiment: of the run.
@@ -40,7 +40,7 @@ def evaluate(
         StorageError: the file cannot be written; the scores are kept.
         SamestepError: a device's memory ran out.
     """
-    with meeting(experiment) as strategy:
+    with open_strategy(experiment) as strategy:
         try:
             return _evaluate(experiment, step, predictions, strategy)
         except torch.OutOfMemoryError as error:
@@ -85,7 +85,7 @@ def _evaluate(
         wrapped, objective, strategy, heldout, experiment.training.evaluate_batches
     )
     if strategy.world.rank == 0:
-        records.keep_scores(
+        run_folder.append_scores(
             experiment, weights.step, dataset.name, {f"heldout/{k}": v for k, v in scores.items()}
         )
         if file is not None and isinstance(objective, Task) and predictions is not None:

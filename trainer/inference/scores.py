@@ -24,9 +24,9 @@ from trainer.generation.config import Config as GenerationConfig
 from trainer.metrics import texts
 from trainer.objectives import seq2seq
 from trainer.storage import shown
-from trainer.training import records
-from trainer.training.compatibility import stored_values
+from trainer.training import run_folder
 from trainer.training.experiment import Experiment
+from trainer.training.initial_weights import stored_values
 from trainer.training.phases import phase_of
 from trainer.training.run import checkpoint_folder
 from trainer.training.weights import load_weights
@@ -133,7 +133,7 @@ def evaluate(
         scores["no_label"] = len(texts.strangers(written, labels))
     of = ",".join(map(shown, files)) or dataset.name
     generated_scores = {f"generated/{name}": value for name, value in scores.items()}
-    records.keep_scores(
+    run_folder.append_scores(
         experiment, weights.step or 0, of, {"pairs": len(written), **generated_scores}
     )
     return {"step": weights.step or 0, "pairs": len(written), **scores}

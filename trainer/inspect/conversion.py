@@ -206,7 +206,7 @@ def _begin_run(experiment: Experiment, state: DeepSpeedState) -> Tree:
     with open_loader(experiment, dataset, objective, Replica(0, 1), phase) as loader:
         data = loader.state_dict()
     examples = state.step * phase.global_batch_size if state.examples is None else state.examples
-    tokens = examples * objective.pack_spec(phase.sequence_length).cells
+    tokens = examples * objective.pack_spec(phase.sequence_length).positions
     write_description(experiment, dataset)
     ledger = Ledger()
     ledger.open(Path(experiment.output) / "ledger.jsonl", state.step)

@@ -20,7 +20,7 @@ class Clock:
         self._last = accelerator.mark()
         self._laps: list[tuple[str, object, object]] = []
 
-    def lap(self, name: str) -> None:
+    def end_section(self, name: str) -> None:
         """Ends a lap: what the device did since the last one was `name`."""
         mark = self._accelerator.mark()
         self._laps.append((name, self._last, mark))

@@ -27,7 +27,7 @@ def flops_until(experiment: Experiment, trainer: Trainer) -> Callable[[int], flo
 
     def flops_per_step(length: int, examples: int) -> float:
         spec = trainer.objective.pack_spec(length)
-        cells = length if spec.parts is None else spec.cells
+        cells = length if spec.parts is None else spec.positions
         each: float = (
             model.flops_per_token(length, trainer.objective.predictions(length) / cells) * cells
         )
@@ -57,7 +57,7 @@ def throughput(experiment: Experiment, trainer: Trainer) -> Throughput:
     peak = trainer.strategy.accelerator.peak_flops(experiment.training.precision)
     spec = trainer.objective.pack_spec
     cells = [
-        phase.global_batch_size * spec(phase.sequence_length).cells for phase in trainer.phases
+        phase.global_batch_size * spec(phase.sequence_length).positions for phase in trainer.phases
     ]
     return Throughput(
         trainer.state.step,
@@ -119,8 +119,8 @@ def report(experiment: Experiment, trainer: Trainer) -> None:
             "%-12s %d examples x %s = %s tokens a step, in micro-batches of at most %d%s",
             "batch" if len(trainer.phases) == 1 else f"phase {phase.index}",
             phase.global_batch_size,
-            spec.cells if sides is None else f"({sides[0]} + {sides[1]})",
-            f"{phase.global_batch_size * spec.cells:,}",
+            spec.positions if sides is None else f"({sides[0]} + {sides[1]})",
+            f"{phase.global_batch_size * spec.positions:,}",
             phase.micro_batch_size,
             "" if len(trainer.phases) == 1 else f", steps {phase.first_step + 1} to {phase.end}",
         )

@@ -120,8 +120,8 @@ class Trainer:
         Returns:
             As `fit`.
         """
-        batches, lap, began = iter(self.loader), self.recorder.lap, self.state.step
-        self.note_order()
+        batches, lap, began = iter(self.loader), self.recorder.end_section, self.state.step
+        self.record_order()
         while self.state.step < phase.end:
             self.heartbeat.begin_step(self.state.step + 1, first=self.state.step == began)
             if self._profiler is not None:
@@ -137,7 +137,7 @@ class Trainer:
                 self.recorder.alert(
                     "WARN", "A step was skipped", f"step {self.state.step + 1}: {fault}"
                 )
-                self.pass_over(self.loader.fed, fault)
+                self.skip_examples(self.loader.consumed, fault)
                 continue
             if self.state.step == began + 1:
                 # The optimizer has its state from now on, which saves copy to the host.
@@ -200,7 +200,7 @@ class Trainer:
                 if fault := self.guard.look_again(step, gradients):
                     return fault
             metrics, self._grad_norm = gradients
-            self.recorder.add_fed(step, micro_batches, self.loader)
+            self.recorder.add_batch(step, micro_batches, self.loader)
             self.state_check.before_update(self.state.step)
             with self._graph("update", apart=looks):
                 for each in metrics:
@@ -209,7 +209,7 @@ class Trainer:
                 self.optimizer.zero_grad(set_to_none=True)
         self.state.step = step
         self.state_check.after_update(step)
-        self.recorder.lap("optimizer")
+        self.recorder.end_section("optimizer")
         self._count(phase, micro_batches[0])
         if step == phase.end:
             self.guard.end_phase()
@@ -224,7 +224,7 @@ class Trainer:
     def _compute_gradients(self, micro_batches: MicroBatches) -> Gradients:
         """Leaves the clipped gradients of a global batch in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
-        lap = self.recorder.lap
+        lap = self.recorder.end_section
         with self._graph("gradients", apart=self.config.faults.looks):
             metrics = accumulate_gradients(
                 self.model, self.objective, self.strategy, micro_batches, lap
@@ -247,7 +247,7 @@ class Trainer:
         """Each phase has shapes of its own, and so graphs."""
         return work if len(self.phases) == 1 else f"{work} of phase {phase.index}"
 
-    def pass_over(self, examples: Sequence[Sequence[int]], reason: str) -> None:
+    def skip_examples(self, examples: Sequence[Sequence[int]], reason: str) -> None:
         """Goes on without global examples [first, end) from the next step on, and says so.
 
         Args:
@@ -256,7 +256,7 @@ class Trainer:
         """
         for first, end in examples:
             self.loader.exclude(first, end)
-        self.recorder.excluded(self.state.step + 1, self.phase.order, examples, reason)
+        self.recorder.exclude(self.state.step + 1, self.phase.order, examples, reason)
         if self.strategy.world.rank == 0:
             said = ", ".join(f"{first} to {end - 1}" for first, end in examples)
             logger.warning(
@@ -266,10 +266,10 @@ class Trainer:
                 reason,
             )
 
-    def note_order(self) -> None:
+    def record_order(self) -> None:
         """Tells the ledger what the examples of the next step are numbers of."""
         objective = self.description.config["objective"]
-        self.recorder.enter(self.state.step, self.phase, objective, self.loader.state_dict())
+        self.recorder.begin_order(self.state.step, self.phase, objective, self.loader.state_dict())
 
     def evaluate(self, phase: Phase) -> dict[str, float]:
         """Scores the model on the held-out documents, in examples as those of the phase."""

@@ -63,15 +63,15 @@ class Recorder:
         self._strategy.accelerator.reset_peak_memory()
         self._clock = Clock(self._strategy.accelerator)
 
-    def lap(self, name: str) -> None:
+    def end_section(self, name: str) -> None:
         """Says that the time since the last lap went into `name`."""
-        self._clock.lap(name)
+        self._clock.end_section(name)
 
     def add(self, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Adds a micro-batch's metrics."""
         self._meter.add(metrics)
 
-    def enter(self, step: int, phase: Phase, objective: object, loader: LoaderState) -> None:
+    def begin_order(self, step: int, phase: Phase, objective: object, loader: LoaderState) -> None:
         """Tells the ledger what the examples after `step` are numbers of.
 
         Args:
@@ -90,13 +90,13 @@ class Recorder:
             self._close_row(self._over_replicas(self._digest)[0])
         self._ledger.enter(step, phase.order, basis, loader.get("excluded", ()))
 
-    def excluded(self, step: int, order: int, examples: Sequence[Range], reason: str) -> None:
+    def exclude(self, step: int, order: int, examples: Sequence[Range], reason: str) -> None:
         """Tells the ledger that the run passes over global examples of a data order from `step` on."""
         self._ledger.exclude(step, order, examples, reason)
 
-    def add_fed(self, step: int, micro_batches: MicroBatches, loader: Loader) -> None:
+    def add_batch(self, step: int, micro_batches: MicroBatches, loader: Loader) -> None:
         """Adds what the model was fed in a step: this replica's rows of the global examples that a loader gave last."""
-        self._ledger.feed(step, loader.fed, loader.corrupt)
+        self._ledger.feed(step, loader.consumed, loader.corrupt)
         self._digest += sum(int(batch["digest"].sum()) for batch in micro_batches)
         self._filled += sum(int(batch["filled"].sum()) for batch in micro_batches)
 

@@ -22,14 +22,14 @@ def rewind(trainer: Trainer, fault: str) -> None:
     step = trainer.checkpoints.durable.latest(most=trainer.state.step - settings.around)
     if step is None or phase_of(trainer.phases, step).order != phase.order:
         reason = "no checkpoint of this data order is from before the steps to pass over, so only the step is skipped"
-        trainer.pass_over(trainer.loader.fed, f"{fault}; {reason}")
+        trainer.skip_examples(trainer.loader.consumed, f"{fault}; {reason}")
         return
-    place, end = trainer.loader.state_dict(), trainer.loader.fed[-1][1]
+    place, end = trainer.loader.state_dict(), trainer.loader.consumed[-1][1]
     around = settings.around * phase.global_batch_size
     trainer.loaders.reopen(trainer.phases[phase_of(trainer.phases, step).index : phase.index])
     trainer.checkpoints.discard_after(step)
     trainer.restore(step)
-    trainer.note_order()
+    trainer.record_order()
     now = trainer.loader.state_dict()
     # Where the batch size has changed on the way, so many examples may reach back beyond the checkpoint.
     taken = max(place["example"] - phase.global_batch_size - around, now["example"])
@@ -38,4 +38,4 @@ def rewind(trainer: Trainer, fault: str) -> None:
     position = global_number(now["example"], now["excluded"])
     later = [[max(first, position), end] for first, end in place["excluded"] if end > position]
     ranges += [part for part in later if part not in now["excluded"]]
-    trainer.pass_over(ranges, f"{fault} at step {faulty}, gone back to step {step}")
+    trainer.skip_examples(ranges, f"{fault} at step {faulty}, gone back to step {step}")

@@ -29,17 +29,15 @@ from trainer.objectives import Objective
 from trainer.optim import Structure, groups
 from trainer.strategies import InitialValues, Replica, Strategy
 from trainer.strategies.world import World
-from trainer.training import forecast, records
+from trainer.training import forecast, run_folder
 from trainer.training.best import Best
-from trainer.training.checkpoints import Checkpoints
+from trainer.training.checkpoints import Checkpoints, newest, open_snapshots
 from trainer.training.compatibility import (
     check_best,
     check_compatibility,
-    choose_layers,
-    redraw_layers,
-    stored_values,
 )
 from trainer.training.experiment import Experiment
+from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
 from trainer.training.loop import Trainer
 from trainer.training.micro_batch import probe, without_probe
 from trainer.training.passes import Loader
@@ -48,7 +46,6 @@ from trainer.training.phases import Phase, examples_after
 from trainer.training.preemption import StopRequest
 from trainer.training.resuming import Description
 from trainer.training.rewind import rewind
-from trainer.training.snapshots import newest, open_snapshots
 from trainer.training.teacher import attach_teacher
 from trainer.training.weights import base_of, load_weights, shared_identity
 
@@ -64,8 +61,8 @@ def train(experiment: Experiment) -> int:
     trackers: list[Tracker] = []
     with (
         StopRequest(experiment.training.preemption) as stop,
-        meeting(experiment) as strategy,
-        records.failures_told(trackers),
+        open_strategy(experiment) as strategy,
+        run_folder.failures_told(trackers),
         _only_writer(experiment, strategy.world.rank),
     ):
         if experiment.tracking.wandb is not None and strategy.world.rank == 0:
@@ -151,7 +148,7 @@ def _finished(experiment: Experiment, source: Checkpointer, step: int) -> str | 
 
 
 @contextmanager
-def meeting(experiment: Experiment) -> Iterator[Strategy]:
+def open_strategy(experiment: Experiment) -> Iterator[Strategy]:
     """Meets the other processes; leaves them in an orderly way, or tells them why this one fails."""
     world = World.start(experiment.training.collective_timeout)
     try:
@@ -226,7 +223,9 @@ def build_trainer(
             trained = choose_layers(trained, experiment.init_layers)
         initial = stored_values(trained, shapes, dataset, seed=experiment.seed)
         if experiment.redraw_layers:
-            initial = redraw_layers(initial, shapes, experiment.redraw_layers, experiment.seed)
+            initial = reinitialize_layers(
+                initial, shapes, experiment.redraw_layers, experiment.seed
+            )
         if experiment.freezes:
             base = base_of(trained, strategy.world.rank, strategy.world.size)
             logger.info(
@@ -303,7 +302,7 @@ def _sized(
     if wanted != "auto":
         return replace(phase, fits=fits)
     size = (
-        without_probe(most, objective.pack_spec(phase.sequence_length).cells)
+        without_probe(most, objective.pack_spec(phase.sequence_length).positions)
         if fits is None
         else fits
     )
@@ -380,7 +379,7 @@ def open_loader(
         finite=split == "heldout",
         example_after=partial(examples_after, experiment.resolved_phases(), phase.order),
     )
-    rows = without_probe(most, spec.cells) if size == "auto" else size
+    rows = without_probe(most, spec.positions) if size == "auto" else size
     return StreamingLoader(
         dataset,
         experiment.data if phase.order == 0 else replace(experiment.data, exclude=()),
@@ -409,7 +408,7 @@ def _open_records(
         return [], None
     write_description(experiment, dataset)
     forecast.report(experiment, trainer)
-    return records.open_records(experiment, trainer, fault), Path(
+    return run_folder.open_records(experiment, trainer, fault), Path(
         experiment.output
     ) / "ledger.jsonl"
 

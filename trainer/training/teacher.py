@@ -11,8 +11,9 @@ from trainer.errors import ConfigError
 from trainer.models import Model, ModelConfig
 from trainer.objectives import Objective, Taught
 from trainer.strategies import Strategy
-from trainer.training.compatibility import check_one_text, stored_values
+from trainer.training.compatibility import check_one_text
 from trainer.training.experiment import Experiment
+from trainer.training.initial_weights import stored_values
 from trainer.training.weights import Weights, load_weights
 
 

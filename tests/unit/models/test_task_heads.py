@@ -19,7 +19,7 @@ from trainer.inference.fill import fill
 from trainer.models import bert, roberta
 from trainer.models.heads import CellHead
 from trainer.models.transformer import Transformer
-from trainer.training.compatibility import stored_values
+from trainer.training.initial_weights import stored_values
 from trainer.training.weights import Weights, load_weights
 
 Build = Callable[..., Transformer]

@@ -16,9 +16,9 @@ def test_all_time_between_two_readings_has_a_name():
     clock, began = Clock(CpuAccelerator()), time.perf_counter()
     for pause in (0.05, 0.01):
         time.sleep(pause)
-        clock.lap("a")
+        clock.end_section("a")
         time.sleep(0.02)
-        clock.lap("b")
+        clock.end_section("b")
     whole, seconds = time.perf_counter() - began, clock.read()
     assert seconds.keys() == {"a", "b"}
     assert seconds["a"] >= 0.06
@@ -43,11 +43,11 @@ def test_a_clock_of_events_waits_for_the_device_when_it_is_read_only():
             return end[0] - begin[0]
 
     clock = Clock(Queue())
-    clock.lap("a")
-    clock.lap("b")
+    clock.end_section("a")
+    clock.end_section("b")
     assert Queue.reached == 0
     assert clock.read() == {"a": 1.0, "b": 1.0}
-    clock.lap("a")
+    clock.end_section("a")
     assert clock.read() == {"a": 1.0}
 
 
@@ -61,9 +61,9 @@ def test_on_a_gpu_work_is_charged_to_the_lap_that_asked_for_it():
     clock = Clock(accelerator)
     for _ in range(20):
         matrix @ matrix
-    clock.lap("work")
+    clock.end_section("work")
     time.sleep(0.005)  # while the device is busy: costs nothing
-    clock.lap("wait")
+    clock.end_section("wait")
     seconds = clock.read()
     assert seconds["work"] > 0.01
     assert seconds["wait"] < 0.1 * seconds["work"]

@@ -174,7 +174,7 @@ def test_rows_without_a_first_text_or_any() -> None:
 def test_choices_are_sequences_side_by_side() -> None:
     objective = multiple_choice.Config(choices=2).build(VOCABULARY)
     batch = objective.collate(CHOICES, 8)
-    assert objective.pack_spec(8).cells == 16
+    assert objective.pack_spec(8).positions == 16
     assert objective.predictions(8) == 2
     assert laid_out(batch, 0) == [
         CLS,

@@ -14,7 +14,7 @@ from tests.integration.commands import Samestep
 from trainer.checkpoint.layout import StoredTensors, group_by_name, local_pieces, stored_piece
 from trainer.errors import ConfigError
 from trainer.models import bert, t5
-from trainer.training.compatibility import choose_layers, stored_values
+from trainer.training.initial_weights import choose_layers, stored_values
 from trainer.training.weights import Weights, load_weights
 
 SHAPE: dict[str, Any] = {"vocab_size": 40, "width": 8, "heads": 2, "ffn_width": 16}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trainer.errors import ConfigError
 from trainer.models import bert, t5
-from trainer.training.compatibility import redraw_layers
+from trainer.training.initial_weights import reinitialize_layers
 
 SHAPE = {"vocab_size": 40, "layers": 3, "width": 8, "heads": 2, "ffn_width": 16}
 
@@ -30,7 +30,7 @@ def trained(_name: str, start: int, stop: int) -> Tensor:
 def test_the_last_layers_are_drawn(config, expected) -> None:
     with torch.device("meta"):
         model = config.build()
-    values = redraw_layers(trained, model, 1, seed=3)
+    values = reinitialize_layers(trained, model, 1, seed=3)
     found = {
         name
         for name, weight in model.named_parameters()
@@ -40,4 +40,4 @@ def test_the_last_layers_are_drawn(config, expected) -> None:
     name = f"{expected[0]}ffn.up.weight"
     assert torch.equal(values(name, 3, 9), model.initial_values(name, 3, 9, 3))
     with pytest.raises(ConfigError, match="redraw_layers is 4, and the model has 3 layers"):
-        redraw_layers(trained, model, 4, seed=3)
+        reinitialize_layers(trained, model, 4, seed=3)

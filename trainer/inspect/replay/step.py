@@ -30,7 +30,7 @@ from trainer.training.ledger import Row, corrupt_shards, intact_rows
 from trainer.training.loop import Trainer
 from trainer.training.passes import score_each
 from trainer.training.phases import MicroBatchSize, phase_of
-from trainer.training.run import build_trainer, checkpoint_folder, meeting, open_loader
+from trainer.training.run import build_trainer, checkpoint_folder, open_loader, open_strategy
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def replay(
         raise ConfigError(
             f"the run has {experiment.training.steps} steps, so there is no step {step}"
         )
-    with meeting(experiment) as strategy:
+    with open_strategy(experiment) as strategy:
         checkpointer = Checkpointer(
             checkpoint_folder(experiment), experiment.checkpoint, rank=0, world_size=1
         )

@@ -429,7 +429,7 @@ def batches(
     settings = {
         "pack_spec": spec,
         "packing": "padded",
-        "collate": lambda each, _: lay_out(each, spec.cells),
+        "collate": lambda each, _: lay_out(each, spec.positions),
         "lanes": 4,
     }
     return global_batches(folder, 5, count, **{**settings, **changes})

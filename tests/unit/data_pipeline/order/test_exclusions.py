@@ -81,9 +81,9 @@ def test_a_step_is_taken_again_with_the_examples_that_follow(
                 loader.exclude(200, 230)
             rows = valid_rows(next(loader))
             if attempt in (3, 4, 5):
-                for first, end in loader.fed:
+                for first, end in loader.consumed:
                     loader.exclude(first, end)
-                assert loader.fed == []
+                assert loader.consumed == []
             else:
                 taken.append(rows)
         loader.close()
@@ -115,11 +115,11 @@ def test_resuming_before_inside_and_after_an_excluded_range(write_dataset: Any, 
 
 def test_the_examples_of_a_step_are_told(write_dataset: Any) -> None:
     with make_loader(write_dataset(), exclude=tuple(RANGES), threads=1) as loader:
-        assert loader.fed == []
+        assert loader.consumed == []
         next(loader)
-        assert loader.fed == [[3, 27]]
+        assert loader.consumed == [[3, 27]]
         rows = valid_rows(next(loader))
-        assert loader.fed == [[27, 30], [41, 62]]
+        assert loader.consumed == [[27, 30], [41, 62]]
         assert sorted(rows["number"].tolist()) == [*range(27, 30), *range(41, 62)]
 
 

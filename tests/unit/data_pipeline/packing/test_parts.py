@@ -150,7 +150,7 @@ def test_windows_are_those_of_run_squad(stride, most, texts, between):
 def test_choices_repeat_the_first_text_side_by_side(choices):
     rows, length = random_rows((1 + choices,), 200, longest=20), 24
     spec = spec_of(length, "choices", choices=choices)
-    assert spec.cells == choices * length
+    assert spec.positions == choices * length
     for number, (row, pieces) in enumerate(zip(rows, examples_of(rows, spec), strict=True)):
         begin = np.cumsum(row) - row
         expected = []
@@ -180,7 +180,7 @@ def test_filled_cells_are_those_of_texts_and_special_tokens(spec):
     row = np.repeat(np.arange(packed.examples), pieces)
     zeros = np.zeros(packed.examples)
     examples = Examples(np.zeros(0), row, packed.column, packed.length, zeros, zeros, False)
-    cells = np.zeros((packed.examples, spec.cells + spec.parts.between), dtype=bool)
+    cells = np.zeros((packed.examples, spec.positions + spec.parts.between), dtype=bool)
     for number, column, length in zip(row, packed.column, packed.length, strict=True):
         after = (
             spec.parts.between

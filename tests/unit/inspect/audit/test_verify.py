@@ -69,12 +69,12 @@ class Feeder:
         while self.state.step < to:
             phase = phase_of(self.phases, self.state.step)
             objective = to_tree(self.experiment)["objective"]
-            self.recorder.enter(self.state.step, phase, objective, self.loader.state_dict())
+            self.recorder.begin_order(self.state.step, phase, objective, self.loader.state_dict())
             while self.state.step < min(to, phase.end):
                 step = self.state.step + 1
                 if at and step in at:
                     at[step](self)
-                self.recorder.add_fed(step, next(self.loader), self.loader)
+                self.recorder.add_batch(step, next(self.loader), self.loader)
                 self.state.step = step
                 if step % 4 == 0 or step == phase.end:
                     self.recorder.rates(self.state)
@@ -133,9 +133,9 @@ def test_a_run_with_restarts_batch_sizes_phases_and_exclusions_is_proven(
 
     def skip(feeder: Feeder) -> None:
         next(feeder.loader)
-        (examples,) = feeder.loader.fed
+        (examples,) = feeder.loader.consumed
         feeder.loader.exclude(*examples)
-        feeder.recorder.excluded(feeder.state.step + 1, 0, [examples], "for the test")
+        feeder.recorder.exclude(feeder.state.step + 1, 0, [examples], "for the test")
 
     overrides = ["training.steps=70", "data.exclude=[[100, 130]]"]
     saved = Feeder(experiment_file, folder, phases, *overrides).run(10).checkpoint()

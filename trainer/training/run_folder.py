@@ -107,7 +107,7 @@ def _note_start(folder: Path, experiment: Experiment, driver: Trainer) -> dict[s
     return start
 
 
-def keep_scores(experiment: Experiment, step: int, of: str, scores: Mapping[str, float]) -> None:
+def append_scores(experiment: Experiment, step: int, of: str, scores: Mapping[str, float]) -> None:
     """Appends the scores of an evaluation to scores.jsonl in the folder of the run, if that can be written.
 
     Args:
