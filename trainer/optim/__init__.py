@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.models import Model
@@ -34,14 +34,18 @@ class Structure:
         """The structure of a model."""
         return cls(model.stacked(), model.layers_above())
 
+    def blocks(self, named: Iterable[tuple[str, nn.Parameter]]) -> dict[Tensor, int]:
+        """Number of stacked matrices by parameter; parameters that hold only one are left out."""
+        return {weight: self.stacked[name] for name, weight in named if name in self.stacked}
+
 
 class Config(Protocol):
-    """What the module of each optimizer has as `Config`: the section `optimizer` of an experiment."""
+    """The `Config` of each optimizer module: the section `optimizer` of an experiment."""
 
     def build(
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
         structure: Structure = Structure(),
     ) -> Optimizer:
-        """Makes the optimizer of these named parameters, on the device they are on."""
+        """Builds the optimizer of these named parameters, on the device they are on."""
         ...

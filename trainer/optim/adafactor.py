@@ -1,4 +1,4 @@
-"""Adafactor (Shazeer & Stern 2018, arXiv 1804.04235): of a matrix's second moments it keeps row and column means."""
+"""Adafactor (Shazeer & Stern 2018, arXiv 1804.04235): second moments as row and column means."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,24 +26,24 @@ from trainer.partition import (
     whole_shape,
 )
 
-Place: TypeAlias = tuple[slice, slice]
-
 
 @dataclass(frozen=True)
 class Config:
-    """Adafactor, as T5 was trained with it: memory for a row and a column where Adam keeps two matrices.
+    """Adafactor, as T5 was trained: a row and a column of memory where Adam keeps two matrices.
 
     Attributes:
-        lr: learning rate at the top of the schedule, relative to the root mean square of a tensor's weights if
-            `scale_by_rms` is true. The paper's "relative step" is lr 0.01 with schedule
+        lr: peak learning rate of the schedule, relative to the root mean square of a tensor's
+            weights if `scale_by_rms` is true. The paper's "relative step" is lr 0.01 with schedule
             {decay: inverse_sqrt, decay_start: 10000}.
-        scale_by_rms: multiplies the update of each tensor by the root mean square of its weights, at least 0.001.
-        clip_threshold: upper bound of the root mean square of a tensor's update, before it is scaled.
-        decay_rate: update t gives the squared gradient a weight of t^-decay_rate in the second moments.
+        scale_by_rms: multiplies each tensor's update by the root mean square of its weights, at
+            least 0.001.
+        clip_threshold: upper bound of the root mean square of a tensor's update, before scaling.
+        decay_rate: update t gives the squared gradient a weight of t^-decay_rate in the second
+            moments.
         beta1: decay rate of the running mean of updates; 0 keeps none, which saves its memory.
         eps: added to squared gradients.
-        weight_decay: decoupled; each update takes lr * weight_decay of a matrix's weight away.
-        min_dim_size_to_factor: matrices with fewer rows or columns keep all of their second moments.
+        weight_decay: decoupled; each update shrinks a matrix by lr * weight_decay of its value.
+        min_dim_size_to_factor: matrices with fewer rows or columns keep full second moments.
     """
 
     lr: float = 1e-2
@@ -58,20 +57,20 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay"):
-            if not 0 <= (value := getattr(self, name)) < math.inf:
-                raise ConfigError(f"{name} is {value}; use a number of 0 or more")
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name} is {value}. Use a finite number of at least 0.")
         for name in ("clip_threshold", "decay_rate"):
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                raise ConfigError(f"{name} is {value}; use a number above 0")
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{name} is {value}. Use a finite number above 0.")
         if not 0 <= self.beta1 < 1:
-            raise ConfigError(
-                f"beta1 is {self.beta1}; use a number from 0, for none, up to below 1"
-            )
+            raise ConfigError(f"beta1 is {self.beta1}. Use a number below 1, or 0 for no mean.")
         if not 1e-37 <= self.eps < math.inf:  # the least that fp32 holds in full precision
-            raise ConfigError(f"eps is {self.eps}; use a number of 1e-37 or more, as 1e-30")
+            raise ConfigError(f"eps is {self.eps}. Use a number of at least 1e-37, as 1e-30.")
         if self.min_dim_size_to_factor < 0:
             raise ConfigError(
-                f"min_dim_size_to_factor is {self.min_dim_size_to_factor}; use 0 or more"
+                f"min_dim_size_to_factor is {self.min_dim_size_to_factor}. Use 0 or more."
             )
 
     def build(
@@ -79,17 +78,10 @@ class Config:
         parameters: Iterable[tuple[str, nn.Parameter]],
         structure: Structure = Structure(),  # noqa: B008
     ) -> Optimizer:
-        """Makes the optimizer of these named parameters, on the device they are on."""
+        """Builds the optimizer of these named parameters, on the device they are on."""
         named = list(parameters)
-        return Adafactor(
-            parameter_groups(named, self.weight_decay),
-            {
-                parameter: structure.stacked[name]
-                for name, parameter in named
-                if name in structure.stacked
-            },
-            self,
-        )
+        groups = parameter_groups(named, self.weight_decay)
+        return Adafactor(groups, structure.blocks(named), self)
 
 
 class Adafactor(Blockwise):
@@ -97,60 +89,64 @@ class Adafactor(Blockwise):
 
         x - lr * max(0.001, RMS(x)) * u / max(1, RMS(u) / clip_threshold)    with    u = g / sqrt(v)
 
-    where v is the running mean of g^2 + eps, at update t with a decay rate of 1 - t^-decay_rate. Of a matrix only the
-    means r over rows and c over columns are kept, which every process has the whole of, and v_ij = r_i c_j / mean(c).
-    (The paper divides by mean(r), which is the same number.)
+    where v is the running mean of g^2 + eps, at update t with a decay rate of 1 - t^-decay_rate. A
+    matrix keeps only the means r over each row and c over each column of v, and
 
-    A step takes two collectives, for all tensors together: one of these means and RMS(x), one of RMS(u). The update is
-    computed in the memory of the gradients, which are lost.
+        v_ij = r_i c_j / mean(c)
+
+    (The paper divides by mean(r), which is the same number.) Example: with g^2 = [[1, 2], [3, 6]],
+    r = [1.5, 4.5], c = [2, 4] and mean(c) = 3; r_2 c_1 / 3 = 4.5 * 2 / 3 = 3. It is exact because
+    this g^2 has rank 1; in general v is the best such approximation by generalized KL divergence.
+
+    Every process holds r and c whole: each has n + m numbers, and a partition of g by rows needs
+    all of c. A step takes two collectives for all tensors together: one for the sums of r, c and
+    x^2, and one for the sums of u^2, which depend on r and c. The update is computed in the memory
+    of the gradients, which are lost.
     """
 
     def __init__(self, groups: list[Group], blocks: Mapping[Tensor, int], config: Config) -> None:
-        super().__init__(groups, blocks, lr=config.lr)
+        super().__init__(groups, blocks, {"lr": config.lr})
         self._config = config
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Makes one update; none where loss scaling has found gradients that are not finite."""
-        members = list(self._members())
-        weights = [weight for _, some, _ in members for weight in some]
+        members, weights = self._begin_update()
         for weight in weights:
             if not self.state[weight]:
                 self._create_state(weight)
-        for group in self.param_groups:
-            group["updates"] += 1
         blocks, gradients = self._blocks(weights, local_parts(weights)), self._gradients(weights)
-        counts = self._counts_of(weights)
+        counts, sizes = self._counts_of(weights), self._sizes(weights)
         weight_squares = self._update_moments(weights, gradients, squared_norms(blocks, counts))
         self._precondition(weights, gradients)
-        changes = self._blocks(weights, gradients)
-        sizes = self._sizes(weights)
-        update_rms = (add_up(squared_norms(changes, counts), weights[0]) / sizes).sqrt()
+        updates = self._blocks(weights, gradients)
+        update_squares = add_up(squared_norms(updates, counts), weights[0])
+        update_rms = (update_squares / sizes).sqrt()
         scales = 1 / (update_rms / self._config.clip_threshold).clamp(min=1)
         if self._config.scale_by_rms:
             scales *= (weight_squares / sizes).sqrt().clamp(min=MIN_RMS)
         factors = self._factors(scales, weights, blocks)
-        for group, some, part in members:
-            self._apply(group, some, blocks[part], changes[part], factors[part])
+        for group, own, entries in members:
+            self._apply(group, own, blocks[entries], updates[entries], factors[entries])
 
     def _create_state(self, weight: Tensor) -> None:
-        """Second moments as they are where gradients have been 0 so far."""
-        eps, state = self._config.eps, self.state[weight]
-        if (
-            len(layer_shape(weight)) == 2
-            and min(self._stack(weight)[1:]) >= self._config.min_dim_size_to_factor
-        ):
-            whole = partial(torch.full, fill_value=eps, dtype=weight.dtype, device=weight.device)
-            (*stack, rows, columns), (_, height, _) = whole_shape(weight), self._stack(weight)
-            state["exp_avg_sq_row"] = whole((*stack, rows))
-            state["exp_avg_sq_col"] = whole((*stack, rows // height, columns))
+        """Creates the second moments of gradients that have been 0 so far."""
+        state, eps = self.state[weight], self._config.eps
+        is_matrix = len(layer_shape(weight)) == 2
+        least = self._config.min_dim_size_to_factor
+        if is_matrix and min(self._block_shape(weight)[1:]) >= least:
+            *stack, rows, columns = whole_shape(weight)
+            blocks = rows // self._block_shape(weight)[1]  # of each layer in a stack
+            full = partial(torch.full, fill_value=eps, dtype=weight.dtype, device=weight.device)
+            state["exp_avg_sq_row"] = full((*stack, rows))
+            state["exp_avg_sq_col"] = full((*stack, blocks, columns))
         else:
             state["exp_avg_sq"] = torch.full_like(weight, eps)
         if self._config.beta1 > 0:
             state["exp_avg"] = torch.zeros_like(weight)
 
     def _gradients(self, weights: list[Tensor]) -> list[Tensor]:
-        """Their local parts, without the factor of loss scaling; 0 where that has found any that is not finite."""
+        """Local parts of the gradients, without loss scaling; 0 where any is not finite."""
         gradients = local_parts(weight.grad for weight in weights if weight.grad is not None)
         if self.grad_scale is not None and self.found_inf is not None:
             torch._foreach_mul_(gradients, 1 / self.grad_scale)
@@ -161,94 +157,93 @@ class Adafactor(Blockwise):
     def _update_moments(
         self, weights: list[Tensor], gradients: list[Tensor], squares: Tensor
     ) -> Tensor:
-        """Brings the second moments up to date.
+        """Updates the second moments: v = (1 - f) v + f (g^2 + eps) with f = t^-decay_rate.
 
         Args:
-            weights: those that are updated.
+            weights: the parameters to update.
             gradients: their local parts.
-            squares: [blocks], a number of each that is added up over the processes in the same collective.
+            squares: [blocks], numbers to add up over the processes in the same collective.
 
         Returns:
             The sums of `squares`.
         """
-        moments: list[Tensor] = []
+        # Full moments are local. Row and column means are sums over the processes: `sums` holds
+        # this process's summands, and `factored` the state that each of them belongs to.
+        full: list[Tensor] = []
         means: list[Tensor] = []
-        sums: list[Tensor] = [squares]
         factored: list[Tensor] = []
+        sums: list[Tensor] = [squares]
         for weight, gradient in zip(weights, gradients, strict=True):
             state, squared = self.state[weight], gradient.square()
             if "exp_avg_sq" in state:
-                moments.append(state["exp_avg_sq"])
+                full.append(state["exp_avg_sq"])
                 means.append(squared)
             else:
                 factored += [state["exp_avg_sq_row"], state["exp_avg_sq_col"]]
-                sums += self._factor(weight, squared)
+                sums += self._local_means(weight, squared)
         totals = add_up(torch.cat([each.flatten() for each in sums]), weights[0])
-        squares, *whole = torch.split(totals, [each.numel() for each in sums])
-        means += [
-            mean.to(moment.dtype).view(moment.shape)
-            for mean, moment in zip(whole, factored, strict=True)
-        ]
-        share = self.param_groups[0]["updates"] ** -self._config.decay_rate
-        parts = local_parts(moments + factored)
-        self._shrink(parts, share)
+        squares, *totals_of_factored = torch.split(totals, [each.numel() for each in sums])
+        for total, moment in zip(totals_of_factored, factored, strict=True):
+            means.append(total.to(moment.dtype).view(moment.shape))
+        fraction = self.param_groups[0]["updates"] ** -self._config.decay_rate
+        moments = local_parts(full + factored)
+        self._shrink(moments, fraction)
         torch._foreach_add_(means, self._config.eps)
-        torch._foreach_mul_(
-            means, (number(share, squares) * self._kept(squares)).to(means[0].dtype)
-        )
-        torch._foreach_add_(parts, means)
+        weight_of_means = number(fraction, squares) * self._finite(squares)
+        torch._foreach_mul_(means, weight_of_means.to(means[0].dtype))
+        torch._foreach_add_(moments, means)
         return squares
 
-    def _factor(self, weight: Tensor, squared: Tensor) -> tuple[Tensor, Tensor]:
-        """What this process's part of a matrix adds to the means of the rows and columns of each block."""
-        blocks, rows, columns = self._stack(weight)
+    def _local_means(self, weight: Tensor, squared: Tensor) -> tuple[Tensor, Tensor]:
+        """This process's summands of a matrix's row means and column means, for each block."""
+        blocks, rows, columns = self._block_shape(weight)
         if isinstance(weight, StackedParameter):
-            inside = [squared.where(each, 0).sum(1) for each in _masks(squared, rows)]
-            return squared.sum(2) / columns, torch.stack(inside, 1) / rows
-        row_means, column_means = (
-            squared.new_zeros(blocks, rows),
-            squared.new_zeros(blocks, columns),
-        )
+            of_blocks = [squared.where(mask, 0).sum(1) for mask in _block_masks(squared, rows)]
+            return squared.sum(2) / columns, torch.stack(of_blocks, 1) / rows
+        row_means = squared.new_zeros(blocks, rows)
+        column_means = squared.new_zeros(blocks, columns)
         for part, row, column in self._rectangles(weight, squared):
             row_means[row] += part.sum(2) / columns
             column_means[column] += part.sum(1) / rows
         return row_means, column_means
 
-    def _stack(self, weight: Tensor) -> tuple[int, int, int]:
-        """A matrix as blocks of rows and columns."""
+    def _block_shape(self, weight: Tensor) -> tuple[int, int, int]:
+        """Number of blocks, and rows and columns of each."""
         blocks, shape = len(self._block_sizes[weight]), whole_shape(weight)
         return blocks, math.prod(shape[:-1]) // blocks, shape[-1]
 
-    def _rectangles(self, weight: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Place, Place]]:
-        """The part of a matrix that is here, cut into rectangles [blocks, rows, columns] of its blocks.
+    def _rectangles(
+        self, weight: Tensor, part: Tensor
+    ) -> Iterator[tuple[Tensor, tuple[slice, slice], tuple[slice, slice]]]:
+        """Cuts the local part of a matrix into rectangles [blocks, rows, columns] of its blocks.
 
-        Each comes with its place among all [blocks, rows], and that among [blocks, columns].
+        Each comes with its place in arrays [blocks, rows] and in arrays [blocks, columns]. A flat
+        segment may begin and end inside a row. Of one block [3, 4], the elements 2-9 are three
+        rectangles: columns 2:4 of row 0, all of row 1, and columns 0:2 of row 2.
         """
-        for rectangle, offset in rectangles(part, flat_start(weight), self._stack(weight)):
+        for rectangle, offset in rectangles(part, flat_start(weight), self._block_shape(weight)):
             block, row, column = (
                 slice(i, i + n) for i, n in zip(offset, rectangle.shape, strict=True)
             )
             yield rectangle, (block, row), (block, column)
 
     def _precondition(self, weights: list[Tensor], gradients: list[Tensor]) -> None:
-        """Divides the gradients, local parts, by the roots of their second moments, in place."""
+        """Divides the local gradients by the square roots of their second moments, in place."""
         for weight, gradient in zip(weights, gradients, strict=True):
             state = self.state[weight]
             if "exp_avg_sq" in state:
                 gradient.mul_(local_parts([state["exp_avg_sq"]])[0].rsqrt())
                 continue
+            # 1 / sqrt(v_ij) is a factor of row i, 1 / sqrt(r_i), and one of column j.
+            row_factors, columns = state["exp_avg_sq_row"].rsqrt(), state["exp_avg_sq_col"]
+            column_factors = columns.mean(-1, keepdim=True).sqrt() * columns.rsqrt()
             if isinstance(weight, StackedParameter):
-                columns = state["exp_avg_sq_col"]
-                gradient.mul_(state["exp_avg_sq_row"].rsqrt().unsqueeze(2))
-                column_factors = columns.mean(2, keepdim=True).sqrt() * columns.rsqrt()
-                for each, factor in zip(
-                    _masks(gradient, self._stack(weight)[1]), column_factors.unbind(1), strict=True
-                ):
-                    gradient.mul_(torch.where(each, factor.unsqueeze(1), 1.0))
+                gradient.mul_(row_factors.unsqueeze(2))
+                masks = _block_masks(gradient, self._block_shape(weight)[1])
+                for mask, factor in zip(masks, column_factors.unbind(1), strict=True):
+                    gradient.mul_(torch.where(mask, factor.unsqueeze(1), 1.0))
                 continue
-            columns = state["exp_avg_sq_col"]
-            row_factors = state["exp_avg_sq_row"].rsqrt().view(len(columns), -1)
-            column_factors = columns.mean(1, keepdim=True).sqrt() * columns.rsqrt()
+            row_factors = row_factors.view(len(columns), -1)
             for part, row, column in self._rectangles(weight, gradient):
                 part.mul_(row_factors[row].unsqueeze(2)).mul_(column_factors[column].unsqueeze(1))
 
@@ -257,28 +252,29 @@ class Adafactor(Blockwise):
         group: Group,
         weights: list[Tensor],
         blocks: list[Tensor],
-        changes: list[Tensor],
+        updates: list[Tensor],
         factors: list[Tensor],
     ) -> None:
-        """Changes the blocks of a group's weights by lr * factor * change, or the running mean of that."""
+        """Subtracts lr * factor * update, or its running mean, from a group's blocks."""
         beta1 = self._config.beta1
         if group["weight_decay"]:
             self._shrink(blocks, group["lr"] * group["weight_decay"])
         factors = list(torch._foreach_mul(factors, number(group["lr"], blocks[0])))
         if beta1 > 0:
-            means = self._blocks(
-                weights, local_parts(self.state[weight]["exp_avg"] for weight in weights)
-            )
+            parts = local_parts(self.state[weight]["exp_avg"] for weight in weights)
+            means = self._blocks(weights, parts)
             self._shrink(means, 1 - beta1)
-            torch._foreach_addcmul_(means, changes, factors, value=1 - beta1)
-            changes, factors = means, [self._kept(means[0]).to(means[0].dtype)] * len(means)
-        torch._foreach_addcmul_(blocks, changes, factors, value=-1.0)
+            torch._foreach_addcmul_(means, updates, factors, value=1 - beta1)
+            # Gradients that overflowed are 0 and left the means as they were. These must not be
+            # applied once more.
+            updates, factors = means, [self._finite(means[0]).to(means[0].dtype)] * len(means)
+        torch._foreach_addcmul_(blocks, updates, factors, value=-1.0)
 
 
-def _masks(stack: Tensor, height: int) -> list[Tensor]:
-    """Which rows of each matrix [R, C] of a stack are of its first block of so many rows, its second and so on: [R, 1].
+def _block_masks(stack: Tensor, height: int) -> list[Tensor]:
+    """One mask [R, 1] for each block of `height` rows in the matrices [R, C] of a stack.
 
-    (Cutting the stack would have devices that hold some rows each send others.)
+    Slicing the stack instead would make devices that hold some rows each exchange them.
     """
     rows = torch.arange(stack.shape[1], device=stack.device).unsqueeze(1)
     return [(rows >= first) & (rows < first + height) for first in range(0, len(rows), height)]

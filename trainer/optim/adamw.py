@@ -1,9 +1,9 @@
-"""AdamW (Loshchilov & Hutter 2019), with Adam's bias correction or, as BERT was trained, without."""
+"""AdamW (Loshchilov & Hutter 2019), with Adam's bias correction or, as for BERT, without."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 from trainer.accelerators import kernels
 from trainer.errors import ConfigError
 from trainer.optim import Structure
-from trainer.optim.blockwise import DecayedAdam
+from trainer.optim.blockwise import BlockwiseAdam
 from trainer.optim.groups import Group, parameter_groups
 
 
@@ -22,13 +22,14 @@ class Config:
     """AdamW. Biases and norm weights do not decay.
 
     Attributes:
-        lr: learning rate at the top of the schedule.
+        lr: peak learning rate of the schedule.
         betas: decay rates of the running means of the gradient and of its square.
-        eps: added to the root of the mean square, which is 0 for weights that have had no gradient yet.
-        weight_decay: decoupled; each update takes lr * weight_decay of a weight away.
-        bias_correction: whether the running means are corrected for having started at 0; BERT's are not.
-        layer_decay: for fine-tuning: what the learning rate is multiplied by from each layer to the one below it
-            (Clark et al. 2020: 0.8 to 0.95); 1 leaves it the same for all.
+        eps: added to the root of the mean square, which is 0 for weights that have had no gradient
+            yet.
+        weight_decay: decoupled; each update shrinks a weight by lr * weight_decay of its value.
+        bias_correction: whether to correct the running means for starting at 0; BERT did not.
+        layer_decay: for fine-tuning, the factor on the learning rate from each layer to the one
+            below it (Clark et al. 2020: 0.8 to 0.95); 1 gives all layers the same rate.
     """
 
     lr: float = 1e-4
@@ -41,53 +42,62 @@ class Config:
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(
-                f"betas is {list(self.betas)}; use two numbers from 0 up to below 1, as [0.9, 0.999]"
+                f"betas is {list(self.betas)}. Use two numbers from 0 to below 1, as [0.9, 0.999]."
             )
         for name in ("lr", "weight_decay"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name} is {value}; use a number of 0 or more")
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name} is {value}. Use a finite number of at least 0.")
         if not 0 < self.layer_decay <= 1:
             raise ConfigError(
-                f"layer_decay is {self.layer_decay}; use 1 for none, or a share as 0.9"
+                f"layer_decay is {self.layer_decay}. Use a factor as 0.9, or 1 for none."
             )
         if not 0 < self.eps < math.inf:
-            raise ConfigError(f"eps is {self.eps}; use a number above 0, as 1e-6")
+            raise ConfigError(f"eps is {self.eps}. Use a finite number above 0, as 1e-6.")
 
     def build(
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
         structure: Structure = Structure(),  # noqa: B008
     ) -> Optimizer:
-        """Makes the optimizer of these named parameters, on the device they are on."""
+        """Builds the optimizer of these named parameters, on the device they are on."""
+        named = list(parameters)
         groups = parameter_groups(
-            parameters, self.weight_decay, self.layer_decay, structure.layers_above
+            named, self.weight_decay, self.layer_decay, structure.layers_above
         )
+        return self._optimizer(groups, structure.blocks(named))
+
+    def _optimizer(self, groups: list[Group], blocks: Mapping[Tensor, int]) -> Optimizer:
+        """Builds the optimizer of these groups; see `Blockwise` for `blocks`."""
         if not kernels.has_fused_optimizers(groups[0]["params"][0].device):
-            return TracedAdamW(
-                groups,
-                {},
-                lr=self.lr,
-                betas=self.betas,
-                eps=self.eps,
-                bias_correction=self.bias_correction,
-            )
+            return TracedAdamW(groups, {}, self._settings)
         fused = AdamW if self.bias_correction else UncorrectedAdamW
         return fused(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
 
+    @property
+    def _settings(self) -> dict[str, object]:
+        names = ("lr", "betas", "eps", "bias_correction")
+        return {name: getattr(self, name) for name in names}
+
 
 class UncorrectedAdamW(AdamW):
-    r"""AdamW without bias correction (`AdamWeightDecayOptimizer` of google-research/bert), on torch's fused kernels.
+    r"""AdamW without bias correction, on torch's fused kernels.
 
-    BERT's update is w -= lr * (m / (sqrt(v) + eps) + decay * w). Torch's, at update t, is
-    w -= lr' * ((m / c1) / (sqrt(v) / c2 + eps') + decay' * w) with c1 = 1 - beta1^t and c2 = sqrt(1 - beta2^t). They
-    are equal with
+    The update of BERT (`AdamWeightDecayOptimizer` of google-research/bert) is
+
+        w -= lr * (m / (sqrt(v) + eps) + decay * w)
+
+    With c1 = 1 - beta1^t and c2 = sqrt(1 - beta2^t), torch's update number t is
+
+        w -= lr' * ((m / c1) / (sqrt(v) / c2 + eps') + decay' * w)
+
+    They are equal with
 
         lr' = lr * c1 / c2,    eps' = eps / c2,    decay' = decay * c2 / c1
 
     because lr' * c2 / c1 = lr, eps' * c2 = eps and lr' * decay' = lr * decay.
 
-    The number of updates is kept on the host, in each group's "updates", so that no step waits for the device.
+    Each group counts its updates in "updates", on the host, so that no step waits for the device.
     """
 
     def __init__(
@@ -117,12 +127,11 @@ class UncorrectedAdamW(AdamW):
         return loss
 
 
-class TracedAdamW(DecayedAdam):
-    """AdamW of plain operations, for devices that torch has no fused kernels for."""
+class TracedAdamW(BlockwiseAdam):
+    """AdamW of plain operations, for devices without torch's fused kernels."""
 
     def _scales(
-        self, weights: list[Tensor], blocks: list[Tensor], changes: list[Tensor]
+        self, weights: list[Tensor], blocks: list[Tensor], updates: list[Tensor]
     ) -> list[Tensor]:
-        return list(
-            torch.ones(len(blocks), dtype=blocks[0].dtype, device=blocks[0].device).unbind()
-        )
+        ones = torch.ones(len(blocks), dtype=blocks[0].dtype, device=blocks[0].device)
+        return list(ones.unbind())

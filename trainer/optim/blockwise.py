@@ -1,10 +1,28 @@
-"""What optimizers share whose update depends on norms of whole tensors, as LAMB's and Adafactor's do."""
+"""Optimizers that scale the update of each tensor by a norm of the whole tensor.
+
+LAMB, Adafactor and scaled AdamW compute one number for each tensor of the published algorithm and
+multiply the tensor's update by it. Two things stand between that and the parameters of a model:
+
+- A parameter may hold several such tensors, called blocks here: fused QKV is three matrices
+  stacked in the rows of one. Each block has a norm of its own.
+- A process may hold only a part of a parameter (FSDP, ZeRO). It sums the squares of its part of
+  each block; `trainer.partition.add_up` adds these sums over the processes, in one collective.
+
+Example: a fused QKV weight [9, 5] has 3 blocks of 3 rows. FSDP gives rank 0 the rows 0-4 and rank 1
+the rows 5-8. `block_bounds` then says where each block begins in the local rows:
+
+    rank 0   [0, 3, 5, 5]   rows 0:3 are all of Q, rows 3:5 begin K, rows 5:5 are none of V
+    rank 1   [0, 0, 1, 4]   rows 0:0 are none of Q, row 0:1 ends K, rows 1:4 are all of V
+
+so both ranks have three local tensors, in the same order, whose squared sums add up to the squared
+norms of Q, K and V.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 import torch
@@ -16,47 +34,70 @@ from trainer.accelerators import kernels
 from trainer.optim.groups import Group
 from trainer.partition import StackedParameter, block_bounds, local_parts, whole_shape
 
-MIN_RMS = 1e-3  # tensors of zeros must be able to grow: the epsilon_2 of Adafactor's paper, in nanoT5's code, too
+MIN_RMS = 1e-3
+"""Least RMS(x) by which updates are scaled, so that tensors of zeros can grow.
+
+It is epsilon_2 of Adafactor's paper; nanoT5's code has it too.
+"""
 
 
 class Blockwise(Optimizer):
-    """An optimizer of blocks: the tensors of the published algorithms.
+    """An optimizer of blocks, the tensors of the published algorithm.
 
-    A block is a parameter, or one of several tensors of equal size that are stacked in a parameter's rows. A process
-    may hold all of it, a part, or nothing. Those of stacked parameters, which are whole, stay together in one tensor.
+    The blocks of a `StackedParameter`, which every process holds whole, stay together in one
+    tensor; slicing it would make a compiled graph move data between devices. So the lists of
+    `_blocks` have one entry for each block, except that a stack is one entry for all of its blocks.
+    Vectors marked [blocks] have one number for each block, in the same order.
 
-    Updates are counted on the host, in each group's "updates", so that no step waits for the device.
+    Each group counts its updates in "updates", on the host, so that no step waits for the device.
 
     Args:
-        groups: as `parameter_groups` makes them.
-        blocks: how many blocks a parameter has, where there are several.
+        groups: from `parameter_groups`.
+        blocks: number of blocks by parameter; parameters that are not in it have one.
         settings: the defaults of the groups.
 
     Attributes:
-        grad_scale, found_inf: set by loss scaling before each step, as for torch's fused optimizers: what gradients
-            are to be divided by, and 1 if some are not finite, so that nothing may change.
+        grad_scale, found_inf: set by loss scaling before each step, as for torch's fused
+            optimizers: the divisor of the gradients, and 1 if some are not finite, in which case
+            nothing may change.
     """
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
     def __init__(
-        self, groups: list[Group], blocks: Mapping[Tensor, int], **settings: object
+        self, groups: list[Group], blocks: Mapping[Tensor, int], settings: Mapping[str, object]
     ) -> None:
-        super().__init__([{**group, "updates": 0} for group in groups], settings)
-        weights = [weight for group in groups for weight in group["params"]]
-        self._counts = {weight: _counts(weight, blocks.get(weight, 1)) for weight in weights}
-        apart = [weight for weight in weights if not isinstance(weight, StackedParameter)]
-        self._bounds = {weight: block_bounds(weight, blocks.get(weight, 1)) for weight in apart}
-        self._block_sizes = {weight: self._equal_sizes(weight) for weight in weights}
+        super().__init__([{**group, "updates": 0} for group in groups], dict(settings))
+        self._counts: dict[Tensor, list[int]] = {}  # number of blocks in each entry of `_blocks`
+        self._bounds: dict[Tensor, list[int]] = {}  # first local row of each block
+        self._block_sizes: dict[Tensor, Tensor] = {}
+        for group in groups:
+            for weight in group["params"]:
+                count = blocks.get(weight, 1)
+                if isinstance(weight, StackedParameter):
+                    count *= len(weight)
+                    self._counts[weight] = [count]
+                else:
+                    self._counts[weight] = [1] * count
+                    self._bounds[weight] = block_bounds(weight, count)
+                # On the device now, so that no step has to copy it there.
+                self._block_sizes[weight] = torch.full(
+                    (count,),
+                    math.prod(whole_shape(weight)) / count,
+                    dtype=torch.float64,
+                    device=weight.device,
+                )
 
-    def _equal_sizes(self, weight: Tensor) -> Tensor:
-        count = sum(self._counts[weight])
-        size = math.prod(whole_shape(weight)) / count
-        return torch.full((count,), size, dtype=torch.float64, device=weight.device)
+    def _begin_update(self) -> tuple[list[tuple[Group, list[Tensor], slice]], list[Tensor]]:
+        """Counts an update; returns the `_members`, and all weights that have a gradient."""
+        members = list(self._members())
+        for group in self.param_groups:
+            group["updates"] += 1
+        return members, [weight for _, own, _ in members for weight in own]
 
     def _members(self) -> Iterator[tuple[Group, list[Tensor], slice]]:
-        """Each group with its weights that have a gradient, and which of the tensors of `_blocks` are theirs."""
+        """Each group with its weights that have a gradient, and their entries of `_blocks`."""
         start = 0
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
@@ -65,78 +106,93 @@ class Blockwise(Optimizer):
             start = stop
 
     def _blocks(self, weights: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
-        """What lies here of each block, out of local parts that lie as those of the weights; or stacks of blocks."""
+        """Cuts local parts, which lie as those of the weights do, into blocks: views of them."""
         blocks = []
         for weight, part in zip(weights, parts, strict=True):
-            counts = self._counts[weight]
-            if isinstance(weight, StackedParameter):
-                blocks.append(part.view(*counts, -1) if part.ndim == 2 else part)
-            else:
+            if not isinstance(weight, StackedParameter):
                 blocks += [part[i:j] for i, j in pairwise(self._bounds[weight])]
+            elif part.ndim == 2:  # biases: [layers, n] becomes [blocks, n / blocks of a layer]
+                blocks.append(part.view(*self._counts[weight], -1))
+            else:
+                blocks.append(part)
         return blocks
 
     def _counts_of(self, weights: list[Tensor]) -> list[int]:
-        """How many blocks each of the tensors of `_blocks` holds."""
+        """Number of blocks in each entry of `_blocks`."""
         return [count for weight in weights for count in self._counts[weight]]
 
     def _factors(self, values: Tensor, weights: list[Tensor], blocks: list[Tensor]) -> list[Tensor]:
-        """A value of each block, [blocks], as what each of the tensors of `_blocks` can be multiplied by."""
+        """Turns values [blocks] into tensors that broadcast over the entries of `_blocks`.
+
+        A stack [layers, rows, columns] gets its values as [layers, rows, 1]: with 2 layers of 4
+        rows and 2 blocks each, the values a, b, c, d become a a b b for the rows of the first
+        layer and c c d d for the second.
+        """
+        factors = []
         parts = torch.split(values.to(blocks[0].dtype), self._counts_of(weights))
-        return [
-            part.view(()) if len(part) == 1 else of_rows(part, block.shape[:-1])
-            for part, block in zip(parts, blocks, strict=True)
-        ]
+        for part, block in zip(parts, blocks, strict=True):
+            if len(part) == 1:
+                factors.append(part.view(()))
+                continue
+            # Reshaping the block instead would make devices that hold some rows each gather all.
+            rows = block.shape[:-1]
+            repeated = part.unsqueeze(1).expand(-1, math.prod(rows) // len(part))
+            factors.append(repeated.reshape(*rows, 1))
+        return factors
 
     def _sizes(self, weights: list[Tensor]) -> Tensor:
-        """The number of elements of each block, whole: [blocks], fp64."""
+        """Number of elements of each whole block: [blocks], fp64."""
         return torch.cat([self._block_sizes[weight] for weight in weights])
 
-    def _kept(self, like: Tensor) -> Tensor:
-        """What the update is multiplied by, fp64: 0 where loss scaling has found that gradients overflowed, else 1."""
+    def _finite(self, like: Tensor) -> Tensor:
+        """1, or 0 where loss scaling has found that gradients overflowed; fp64.
+
+        Multiplying by it skips an update without the host waiting for the answer.
+        """
         if self.found_inf is None:
             return torch.ones((), dtype=torch.float64, device=like.device)
         return 1 - self.found_inf.double()
 
-    def _shrink(self, tensors: list[Tensor], share: float) -> None:
-        """Takes a share of the tensors away, unless gradients overflowed."""
-        kept = self._kept(tensors[0])
-        torch._foreach_mul_(tensors, (1 - number(share, kept) * kept).to(tensors[0].dtype))
+    def _shrink(self, tensors: list[Tensor], fraction: float) -> None:
+        """Multiplies tensors by 1 - fraction, unless gradients overflowed."""
+        finite = self._finite(tensors[0])
+        torch._foreach_mul_(tensors, (1 - number(fraction, finite) * finite).to(tensors[0].dtype))
 
 
 class BlockwiseAdam(Blockwise):
-    """Adam with a factor for each block: x - lr * scale * u, with u = m / (sqrt(v) + eps)."""
+    """Adam with a scale for each block: x - lr * scale * u, with u = m / (sqrt(v) + eps).
+
+    Attributes:
+        decay_in_update: whether decay * x is added to u, as in AdamW and LAMB.
+    """
+
+    decay_in_update = True
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Makes one update; none where loss scaling has found gradients that are not finite."""
-        members = list(self._members())
-        weights = [weight for _, some, _ in members for weight in some]
-        for group in self.param_groups:
-            group["updates"] += 1
-        updates = [update for group, some, _ in members for update in self._adam(group, some)]
-        blocks, changes = (
-            self._blocks(weights, local_parts(weights)),
-            self._blocks(weights, updates),
-        )
-        scales = self._scales(weights, blocks, changes)
-        for group, _, part in members:
-            factors = torch._foreach_mul(scales[part], number(-group["lr"], blocks[0]))
-            torch._foreach_addcmul_(blocks[part], changes[part], factors)
+        members, weights = self._begin_update()
+        parts = [update for group, own, _ in members for update in self._adam(group, own)]
+        blocks, updates = self._blocks(weights, local_parts(weights)), self._blocks(weights, parts)
+        scales = self._scales(weights, blocks, updates)
+        for group, _, entries in members:
+            factors = torch._foreach_mul(scales[entries], number(-group["lr"], blocks[0]))
+            torch._foreach_addcmul_(blocks[entries], updates[entries], factors)
 
     @abstractmethod
     def _scales(
-        self, weights: list[Tensor], blocks: list[Tensor], changes: list[Tensor]
+        self, weights: list[Tensor], blocks: list[Tensor], updates: list[Tensor]
     ) -> list[Tensor]:
-        """What the update of each block is multiplied by: as of `_factors`, or scalars on the device.
+        """The scale of each block's update: from `_factors`, or scalars on the device.
 
         Args:
-            weights: those that are updated.
-            blocks: their blocks, as much of them as this process holds, as of `_blocks`.
-            changes: the u of each block, likewise.
+            weights: the parameters to update.
+            blocks: the local parts of their blocks, from `_blocks`.
+            updates: u of each block, likewise.
         """
 
     def _adam(self, group: Group, weights: list[Tensor]) -> list[Tensor]:
-        """Brings the running means up to date; returns the u of each weight, as much of it as this process holds."""
+        """Updates the running means; returns the local part of each weight's u."""
         for weight in weights:
             if not self.state[weight]:
                 self.state[weight] = {
@@ -144,20 +200,25 @@ class BlockwiseAdam(Blockwise):
                     "exp_avg_sq": torch.zeros_like(weight),
                 }
         gradients = local_parts(weight.grad for weight in weights if weight.grad is not None)
-        means, squares = (
-            local_parts(self.state[weight][name] for weight in weights)
-            for name in ("exp_avg", "exp_avg_sq")
-        )
+        means = local_parts(self.state[weight]["exp_avg"] for weight in weights)
+        squares = local_parts(self.state[weight]["exp_avg_sq"] for weight in weights)
         fused = kernels.has_fused_optimizers(weights[0].device)
         compute = self._fused_adam if fused else self._traced_adam
-        return compute(group, gradients, means, squares)
+        updates = compute(group, gradients, means, squares)
+        if self.decay_in_update:
+            torch._foreach_add_(updates, local_parts(weights), alpha=group["weight_decay"])
+        return updates
 
     def _fused_adam(
         self, group: Group, gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]
     ) -> list[Tensor]:
-        """By torch's fused kernel: from zeros, with a learning rate of -1, it leaves m / (sqrt(v) + eps) behind."""
+        """Computes u with torch's fused kernel.
+
+        The kernel only updates weights, as w -= lr * u. From zeros, with a learning rate of -1, it
+        leaves u itself behind.
+        """
         updates = [torch.zeros_like(gradient) for gradient in gradients]
-        # The kernel adds 1 itself, and its correction, 1 - beta ** step, is exactly 1 after infinitely many steps.
+        # The kernel adds 1 to the step. Its correction 1 - beta ** step is 1 for infinitely many.
         step = group["updates"] - 1.0 if group["bias_correction"] else math.inf
         adam(
             updates,
@@ -182,11 +243,12 @@ class BlockwiseAdam(Blockwise):
     def _traced_adam(
         self, group: Group, gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]
     ) -> list[Tensor]:
-        """By plain operations, for devices without such a kernel: numbers that change from step to step are tensors."""
-        (beta1, beta2), t = (
-            group["betas"],
-            group["updates"] if group["bias_correction"] else math.inf,
-        )
+        """Computes u with plain operations, for devices without a fused kernel.
+
+        Numbers that change from step to step are tensors: constants would recompile the graph.
+        """
+        beta1, beta2 = group["betas"]
+        t = group["updates"] if group["bias_correction"] else math.inf
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
@@ -198,31 +260,12 @@ class BlockwiseAdam(Blockwise):
         return list(updates)
 
 
-def of_rows(values: Tensor, shape: Sequence[int]) -> Tensor:
-    """Values of blocks as values of their rows: [blocks] -> [*shape, 1], where `shape` has equally many rows of each.
-
-    Reshaping a whole tensor instead would have devices that hold some rows each gather all of them.
-    """
-    return values.unsqueeze(1).expand(-1, math.prod(shape) // len(values)).reshape(*shape, 1)
-
-
-def _counts(weight: Tensor, blocks: int) -> list[int]:
-    """How many blocks lie in each of the tensors that a weight is cut into: all of them in one if it is a stack."""
-    return [blocks * len(weight)] if isinstance(weight, StackedParameter) else [1] * blocks
-
-
-class DecayedAdam(BlockwiseAdam):
-    """Adam whose u has the decay of the weights in it: m / (sqrt(v) + eps) + decay * x."""
-
-    def _adam(self, group: Group, weights: list[Tensor]) -> list[Tensor]:
-        updates = super()._adam(group, weights)
-        torch._foreach_add_(updates, local_parts(weights), alpha=group["weight_decay"])
-        return updates
-
-
 def number(value: float, like: Tensor) -> Tensor:
-    """A number that changes from step to step, as a scalar where `like` is: data, where graphs are compiled."""
+    """A number that changes from step to step, as a scalar on the device of `like`.
+
+    Compiled graphs take it as data, not as a constant.
+    """
     if kernels.has_fused_optimizers(like.device):
         return torch.full((), value, dtype=like.dtype, device=like.device)
-    # Of a tensor without dimensions, torch-xla would look at the value: 0 and 1 are constants to it.
+    # torch-xla inspects tensors without dimensions, and makes constants of 0 and 1.
     return torch.tensor([value], dtype=like.dtype).to(like.device, non_blocking=True).view(())

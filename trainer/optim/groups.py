@@ -1,6 +1,6 @@
-"""Optimizer parameters by name: which ones decay, and where the optimizer's state of each one lies.
+"""Parameter groups, and access to an optimizer's state by parameter name.
 
-Checkpoints hold the state under the parameters' names, whatever the groups they are in.
+Checkpoints hold the state under the parameters' names, whatever groups they are in.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from torch.optim import Optimizer
 from trainer.partition import layer_shape, state_like
 
 Group: TypeAlias = dict[str, Any]
-"""Of `torch.optim`: the parameters under "params", and their settings by name."""
-_WHOLE = (
-    "exp_avg_sq_row",
-    "exp_avg_sq_col",
-)  # Adafactor's means, which every process has the whole of
+"""A group of `torch.optim`: the parameters under "params", and their settings by name."""
+
+_UNPARTITIONED = ("exp_avg_sq_row", "exp_avg_sq_col")
+"""Adafactor's means over rows and columns, which every process holds whole."""
 
 
 def parameter_groups(
@@ -33,25 +32,25 @@ def parameter_groups(
 
     Args:
         named_parameters: by name.
-        weight_decay: of matrices; what has one dimension does not decay.
+        weight_decay: of matrices; parameters with one dimension do not decay.
         layer_decay: factor on the learning rate for each layer between a parameter and the heads,
             its own layer included (Howard & Ruder 2018; Clark et al. 2020, appendix B).
-        layers_above: number of these layers, by name; 0 for names that are not in it.
+        layers_above: number of these layers by name; 0 for names that are not in it.
 
     Returns:
         Groups for `torch.optim`, each with its `lr_scale`; none of them is empty.
     """
-    named = list(named_parameters)
-    scale = {name: layer_decay ** layers_above.get(name, 0) for name, _ in named}
-    named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
-    for decays in (True, False):
-        for name, parameter in named:
-            if (len(layer_shape(parameter)) > 1) == decays:
-                groups.setdefault((scale[name], decays), []).append(parameter)
+    matrices: dict[float, list[nn.Parameter]] = {}
+    vectors: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            groups = matrices if len(layer_shape(parameter)) > 1 else vectors
+            scale = layer_decay ** layers_above.get(name, 0)
+            groups.setdefault(scale, []).append(parameter)
     return [
-        {"params": parameters, "weight_decay": weight_decay if decays else 0.0, "lr_scale": factor}
-        for (factor, decays), parameters in groups.items()
+        {"params": parameters, "weight_decay": decay, "lr_scale": scale}
+        for groups, decay in ((matrices, weight_decay), (vectors, 0.0))
+        for scale, parameters in groups.items()
     ]
 
 
@@ -62,9 +61,9 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 
 def prime(optimizer: Optimizer) -> None:
-    """Creates the state that `torch.optim` makes at the first step, without changing any parameter.
+    """Creates the state that `torch.optim` creates at the first step, and changes no parameter.
 
-    The state is then what a new optimizer starts from, and a checkpoint can be copied into it.
+    A checkpoint can then be copied into it; without one, it is the state of a new optimizer.
     """
     settings = [
         {"lr": group["lr"], "weight_decay": group["weight_decay"]}
@@ -82,7 +81,7 @@ def prime(optimizer: Optimizer) -> None:
 
 
 def set_step(optimizer: Optimizer, step: int) -> None:
-    """Sets how many updates the optimizer believes to have made; bias correction depends on it."""
+    """Sets the number of updates made so far; bias correction depends on it."""
     for group in optimizer.param_groups:
         if "updates" in group:
             group["updates"] = step
@@ -94,10 +93,10 @@ def set_step(optimizer: Optimizer, step: int) -> None:
 def state_tensors(
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> dict[str, Tensor]:
-    """The state of a primed optimizer as "exp_avg/<parameter name>" and so on; step counts are left out.
+    """The state of a primed optimizer as "exp_avg/<parameter name>"; step counts are left out.
 
-    The tensors share the optimizer's memory: fill them in place. They are split like their parameters, but for
-    Adafactor's means over rows and columns, of which every process has the whole.
+    The tensors share the optimizer's memory: fill them in place. They are partitioned like their
+    parameters, except for Adafactor's means over rows and columns, which every process holds whole.
     """
     tensors = {}
     for name, parameter in named_parameters:
@@ -105,5 +104,6 @@ def state_tensors(
             assert parameter in optimizer.state, f"{name} has no optimizer state; call prime first"
             for key, value in optimizer.state[parameter].items():
                 if key != "step":
-                    tensors[f"{key}/{name}"] = state_like(value, parameter, whole=key in _WHOLE)
+                    whole = key in _UNPARTITIONED
+                    tensors[f"{key}/{name}"] = state_like(value, parameter, whole)
     return tensors

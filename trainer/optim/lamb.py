@@ -1,33 +1,35 @@
-"""LAMB (You et al. 2020, arXiv 1904.00962): AdamW whose update of each tensor is scaled to the norm of its weights."""
+"""LAMB (You et al. 2020, arXiv 1904.00962): AdamW with a trust ratio for each tensor."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from trainer.errors import ConfigError
-from trainer.optim import Structure, adamw
-from trainer.optim.blockwise import DecayedAdam
-from trainer.optim.groups import parameter_groups
+from trainer.optim import adamw
+from trainer.optim.blockwise import BlockwiseAdam
+from trainer.optim.groups import Group
 from trainer.partition import layer_shape, whole_norms
 
 
 @dataclass(frozen=True)
 class Config(adamw.Config):
-    """LAMB, for large batches: AdamW whose update of each tensor is scaled to the norm of the tensor's weights.
+    """LAMB, for large batches: AdamW that scales each tensor's update to the norm of its weights.
 
-    Clipping to `training.max_grad_norm` 1.0, the default, is what NVIDIA's code calls pre-normalising the gradient.
+    Clipping to `training.max_grad_norm` 1.0, the default, is what NVIDIA's code calls
+    pre-normalizing the gradient.
 
     Attributes:
-        lr: learning rate at the top of the schedule: the share of its norm that an update changes a tensor by.
-        variant: which tensors are scaled: all of them as in the paper, or as in the code of NVIDIA and Google the
-            matrices, while biases and norm weights get the update of Adam.
+        lr: peak learning rate of the schedule: the fraction of its norm by which an update changes
+            a tensor.
+        variant: which tensors are scaled: `paper` scales all of them; `nvidia` scales matrices
+            only, as the code of NVIDIA and Google does, and gives biases and norm weights Adam's
+            update.
         max_trust_ratio: upper bound of the scale (Fong et al. 2020); null sets none.
     """
 
@@ -39,56 +41,51 @@ class Config(adamw.Config):
         super().__post_init__()
         if self.max_trust_ratio is not None and not 0 < self.max_trust_ratio < math.inf:
             raise ConfigError(
-                f"max_trust_ratio is {self.max_trust_ratio}; use a number above 0, or null for no bound"
+                f"max_trust_ratio is {self.max_trust_ratio}. "
+                "Use a finite number above 0, or null for no bound."
             )
 
-    def build(
-        self,
-        parameters: Iterable[tuple[str, nn.Parameter]],
-        structure: Structure = Structure(),  # noqa: B008
-    ) -> Optimizer:
-        """Makes the optimizer of these named parameters, on the device they are on."""
-        named = list(parameters)
-        return Lamb(
-            parameter_groups(named, self.weight_decay, self.layer_decay, structure.layers_above),
-            blocks={
-                parameter: structure.stacked[name]
-                for name, parameter in named
-                if name in structure.stacked
-            },
-            lr=self.lr,
-            betas=self.betas,
-            eps=self.eps,
-            bias_correction=self.bias_correction,
-            scale_vectors=self.variant == "paper",
-            max_trust_ratio=self.max_trust_ratio,
-        )
+    def _optimizer(self, groups: list[Group], blocks: Mapping[Tensor, int]) -> Lamb:
+        return Lamb(groups, blocks, self)
 
 
-class Lamb(DecayedAdam):
+class Lamb(BlockwiseAdam):
     r"""LAMB, algorithm 2 of the paper. A tensor x of weights becomes
 
-        x - lr * ratio * u    with    u = m / (sqrt(v) + eps) + decay * x    and    ratio = |x| / |u|
+        x - lr * ratio * u    with    u = m / (sqrt(v) + eps) + decay * x,    ratio = |x| / |u|
 
-    where m and v are Adam's running means, corrected for bias, and the trust ratio is 1 if one of the norms is 0. (The
-    phi of the paper is the identity here, and the ratio may be bounded.) The norms are those of whole tensors, however
-    they are split; the rest is local.
+    where m and v are Adam's running means, corrected for bias, and the trust ratio is 1 if one of
+    the norms is 0. The paper's phi is the identity here. Norms are of whole tensors, however they
+    are partitioned; all else is local.
+
+    The ratio is one number per layer and matrix, so u decides the direction and lr alone the
+    length of a step: with |x| = 2, |u| = 40 and lr = 0.01, x changes by 0.01 * (2 / 40) * 40 =
+    0.02, which is 1 % of its norm, whatever the gradient's scale.
     """
 
+    def __init__(self, groups: list[Group], blocks: Mapping[Tensor, int], config: Config) -> None:
+        super().__init__(groups, blocks, config._settings)
+        self._config = config
+
     def _scales(
-        self, weights: list[Tensor], blocks: list[Tensor], changes: list[Tensor]
+        self, weights: list[Tensor], blocks: list[Tensor], updates: list[Tensor]
     ) -> list[Tensor]:
         counts = self._counts_of(weights)
-        weight_norms, update_norms = whole_norms(
-            [*blocks, *changes], weights[0], counts + counts
-        ).chunk(2)
-        ratios = torch.where(
-            (weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0
-        )
-        if self.defaults["max_trust_ratio"] is not None:
-            ratios = ratios.clamp(max=self.defaults["max_trust_ratio"])
-        kept = self._kept(ratios)
-        factors, one = self._factors(ratios * kept, weights, blocks), kept.to(blocks[0].dtype)
+        # Norms of weights and of updates together, for one collective instead of two.
+        norms = whole_norms([*blocks, *updates], weights[0], counts + counts)
+        weight_norms, update_norms = norms.chunk(2)
+        # Zeros must be able to grow, and a tensor without an update stays finite.
+        has_ratio = (weight_norms > 0) & (update_norms > 0)
+        ratios = torch.where(has_ratio, weight_norms / update_norms, 1.0)
+        if self._config.max_trust_ratio is not None:
+            ratios = ratios.clamp(max=self._config.max_trust_ratio)
+        finite = self._finite(ratios)
+        factors = self._factors(ratios * finite, weights, blocks)
+        if self._config.variant == "paper":
+            return factors
+        unscaled = finite.to(blocks[0].dtype)
         dimensions = [len(layer_shape(weight)) for weight in weights for _ in self._counts[weight]]
-        scaled = (count > 1 or self.defaults["scale_vectors"] for count in dimensions)
-        return [factor if each else one for factor, each in zip(factors, scaled, strict=True)]
+        return [
+            factor if count > 1 else unscaled
+            for factor, count in zip(factors, dimensions, strict=True)
+        ]
