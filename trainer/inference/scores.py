@@ -102,7 +102,7 @@ def evaluate(
     generate = Generator(model.to(device), dataset.tokenizer.vocabulary, config, device)
     pairs = _of_files(dataset, tuple(files)) if files else heldout_pairs(dataset)
     sources, references = zip(*islice(pairs, limit), strict=True)
-    if labels and (wrong := texts.strangers(references, labels)):
+    if labels and (wrong := texts.unknown_labels(references, labels)):
         raise DataError(
             f"the target {wrong[0]!r} is no label, as the tokenizer does not give labels back as they are; name the "
             "files of pairs with --pairs, or labels of its characters in source.labels"
@@ -130,7 +130,7 @@ def evaluate(
     written = [dataset.tokenizer.decode(tokens) for tokens in generated]
     scores = {name: score(written, references) for name, score in scorers.items()}
     if labels:
-        scores["no_label"] = len(texts.strangers(written, labels))
+        scores["no_label"] = len(texts.unknown_labels(written, labels))
     of = ",".join(map(shown, files)) or dataset.name
     generated_scores = {f"generated/{name}": value for name, value in scores.items()}
     run_folder.append_scores(

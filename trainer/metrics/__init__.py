@@ -1,4 +1,4 @@
-"""Scores of what is predicted, computed from all examples of a split; shares of the whole are in [0, 1]."""
+"""Scores of predictions, computed from all examples of a split; fractions are in [0, 1]."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from trainer.errors import ConfigError
 
 
 def check_names(names: Sequence[str], known: Iterable[str]) -> None:
-    """Refuses names of metrics that there are not."""
+    """Rejects names of unknown metrics."""
     unknown = [name for name in names if name not in set(known)]
     if unknown:
-        raise ConfigError(f"metrics has {', '.join(unknown)}; there are {', '.join(known)}")
+        raise ConfigError(f"metrics has {', '.join(unknown)}. Use some of {', '.join(known)}.")
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Computes metrics of two rows, so that a package that is not installed is named now rather than after hours.
+    """Computes metrics of two rows: a missing package fails here instead of after hours.
 
     Raises:
         MissingExtra: naming the package.
     """
     from trainer.metrics import entities, labels
 
+    of_entities = [name for name in names if name in entities.METRICS]
+    others = [name for name in names if name not in entities.METRICS]
     values, tags = np.array([0, 1]), [["B-X"], ["O"]]
-    labels.scores(
-        [name for name in names if name not in entities.METRICS], values, values, ("a", "b")
-    )
-    entities.scores([name for name in names if name in entities.METRICS], tags, tags)
+    labels.scores(others, values, values, ("a", "b"))
+    entities.scores(of_entities, tags, tags)

@@ -11,15 +11,18 @@ METRICS = TASKS["tagging"].metrics
 
 
 def scores(
-    names: Sequence[str], predicted: Sequence[list[str]], true: Sequence[list[str]]
+    names: Sequence[str],
+    predicted: Sequence[list[str]],
+    true: Sequence[list[str]],
 ) -> dict[str, float]:
-    """Metrics of entities over all texts, by name; an entity is right where both its words and its type are.
+    """Metrics of entities over all texts, by name.
 
-    What is an entity is as in CoNLL's conlleval, seqeval's default: an I-X that follows no X begins one.
+    An entity is right if both its words and its type are. Entities are read as by CoNLL's
+    conlleval, seqeval's default: an I-X that follows no X begins one.
 
     Args:
         names: of metrics.
-        predicted, true: the tags of the words of each text.
+        predicted, true: for each text, the tags of its words.
 
     Raises:
         MissingExtra: seqeval is not installed.
@@ -30,8 +33,6 @@ def scores(
         from seqeval.metrics.sequence_labeling import precision_recall_fscore_support
     except ImportError:
         raise MissingExtra("seqeval", "tasks", f"the metric {names[0]}") from None
-    found = precision_recall_fscore_support(
-        list(true), list(predicted), average="micro", zero_division=0
-    )
-    every = dict(zip(METRICS, map(float, found[:3]), strict=True))
-    return {name: every[name] for name in names}
+    found = precision_recall_fscore_support(true, predicted, average="micro", zero_division=0)
+    by_name = dict(zip(METRICS, found, strict=False))  # precision, recall, F1, and a count
+    return {name: float(by_name[name]) for name in names}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -12,71 +11,6 @@ import numpy.typing as npt
 from trainer.errors import ConfigError, MissingExtra
 
 Array: TypeAlias = npt.NDArray[np.number]
-Metric: TypeAlias = Callable[[Array, Array], float]
-
-
-def accuracy(predicted: Array, true: Array) -> float:
-    """The share of rows that are right."""
-    return float((predicted == true).mean())
-
-
-def f1(predicted: Array, true: Array) -> float:
-    """F1 of class 1 against all others: of what is positive in tasks of two classes, as MRPC and QQP."""
-    return float(_sklearn("f1").f1_score(true == 1, predicted == 1, zero_division=0))
-
-
-def macro_f1(predicted: Array, true: Array) -> float:
-    """The mean of the F1 of each class that is predicted or true somewhere (CB)."""
-    return float(_sklearn("macro_f1").f1_score(true, predicted, average="macro", zero_division=0))
-
-
-def matthews(predicted: Array, true: Array) -> float:
-    """Matthews' correlation (CoLA), in [-1, 1]; 0 where one class is all that is predicted, or true."""
-    return float(_sklearn("matthews").matthews_corrcoef(true, predicted))
-
-
-def pearson(predicted: Array, true: Array) -> float:
-    """Pearson's correlation (STS-B), in [-1, 1]."""
-    return _correlation("pearson", predicted, true)
-
-
-def spearman(predicted: Array, true: Array) -> float:
-    """Spearman's rank correlation (STS-B), in [-1, 1]."""
-    return _correlation("spearman", predicted, true)
-
-
-def group_exact_match(predicted: Array, true: Array, groups: Sequence[str]) -> float:
-    """The share of groups of which all rows are right: MultiRC's EM, where a group is the answers of a question."""
-    names, group = _groups("group_exact_match", groups)
-    wrong = np.bincount(group, weights=predicted != true, minlength=names.size)
-    return float((wrong == 0).mean())
-
-
-def group_first_right(certainty: Array, true: Array, groups: Sequence[str]) -> float:
-    """The share of groups whose row of the greatest certainty is of class 1: of ReCoRD's entities for a query."""
-    names, group = _groups("group_first_right", groups)
-    order = np.lexsort((certainty, group))  # the last row of each group is its surest
-    return float((true[order][np.cumsum(np.bincount(group)) - 1] == 1).sum() / names.size)
-
-
-def _groups(metric: str, groups: Sequence[str]) -> tuple[Array, Array]:
-    """The names of the groups, and the number of each row's."""
-    if not all(groups):
-        raise ConfigError(
-            f"{metric} needs rows with a group; set source.group to the column, and build again"
-        )
-    names, group = np.unique(np.array(groups), return_inverse=True)
-    return names, group
-
-
-_METRICS: Mapping[str, Metric] = {
-    "accuracy": accuracy,
-    "f1": f1,
-    "macro_f1": macro_f1,
-    "matthews": matthews,
-    "pearson": pearson,
-    "spearman": spearman,
-}
 
 
 def scores(
@@ -86,46 +20,79 @@ def scores(
     groups: Sequence[str] = (),
     certainty: Array | None = None,
 ) -> dict[str, float]:
-    """Metrics of N rows by name; none where there are no rows.
+    """Metrics of N rows by name; empty where there are no rows.
+
+        accuracy: fraction of rows that are right
+        f1: F1 of class 1 against all others, which is the positive one of MRPC and QQP
+        macro_f1: mean of the F1 of each class that is predicted or true somewhere (CB)
+        matthews: Matthews' correlation (CoLA), in [-1, 1]; 0 if all predictions or all labels are
+            of one class
+        pearson, spearman: correlations of numbers (STS-B), in [-1, 1]; spearman's is of ranks
+        group_exact_match: fraction of groups with no wrong row: MultiRC's EM, where a group is the
+            answers of a question
+        group_first_right: fraction of groups whose most certain row is of class 1: of ReCoRD's
+            entities for a query
 
     Args:
         names: of metrics.
         predicted, true: [N], int for classes, float for numbers.
-        groups: of the rows, where metrics are of groups.
-        certainty: [N], how sure class 1 is, where metrics compare the rows of a group; None takes `predicted`.
+        groups: name of each row's group, for metrics of groups.
+        certainty: [N], the certainty of class 1, for group_first_right; None takes `predicted`.
 
     Raises:
+        ConfigError: rows have no group, and a metric of groups is asked for.
         MissingExtra: scikit-learn is not installed.
     """
     if not len(true):
         return {}
-    of_groups = {
-        "group_exact_match": lambda: group_exact_match(predicted, true, groups),
-        "group_first_right": lambda: group_first_right(
-            predicted if certainty is None else certainty, true, groups
-        ),
-    }
-    return {
-        name: of_groups[name]() if name in of_groups else _METRICS[name](predicted, true)
-        for name in names
-    }
+    found = {}
+    for name in names:
+        if name.startswith("group"):
+            ranking = predicted if certainty is None else certainty
+            found[name] = _score_of_groups(name, predicted, true, groups, ranking)
+        else:
+            found[name] = _score(name, predicted, true)
+    return found
 
 
-def _correlation(name: str, x: Array, y: Array) -> float:
+def _score(name: str, predicted: Array, true: Array) -> float:
+    if name == "accuracy":
+        return float((predicted == true).mean())
     try:
         from scipy import stats
+        from sklearn import metrics
     except ImportError:
         raise MissingExtra("scikit-learn", "tasks", f"the metric {name}") from None
-    # A model that says the same of all rows, as it may at first, has a correlation of 0 / 0: it knows nothing, so 0.
-    if np.ptp(x) == 0 or np.ptp(y) == 0:
-        return 0.0
-    return float((stats.pearsonr if name == "pearson" else stats.spearmanr)(x, y).statistic)
+    if name in ("pearson", "spearman"):
+        # Constant predictions, as of a model that has just begun to train, give 0 / 0.
+        if np.ptp(predicted) == 0 or np.ptp(true) == 0:
+            return 0.0
+        correlation = stats.pearsonr if name == "pearson" else stats.spearmanr
+        return float(correlation(predicted, true).statistic)
+    if name == "f1":
+        return float(metrics.f1_score(true == 1, predicted == 1, zero_division=0))
+    if name == "macro_f1":
+        return float(metrics.f1_score(true, predicted, average="macro", zero_division=0))
+    return float(metrics.matthews_corrcoef(true, predicted))
 
 
-def _sklearn(name: str) -> ModuleType:
-    try:
-        import sklearn.metrics
-    except ImportError:
-        raise MissingExtra("scikit-learn", "tasks", f"the metric {name}") from None
-    found: ModuleType = sklearn.metrics
-    return found
+def _score_of_groups(
+    name: str,
+    predicted: Array,
+    true: Array,
+    groups: Sequence[str],
+    certainty: Array,
+) -> float:
+    if not all(groups):
+        raise ConfigError(
+            f"{name} needs rows with a group. Set source.group to the column that names it, and "
+            "build the dataset again."
+        )
+    names, group = np.unique(np.array(groups), return_inverse=True)
+    if name == "group_exact_match":
+        wrong = np.bincount(group, weights=predicted != true, minlength=names.size)
+        return float((wrong == 0).mean())
+    # Sorted by group, then certainty, so a group's last row is its most certain one.
+    order = np.lexsort((certainty, group))
+    last = np.cumsum(np.bincount(group)) - 1
+    return float((true[order][last] == 1).sum() / names.size)

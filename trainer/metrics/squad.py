@@ -1,7 +1,7 @@
 """SQuAD's scores, by the rules of its official script, evaluate-v2.0.py (Rajpurkar et al. 2018).
 
-Those of evaluate-v1.1.py differ where an answer is nothing but punctuation and articles, as "The": there it is an
-answer like any other, but shares no word with any.
+The script evaluate-v1.1.py differs for answers of nothing but punctuation and articles, as "The":
+it counts them like any other answer, although they share no word with any.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Bools = npt.NDArray[np.bool_]
 
 
 def normalize_answer(text: str) -> str:
-    """The words of an answer, in lower case, without ASCII's punctuation and without articles."""
+    """The words of an answer in lower case, without ASCII punctuation and articles."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def exact_match(prediction: str, answer: str) -> float:
-    """1 where both are the same once normalized, else 0."""
+    """1 if both are the same once normalized, else 0."""
     return float(normalize_answer(prediction) == normalize_answer(answer))
 
 
 def f1(prediction: str, answer: str) -> float:
-    """F1 of the words, each as often as it is there; where either has none, 1 if both have none."""
+    """F1 of the words, repeated ones counted; if either has none, 1 if both have none."""
     predicted, true = normalize_answer(prediction).split(), normalize_answer(answer).split()
     if not (predicted and true):
         return float(predicted == true)
@@ -49,9 +49,9 @@ class Scores:
     """Scores of N predictions.
 
     Attributes:
-        exact, f1: float64 [N], against that of the right answers which is closest.
-        has_answer: bool [N], whether there is a right answer.
-        says_answer: bool [N], whether one is predicted.
+        exact, f1: float64 [N], against the closest of the right answers.
+        has_answer: bool [N], whether the question has an answer.
+        says_answer: bool [N], whether an answer is predicted.
     """
 
     exact: Float64
@@ -59,24 +59,30 @@ class Scores:
     has_answer: Bools
     says_answer: Bools
 
-    def without(self, refuse: Bools) -> Scores:
-        """The same where no answer is predicted for some of them, bool [N]; that is right where there is none."""
-        right = (~self.has_answer).astype(np.float64)
-        exact, f1 = (np.where(refuse, right, raw) for raw in (self.exact, self.f1))
-        return replace(self, exact=exact, f1=f1, says_answer=self.says_answer & ~refuse)
+    def without(self, withheld: Bools) -> Scores:
+        """The scores if some predictions, bool [N], become "no answer".
 
-    def means(self) -> dict[str, float]:
-        """exact_match and f1; nothing where there are no predictions."""
-        return (
-            {"exact_match": float(self.exact.mean()), "f1": float(self.f1.mean())}
-            if self.exact.size
-            else {}
+        These are right where the question has none.
+        """
+        right = (~self.has_answer).astype(np.float64)
+        return replace(
+            self,
+            exact=np.where(withheld, right, self.exact),
+            f1=np.where(withheld, right, self.f1),
+            says_answer=self.says_answer & ~withheld,
         )
 
-    def means_by_kind(self) -> dict[str, float]:
-        """The same, and those of questions with an answer and without, as far as there are such.
+    def means(self) -> dict[str, float]:
+        """Means of exact_match and f1; empty where there are no predictions."""
+        if not self.exact.size:
+            return {}
+        return {"exact_match": float(self.exact.mean()), "f1": float(self.f1.mean())}
 
-        Of those without, exact_match and f1 are one number: no answer is right, and any other shares no word with it.
+    def means_by_kind(self) -> dict[str, float]:
+        """`means`, and separate ones for questions with and without an answer, if there are such.
+
+        For those without, exact_match and f1 are one number: only no answer is right, and any other
+        shares no word with it.
         """
         means = self.means()
         if self.has_answer.any():
@@ -88,7 +94,7 @@ class Scores:
 
 
 def raw_scores(predictions: Sequence[str], answers: Sequence[Sequence[str]]) -> Scores:
-    """Compares each prediction with the answers of its question, of which "" is the only one where there is none.
+    """Compares each prediction with the answers of its question; "" is the answer if it has none.
 
     As in evaluate-v2.0.py, an answer of nothing but punctuation and articles does not count.
     """
@@ -97,36 +103,34 @@ def raw_scores(predictions: Sequence[str], answers: Sequence[Sequence[str]]) -> 
         right = [answer for answer in right if normalize_answer(answer)] or [""]
         exact[i] = max(exact_match(prediction, answer) for answer in right)
         overlap[i] = max(f1(prediction, answer) for answer in right)
-    return Scores(
-        exact,
-        overlap,
-        np.array([*map(bool, answers)], bool),
-        np.array([*map(bool, predictions)], bool),
-    )
+    has_answer = np.array([bool(each) for each in answers], dtype=bool)
+    says_answer = np.array([bool(each) for each in predictions], dtype=bool)
+    return Scores(exact, overlap, has_answer, says_answer)
 
 
 def best_threshold(raw: Float64, scores: Scores, doubt: Float64) -> tuple[float, float]:
-    """The threshold with which a score is best when no answer is predicted where the doubt is above it.
+    """The threshold of doubt, above which no answer is predicted, that gives the best mean score.
 
-    This is `find_best_thresh` of evaluate-v2.0.py, but where it is best to give no answer at all: that says 0 then, and
-    some predictions may have a doubt below it.
+    This is `find_best_thresh` of evaluate-v2.0.py, with one difference. Where it is best to predict
+    no answer for any question, the script returns 0, and predictions with a doubt below 0 would
+    still be given; this returns a threshold below every doubt.
 
     Args:
-        raw: float64 [N], the score, one of those in `scores`.
+        raw: float64 [N], `scores.exact` or `scores.f1`.
         scores: of the predictions.
-        doubt: float64 [N], of each prediction.
+        doubt: float64 [N], how much better "no answer" is than each prediction.
 
     Returns:
         The best mean, and the threshold.
     """
     order = np.argsort(doubt, kind="stable")
+    # Predicting an answer gains its score, or loses the point of a question that has none.
     gain = np.where(scores.has_answer, raw, -1.0 * scores.says_answer)[order]
-    # What the first 0, 1, ... predictions give, and no answer for all others.
+    # sums[k]: the k predictions of least doubt are given, and no answer for all others.
     sums = np.cumsum(np.concatenate(([np.count_nonzero(~scores.has_answer)], gain)))
     best = int(sums.argmax())
-    threshold = (
-        doubt[order[best - 1]]
-        if best
-        else min(0.0, np.nextafter(doubt.min(initial=np.inf), -np.inf))
-    )
+    if best:
+        threshold = doubt[order[best - 1]]
+    else:
+        threshold = min(0.0, np.nextafter(doubt.min(initial=np.inf), -np.inf))
     return float(sums[best] / max(1, len(raw))), float(threshold)

@@ -1,4 +1,4 @@
-"""Scores of predictions: those of scikit-learn, scipy and seqeval where they are theirs, else those of the papers."""
+"""Scores of predictions equal those of scikit-learn, scipy and seqeval, or of the papers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ import pytest
 from trainer.errors import ConfigError, MissingExtra
 from trainer.metrics import check_installed, check_names, entities, labels, squad
 from trainer.tasks import TASKS
+
+
+def score(name: str, predicted: np.ndarray, true: np.ndarray) -> float:
+    return labels.scores((name,), predicted, true)[name]
 
 
 def test_metrics_of_classes_by_hand() -> None:
@@ -28,15 +32,15 @@ def test_metrics_of_classes_by_hand() -> None:
 
 def test_metrics_of_numbers_by_hand() -> None:
     true = np.array([1.0, 2.0, 3.0, 4.0])
-    assert labels.pearson(2 * true + 1, true) == pytest.approx(1)
-    assert labels.pearson(true**3, true) < 0.97
-    assert labels.spearman(true**3, true) == pytest.approx(1)
-    assert labels.spearman(-(true**3), true) == pytest.approx(-1)
+    assert score("pearson", 2 * true + 1, true) == pytest.approx(1)
+    assert score("pearson", true**3, true) < 0.97
+    assert score("spearman", true**3, true) == pytest.approx(1)
+    assert score("spearman", -(true**3), true) == pytest.approx(-1)
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("names", [TASKS["regression"].metrics, ("f1", "macro_f1", "matthews")])
-def test_a_model_that_says_the_same_of_all_rows_has_a_score(names: tuple[str, ...]) -> None:
+def test_constant_predictions_have_a_score(names: tuple[str, ...]) -> None:
     true = np.array([1, 0, 1, 2])
     for constant in (np.zeros(4, int), np.full(4, 3)):
         found = labels.scores(names, constant, true)
@@ -44,7 +48,7 @@ def test_a_model_that_says_the_same_of_all_rows_has_a_score(names: tuple[str, ..
     assert labels.scores(names, true[:0], true[:0]) == {}
 
 
-def test_a_group_is_right_where_all_its_rows_are() -> None:
+def test_a_group_is_right_if_all_its_rows_are() -> None:
     predicted, true = np.array([0, 1, 1, 0, 1]), np.array([0, 1, 0, 0, 1])
     groups = ["q1", "q2", "q1", "q3", "q2"]
     assert labels.scores(("group_exact_match",), predicted, true, groups) == {
@@ -52,17 +56,17 @@ def test_a_group_is_right_where_all_its_rows_are() -> None:
     }
 
 
-def test_the_surest_row_of_a_group_answers_for_it() -> None:
+def test_the_most_certain_row_of_a_group_answers_for_it() -> None:
     certainty, true = np.array([0.1, -3.0, 2.0, -1.0, -2.0]), np.array([0, 0, 1, 1, 0])
     groups = ["q1", "q2", "q1", "q2", "q3"]
     found = labels.scores(("group_first_right",), certainty > 0, true, groups, certainty)
     assert found == {"group_first_right": 2 / 3}
 
 
-def test_unknown_metrics_are_refused() -> None:
+def test_unknown_metrics_are_rejected() -> None:
     with pytest.raises(
         ConfigError,
-        match="metrics has bleu; there are accuracy, f1, macro_f1, matthews, group_exact",
+        match=r"metrics has bleu\. Use some of accuracy, f1, macro_f1, matthews, group_exact",
     ):
         check_names(("f1", "bleu"), TASKS["classification"].metrics)
 
@@ -70,8 +74,8 @@ def test_unknown_metrics_are_refused() -> None:
 @pytest.mark.parametrize(
     ("package", "score"),
     [
-        ("sklearn", lambda: labels.f1(np.ones(2), np.ones(2))),
-        ("scipy", lambda: labels.pearson(np.arange(2.0), np.arange(2.0))),
+        ("sklearn", lambda: score("f1", np.ones(2), np.ones(2))),
+        ("scipy", lambda: score("pearson", np.arange(2.0), np.arange(2.0))),
         (
             "seqeval.metrics.sequence_labeling",
             lambda: entities.scores(["entity_f1"], [["O"]], [["O"]]),
@@ -88,7 +92,7 @@ def test_a_missing_package_is_named_with_its_extra(
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_metrics_need_is_asked_for_before_there_is_anything_to_score(
+def test_packages_are_checked_before_there_is_anything_to_score(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     check_installed(
@@ -102,7 +106,7 @@ def test_what_metrics_need_is_asked_for_before_there_is_anything_to_score(
             check_installed(("accuracy", name))
 
 
-def test_entities_are_right_with_both_words_and_type() -> None:
+def test_an_entity_needs_the_right_words_and_type() -> None:
     true = [["B-PER", "I-PER", "O", "B-LOC"], ["O", "B-ORG"]]
     predicted = [
         ["B-PER", "I-PER", "O", "B-ORG"],
@@ -118,7 +122,7 @@ def test_entities_are_right_with_both_words_and_type() -> None:
     assert begun == {"entity_f1": 1.0}
 
 
-# What the official script of SQuAD 2.0 says of them.
+# Scores by the official script of SQuAD 2.0.
 ANSWERS = [
     ("The Eiffel Tower!", "eiffel tower", 1, 1.0),
     ("in  the\tU.S.A.", "USA", 0, 2 / 3),
@@ -131,7 +135,7 @@ ANSWERS = [
     ("1,000 km", "1000km", 0, 0.0),
     ("1,000", "1000", 1, 1.0),
     ("Été à Paris", "été Paris", 0, 0.8),
-    ("“quoted”", "quoted", 0, 0.0),  # of punctuation, ASCII's alone goes
+    ("“quoted”", "quoted", 0, 0.0),  # only ASCII punctuation is removed
     ("co-op the-end", "coop theend", 1, 1.0),
     ("an_a", "ana", 1, 1.0),
     ("x x y", "x y y", 0, 2 / 3),

@@ -1,4 +1,4 @@
-"""Scores are those that the official programs have printed for the same predictions, which lie in `recorded`."""
+"""Scores equal those of the official programs for the predictions in `recorded`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DOUBT = np.array([question["null_odds"] for question in QUESTIONS])
 
 
 def scores_of(questions: list[dict[str, Any]], prediction: str | None = None) -> squad.Scores:
-    """Those of their predictions, or of one for all of them."""
+    """Scores of the questions' own predictions, or of one prediction for all."""
     predictions = [
         question["prediction"] if prediction is None else prediction for question in questions
     ]
@@ -59,8 +59,8 @@ def test_best_thresholds_are_those_of_squads_script(official: str, score: str) -
     assert threshold == printed[f"{official}_thresh"]
 
 
-def test_where_no_answer_is_best_the_threshold_is_below_every_doubt() -> None:
-    """The script says 0 then, which would give the answers of a doubt below 0; the best score is the same."""
+def test_if_no_answer_is_best_the_threshold_is_below_every_doubt() -> None:
+    """The script returns 0, which gives answers of a doubt below 0; the best score is equal."""
     printed = SQUAD["v2.0, each prediction is 'none of it'"]
     scores = scores_of(QUESTIONS, "none of it")
     for official, raw in (("best_exact", scores.exact), ("best_f1", scores.f1)):
@@ -75,7 +75,7 @@ def test_where_no_answer_is_best_the_threshold_is_below_every_doubt() -> None:
 
 
 def test_totals_are_those_of_the_script_of_squad_1_but_for_answers_that_are_articles() -> None:
-    """Of "The", which has no words once articles are gone, the rules of 2.0 hold: it is no answer."""
+    """By the rules of 2.0, "The" is no answer: it has no words without articles."""
     answered = [question for question in QUESTIONS if question["answers"]]
     usual = [
         question

@@ -1,4 +1,4 @@
-"""Scores of generated texts: what is no answer is a wrong one."""
+"""Scores of generated texts: a text that is no label or number is wrong."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def test_right_texts_have_the_best_score(name: str):
     assert texts.build(name, LABELS)(references, references) == pytest.approx(100 if prose else 1)
 
 
-def test_what_is_no_label_is_wrong_in_every_metric():
+def test_a_text_that_is_no_label_is_wrong_in_every_metric():
     written = ["yes", "maybe", " no ", "", "yes"]
     wrong = ["yes", "no", "no", "yes", "yes"]
     for name in ("f1", "macro_f1", "matthews"):
         metric = texts.build(name, LABELS)
         assert metric(written, REFERENCES) == pytest.approx(metric(wrong, REFERENCES))
     assert texts.build("accuracy")(written, REFERENCES) == pytest.approx(3 / 5)
-    assert texts.strangers(written, LABELS) == ["maybe", ""]
+    assert texts.unknown_labels(written, LABELS) == ["maybe", ""]
     with pytest.raises(
-        ConfigError, match=r"f1 is of classes, and source\.labels of the dataset names none"
+        ConfigError, match=r"f1 needs labels, and source\.labels of the dataset names none"
     ):
         texts.build("f1")
 
 
-def test_what_is_no_number_is_minus_one():
+def test_a_text_that_is_no_number_counts_as_minus_one():
     found = texts.build("pearson")(["1.0", "none", "3", "nan"], ["1", "2", "3", "4"])
     assert found == pytest.approx(np.corrcoef([1, -1, 3, -1], [1, 2, 3, 4])[0, 1])
 

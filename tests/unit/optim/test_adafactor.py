@@ -1,4 +1,4 @@
-"""Adafactor against the paper's algorithms, against the one of `transformers`, and what it keeps in memory."""
+"""Adafactor against the paper's algorithms and `transformers`, and the size of its state."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ STEPS = 200
 
 def make_parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    drawn = {
+    sampled = {
         name: torch.randn(shape, generator=generator, dtype=torch.float64)
         for name, shape in SHAPES.items()
     }
     return {
         name: nn.Parameter((0.05 * tensor * (name != "zero")).to(dtype))
-        for name, tensor in drawn.items()
+        for name, tensor in sampled.items()
     }
 
 
 def gradients(step: int) -> dict[str, Tensor]:
-    """Of very different sizes; those of the table are 0 in some steps, and in half of its rows always."""
+    """Very different sizes; the table's are 0 in some steps, and always in half of its rows."""
     generator = torch.Generator().manual_seed(1000 + step)
-    drawn = {
+    sampled = {
         name: torch.randn(shape, generator=generator, dtype=torch.float64)
         for name, shape in SHAPES.items()
     }
-    drawn["table"][25:] = 0
-    drawn["table"] *= step % 5 > 0
-    return {name: tensor * 10.0 ** (step % 7 - 5) for name, tensor in drawn.items()}
+    sampled["table"][25:] = 0
+    sampled["table"] *= step % 5 > 0
+    return {name: tensor * 10.0 ** (step % 7 - 5) for name, tensor in sampled.items()}
 
 
 def rate(step: int) -> float:
@@ -62,7 +62,7 @@ def train(
 
 
 def expected(config: Config) -> dict[str, Tensor]:
-    """Algorithms 4 and 5 of arXiv 1804.04235, line by line, with first moments and decay as in t5x, in fp64."""
+    """Algorithms 4 and 5 of arXiv 1804.04235 in fp64, with first moments and decay as in t5x."""
     weights = {
         name: parameter.detach() for name, parameter in make_parameters(torch.float64).items()
     }
@@ -144,14 +144,14 @@ def test_it_is_the_adafactor_of_transformers() -> None:
 def test_the_relative_step_of_the_paper_is_a_schedule(warm_up: bool) -> None:
     schedule = Schedule("inverse_sqrt", **{"warmup_steps" if warm_up else "decay_start": 10_000})
     for step in (1, 500, 10_000, 12_345, 500_000):
-        theirs = Adafactor._get_lr(  # what `transformers` has made of section 7 and of the warm-up
+        theirs = Adafactor._get_lr(  # section 7 and the warm-up, as in `transformers`
             {"relative_step": True, "warmup_init": warm_up, "scale_parameter": False, "lr": None},
             {"step": step},
         )
         assert Config().lr * lr_fraction(schedule, step, 10**6) == pytest.approx(theirs)
 
 
-def test_tensors_that_are_stacked_in_a_parameter_are_updated_as_if_each_were_one() -> None:
+def test_stacked_matrices_are_updated_one_by_one() -> None:
     stacked = {"table": 2, "bias": 31}
     config = Config(beta1=0.5, min_dim_size_to_factor=8)
     whole = make_parameters()
@@ -173,7 +173,7 @@ def test_tensors_that_are_stacked_in_a_parameter_are_updated_as_if_each_were_one
         torch.testing.assert_close(whole[name], joined, rtol=1e-6, atol=1e-8)
 
 
-def test_of_a_matrix_it_keeps_a_row_and_a_column() -> None:
+def test_a_matrix_has_a_row_and_a_column_of_state() -> None:
     parameters = {
         "up": nn.Parameter(torch.ones(128, 300)),
         "qkv": nn.Parameter(torch.ones(381, 500)),
@@ -197,7 +197,7 @@ def test_a_tensor_of_zeros_grows() -> None:
     assert parameters["zero"].square().mean().sqrt() > 1e-5
 
 
-def test_state_copied_by_name_continues_the_run_exactly() -> None:
+def test_restored_state_continues_the_run_exactly() -> None:
     config = Config(beta1=0.9, min_dim_size_to_factor=3)
     whole, resumed = make_parameters(), make_parameters()
     train(config, whole, range(12))
@@ -241,6 +241,6 @@ def test_gradients_that_overflow_in_the_first_step_leave_no_trace() -> None:
         {"min_dim_size_to_factor": -1},
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, object]) -> None:
+def test_invalid_settings_are_rejected(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         decode(Config, settings, "optimizer")

@@ -1,4 +1,4 @@
-"""AdamW with and without bias correction, its parameter groups, and its state as checkpoints see it."""
+"""AdamW with and without bias correction, its parameter groups, and its state by name."""
 
 from __future__ import annotations
 
@@ -101,8 +101,15 @@ def test_matrices_decay_and_biases_and_norms_do_not():
 @pytest.mark.parametrize("config", [Config, lamb.Config, adamw_scale.Config])
 def test_the_learning_rate_decays_from_layer_to_layer(config):
     """Heads learn at the full rate, the layers below at less and less."""
-    names = ["embeddings.norm.bias", "encoder.0.ffn.up.weight", "encoder.2.ffn.up.bias", "decoder.1.ffn.up.weight",
-             "layers.0.ffn.up.weight", "head.classifier.weight", "final_norm.weight"]  # fmt: skip
+    names = [
+        "embeddings.norm.bias",
+        "encoder.0.ffn.up.weight",
+        "encoder.2.ffn.up.bias",
+        "decoder.1.ffn.up.weight",
+        "layers.0.ffn.up.weight",
+        "head.classifier.weight",
+        "final_norm.weight",
+    ]
     parameters = {
         name: nn.Parameter(torch.zeros(2, 2) if "weight" in name else torch.zeros(2))
         for name in names
@@ -216,7 +223,7 @@ def test_priming_changes_no_weight_and_no_later_step(bias_correction: bool):
 
 
 @pytest.mark.parametrize("bias_correction", [True, False])
-def test_state_copied_by_name_continues_the_run_exactly(bias_correction: bool):
+def test_restored_state_continues_the_run_exactly(bias_correction: bool):
     config = Config(bias_correction=bias_correction)
     whole, first = make_parameters(), make_parameters()
     train(config.build(whole.items()), whole, 12)
@@ -238,7 +245,7 @@ def test_state_copied_by_name_continues_the_run_exactly(bias_correction: bool):
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
-def test_state_of_an_optimizer_that_was_not_primed_is_a_programmer_error():
+def test_state_of_an_unprimed_optimizer_is_a_programmer_error():
     parameters = make_parameters()
     with pytest.raises(AssertionError, match="prime"):
         groups.state_tensors(Config().build(parameters.items()), parameters.items())
@@ -256,7 +263,7 @@ def test_state_of_an_optimizer_that_was_not_primed_is_a_programmer_error():
         {"weight_decay": float("nan")},
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, object]):
+def test_invalid_settings_are_rejected(settings: dict[str, object]):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         decode(Config, settings, "optimizer")
 

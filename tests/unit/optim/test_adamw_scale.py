@@ -17,18 +17,18 @@ SHAPES = {"table": (50, 8), "up": (31, 8), "bias": (31,), "zero": (8,)}
 
 def make_parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    drawn = {
+    sampled = {
         name: torch.randn(shape, generator=generator, dtype=torch.float64)
         for name, shape in SHAPES.items()
     }
     return {
         name: nn.Parameter((0.05 * tensor * (name != "zero")).to(dtype))
-        for name, tensor in drawn.items()
+        for name, tensor in sampled.items()
     }
 
 
 def gradients(step: int) -> dict[str, Tensor]:
-    """Of very different sizes, down to that of eps."""
+    """Very different sizes, down to the size of eps."""
     generator = torch.Generator().manual_seed(1000 + step)
     scale = 10.0 ** (step % 7 - 7)
     return {
@@ -85,7 +85,7 @@ def test_it_is_the_optimizer_of_nanot5(
         )
 
 
-def test_tensors_that_are_stacked_in_a_parameter_are_updated_as_if_each_were_one() -> None:
+def test_stacked_matrices_are_updated_one_by_one() -> None:
     whole = nn.Parameter(torch.cat([torch.full((3, 4), 0.1), torch.full((3, 4), 10.0)]))
     apart = [nn.Parameter(block.detach().clone()) for block in whole.chunk(2)]
     one = Config().build([("qk", whole)], Structure({"qk": 2}))

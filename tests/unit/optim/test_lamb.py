@@ -17,18 +17,18 @@ BETAS, EPS, DECAY = (0.9, 0.999), 1e-6, 0.01
 
 def make_parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    drawn = {
+    sampled = {
         name: torch.randn(shape, generator=generator, dtype=torch.float64)
         for name, shape in SHAPES.items()
     }
     return {
         name: nn.Parameter((0.02 * tensor * (name != "zero")).to(dtype))
-        for name, tensor in drawn.items()
+        for name, tensor in sampled.items()
     }
 
 
 def gradients(step: int) -> dict[str, Tensor]:
-    """Of very different sizes; those of the table are 0 in some steps."""
+    """Very different sizes; the table's are 0 in some steps."""
     generator = torch.Generator().manual_seed(1000 + step)
     scale = 10.0 ** (step % 7 - 5)
     return {
@@ -58,7 +58,7 @@ def train(
 def expected(
     steps: int, *, scaled: set[str], bias_correction: bool = True, bound: float = float("inf")
 ) -> dict:
-    """Algorithm 2 of arXiv 1904.00962, line by line, in fp64. `scaled` are the tensors with a trust ratio."""
+    """Algorithm 2 of arXiv 1904.00962 in fp64; `scaled` names the tensors with a trust ratio."""
     weights = {
         name: parameter.detach() for name, parameter in make_parameters(torch.float64).items()
     }
@@ -128,7 +128,7 @@ def test_an_update_changes_a_matrix_by_the_learning_rate_times_its_norm():
     assert float((up - before).norm() / before.norm()) == pytest.approx(0.25, rel=1e-5)
 
 
-def test_tensors_that_are_stacked_in_a_parameter_are_updated_as_if_each_were_one():
+def test_stacked_matrices_are_updated_one_by_one():
     stacked = {"table": 2, "bias": 31}  # of 25 rows each; of single numbers
     whole = make_parameters()
     apart = {
@@ -149,7 +149,7 @@ def test_tensors_that_are_stacked_in_a_parameter_are_updated_as_if_each_were_one
         torch.testing.assert_close(whole[name], joined, rtol=1e-6, atol=1e-8)
 
 
-def test_state_copied_by_name_continues_the_run_exactly():
+def test_restored_state_continues_the_run_exactly():
     config = Config(variant="nvidia")
     whole, resumed = make_parameters(), make_parameters()
     train(config, whole, range(12))
@@ -178,6 +178,6 @@ def test_state_copied_by_name_continues_the_run_exactly():
         {"betas": [0.9]},
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, object]):
+def test_invalid_settings_are_rejected(settings: dict[str, object]):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         decode(Config, settings, "optimizer")

@@ -14,7 +14,7 @@ from trainer.optim.schedules import Schedule, lr_fraction
 @pytest.mark.parametrize(
     "kind", ["linear", "cosine", "polynomial", "1-sqrt", "inverse_sqrt", "constant"]
 )
-def test_warm_up_is_a_line_from_zero_that_reaches_the_full_rate_at_its_last_step(kind: str):
+def test_warm_up_is_a_line_from_zero_to_the_full_rate(kind: str):
     config = decode(Schedule, {"decay": kind, "warmup_steps": 10})
     assert [lr_fraction(config, step, 100) for step in (0, 1, 5, 10)] == [0.0, 0.1, 0.5, 1.0]
 
@@ -98,7 +98,7 @@ def test_a_warm_up_from_half_the_rate_and_a_cosine_are_the_schedule_of_nanot5():
         theirs.step()
 
 
-def test_a_decay_that_starts_after_the_run_is_refused():
+def test_a_decay_that_starts_after_the_run_is_rejected():
     with pytest.raises(ConfigError, match="decay_start 101 is after the 100 steps"):
         lr_fraction(Schedule(decay_start=101), 0, 100)
 
@@ -112,17 +112,17 @@ def test_a_constant_schedule_stays_at_the_full_rate():
     assert [lr_fraction(Schedule("constant"), step, 10) for step in (0, 5, 10, 1000)] == [1.0] * 4
 
 
-def test_the_rate_stays_at_its_end_when_training_goes_past_it():
+def test_the_rate_stays_at_its_final_value_after_the_run():
     assert lr_fraction(Schedule("linear", final_fraction=0.1), 1_000, 100) == pytest.approx(0.1)
     assert lr_fraction(Schedule("cosine"), 1_000, 100) == 0.0
 
 
-def test_a_run_of_nothing_but_warm_up_works():
+def test_a_run_may_be_all_warm_up():
     config = Schedule("linear", warmup_steps=4)
     assert [lr_fraction(config, step, 4) for step in range(5)] == [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
-def test_a_warm_up_longer_than_the_run_is_refused():
+def test_a_warm_up_longer_than_the_run_is_rejected():
     with pytest.raises(ConfigError, match="warmup_steps 101 is more than the 100 steps"):
         lr_fraction(Schedule(warmup_steps=101), 0, 100)
 
@@ -146,6 +146,6 @@ def test_a_warm_up_longer_than_the_run_is_refused():
         {"decay": "polynomial", "power": 0},
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, object]):
+def test_invalid_settings_are_rejected(settings: dict[str, object]):
     with pytest.raises(ConfigError, match=list(settings)[-1]):
         decode(Schedule, settings, "schedule")

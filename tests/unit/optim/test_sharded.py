@@ -1,4 +1,4 @@
-"""Optimizers on parameters that FSDP2 or ZeRO has split: with identical gradients, the updates of the whole ones."""
+"""Partitioned parameters (FSDP2, ZeRO) get the updates of whole ones from equal gradients."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ LAMB = lamb.Config(lr=1e-2, max_trust_ratio=5.0)
 ADAFACTOR = adafactor.Config(beta1=0.5, weight_decay=0.1, min_dim_size_to_factor=3)
 ADAMW = [adamw.Config(), adamw.Config(bias_correction=False), adamw_scale.Config(weight_decay=0.1)]
 Split: TypeAlias = tuple[int, ...]
-SEGMENTS: Split = ()  # flat ranges; other splits are meshes, whose two dimensions are copies and shards (HSDP)
+# Flat ranges. Other splits are meshes; two dimensions are copies and shards (HSDP).
+SEGMENTS: Split = ()
 Case: TypeAlias = tuple[Split, Any]
 Parameters: TypeAlias = dict[str, nn.Parameter]
 Array: TypeAlias = np.ndarray[Any, Any]
 
 
 class Model(nn.Module):
-    """Odd sizes, fewer rows than processes, and a table that is embedding and output layer at once."""
+    """Odd sizes, fewer rows than processes, and a table shared by embedding and output layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class Model(nn.Module):
 
 
 def split(shape: Split) -> Parameters:
-    """The model's parameters, as this process holds them."""
+    """This process's part of the model's parameters."""
     model = Model()
     if shape is SEGMENTS:
         return dict(segments(model))
@@ -61,7 +62,10 @@ def split(shape: Split) -> Parameters:
 
 
 def segments(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each parameter cut anywhere. The parts of a process lie end to end. Of four processes, the second has none."""
+    """Cuts each parameter anywhere; a process's parts are contiguous in memory.
+
+    Of four processes, the second holds nothing.
+    """
     world_size, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     assert group is not None
     numbers, wholes = np.random.default_rng(world_size), dict(model.named_parameters())
@@ -88,7 +92,7 @@ def build(config: Any, parameters: Parameters) -> torch.optim.Optimizer:
 
 
 def train(parameters: Parameters, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Makes updates with gradients that depend on step and name alone."""
+    """Makes updates with gradients that depend only on step and name."""
     groups.set_step(optimizer, steps.start)
     for step in steps:
         groups.set_lr(optimizer, 1e-2 * min(1.0, step / 20))
@@ -108,7 +112,7 @@ def train(parameters: Parameters, optimizer: torch.optim.Optimizer, steps: range
 
 
 def tensors(parameters: Parameters, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and moments by name, as they lie in this process."""
+    """Weights and moments by name, as this process holds them."""
     state = {**parameters, **groups.state_tensors(optimizer, parameters.items())}
     return {name: each.detach() for name, each in state.items()}
 
@@ -136,7 +140,7 @@ def trained_whole(config: Any, steps: int = STEPS) -> dict[str, Array]:
 
 
 def train_split(cases: list[Case]) -> list[dict[str, Array]]:
-    """Trains on parameters that are split in the way of each case."""
+    """Trains on parameters partitioned as in each case."""
     dist.init_process_group("gloo")
     results = [trained(split(shape), config) for shape, config in cases]
     dist.barrier()
@@ -168,7 +172,7 @@ def test_split_parameters_are_updated_like_whole_ones(world_size: int) -> None:
 
 
 def train_part(folder: Path, steps: range, shape: Split | None) -> None:
-    """Goes on from the files of all ranks at steps.start, if that is not 0, and leaves this rank's at steps.stop."""
+    """Resumes from the files of all ranks at steps.start, unless 0, and saves at steps.stop."""
     world_size, rank = (
         int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0))
     )
@@ -193,7 +197,7 @@ def train_part(folder: Path, steps: range, shape: Split | None) -> None:
         dist.destroy_process_group()
 
 
-def test_adafactor_goes_on_at_other_world_sizes(tmp_path: Path) -> None:
+def test_adafactor_resumes_at_other_world_sizes(tmp_path: Path) -> None:
     run_ranks(4, train_part, tmp_path, range(20), SEGMENTS)
     run_ranks(3, train_part, tmp_path, range(20, 40), (3,))
     run_ranks(2, train_part, tmp_path, range(40, 60), SEGMENTS)

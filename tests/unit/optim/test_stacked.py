@@ -1,4 +1,4 @@
-"""Layers' parameters in stacks: every optimizer updates each of them as it would alone."""
+"""Every optimizer updates stacked parameters of layers as it would each of them alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIMIZERS = {
 
 
 def values(step: int, size: float) -> dict[str, Tensor]:
-    """Of all layers, of sizes that differ between them."""
+    """Random values of all layers, of sizes that differ between the layers."""
     generator = torch.Generator().manual_seed(step)
     scales = torch.tensor([1e-3, 1.0, 30.0])
     return {
@@ -70,13 +70,13 @@ def test_each_layer_is_updated_as_it_would_alone(
         for i in range(LAYERS)
         for name in SHAPES
     }
-    expected = train(OPTIMIZERS[kind], apart, lambda name, drawn: drawn[name[2:]][int(name[0])])
+    expected = train(OPTIMIZERS[kind], apart, lambda name, sampled: sampled[name[2:]][int(name[0])])
     names = {name: tuple(f"{i}.{name}" for i in range(LAYERS)) for name in SHAPES}
     stacks: dict[str, nn.Parameter] = {
         names[name][0]: StackedParameter(whole.clone(), names[name])
         for name, whole in start.items()
     }
-    found = train(OPTIMIZERS[kind], stacks, lambda name, drawn: drawn[name[2:]])
+    found = train(OPTIMIZERS[kind], stacks, lambda name, sampled: sampled[name[2:]])
     for name, stack in found.items():
         assert isinstance(stack, StackedParameter)
         kept = name.removesuffix(stack.members[0])
