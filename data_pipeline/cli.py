@@ -6,17 +6,6 @@ import argparse
 import os
 from pathlib import Path
 
-from rich.console import Console
-
-from data_pipeline.building import build
-from data_pipeline.building.push import push
-from data_pipeline.building.recipe import load_recipe
-from data_pipeline.building.slices import Slice
-from data_pipeline.building.tokenizer_training import train_tokenizer
-from data_pipeline.building.verify import verify
-from data_pipeline.looking.inspection import inspect, plot, report
-from data_pipeline.reading.dataset import Dataset
-from data_pipeline.reading.remote import load_manifest
 from trainer.command import Commands, add_command, add_group
 from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 
@@ -165,13 +154,23 @@ def add_push(commands: Commands) -> None:
     )
 
 
+# Every `samestep --help` imports this module: what a command needs is imported by the command.
+
+
 def _tokenizer(args: argparse.Namespace) -> int:
+    from data_pipeline.building.recipe import load_recipe
+    from data_pipeline.building.tokenizer_training import train_tokenizer
+
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     train_tokenizer(load_recipe(args.config, args.overrides), force=args.force)
     return EXIT_DONE
 
 
 def _build(args: argparse.Namespace) -> int:
+    from data_pipeline.building import build
+    from data_pipeline.building.recipe import load_recipe
+    from data_pipeline.building.slices import Slice
+
     part = None if args.slice is None else Slice.parse(args.slice)
     if part is not None and args.force:
         raise ConfigError(
@@ -189,6 +188,11 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from data_pipeline.building.verify import verify
+    from data_pipeline.reading.remote import load_manifest
+
     location = args.folder.rstrip("/")
     problems = verify(location)
     console = Console(soft_wrap=True, highlight=False, markup=False)
@@ -205,6 +209,11 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from data_pipeline.looking.inspection import inspect, plot, report
+    from data_pipeline.reading.dataset import Dataset
+
     inspection = inspect(Dataset.open(args.folder))
     report(inspection, Console())
     if args.plot:
@@ -213,14 +222,16 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from data_pipeline.looking.show import (
-        show,
-    )  # objectives import torch, which the other commands do without
+    from rich.console import Console
+
+    from data_pipeline.looking.show import show
 
     show(args.folder, args.objective, args.overrides, args.index, args.count, Console())
     return EXIT_DONE
 
 
 def _push(args: argparse.Namespace) -> int:
+    from data_pipeline.building.push import push
+
     push(Path(args.folder), args.url, force=args.force)
     return EXIT_DONE

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from typing import TYPE_CHECKING
 
-from launch import records, submit
-from launch.job import Record
 from trainer.command import Commands, add_command
 from trainer.errors import EXIT_DONE, EXIT_FAILED
+
+if TYPE_CHECKING:
+    from launch.job import Record
 
 _JOB = "a job's id, or the folder of its run"
 _OVERRIDES = "settings that replace those of the file; cluster.key=value those of the cluster"
@@ -92,7 +94,12 @@ def register_cancel(commands: Commands) -> None:
     parser.add_argument("job", metavar="JOB", help=_JOB)
 
 
+# `samestep --help` imports this module: each command imports what it needs when it runs.
+
+
 def _launch(args: argparse.Namespace) -> int:
+    from launch import submit
+
     launch = submit.prepare(args.cluster, args.file, args.overrides, args.tasks)
     if args.dry_run:
         for name, text in launch.submission.files.items():
@@ -122,6 +129,8 @@ def _jobs(args: argparse.Namespace) -> int:
 
 
 def _logs(args: argparse.Namespace) -> int:
+    from launch import records
+
     record = records.find(args.job)
     if args.follow:
         return _follow(record)
@@ -130,6 +139,8 @@ def _logs(args: argparse.Namespace) -> int:
 
 
 def _follow(record: Record) -> int:
+    from launch import records
+
     cluster = records.cluster_of(record)
     try:
         for text in cluster.logs(record, True):
@@ -144,6 +155,8 @@ def _follow(record: Record) -> int:
 
 
 def _cancel(args: argparse.Namespace) -> int:
+    from launch import records
+
     record = records.find(args.job)
     records.cluster_of(record).cancel(record)
     sys.stdout.write(f"job {record.id} is asked to end\n")

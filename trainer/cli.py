@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from trainer import __version__, log
 from trainer.command import OVERRIDES, Commands, add_command
 from trainer.errors import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, ConfigError, SamestepError
+from trainer.inference.cli import register_fill
 from trainer.inspect.cli import add_doctor, add_fetch, add_report
 
 if TYPE_CHECKING:
@@ -178,25 +179,6 @@ def _add_export(commands: Commands) -> None:
     )
 
 
-def _add_fill(commands: Commands) -> None:
-    fill = add_command(
-        commands,
-        "fill",
-        _fill,
-        "fill the masked words of a text",
-        'example:\n  samestep fill runs/bert_mini "the man went to the [MASK]"',
-    )
-    fill.add_argument(
-        "checkpoint",
-        metavar="CKPT",
-        help="a run or a step, its folder or address; a Hugging Face folder or hf://NAME",
-    )
-    fill.add_argument("text", nargs="+", help="texts with [MASK] (or <mask>) in them")
-    fill.add_argument(
-        "--top", type=int, default=5, metavar="K", help="candidates a mask (default: 5)"
-    )
-
-
 def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
     """The parser of all sub-commands, those of the other packages included.
 
@@ -220,15 +202,16 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
         _add_config,
         _add_evaluate,
         _add_export,
-        _add_fill,
+        register_fill,
         add_fetch,
         add_report,
         add_doctor,
     ):
         add(commands)
-    others = entry_points(group="samestep.commands")
-    for entry_point in [each for each in others if each.name == wanted] or others:
-        entry_point.load()(commands)
+    if wanted not in commands.choices:
+        others = entry_points(group="samestep.commands")
+        for entry_point in [each for each in others if each.name == wanted] or others:
+            entry_point.load()(commands)
     return parser
 
 
@@ -362,13 +345,6 @@ def _export(args: argparse.Namespace) -> int:
     from trainer.publish.export import export, export_adapter
 
     (export_adapter if args.adapter else export)(args.checkpoint, args.folder)
-    return EXIT_DONE
-
-
-def _fill(args: argparse.Namespace) -> int:
-    from trainer.inference.fill import fill
-
-    fill(args.checkpoint, args.text, args.top)
     return EXIT_DONE
 
 

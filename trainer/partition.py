@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trainer.accelerators import kernels
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 _LONG = 2**16  # elements, more than a bias has
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether a tensor is a DTensor.
+
+    torch.distributed.tensor takes as long to import as half of torch, and `samestep config` has no
+    use for it. Before it is imported no tensor can be a DTensor.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 @dataclass(frozen=True)
@@ -115,7 +129,7 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         return tensor.to_local()
     return tensor.as_subclass(Tensor) if isinstance(tensor, SegmentParameter) else tensor
 
@@ -137,8 +151,10 @@ def _offset(tensor: Tensor) -> tuple[int, ...]:
     private and has moved between releases.
     """
     offset = [0] * tensor.ndim
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tuple(offset)
+    from torch.distributed.tensor import Replicate, Shard
+
     shape = list(tensor.shape)
     for dimension, placement in enumerate(tensor.placements):
         assert type(placement) in (Shard, Replicate), f"{placement} is not a plain split"
@@ -265,9 +281,9 @@ def add_up(values: Tensor, like: Tensor) -> Tensor:
     """
     if isinstance(like, SegmentParameter):
         dist.all_reduce(values, group=like.segment.group)
-    elif isinstance(like, DTensor):
+    elif is_dtensor(like):
         for dimension, placement in enumerate(like.placements):
-            if isinstance(placement, Shard):
+            if placement.is_shard():
                 dist.all_reduce(values, group=like.device_mesh.get_group(dimension))
     return values
 

@@ -71,10 +71,10 @@ def test_texts_from_files_arguments_and_standard_input(
         (
             "a\n\nb\n",
             [],
-            "texts:2 is empty, and there is nothing to generate from; remove the line",
+            "texts:2 is empty; remove the line",
         ),
         ("a\n", ["--output", "texts"], "--output texts already exists"),
-        ("a\n", ["b"], "texts are given, and --input texts besides"),
+        ("a\n", ["b"], "texts and --input texts are both given"),
         ("a\n", ["--beams", "many"], "beams must be a whole number, not 'many'"),
         (
             "a\n",

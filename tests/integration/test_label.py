@@ -89,7 +89,7 @@ def test_probabilities_are_those_of_transformers(
         "--batch-tokens",
         200,
     )
-    assert "name them with --texts" in samestep(*exported).message
+    assert "name the columns of the texts with --texts" in samestep(*exported).message
     assert samestep(*exported, "--texts", "text", "--column", "soft").code == 0
     again = read(other)
     assert [row["id"] for row in again] == [str(row["id"]) for row in rows]  # as CSV has it
@@ -163,7 +163,7 @@ def test_one_that_is_stopped_goes_on_to_the_same_bytes(
     assert samestep("label", teacher, file, "--output", whole).code == 0
     assert len(read(whole)) == 100
     partial, state = (tmp_path / f"out.{suffix}.{name}" for name in ("partial", "progress"))
-    add, taken = label._Growing.add, 0
+    add, taken = label._Resumable.add, 0
 
     def add_some(grown: Any, lines: bytes, records: int, rows: int) -> None:
         nonlocal taken
@@ -174,7 +174,7 @@ def test_one_that_is_stopped_goes_on_to_the_same_bytes(
         taken += 1
         add(grown, lines, records, rows)
 
-    monkeypatch.setattr(label._Growing, "add", add_some)
+    monkeypatch.setattr(label._Resumable, "add", add_some)
     for _ in range(2):
         assert samestep("label", teacher, file, "--output", output).code == 1
         assert not output.exists()
@@ -194,13 +194,13 @@ import time
 from trainer import cli
 from trainer.inference import label
 
-add = label._Growing.add
+add = label._Resumable.add
 
 def add_one(*arguments):
     add(*arguments)
     time.sleep(1000)
 
-label._Growing.add = add_one
+label._Resumable.add = add_one
 cli.main()
 """
 
@@ -244,7 +244,7 @@ def test_what_cannot_be_labelled_is_named(
         "let its name end in .jsonl"
         in samestep("label", teacher, file, "--output", tmp_path / "o.csv").message
     )
-    assert "name another one for the label" in samestep(*ask, "--column", "text").message
+    assert "name another column for the label" in samestep(*ask, "--column", "text").message
     assert (
         "no file matches"
         in samestep("label", teacher, tmp_path / "none.jsonl", "--output", output).message

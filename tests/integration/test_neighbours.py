@@ -96,19 +96,19 @@ def test_the_texts_given_are_compared_with_each_other(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("type", "--in", "a class"), "the word 'type' is not in the text 'a class'"),
-        (("clas", "--in", "a class"), "the word 'clas' is not in the text"),
+        (("type", "--in", "a class"), "the word 'type' is not in 'a class'"),
+        (("clas", "--in", "a class"), "the word 'clas' is not in 'a class'"),
         (
             ("class", "--in", "a class", "--layer", "3"),
-            "--layer 3: there is no such layer; the model has 1 to 2",
+            "--layer is 3, and the model has layers 1 to 2",
         ),
         (
             ("class", "--in", f"{'a ' * 40}class"),
-            "'class' ends with token 41 of the text, of which the model reads 30",
+            "'class' ends at token 41 and the model reads 30",
         ),
         (("class", "--in", "class"), "there is no other word to compare with"),
         (("class", "--in", "a class", "--top", "0"), "--top must be at least 1"),
-        (("class", "--in", "a class", "--field", "x"), "--field x is of the texts of --corpus"),
+        (("class", "--in", "a class", "--field", "x"), "--field x needs --corpus"),
         (
             ("class", "--in", "a class", "--corpus", "none.txt"),
             "cannot read none.txt: No such file",

@@ -166,7 +166,7 @@ def test_long_texts_are_cut_for_training_and_compared_whole(
         "evaluate", run, "--generate", "max_new_tokens=6", "--metrics", "accuracy", "--limit", "7"
     )
     assert scored.code == 0
-    assert "7 of 7 sources are longer than 5 tokens and lose their end" in scored.err
+    assert "7 of 7 sources are longer than 5 tokens and are truncated" in scored.err
     whole = {target for _, target in sentences(400)}
     assert {target for _, target in heldout_pairs(Dataset.open(tmp_path / "data"))} <= whole
 

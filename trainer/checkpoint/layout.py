@@ -17,13 +17,12 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from trainer.accelerators import host_memory
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location
 from trainer.errors import CheckpointError
-from trainer.partition import SegmentParameter, local_rectangles, whole_shape
+from trainer.partition import SegmentParameter, is_dtensor, local_rectangles, whole_shape
 
 _DTYPES = {
     "F64": torch.float64,
@@ -126,7 +125,7 @@ def _replica(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int]:
     if isinstance(tensor, SegmentParameter):  # each copy is spread over ranks in a row
         ranks = tensor.segment.group.size()
         return rank // ranks, world_size // ranks
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return rank, world_size
     assert tensor.device_mesh.size() == world_size, "a tensor must be spread over all ranks"
     replica, replicas = 0, 1

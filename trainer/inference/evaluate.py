@@ -1,4 +1,4 @@
-"""`samestep evaluate RUN`: a checkpoint's scores on the held-out split, and what it predicts there."""
+"""`samestep evaluate RUN`: a checkpoint's scores and predictions on the held-out split."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ from trainer.training.weights import load_weights
 def evaluate(
     experiment: Experiment, step: int | None, predictions: Path | None = None
 ) -> dict[str, float]:
-    """Scores a checkpoint of a run on the held-out documents; see `run_folder.append_scores`.
+    """Scores a checkpoint of a run on the held-out split, and appends to RUN/scores.jsonl.
 
     Args:
-        experiment: of the run.
-        step: that of the checkpoint; None means the newest.
-        predictions: a new file for what is predicted of each row of a task; None writes none.
+        experiment: the run.
+        step: step of the checkpoint; None is the newest.
+        predictions: a new JSON Lines file for the predictions of each row of a task; None writes
+            none.
 
     Raises:
         CheckpointError: the run has no checkpoint.
-        ConfigError: the file's name will not do, or the objective predicts nothing of whole rows.
-        StorageError: the file cannot be written; the scores are kept.
-        SamestepError: a device's memory ran out.
+        ConfigError: the file cannot be written, or the objective has no predictions for rows.
+        StorageError: writing the file failed; the scores are kept.
+        SamestepError: the device ran out of memory.
     """
     with open_strategy(experiment) as strategy:
         try:
             return _evaluate(experiment, step, predictions, strategy)
         except torch.OutOfMemoryError as error:
             raise SamestepError(
-                f"the memory of {strategy.accelerator.description} is used up: {error}; evaluate in smaller "
-                "micro-batches, as with training.micro_batch_size=1 (phases.0.micro_batch_size=1 where there are "
-                "phases), or on more devices"
+                f"{strategy.accelerator.description} ran out of memory: {error}; use smaller "
+                "micro-batches, as with training.micro_batch_size=1 (with phases, "
+                "phases.0.micro_batch_size=1), or more devices"
             ) from error
 
 
@@ -55,22 +56,21 @@ def _evaluate(
     experiment: Experiment, step: int | None, file: Path | None, strategy: Strategy
 ) -> dict[str, float]:
     check_installed(experiment.objective.task.metrics)
+    is_writer = strategy.world.rank == 0
     dataset = experiment.data.open()
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
-    if (
-        file is not None and strategy.world.rank == 0
-    ):  # the one that writes it, perhaps on a disk of its own
+    if file is not None and is_writer:
         _check_predictions(objective, file)
     checkpoints = checkpoint_folder(experiment)
     source = checkpoints if step is None else integrity.step_folder(checkpoints, step)
     weights = load_weights(source, strategy.world.rank, strategy.world.size)
+    assert weights.step is not None
     model = build_model(experiment, dataset, objective)
-    # The optimizer that comes with it has no state yet, and so takes no memory.
+    # The optimizer allocates its state at its first step, so it takes no memory here.
     with strategy.accelerator.graph("start"):
         values = stored_values(weights, model, dataset)
         wrapped, _ = strategy.prepare(model, experiment.optimizer.build, values)
     attach_teacher(experiment, dataset, objective, strategy)
-    assert weights.step is not None
     phase = phase_of(experiment.resolved_phases(), weights.step - 1)
     heldout = open_loader(
         experiment,
@@ -81,31 +81,31 @@ def _evaluate(
         split="heldout",
         largest=strategy.largest,
     )
-    scores, predictions = score(
-        wrapped, objective, strategy, heldout, experiment.training.evaluate_batches
-    )
-    if strategy.world.rank == 0:
-        run_folder.append_scores(
-            experiment, weights.step, dataset.name, {f"heldout/{k}": v for k, v in scores.items()}
-        )
+    batches = experiment.training.evaluate_batches
+    scores, predictions = score(wrapped, objective, strategy, heldout, batches)
+    if is_writer:
+        stored = {f"heldout/{name}": value for name, value in scores.items()}
+        run_folder.append_scores(experiment, weights.step, dataset.name, stored)
         if file is not None and isinstance(objective, Task) and predictions is not None:
-            json_lines.write(file, _rows(objective, predictions))
+            json_lines.write(file, _lines(objective, predictions))
     return {"step": weights.step, **scores}
 
 
 def _check_predictions(objective: Objective, file: Path) -> None:
     if not isinstance(objective, Task):
         raise ConfigError(
-            "--predictions writes what a head predicts of each row of a task, and this run's objective has none; leave "
-            "it out: samestep generate writes texts, samestep fill fills masks"
+            "--predictions needs a run of a task, whose head predicts something for each row; "
+            "leave it out (samestep generate writes texts, samestep fill fills masks)"
         )
     json_lines.check_new(file, "--predictions")
 
 
-def _rows(objective: Task, predictions: Predictions) -> Iterator[dict[str, Any]]:
-    """A line for each row: its number in the split, its texts, what is right and what is predicted."""
-    of_rows = objective.row_predictions(predictions)
+def _lines(objective: Task, predictions: Predictions) -> Iterator[dict[str, Any]]:
+    """A line for each row: its number in the split, its texts, its label and its prediction."""
     for number, row, found in zip(
-        predictions.number.tolist(), predictions.rows, of_rows, strict=True
+        predictions.number.tolist(),
+        predictions.rows,
+        objective.row_predictions(predictions),
+        strict=True,
     ):
         yield {"row": number, "texts": row.texts, **found}

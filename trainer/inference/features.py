@@ -1,8 +1,7 @@
-"""`samestep features`: what a trained model makes of texts, as an array that other programs learn from."""
+"""`samestep features`: hidden states of texts, written as a NumPy array for other programs."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import os
@@ -12,19 +11,17 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from trainer.command import Commands, add_command, progress_bar
-from trainer.errors import EXIT_DONE, ConfigError, SamestepError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from data_pipeline.format.shards import Tokens
-    from trainer.inference.hidden_states import TextEncoder
+from data_pipeline.format.shards import Tokens
+from trainer.command import progress_bar
+from trainer.errors import ConfigError, SamestepError
+from trainer.inference.hidden_states import TextEncoder, batches, read_texts
 
 logger = logging.getLogger(__name__)
 
@@ -32,100 +29,54 @@ Mix: TypeAlias = Literal["mean", "concat"]
 Pool: TypeAlias = Literal["mean", "first", "max", "none"]
 Shape: TypeAlias = tuple[int, ...]
 
-_READ = 1024  # texts that are tokenized at a time
+_TEXTS_AT_A_TIME = 1024  # tokenized
 
 
-def register(commands: Commands) -> None:
-    """Adds `features` to the `samestep` command."""
-    parser = add_command(
-        commands,
-        "features",
-        _run,
-        "write a frozen model's hidden states of texts as an array",
-        "Rows are in the order of the texts. Special tokens that the model read around a text count as its tokens.\n"
-        "Several layers without --mix make a dimension of their own: texts x layers x width.\n\n"
-        "examples:\n"
-        "  samestep features runs/bert_base reviews.txt --output reviews.npy\n"
-        "  samestep features hf://google-bert/bert-base-uncased reviews.jsonl.zst --field review \\\n"
-        "    --layers=-4,-3,-2,-1 --mix concat --pool none --output tokens.npy",
-        "Write a frozen model's hidden states of texts as an array, float32 in NumPy's format.",
-    )
-    parser.add_argument(
-        "checkpoint",
-        metavar="CKPT",
-        help="a run or a step, its folder or address; a Hugging Face folder or hf://NAME",
-    )
-    parser.add_argument(
-        "file", metavar="FILE", help="texts, one a line, or .jsonl; also .gz or .zst"
-    )
-    parser.add_argument("--output", required=True, metavar="FILE.npy", help="a new file")
-    parser.add_argument(
-        "--field", metavar="NAME", help="of .jsonl: the key of the text (default: text)"
-    )
-    parser.add_argument(
-        "--layers",
-        default="-1",
-        metavar="N[,N]",
-        help="from 1, or -1 and so on from the last; 0 is the embeddings; or all, 0 included (default: -1). Write "
-        "--layers=-2,-1 where a list begins with a minus",
-    )
-    parser.add_argument(
-        "--mix", choices=("mean", "concat"), help="make one vector of those of several layers"
-    )
-    parser.add_argument(
-        "--pool",
-        choices=("mean", "first", "max", "none"),
-        default="mean",
-        help="make one vector of a text's tokens: their mean, the first one's ([CLS]), the maximum; none: keep each "
-        "token's, all texts end to end, and write where each begins to FILE.offsets.npy (default: mean)",
-    )
-    parser.add_argument(
-        "--batch-tokens",
-        type=int,
-        default=8192,
-        metavar="N",
-        help="computed at a time (default: 8192)",
-    )
+def run(
+    checkpoint: str,
+    file: str,
+    field: str | None,
+    output: Path,
+    *,
+    layers: str,
+    mix: Mix | None,
+    pool: Pool,
+    batch_tokens: int,
+) -> None:
+    """Writes the features of the texts in a file; see `samestep features --help`.
 
-
-def _run(args: argparse.Namespace) -> int:
-    from trainer.inference.hidden_states import TextEncoder, read_texts
-
-    output = Path(args.output)
-    for path in (output, _offsets_file(output)) if args.pool == "none" else (output,):
+    Raises:
+        ConfigError: an option has a value that the model or the output does not allow.
+    """
+    for path in (output, _offsets_file(output)) if pool == "none" else (output,):
         _check_new(path)
-    if args.batch_tokens < 1:
-        raise ConfigError(f"--batch-tokens must be at least 1, not {args.batch_tokens}")
-    numbers = _numbers(args.layers)
-    texts = read_texts(args.file, args.field, blank=True)
-    encoder = TextEncoder(args.checkpoint)
-    layers = (
-        range(encoder.layers + 1)
-        if numbers is None
-        else [encoder.layer(n, "--layers") for n in numbers]
-    )
-    if args.pool == "first" and not encoder.sees_all:
+    if batch_tokens < 1:
+        raise ConfigError(f"--batch-tokens must be at least 1, not {batch_tokens}")
+    numbers = _layer_numbers(layers)
+    texts = read_texts(file, field, blank=True)
+    encoder = TextEncoder(checkpoint)
+    if numbers is None:
+        numbers = list(range(encoder.layers + 1))
+    numbers = [encoder.layer(number, "--layers") for number in numbers]
+    if pool == "first" and not encoder.sees_all:
         raise ConfigError(
-            "--pool first takes the features of a text's first token, and this model reads from left to right, so that "
-            "the token has seen nothing of the text; use --pool mean"
+            "--pool first needs a model whose first token attends to the whole text, and this "
+            "model reads from left to right; use --pool mean"
         )
-    tokens = _tokenized(encoder, texts)
+    tokens = _tokenize(encoder, texts)
     logger.info("reading %d texts on %s", len(tokens), encoder.device)
-    shape = write(
-        encoder, tokens, Features(tuple(layers), args.mix, args.pool), output, args.batch_tokens
-    )
+    shape = write(encoder, tokens, Features(tuple(numbers), mix, pool), output, batch_tokens)
     logger.info("wrote %s: float32 %s", output, " x ".join(map(str, shape)))
-    return EXIT_DONE
 
 
 @dataclass(frozen=True)
 class Features:
-    """What becomes of the hidden states of texts.
+    """How hidden states become features.
 
     Attributes:
-        layers: n numbers.
-        mix: what makes a vector of n; of each token, before tokens are pooled.
-        pool: what makes a vector of those of a text's tokens.
+        layers: their numbers, n of them.
+        mix: how the vectors of n layers are combined, for each token, before pooling.
+        pool: how the vectors of a text's tokens are combined.
     """
 
     layers: tuple[int, ...]
@@ -133,61 +84,61 @@ class Features:
     pool: Pool
 
     def shape(self, width: int) -> Shape:
-        """Of a text's features, or with pool none of a token's; width: D, of hidden states."""
+        """Shape of a text's features, or with pool "none" of a token's, for width D."""
         count = len(self.layers)
         if self.mix == "mean" or count == 1:
             return (width,)
         return (count * width,) if self.mix == "concat" else (count, width)
 
     def of(self, states: Mapping[int, Tensor], real: Tensor) -> Tensor:
-        """The features of a batch.
+        """Computes the features of a batch.
 
         Args:
-            states: hidden states [B, S, D], by the number of their layer.
+            states: hidden states [B, S, D] by layer.
             real: bool [B, S], False for padding.
 
         Returns:
-            [B, ...], or with pool none, [T, ...] for the T real cells, text by text.
+            [B, ...]; with pool "none", [T, ...] for the T tokens, text by text.
         """
-        import torch
-
         if self.mix == "mean":
-            # In ascending order, so that the sum does not depend on how layers were listed.
-            weights = {
+            # Summed in ascending order, so that the result does not depend on the order of
+            # `layers`. A layer listed twice counts twice.
+            shares = {
                 number: self.layers.count(number) / len(self.layers) for number in sorted(states)
             }
-            weighted = (states[number] * weight for number, weight in weights.items())
-            return self._pooled(reduce(torch.add, weighted), real)
-        found = {number: self._pooled(hidden, real) for number, hidden in states.items()}
-        stacked = torch.stack([found[number] for number in self.layers], 1)
+            weighted = (states[number] * share for number, share in shares.items())
+            return self._pool(reduce(torch.add, weighted), real)
+        pooled = {number: self._pool(hidden, real) for number, hidden in states.items()}
+        stacked = torch.stack([pooled[number] for number in self.layers], 1)
         return stacked.view(len(stacked), *self.shape(stacked.shape[2]))
 
-    def _pooled(self, hidden: Tensor, real: Tensor) -> Tensor:
-        """[B, S, D] -> [B, D], or [T, D]."""
+    def _pool(self, hidden: Tensor, real: Tensor) -> Tensor:
+        """[B, S, D] -> [B, D]; with pool "none", [T, D]."""
         if self.pool == "none":
             return hidden[real]
         if self.pool == "first":
             return hidden[:, 0]
-        cells = real[..., None]
+        real = real[..., None]
         if self.pool == "max":
-            return hidden.masked_fill(~cells, -math.inf).amax(1)
-        return (hidden * cells).sum(1) / cells.sum(1)
+            return hidden.masked_fill(~real, -math.inf).amax(1)
+        return (hidden * real).sum(1) / real.sum(1)
 
 
 def write(
-    encoder: TextEncoder, tokens: Sequence[Tokens], features: Features, output: Path, cells: int
+    encoder: TextEncoder,
+    tokens: Sequence[Tokens],
+    features: Features,
+    output: Path,
+    batch_tokens: int,
 ) -> Shape:
-    """Writes the features of texts, each as `TextEncoder.prepare` gives it, in their order.
+    """Writes the features of N texts, in their order.
 
-    With pool none, the features of text i are rows offsets[i] to offsets[i + 1], and FILE.offsets.npy, int64 [N + 1],
-    is written, too.
+    With pool "none", the features of text i are rows offsets[i] to offsets[i + 1], and
+    FILE.offsets.npy, int64 [N + 1], is also written. For texts of 2 and 3 tokens: 0, 2, 5.
 
     Args:
-        encoder: the model.
-        tokens: of N texts.
-        features: what is wanted.
-        output: the file.
-        cells: of a batch.
+        tokens: from `TextEncoder.prepare`.
+        batch_tokens: positions of a batch, padding included.
 
     Returns:
         The shape of the array.
@@ -195,45 +146,41 @@ def write(
     Raises:
         SamestepError: a file cannot be written.
     """
-    from trainer.inference.hidden_states import batches
-
     lengths = np.array([len(text) for text in tokens])
     ragged = features.pool == "none"
-    counts = lengths if ragged else np.ones_like(lengths)
-    offsets = np.concatenate(([0], np.cumsum(counts)))
+    rows = lengths if ragged else np.ones_like(lengths)
+    offsets = np.concatenate(([0], np.cumsum(rows)))
     shape = (int(offsets[-1]), *features.shape(encoder.width))
     with ExitStack() as stack:
         array = stack.enter_context(_new_array(output, shape, np.float32))
         if ragged:
-            stack.enter_context(_new_array(_offsets_file(output), offsets.shape, np.int64))[:] = (
-                offsets
-            )
+            file = _new_array(_offsets_file(output), offsets.shape, np.int64)
+            stack.enter_context(file)[:] = offsets
         bar = stack.enter_context(progress_bar(len(tokens)))
-        for numbers in batches(lengths, cells):
+        for numbers in batches(lengths, batch_tokens):
             real, states = encoder([tokens[number] for number in numbers], set(features.layers))
             found = features.of(states, real).cpu().numpy()
-            for number, part in zip(
-                numbers, np.split(found, np.cumsum(counts[numbers])[:-1]), strict=True
-            ):
-                array[offsets[number] : offsets[number + 1]] = part
+            by_text = np.split(found, np.cumsum(rows[numbers])[:-1])
+            for number, of_text in zip(numbers, by_text, strict=True):
+                array[offsets[number] : offsets[number + 1]] = of_text
             bar.advance(bar.task_ids[0], len(numbers))
     return shape
 
 
-def _tokenized(encoder: TextEncoder, texts: Iterator[str]) -> list[Tokens]:
-    """All texts as the model reads them; tokens take less memory than the texts."""
+def _tokenize(encoder: TextEncoder, texts: Iterator[str]) -> list[Tokens]:
+    """Tokenizes all texts; the tokens take less memory than the texts."""
     tokens: list[Tokens] = []
-    cut = 0
-    while read := list(islice(texts, _READ)):
+    truncated = 0
+    while read := list(islice(texts, _TEXTS_AT_A_TIME)):
         encoded = encoder.tokenizer.encode_batch(read)
-        cut += sum(len(text) > encoder.longest for text in encoded)
+        truncated += sum(len(text) > encoder.longest for text in encoded)
         tokens += map(encoder.prepare, encoded)
-    encoder.warn_of_cut(cut, len(tokens))
+    encoder.warn_of_truncation(truncated, len(tokens))
     return tokens
 
 
-def _numbers(text: str) -> list[int] | None:
-    """The numbers of layers; None: all."""
+def _layer_numbers(text: str) -> list[int] | None:
+    """The numbers of --layers; None for all."""
     if text == "all":
         return None
     try:
@@ -250,9 +197,7 @@ def _offsets_file(output: Path) -> Path:
 
 def _check_new(path: Path) -> None:
     if path.suffix != ".npy":
-        raise ConfigError(
-            f"--output {path} is to be an array of NumPy; give it a name that ends in .npy"
-        )
+        raise ConfigError(f"--output {path} is a NumPy array; give it a name that ends in .npy")
     if path.exists():
         raise ConfigError(f"{path} already exists; name another file with --output, or remove it")
     if not path.parent.is_dir():
@@ -263,7 +208,7 @@ def _check_new(path: Path) -> None:
 
 @contextmanager
 def _new_array(path: Path, shape: Shape, dtype: npt.DTypeLike) -> Iterator[npt.NDArray[Any]]:
-    """An array to be filled on the disk; it appears under its name once it is whole.
+    """Opens a memory-mapped array to fill; it appears under its name once it is complete.
 
     Raises:
         SamestepError: it cannot be written.
@@ -271,9 +216,9 @@ def _new_array(path: Path, shape: Shape, dtype: npt.DTypeLike) -> Iterator[npt.N
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         array = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
-        if hasattr(
-            os, "posix_fallocate"
-        ):  # not on macOS. A disk that is full later would kill the process
+        # The file is sparse so far, and a disk that fills up later would kill the process with
+        # SIGBUS. macOS has no such call.
+        if hasattr(os, "posix_fallocate"):
             with temporary.open("r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, temporary.stat().st_size)
         yield array
@@ -282,8 +227,8 @@ def _new_array(path: Path, shape: Shape, dtype: npt.DTypeLike) -> Iterator[npt.N
     except OSError as error:
         size = math.prod(shape) * np.dtype(dtype).itemsize / 2**30
         raise SamestepError(
-            f"cannot write {path}: {error.strerror}; it takes {size:.3g} GiB: free some space or give access, or name "
-            "another file with --output"
+            f"cannot write {path} ({size:.3g} GiB): {error.strerror}; free space, give access, or "
+            "name another file with --output"
         ) from error
     finally:
         temporary.unlink(missing_ok=True)

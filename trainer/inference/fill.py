@@ -1,4 +1,4 @@
-"""`samestep fill`: the likeliest words for the masks in a text."""
+"""`samestep fill`: the most likely tokens for the masks in a text."""
 
 from __future__ import annotations
 
@@ -7,25 +7,31 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.errors import ConfigError
-from trainer.models import Inputs
+from trainer.models import Inputs, Model
 from trainer.training.weights import load_weights
 
 
 def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
-    """Prints the likeliest words for each masked place of each text."""
+    """Prints the `top` most likely tokens for each mask of each text.
+
+    Raises:
+        ConfigError: the model is no masked language model, or a text has no mask or is too long.
+    """
     weights = load_weights(checkpoint)
     head = weights.config.head
     if head != "language_model":
         raise ConfigError(
-            f"{checkpoint} holds a model with a {head} head, which predicts no words and fills no masks; use the model "
-            "that it was fine-tuned from, or samestep evaluate for what it does predict"
+            f"{checkpoint} has a {head} head, which predicts no tokens; use the model that it was "
+            "fine-tuned from, or samestep evaluate for its own predictions"
         )
     if weights.config.causal or weights.config.encoder_decoder:
         raise ConfigError(
-            f"{checkpoint} holds a model that writes text from left to right and fills no masks; use samestep generate"
+            f"{checkpoint} generates text from left to right and fills no masks; "
+            "use samestep generate"
         )
     with weights.tokenizer_files() as folder:
         tokenizer = Tokenizer.load(folder)
@@ -35,45 +41,51 @@ def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
         tokens, masked = _encode(tokenizer, text)
         if len(tokens) > model.max_sequence_length:
             raise ConfigError(
-                f"the text has {len(tokens)} tokens and the model takes {model.max_sequence_length}; shorten it"
+                f"the text has {len(tokens)} tokens and the model reads at most "
+                f"{model.max_sequence_length}; shorten it"
             )
-        row = torch.tensor([tokens])
-        with torch.no_grad():
-            inputs = Inputs(
-                tokens=row,
-                segments=torch.ones_like(row),
-                positions=torch.arange(row.shape[1])[None],
-                predicted=torch.tensor([masked]),
-            )
-            logits = model(inputs, frozenset({"tokens"}))["tokens"]
         table = Table("probability", "token", "text", title=text, title_justify="left")
-        for place in logits[0].float().softmax(-1):
+        for distribution in _predict(model, tokens, masked):
+            likely = distribution.topk(top)
             for probability, token in zip(
-                *(found.tolist() for found in place.topk(top)), strict=True
+                likely.values.tolist(), likely.indices.tolist(), strict=True
             ):
-                filled = tokens.copy()
-                filled[masked[0]] = token
-                words = tokenizer.decode(filled[1:-1]) if len(masked) == 1 else ""
-                table.add_row(f"{probability:.3f}", tokenizer.decode([token]).strip(), words)
+                # With several masks, one filled in alone would still leave the others open.
+                filled = ""
+                if len(masked) == 1:
+                    tokens[masked[0]] = token
+                    filled = tokenizer.decode(tokens[1:-1])
+                table.add_row(f"{probability:.3f}", tokenizer.decode([token]).strip(), filled)
             table.add_section()
         console.print(table)
 
 
+@torch.no_grad()
+def _predict(model: Model, tokens: list[int], masked: list[int]) -> Tensor:
+    """Probabilities [masks, V] at the masked positions."""
+    batch = torch.tensor([tokens])
+    inputs = Inputs(
+        tokens=batch,
+        segments=torch.ones_like(batch),
+        positions=torch.arange(batch.shape[1])[None],
+        predicted=torch.tensor([masked]),
+    )
+    logits: Tensor = model(inputs, frozenset({"tokens"}))["tokens"]
+    return logits[0].float().softmax(-1)
+
+
 def _encode(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:
-    """The tokens of a text with its special tokens, and the places of its masks."""
+    """Tokens of a text between [CLS] and [SEP], and the positions of its masks."""
     vocabulary = tokenizer.vocabulary
     if vocabulary.mask is None or vocabulary.cls is None or vocabulary.sep is None:
-        raise ConfigError(
-            "this tokenizer has no mask token, so its model fills no masks; use a BERT or RoBERTa model"
-        )
-    # Either spelling is taken. A mask takes the space before it, as it does in RoBERTa's vocabulary.
+        raise ConfigError("the tokenizer has no mask token; use a BERT or RoBERTa model")
+    # Both spellings are read. The mask includes the space before it, as in RoBERTa's vocabulary.
     parts = text.replace("<mask>", "[MASK]").split("[MASK]")
     if len(parts) < 2:
-        raise ConfigError(f"nothing to fill in {text!r}; put [MASK] where a word is missing")
+        raise ConfigError(f"{text!r} has no mask; write [MASK] where a word is missing")
+    parts[:-1] = [part.rstrip() for part in parts[:-1]]
     tokens, masked = [vocabulary.cls], []
-    for number, ids in enumerate(
-        tokenizer.encode_batch([*(part.rstrip() for part in parts[:-1]), parts[-1]])
-    ):
+    for number, ids in enumerate(tokenizer.encode_batch(parts)):
         if number:
             masked.append(len(tokens))
             tokens.append(vocabulary.mask)

@@ -1,4 +1,4 @@
-"""Hidden states of texts in the layers of a trained model: what `samestep features` and `neighbours` look at."""
+"""Hidden states of texts, layer by layer, for `samestep features` and `samestep neighbours`."""
 
 from __future__ import annotations
 
@@ -35,29 +35,31 @@ class _Lines(Source):
     blank: bool
 
     def records(self) -> Iterator[Record]:
-        return read_records(
-            self.files, (lambda file: enumerate(file, start=1)) if self.blank else lines
-        )
+        if self.blank:
+            return read_records(self.files, lambda file: enumerate(file, start=1))
+        return read_records(self.files, lines)
 
 
 def read_texts(path: str, field: str | None = None, *, blank: bool = False) -> Iterator[str]:
-    """The texts of a file (plain, `.gz` or `.zst`; or its address): its lines or, of JSON Lines, a field of each.
+    """Reads the texts of a file (plain, `.gz` or `.zst`) or an address, one a line.
+
+    The first text is read at once, so that a wrong name is found before a model is loaded.
 
     Args:
-        path: the file; its first text is read at once, so that a wrong name is found before a model is loaded.
-        field: of JSON Lines; None is "text".
-        blank: whether a blank line is an error; else it is passed over, as it always is in JSON Lines.
+        field: key of the text in JSON Lines; None is "text".
+        blank: a blank line is an error instead of being skipped. JSON Lines always skip it.
 
     Raises:
-        ConfigError: `field` is given, and the file has none.
-        DataError: it cannot be read, is empty, or a line holds no text.
+        ConfigError: `field` is given, and the file is not JSON Lines.
+        DataError: the file cannot be read or is empty, or a line holds no text.
     """
     is_json = path.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl")
     if field is not None and not is_json:
         raise ConfigError(
             f"--field {field} is for .jsonl files, and {shown(path)} is none; leave --field out"
         )
-    texts = _parsed(JsonLines((path,), field or "text") if is_json else _Lines((path,), blank))
+    source = JsonLines((path,), field or "text") if is_json else _Lines((path,), blank)
+    texts = _parsed(source)
     return chain([next(texts)], texts)
 
 
@@ -72,57 +74,59 @@ def _parsed(source: Source) -> Iterator[str]:
         yield text.rstrip("\r\n")
 
 
-def batches(lengths: Int64, cells: int) -> Iterator[Int64]:
-    """Cuts texts into batches, the longest first, so that too little memory shows at once, and little is padding.
+def batches(lengths: Int64, batch_tokens: int) -> Iterator[Int64]:
+    """Groups sequences of similar length into batches.
+
+    The longest come first, so that running out of memory shows at once.
 
     Args:
         lengths: int64 [N].
-        cells: of a batch, padding included; a longer text is a batch by itself.
+        batch_tokens: positions of a batch, padding included. A longer sequence is a batch by
+            itself.
 
     Yields:
-        The numbers of a batch's texts.
+        The indices of a batch's sequences.
     """
     order = np.argsort(-lengths, kind="stable")
     first = 0
     while first < len(order):
-        count = max(1, cells // int(lengths[order[first]]))
+        count = max(1, batch_tokens // int(lengths[order[first]]))
         yield order[first : first + count]
         first += count
 
 
-def _specials(config: ModelConfig, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
-    """The tokens before and after each text in training, as far as the tokenizer has them."""
+def _special_tokens(config: ModelConfig, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
+    """The special tokens before and after each text in training, where the tokenizer has them."""
     cls, end = vocabulary.cls, vocabulary.end
-    sides: tuple[int | None, int | None]
+    before: int | None
+    after: int | None
     if config.reads_sources:
-        sides = None, end
+        before, after = None, end
     elif config.causal:
-        sides = end if cls is None else cls, None
+        before, after = (end if cls is None else cls), None
     else:
-        sides = cls, vocabulary.sep
-    before, after = ([] if token is None else [token] for token in sides)
-    return before, after
+        before, after = cls, vocabulary.sep
+    return ([] if before is None else [before]), ([] if after is None else [after])
 
 
 class TextEncoder:
-    """A trained model that reads texts as it did in training, on the best device that there is.
+    """A trained model that reads texts as in training, on the best device available.
 
-    An encoder-decoder reads them with its encoder.
+    An encoder-decoder model reads them with its encoder.
 
     Attributes:
-        tokenizer: of the model.
-        layers: L, how many there are.
+        layers: L, the number of layers.
         width: D, of the hidden states.
-        device: in words.
-        sees_all: whether the first cell has seen the whole text, too.
-        first: the cell of a text's first token.
-        longest: the most tokens of a text that fit.
+        device: description of the device.
+        sees_all: whether the first position attends to the whole text.
+        first: position of a text's first token, after the special tokens.
+        longest: maximum number of tokens of a text.
 
     Args:
-        checkpoint: as of `trainer.training.weights.load_weights`.
+        checkpoint: see `trainer.training.weights.load_weights`.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: the checkpoint is missing or damaged.
     """
 
     def __init__(self, checkpoint: str) -> None:
@@ -137,60 +141,61 @@ class TextEncoder:
         self._is_prefix = config.prefix_lm
         self.sees_all = self._is_prefix or not config.causal
         self.layers, self.width = config.layers, config.width
-        self._before, self._after = _specials(config, self.tokenizer.vocabulary)
+        self._before, self._after = _special_tokens(config, self.tokenizer.vocabulary)
         self.first = len(self._before)
         self.longest = model.max_sequence_length - len(self._before) - len(self._after)
 
     @property
     def table(self) -> Tensor:
-        """The token embeddings, fp32 [V, D] on the CPU, without rows that no token has."""
-        rows = self._model.token_embeddings[: self.tokenizer.vocabulary.size]
-        return rows.detach().float().cpu()
+        """The token embeddings, fp32 [V, D] on the CPU, without the padding of the vocabulary."""
+        embeddings = self._model.token_embeddings[: self.tokenizer.vocabulary.size]
+        return embeddings.detach().float().cpu()
 
     def layer(self, number: int, option: str) -> int:
-        """The number of a layer, from 0, where -1 is the last one, and so on.
+        """Resolves a negative layer number: -1 is the last layer.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: the model has no such layer; the error names `option`.
         """
         if not -self.layers - 1 <= number <= self.layers:
             raise ConfigError(
-                f"{option} {number}: there is no such layer; the model has 1 to {self.layers}, or -{self.layers} to -1 "
-                "from the last one, and 0, the embeddings"
+                f"{option} is {number}, and the model has layers 1 to {self.layers}; use one of "
+                f"these, -{self.layers} to -1 from the last one, or 0 for the embeddings"
             )
         return number % (self.layers + 1)
 
     def prepare(self, tokens: Tokens) -> Tokens:
-        """Puts a text between special tokens; one that is too long for the model loses its end."""
+        """Adds the special tokens; a text that is too long for the model is truncated."""
         before, after = (np.array(side, tokens.dtype) for side in (self._before, self._after))
         return np.concatenate((before, tokens[: self.longest], after))
 
-    def warn_of_cut(self, cut: int, texts: int) -> None:
-        """Says how many of the texts that were read were too long, if any."""
-        if cut:
+    def warn_of_truncation(self, truncated: int, texts: int) -> None:
+        """Logs how many of the texts were truncated, if any."""
+        if truncated:
             logger.warning(
-                "%d of %d texts are longer than the %d tokens that the model reads of a text, and lose their end",
-                *(cut, texts, self.longest),
+                "%d of %d texts are longer than the %d tokens that the model reads; "
+                "they are truncated",
+                *(truncated, texts, self.longest),
             )
 
     @torch.no_grad()
     def __call__(
         self, texts: Sequence[Tokens], layers: Collection[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Computes a batch.
+        """Computes the hidden states of a batch.
 
         Args:
             texts: from `prepare`.
-            layers: numbers of the layers whose hidden states are wanted.
+            layers: numbered as in transformers: 0 is the input of the first layer, and the last
+                layer's states include the final norm, where the model has one.
 
         Returns:
-            Which positions are not padding, bool [B, S]; and the hidden states after each layer, by
-            its number: fp32 [B, S, D]. Numbers are those of transformers: 0 is what the first layer
-            reads, and the last layer's states include the final norm where the model has one.
+            Which positions are not padding, bool [B, S]; and by layer, fp32 [B, S, D].
         """
-        rows = [torch.from_numpy(text.astype(np.int64)) for text in texts]  # torch pads no uint16
-        tokens = pad_sequence(rows, batch_first=True)
-        lengths = torch.tensor([len(row) for row in rows])
+        # torch cannot pad the uint16 of shards.
+        sequences = [torch.from_numpy(text.astype(np.int64)) for text in texts]
+        tokens = pad_sequence(sequences, batch_first=True)
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
         real = (torch.arange(tokens.shape[1]) < lengths[:, None]).to(self._device)
         inputs = Inputs(
             tokens=tokens.to(self._device),

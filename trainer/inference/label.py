@@ -1,244 +1,317 @@
-"""`samestep label`: what a fine-tuned model makes of rows without labels, for a student to learn from."""
+"""`samestep label`: rows labelled with the predictions of a fine-tuned model, to train a student.
+
+`Labeler` is the model; `run` reads rows, labels them and writes a file that survives interruption.
+"""
 
 from __future__ import annotations
 
-import argparse
+import fcntl
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
-from trainer.command import Commands, add_command, progress_bar
-from trainer.errors import EXIT_DONE, ConfigError, DataError
-from trainer.storage import json_lines
+import numpy as np
+import numpy.typing as npt
+import torch
 
-if TYPE_CHECKING:
-    from data_pipeline.sources import Record
-    from data_pipeline.sources.unlabelled import Unlabelled
-    from trainer.inference.labeller import Labeller
+from data_pipeline.building import task_rows
+from data_pipeline.building.task_rows import Encoded
+from data_pipeline.packing import parts
+from data_pipeline.sources import BadRecord, Record
+from data_pipeline.sources.columns import row_of
+from data_pipeline.sources.unlabelled import Unlabelled
+from data_pipeline.tokenizers.tokenizer import Tokenizer
+from trainer.accelerators import Precision
+from trainer.accelerators.detect import for_any_shapes
+from trainer.checkpoint import integrity
+from trainer.command import progress_bar
+from trainer.config import decode
+from trainer.errors import ConfigError, DataError
+from trainer.examples import TaskRow
+from trainer.inference.hidden_states import batches
+from trainer.objectives import classification, regression
+from trainer.objectives.rows import logits as logits_of
+from trainer.publish.model_card import manifests_of
+from trainer.storage import json_lines, shown, write_text
+from trainer.training.experiment import Experiment
+from trainer.training.phases import phase_of
+from trainer.training.weights import Weights, load_weights
 
 logger = logging.getLogger(__name__)
 
-_ROWS = 2048  # that are read, labelled and written together; a run that is stopped loses no more
+_ROWS = 2048  # read, labelled and written together; an interruption loses at most these
 _DIGITS = 6
+_LONGEST = 512  # tokens of a row, for a checkpoint that does not store a sequence length
 
 
-def register(commands: Commands) -> None:
-    """Adds `label` to the `samestep` command."""
-    parser = add_command(
-        commands,
-        "label",
-        _run,
-        "label rows with what a fine-tuned model makes of them, for a student to learn from",
-        "Each row is written with all its columns and, in the column of the label, the probability of each class, or\n"
-        "the number. Stopped at any moment, the same command goes on where it was.\n\n"
-        "examples:\n"
-        "  samestep label runs/sst2 reviews.jsonl.zst --output labelled.jsonl.zst\n"
-        "  samestep label runs/mnli 'pairs/*.parquet' --texts premise hypothesis --output labelled.jsonl.zst",
-        "Label rows with what a fine-tuned model makes of them, for a student to learn from.",
-    )
-    parser.add_argument(
-        "checkpoint", metavar="TEACHER", help="a run of objective classification or regression, or a step of it, its "
-        "folder or address; a Hugging Face folder or hf://NAME"
-    )  # fmt: skip
-    parser.add_argument(
-        "file", metavar="FILE", help="rows: .jsonl, .json, .csv, .tsv or .parquet, also .gz or .zst; a path, a pattern "
-        "or an address"
-    )  # fmt: skip
-    parser.add_argument(
-        "--output", required=True, metavar="OUT", help="a new file: .jsonl, .jsonl.gz or .jsonl.zst"
-    )
-    parser.add_argument(
-        "--texts",
-        nargs="+",
-        metavar="TEXT",
-        help="columns, or templates of them (default: those of the teacher's data)",
-    )
-    parser.add_argument(
-        "--column", help="the column of the label (default: that of the teacher's data)"
-    )
-    parser.add_argument(
-        "--on-error",
-        choices=("stop", "skip"),
-        default="stop",
-        help="what is done about a row without these texts",
-    )
-    parser.add_argument(
-        "--precision", choices=("fp32", "bf16"), default="fp32", help="of matrix products"
-    )
-    parser.add_argument(
-        "--batch-tokens",
-        type=int,
-        default=16384,
-        metavar="N",
-        help="computed at a time (default: 16384)",
-    )
+def run(
+    checkpoint: str,
+    file: str,
+    output: Path,
+    *,
+    texts: tuple[str, ...],
+    column: str | None,
+    skip: bool,
+    precision: Precision,
+    batch_tokens: int,
+) -> None:
+    """Labels the rows of a file, or resumes where an earlier call was stopped.
 
-
-def _run(args: argparse.Namespace) -> int:
-    from data_pipeline.sources.unlabelled import Unlabelled
-    from trainer.inference.labeller import Labeller
-
-    output = Path(args.output)
-    json_lines.check_new(output, "--output")
-    if args.batch_tokens < 1:
-        raise ConfigError(f"--batch-tokens must be at least 1, not {args.batch_tokens}")
-    labeller = Labeller(args.checkpoint, args.precision)
-    texts = tuple(args.texts or labeller.source.get("texts", ()))
-    if not texts:
-        raise ConfigError(
-            f"what {args.checkpoint} was fine-tuned on is not there to say which columns hold texts; name them with "
-            "--texts"
-        )
-    kind = "label" if len(labeller.labels) > 1 else "score"
-    column = args.column or labeller.source.get("label", kind)
-    words = labeller.source.get("words", {})
-    source = Unlabelled.open(args.file, texts, words)
-    if column in source.columns:
-        raise ConfigError(
-            f"the column {column!r} holds a text; name another one for the label with --column"
-        )
-    made_of = {
-        "teacher": labeller.identity,
-        "files": [
-            [file, os.path.getsize(file) if os.path.isfile(file) else None] for file in source.files
-        ],
-        "texts": [*texts, words],
-        "column": column,
-        "precision": args.precision,
-        "batch_tokens": args.batch_tokens,
-    }
-    with _growing(output, made_of) as grown, progress_bar(100) as bar:
-        if grown.records:
-            logger.info("going on after row %d", grown.records)
-        logger.info("labelling on %s", labeller.device)
-        records = islice(source.records(), grown.records, None)
-        while read := list(islice(records, _ROWS)):
-            lines = list(_labelled(read, source, labeller, column, args))
-            grown.add("".join(lines).encode(), len(read), len(lines))
-            bar.update(bar.task_ids[0], completed=int(100 * read[-1].read))
-    logger.info("wrote %s: %d rows%s", output, grown.rows, _left_out(grown.records - grown.rows))
-    if len(labeller.labels) > 1:
-        logger.info(
-            "%s holds the probabilities of, in this order: %s", column, ", ".join(labeller.labels)
-        )
-    return EXIT_DONE
-
-
-def _left_out(count: int) -> str:
-    return f"; {count} were left out" if count else ""
-
-
-def _labelled(
-    read: list[Record],
-    source: Unlabelled,
-    labeller: Labeller,
-    column: str,
-    args: argparse.Namespace,
-) -> Iterator[str]:
-    """The lines of records that hold texts.
+    Args:
+        checkpoint: the teacher; see `load_weights`.
+        file: path, pattern or address of the rows.
+        output: a new JSON Lines file.
+        texts: columns or templates of the texts; () takes the columns of the teacher's data.
+        column: the label column; None takes the teacher's.
+        skip: skip rows without these texts instead of stopping.
+        precision: of matrix products.
+        batch_tokens: positions of a batch, padding included.
 
     Raises:
-        DataError: one does not, and is not to be left out.
+        ConfigError: an option does not fit the teacher, or the file was begun with others.
+        DataError: a row holds no texts.
     """
-    from data_pipeline.building.task_rows import Encoded
-    from data_pipeline.sources import BadRecord
-    from data_pipeline.sources.columns import row_of
-    from trainer.storage import shown
+    json_lines.check_new(output, "--output")
+    labeler = Labeler(checkpoint, precision)
+    texts = texts or tuple(labeler.source.get("texts", ()))
+    if not texts:
+        raise ConfigError(
+            f"the dataset that {checkpoint} was fine-tuned on is unknown; name the columns of the "
+            "texts with --texts"
+        )
+    column = column or labeler.source.get("label", "label" if labeler.is_classifier else "score")
+    words = labeler.source.get("words", {})
+    source = Unlabelled.open(file, texts, words)
+    if column in source.columns:
+        raise ConfigError(f"--column {column!r} holds a text; name another column for the label")
+    # The file depends on all of this; resuming with anything else would mix two files.
+    made_of = {
+        "teacher": labeler.identity,
+        "files": [[path, _size(path)] for path in source.files],
+        "texts": [*texts, words],
+        "column": column,
+        "precision": precision,
+        "batch_tokens": batch_tokens,
+    }
+    with _resumable(output, made_of) as done, progress_bar(100) as bar:
+        if done.records:
+            logger.info("resuming after row %d", done.records)
+        logger.info("labelling on %s", labeler.device)
+        records = islice(source.records(), done.records, None)
+        while read := list(islice(records, _ROWS)):
+            kept, rows = _encode(read, source, labeler, skip)
+            lines = _lines(kept, labeler(rows, batch_tokens), column)
+            done.add("".join(lines).encode(), len(read), len(lines))
+            bar.update(bar.task_ids[0], completed=int(100 * read[-1].read))
+    skipped = done.records - done.rows
+    logger.info(
+        "wrote %s: %d rows%s", output, done.rows, f"; {skipped} were left out" if skipped else ""
+    )
+    if labeler.is_classifier:
+        classes = ", ".join(labeler.labels)
+        logger.info("%s holds the probabilities of these classes, in order: %s", column, classes)
 
-    def refuse(record: Record, reason: str) -> None:
-        if args.on_error == "stop":
-            raise DataError(
-                f"{shown(source.files[record.file])}:{record.line}: {reason}; correct or remove the row, name the "
-                "columns of the texts with --texts, or leave such rows out with --on-error skip"
-            )
 
-    good, rows = [], []
+def _size(path: str) -> int | None:
+    """Bytes of a local file; None for an address."""
+    return os.path.getsize(path) if os.path.isfile(path) else None
+
+
+def _encode(
+    read: list[Record], source: Unlabelled, labeler: Labeler, skip: bool
+) -> tuple[list[Record], list[Encoded]]:
+    """The records that hold texts, and their tokens.
+
+    Raises:
+        DataError: a record does not, and `skip` is false.
+    """
+    problems: list[tuple[Record, str]] = []
+    parsed: list[Record] = []
+    rows: list[TaskRow] = []
     for record in read:
         try:
             rows.append(source.parse_row(record))
-            good.append(record)
+            parsed.append(record)
         except BadRecord as error:
-            refuse(record, str(error))
-    encoded: list[tuple[Record, Encoded]] = []
-    for record, row in zip(good, labeller.encode(rows), strict=True):
+            problems.append((record, str(error)))
+    kept: list[Record] = []
+    encoded: list[Encoded] = []
+    for record, row in zip(parsed, labeler.encode(rows), strict=True):
         if isinstance(row, str):
-            refuse(record, row)
+            problems.append((record, row))
         else:
-            encoded.append((record, row))
-    if not encoded:
-        return
-    found = (
-        labeller([row for _, row in encoded], args.batch_tokens)
-        .astype(float)
-        .round(_DIGITS)
-        .tolist()
-    )
-    for (record, _), label in zip(encoded, found, strict=True):
-        columns = {**row_of(record.data), column: label if len(label) > 1 else label[0]}
-        yield json_lines.line(columns)
+            kept.append(record)
+            encoded.append(row)
+    if problems and not skip:
+        record, problem = problems[0]
+        raise DataError(
+            f"{shown(source.files[record.file])}:{record.line}: {problem}; correct or remove the "
+            "row, name the columns of the texts with --texts, or use --on-error skip"
+        )
+    return kept, encoded
 
 
-class _Growing:
-    """A file that grows piece by piece, and what it has so far.
+def _lines(records: Sequence[Record], found: npt.NDArray[np.float32], column: str) -> list[str]:
+    """The records as JSON Lines, with their labels [N, C]."""
+    labels = found.astype(float).round(_DIGITS).tolist()
+    return [
+        json_lines.line({**row_of(record.data), column: label if len(label) > 1 else label[0]})
+        for record, label in zip(records, labels, strict=True)
+    ]
+
+
+class Labeler:
+    """A fine-tuned model that reads rows as in training, on the best device available.
 
     Attributes:
-        records: that have been read for it.
-        rows: that are in it.
+        identity: changes with the weights.
+        labels: names of the classes; a single name for a regression model.
+        source: settings of the source of the model's training rows; empty where unknown.
+        device: description of the device.
 
     Args:
-        file: the file.
-        path: where its state is kept.
-        made_of: what its content depends on.
+        checkpoint: see `load_weights`.
+        precision: of matrix products.
 
     Raises:
-        ConfigError: it was begun with another.
+        CheckpointError: the checkpoint is missing or damaged.
+        ConfigError: its model has no classification head.
+    """
+
+    def __init__(self, checkpoint: str, precision: Precision = "fp32") -> None:
+        weights = load_weights(checkpoint)
+        head = weights.config.head
+        if head != "classification":
+            raise ConfigError(
+                f"{checkpoint} has a {head} head; name a run of objective classification or "
+                "regression"
+            )
+        self._accelerator, self._precision = for_any_shapes(), precision
+        self.device = self._accelerator.description
+        if precision not in self._accelerator.precisions:
+            raise ConfigError(f"--precision {precision} is not supported on {self.device}")
+        self.identity, self.labels = weights.identity(), weights.config.labels
+        with weights.tokenizer_files() as folder:
+            self._tokenizer = Tokenizer.load(folder)
+        model = weights.model(frozenset({"classification"}))
+        self._model = model.to(self._accelerator.device)
+        self.source: dict[str, Any] = {}
+        length = _LONGEST
+        if weights.step is not None:  # a checkpoint of a run, not of Hugging Face
+            meta = integrity.read_meta(weights.folder)
+            self.source = next((manifest.source for manifest in manifests_of(meta)), {})
+            phases = decode(Experiment, meta["config"]).resolved_phases()
+            length = phase_of(phases, meta["step"] - 1).sequence_length
+        self._objective = _objective(weights).build(self._tokenizer.vocabulary)
+        self._spec = self._objective.pack_spec(min(length, model.max_sequence_length))
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether labels are probabilities of classes, not numbers."""
+        return len(self.labels) > 1
+
+    def encode(self, rows: Sequence[TaskRow]) -> list[Encoded | str]:
+        """Tokenizes rows. A row that cannot be tokenized becomes a message that says why."""
+        return task_rows.encode(rows, self._tokenizer, "classification")
+
+    @torch.no_grad()
+    def __call__(self, rows: Sequence[Encoded], batch_tokens: int) -> npt.NDArray[np.float32]:
+        """Labels rows, in batches of similar length.
+
+        Args:
+            rows: N of them.
+            batch_tokens: positions of a batch, padding included.
+
+        Returns:
+            float32 [N, C], probabilities of the classes; [N, 1] for a regression model.
+        """
+        found = np.empty((len(rows), len(self.labels)), dtype=np.float32)
+        lengths = np.minimum([len(row.tokens) for row in rows], self._spec.sequence_length)
+        for numbers in batches(lengths, batch_tokens):
+            examples = task_rows.pack([rows[number] for number in numbers], self._spec)
+            width = int(parts.filled(examples, self._spec).max())
+            arrays = self._objective.collate(examples, width)
+            batch = self._accelerator.to_device(
+                {name: torch.from_numpy(array) for name, array in arrays.items()}
+            )
+            with self._accelerator.autocast(self._precision):
+                logits = logits_of(self._model, batch, self._objective.predicts)[:, 0].float()
+            found[numbers] = (logits.softmax(-1) if self.is_classifier else logits).cpu().numpy()
+        return found
+
+
+def _objective(weights: Weights) -> Any:
+    """The objective of the model's fine-tuning, adapted to rows without labels."""
+    settings = {name: value for name, value in weights.objective.items() if name != "kind"}
+    if len(weights.config.labels) == 1:
+        return decode(regression.Config, settings, "objective")
+    config = decode(classification.Config, settings, "objective")
+    # An auxiliary language modeling loss needs no labels but changes where the head reads.
+    reads = "last" if config.lm_weight else config.reads
+    return replace(config, soft=False, lm_weight=0.0, reads=reads)
+
+
+class _Resumable:
+    """A file that is appended to, and its progress.
+
+    Attributes:
+        records: number of input records consumed.
+        rows: number of rows written.
+
+    Args:
+        file: the unfinished output, locked.
+        path: where the progress is kept.
+        made_of: what the content depends on.
+
+    Raises:
+        ConfigError: the file was begun with something else.
     """
 
     def __init__(self, file: BinaryIO, path: Path, made_of: dict[str, Any]) -> None:
         self._file, self._path, self._made_of = file, path, made_of
-        self.records, self.rows, size = 0, 0, 0
-        state: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"bytes": 0}
-        if 0 < state["bytes"] <= os.fstat(file.fileno()).st_size:  # else the file was removed
-            if changed := [
-                name for name, value in made_of.items() if state["made_of"].get(name) != value
-            ]:
+        self.records = self.rows = size = 0
+        progress: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"bytes": 0}
+        # A shorter file than the progress says was removed or replaced: begin again.
+        if 0 < progress["bytes"] <= os.fstat(file.fileno()).st_size:
+            before = progress["made_of"]
+            changed = [name for name, value in made_of.items() if before.get(name) != value]
+            if changed:
                 raise ConfigError(
-                    f"{path} says that the output was begun with another {' and '.join(changed)}; put that back, or "
-                    "remove the file to begin anew"
+                    f"{path} was begun with another {' and '.join(changed)}; use the same again, "
+                    "or remove the file to start over"
                 )
-            self.records, self.rows, size = state["records"], state["rows"], state["bytes"]
-        file.truncate(size)  # what was written after the last piece that counts
+            self.records, self.rows = progress["records"], progress["rows"]
+            size = progress["bytes"]
+        # Lines behind the last progress that was saved would be written twice.
+        file.truncate(size)
         file.seek(size)
 
     def add(self, lines: bytes, records: int, rows: int) -> None:
-        """Appends lines, which count once they are on the disk."""
-        from trainer.storage import write_text
-
+        """Appends lines. They reach the disk before the progress that counts them does."""
         self._file.write(json_lines.compressed(lines, self._path.name.removesuffix(".progress")))
         self._file.flush()
         os.fsync(self._file.fileno())
-        self.records, self.rows = self.records + records, self.rows + rows
+        self.records += records
+        self.rows += rows
         counts = {"records": self.records, "rows": self.rows, "bytes": self._file.tell()}
         write_text(self._path, json.dumps({**counts, "made_of": self._made_of}))
 
 
 @contextmanager
-def _growing(output: Path, made_of: dict[str, Any]) -> Iterator[_Growing]:
-    """A new file, which appears under its name once it is whole; until then it and its state lie beside it.
+def _resumable(output: Path, made_of: dict[str, Any]) -> Iterator[_Resumable]:
+    """Opens OUTPUT.partial and OUTPUT.progress; OUTPUT appears once it is complete.
 
     Raises:
-        ConfigError: another process writes it, or it was begun otherwise.
+        ConfigError: another process writes it, or it was begun with something else.
     """
-    import fcntl
-
-    partial, state = (
-        output.with_name(f"{output.name}.{suffix}") for suffix in ("partial", "progress")
-    )
+    partial = output.with_name(f"{output.name}.partial")
+    progress = output.with_name(f"{output.name}.progress")
     with open(partial, "ab+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -246,11 +319,11 @@ def _growing(output: Path, made_of: dict[str, Any]) -> Iterator[_Growing]:
             raise ConfigError(
                 f"another process writes {output}; wait for it, or name another file"
             ) from None
-        grown = _Growing(file, state, made_of)
+        done = _Resumable(file, progress, made_of)
         try:
-            yield grown
+            yield done
         finally:
-            if not grown.records:
-                partial.unlink()  # as where columns have other names
+            if not done.records:
+                partial.unlink()  # the first row already failed: leave nothing behind
         partial.replace(output)
-    state.unlink(missing_ok=True)
+    progress.unlink(missing_ok=True)

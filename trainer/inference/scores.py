@@ -1,4 +1,4 @@
-"""Scores of generated texts: `samestep evaluate RUN --generate`."""
+"""Metrics of generated texts: `samestep evaluate RUN --generate`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.training.experiment import Experiment
 from trainer.training.initial_weights import stored_values
 from trainer.training.phases import phase_of
 from trainer.training.run import checkpoint_folder
-from trainer.training.weights import load_weights
+from trainer.training.weights import Weights, load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +44,17 @@ def evaluate(
     files: Sequence[str] = (),
     limit: int | None = None,
 ) -> dict[str, float]:
-    """Scores what a checkpoint of a run generates for the sources of pairs of texts, on a single device.
+    """Generates a text for the source of each pair, and scores it against the target.
 
-    The scores are appended to RUN/scores.jsonl, too, as a row like those of metrics.jsonl.
+    Runs on a single device. The scores are also appended to RUN/scores.jsonl.
 
     Args:
-        experiment: of the run.
-        step: that of the checkpoint; None means the newest.
-        settings: of a `generation.Config`, as "beams=4".
-        metrics: some of `trainer.metrics.texts.METRICS`.
-        files: pairs in the format of the run's dataset; none means its held-out split.
-        limit: how many of the pairs are taken; None means all.
+        experiment: the run.
+        step: step of the checkpoint; None is the newest.
+        settings: settings of `generation.Config`, such as "beams=4".
+        metrics: names from `trainer.metrics.texts.METRICS`.
+        files: pairs in the format of the run's dataset; () takes its held-out split.
+        limit: maximum number of pairs; None takes all.
 
     Raises:
         ConfigError: the model cannot generate, or the run's dataset has no pairs.
@@ -70,91 +70,97 @@ def evaluate(
     head = experiment.model.head
     if head != "language_model":
         raise ConfigError(
-            f"the model of {experiment.output} has a {head} head, which writes no text; leave --generate out, and "
-            "samestep evaluate scores what it predicts"
+            f"the model of {experiment.output} has a {head} head, which generates no text; leave "
+            "--generate out to score its predictions"
         )
     checkpoints = checkpoint_folder(experiment)
     weights = load_weights(
         checkpoints if step is None else integrity.step_folder(checkpoints, step)
     )
-    dataset = experiment.data.open()
-    if isinstance(dataset, MixedDataset):
-        raise ConfigError(
-            "the run mixes several datasets, of which one can be scored at a time; name it, as with data.sources=[] "
-            f"data.weights=[] data.path={next(iter(dataset.sources.values())).name}"
-        )
-    if dataset.manifest.target_file is None:
-        raise ConfigError(
-            f"{dataset.name} holds documents, not pairs of texts; set data.path to a dataset of pairs"
-        )
+    dataset = _pairs_dataset(experiment)
     labels = tuple(dataset.manifest.source.get("labels", ()))
-    scorers = {
-        name: texts.build(name, labels) for name in metrics
-    }  # a missing package is named before hours of work
+    # A missing package or another tokenizer is found here, before hours of generation.
+    scorers = {name: texts.build(name, labels) for name in metrics}
     with torch.device("meta"):
         shapes = weights.config.build()
-    stored_values(
-        weights, shapes, dataset
-    )  # refuses another tokenizer, before the weights are read
-    model = weights.model()
+    stored_values(weights, shapes, dataset)
+
     accelerator = for_any_shapes(experiment.accelerator)
     device = accelerator.device
-    generate = Generator(model.to(device), dataset.tokenizer.vocabulary, config, device)
+    model = weights.model().to(device)
+    generate = Generator(model, dataset.tokenizer.vocabulary, config, device)
     pairs = _of_files(dataset, tuple(files)) if files else heldout_pairs(dataset)
+    sources: Sequence[Tokens]
     sources, references = zip(*islice(pairs, limit), strict=True)
     if labels and (wrong := texts.unknown_labels(references, labels)):
         raise DataError(
-            f"the target {wrong[0]!r} is no label, as the tokenizer does not give labels back as they are; name the "
-            "files of pairs with --pairs, or labels of its characters in source.labels"
+            f"the target {wrong[0]!r} is no label, because the tokenizer does not decode labels "
+            "to themselves; name files of pairs with --pairs, or change source.labels"
         )
-    task = experiment.objective.task
-    if (
-        isinstance(task, seq2seq.Config)
-        and task.truncate_sources
-        and task.layout == "encoder_decoder"
-    ):
-        phase = phase_of(experiment.resolved_phases(), (weights.step or 1) - 1)
-        room = (
-            phase.sequence_length - 1
-        )  # the model reads as much of a source as it has learnt from
-        if cut := sum(len(source) > room for source in sources):
-            logger.info(
-                "%d of %d sources are longer than %d tokens and lose their end",
-                cut,
-                len(sources),
-                room,
-            )
-        sources = tuple(source[:room] for source in sources)
+    sources = _truncate(sources, experiment, weights)
     logger.info("generating %d texts on %s", len(sources), accelerator.description)
     generated = generate([[*source.tolist(), generate.end] for source in sources])
-    written = [dataset.tokenizer.decode(tokens) for tokens in generated]
-    scores = {name: score(written, references) for name, score in scorers.items()}
+    predictions = [dataset.tokenizer.decode(tokens) for tokens in generated]
+    scores = {name: score(predictions, references) for name, score in scorers.items()}
     if labels:
-        scores["no_label"] = len(texts.unknown_labels(written, labels))
+        scores["no_label"] = len(texts.unknown_labels(predictions, labels))
     of = ",".join(map(shown, files)) or dataset.name
-    generated_scores = {f"generated/{name}": value for name, value in scores.items()}
+    stored = {f"generated/{name}": value for name, value in scores.items()}
     run_folder.append_scores(
-        experiment, weights.step or 0, of, {"pairs": len(written), **generated_scores}
+        experiment, weights.step or 0, of, {"pairs": len(predictions), **stored}
     )
-    return {"step": weights.step or 0, "pairs": len(written), **scores}
+    return {"step": weights.step or 0, "pairs": len(predictions), **scores}
+
+
+def _pairs_dataset(experiment: Experiment) -> Dataset:
+    """The run's dataset, if it is a single one with pairs of texts."""
+    dataset = experiment.data.open()
+    if isinstance(dataset, MixedDataset):
+        raise ConfigError(
+            "the run mixes several datasets, which are scored one at a time; name one, as with "
+            f"data.sources=[] data.weights=[] data.path={next(iter(dataset.sources.values())).name}"
+        )
+    if dataset.manifest.target_file is None:
+        raise ConfigError(
+            f"{dataset.name} holds documents, not pairs of texts; set data.path to a dataset of "
+            "pairs"
+        )
+    return dataset
+
+
+def _truncate(
+    sources: Sequence[Tokens], experiment: Experiment, weights: Weights
+) -> Sequence[Tokens]:
+    """Truncates the sources of an encoder-decoder model that was trained on truncated sources."""
+    task = experiment.objective.task
+    if not isinstance(task, seq2seq.Config):
+        return sources
+    if not task.truncate_sources or task.layout != "encoder_decoder":
+        return sources
+    phase = phase_of(experiment.resolved_phases(), (weights.step or 1) - 1)
+    longest = phase.sequence_length - 1  # the end token takes a position
+    if cut := sum(len(source) > longest for source in sources):
+        logger.info(
+            "%d of %d sources are longer than %d tokens and are truncated",
+            *(cut, len(sources), longest),
+        )
+    return [source[:longest] for source in sources]
 
 
 def heldout_pairs(dataset: Dataset) -> Iterator[tuple[Tokens, str]]:
-    """The tokens of each source of the held-out split, and its target, as far as tokens give the text back."""
+    """Yields the source tokens and the decoded target of each pair of the held-out split."""
     for info in dataset.shards("heldout"):
         shard = dataset.open_shard(info, sentences=True)
         for start, (source, target) in zip(
             shard.start.tolist(), text_pairs.lengths(shard).tolist(), strict=True
         ):
             middle = start + source
-            yield (
-                shard.tokens[start:middle],
-                dataset.tokenizer.decode(shard.tokens[middle : middle + target]),
-            )
+            target_tokens = shard.tokens[middle : middle + target]
+            yield shard.tokens[start:middle], dataset.tokenizer.decode(target_tokens)
 
 
 def _of_files(dataset: Dataset, paths: tuple[str, ...]) -> Iterator[tuple[Tokens, str]]:
-    """The tokens of each source in files of the dataset's format, the prefix included, and its target."""
+    """The source tokens, prefix included, and the target of each pair in files."""
     source: PairSource = decode(_SOURCES, dataset.manifest.source, "source").at(paths).build()
     pairs = []
     for record in source.records():
@@ -162,7 +168,7 @@ def _of_files(dataset: Dataset, paths: tuple[str, ...]) -> Iterator[tuple[Tokens
             pairs.append(source.parse_pair(record))
         except BadRecord as error:
             raise DataError(
-                f"{shown(source.files[record.file])}:{record.line}: {error}; correct it"
+                f"{shown(source.files[record.file])}:{record.line}: {error}; correct the line"
             ) from None
     encoded = dataset.tokenizer.encode_batch([text for text, _ in pairs])
     return zip(encoded, (target for _, target in pairs), strict=True)

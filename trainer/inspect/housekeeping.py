@@ -9,10 +9,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.filesize import decimal
-from rich.table import Table
-
 from trainer.command import Commands, add_command, add_group
 from trainer.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, ConfigError
 
@@ -101,6 +97,10 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _report(root: Location, check: Callable[[Location], None], sound: str) -> int:
     """Prints a table of all steps, then what is wrong with which; returns how many are damaged."""
+    from rich.console import Console
+    from rich.filesize import decimal
+    from rich.table import Table
+
     from trainer.checkpoint import integrity
 
     table = Table("step", "age", "size", "ranks", "state")
@@ -154,6 +154,9 @@ def _look_at(folder: Location, check: Callable[[Location], None]) -> tuple[Tree,
 
 
 def _gc(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.filesize import decimal
+
     from trainer.checkpoint import integrity, retention
     from trainer.checkpoint.lock import only_writer
 

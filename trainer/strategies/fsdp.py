@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainer import strategies
 from trainer.accelerators import DTYPES, Accelerator, Precision
 from trainer.models import Model
 from trainer.strategies import BuildOptimizer, InitialValues, Strategy
 from trainer.strategies.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+# torch.distributed.fsdp and device_mesh are imported where they are used: they take as long as half
+# of torch, and every command that reads an experiment imports this module.
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class FullyShardedDataParallel(Strategy):
     def __init__(
         self, accelerator: Accelerator, world: World, precision: Precision, config: Config
     ) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
         super().__init__(accelerator, world, precision)
         self._config = config
         self.partitions = world.size // config.replicas
@@ -62,6 +68,8 @@ class FullyShardedDataParallel(Strategy):
     def prepare(
         self, model: nn.Module, build_optimizer: BuildOptimizer, initial_values: InitialValues
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
         # In 16 bits, layers are gathered so, too: half the traffic, and autocast makes no copies of weights, which
         # autograd would keep whole until the backward pass. Gradients are summed in fp32.
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -74,7 +82,7 @@ class FullyShardedDataParallel(Strategy):
             fully_shard(unit, mesh=self._mesh, reshard_after_forward=reshard, mp_policy=policy)
         fully_shard(model, mesh=self._mesh)
         self._materialise(model, initial_values)
-        self._module = cast(FSDPModule, model)
+        self._module = cast("FSDPModule", model)
         return model, build_optimizer(self.parameters.items())
 
     def accumulate(self, last: bool) -> AbstractContextManager[object]:

@@ -364,6 +364,6 @@ def test_a_model_for_a_task_fills_no_masks(start: Start, head: dict[str, object]
     weights, _ = start(head)
     with pytest.raises(
         ConfigError,
-        match=f"saved holds a model with a {head['head']} head, which predicts no words",
+        match=f"saved has a {head['head']} head, which predicts no tokens",
     ):
         fill(str(weights.folder), ["the [MASK]"], 1)

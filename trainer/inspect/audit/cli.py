@@ -6,8 +6,6 @@ import argparse
 import json
 import sys
 
-from rich.console import Console
-
 from trainer.command import Commands, add_command, add_group
 from trainer.errors import EXIT_DONE, EXIT_FAILED
 
@@ -47,6 +45,8 @@ def register(commands: Commands) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
     from trainer.inspect.audit.batches import Run
     from trainer.inspect.audit.verify import report, verify
 
@@ -56,6 +56,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _step(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
     from trainer.inspect.audit.batches import Run
     from trainer.inspect.audit.documents import documents, report
 

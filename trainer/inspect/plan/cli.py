@@ -8,14 +8,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
 from trainer.command import Commands, add_command
-from trainer.config.sizes import parse_size
 from trainer.errors import EXIT_DONE, ConfigError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from trainer.inspect.plan.plan import Plan
     from trainer.inspect.plan.trace import Step
     from trainer.training.experiment import Experiment
@@ -65,6 +63,9 @@ def register(commands: Commands) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from trainer.config.sizes import parse_size
     from trainer.inspect.plan.plan import STRATEGIES, Planner, as_json, copies_of
     from trainer.inspect.plan.trace import Step, on_cpu
     from trainer.training.starting import load_experiment
@@ -134,6 +135,8 @@ def _title(experiment: Experiment, phase: Phase, parameters: str, devices: int) 
 
 
 def _table(title: str, plans: Sequence[Plan], asked: bool) -> Table:
+    from rich.table import Table
+
     table = Table(
         title=title,
         title_justify="left",

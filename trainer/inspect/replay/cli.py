@@ -6,8 +6,6 @@ import argparse
 import json
 import sys
 
-from rich.console import Console
-
 from trainer.command import Commands, add_command
 from trainer.errors import EXIT_DONE, ConfigError
 
@@ -53,6 +51,8 @@ def register(commands: Commands) -> None:
 
 
 def _replay(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
     from trainer.inspect.replay.step import replay, report
 
     if args.step < 1 or args.top < 1:

@@ -1,0 +1,304 @@
+"""`samestep generate`, `features`, `neighbours`, `label` and `fill`: what a trained model is used for.
+
+`samestep --help` imports this module, so each command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from trainer.command import Commands, add_command
+from trainer.errors import EXIT_DONE, ConfigError
+
+_CHECKPOINT = "a run or a step, its folder or address; a Hugging Face folder or hf://NAME"
+
+_GENERATION = {  # options of `samestep generate`: the settings of trainer.generation.config.Config
+    "max_new_tokens": "maximum number of tokens (default: 128)",
+    "min_new_tokens": "minimum number of tokens (default: 0)",
+    "beams": "number of beams (default: 1, greedy decoding)",
+    "length_penalty": "beam search: above 1 favors longer texts, below 1 shorter ones (default: 1)",
+    "early_stopping": "beam search: true, false or never (default: false)",
+    "temperature": "sampling temperature (default: 1)",
+    "top_k": "sample from the K most likely tokens (default: all)",
+    "top_p": "sample from the most likely tokens with this total probability (default: 1)",
+    "seed": "seed of sampling (default: 0)",
+    "batch_size": "number of texts generated together (default: 32)",
+}
+
+
+def register_generate(commands: Commands) -> None:
+    """Adds `samestep generate`."""
+    parser = add_command(
+        commands,
+        "generate",
+        _generate,
+        "generate texts: translate, summarize, or continue a prompt",
+        "example:\n"
+        '  samestep generate runs/t5 --prefix "translate English to German: " --beams 4 \\\n'
+        "    --input test.en --output translations.jsonl\n"
+        '  samestep generate hf://gpt2 "Once upon a" --sample',
+        "Generate texts: translate, summarize, or continue a prompt. Prints one line for each text.",
+    )
+    parser.add_argument("checkpoint", metavar="CKPT", help=_CHECKPOINT)
+    parser.add_argument("text", nargs="*", help="texts (default: the lines of standard input)")
+    parser.add_argument(
+        "--input", metavar="FILE", help='.txt or .jsonl ({"source": TEXT}), also .gz or .zst'
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="a new JSON Lines file with the source and text of each"
+    )
+    parser.add_argument(
+        "--prefix", default="", help="prepended to each text, such as the name of a task for T5"
+    )
+    parser.add_argument("--sample", action="store_true", help="sample instead of maximizing")
+    for name, text in _GENERATION.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, metavar="X", help=text
+        )
+
+
+def _generate(args: argparse.Namespace) -> int:
+    import yaml
+
+    from trainer.config import decode
+    from trainer.generation.config import Config
+    from trainer.inference import generate
+
+    settings = {
+        name: yaml.safe_load(getattr(args, name)) for name in _GENERATION if hasattr(args, name)
+    }
+    config: Config = decode(Config, {"sample": args.sample, **settings})
+    if args.text and args.input:
+        raise ConfigError(f"texts and --input {args.input} are both given; leave out one of them")
+    if args.text:
+        texts = generate.checked(args.text, "the texts given")
+    elif args.input:
+        texts = generate.read(args.input)
+    else:
+        texts = None
+    generator = generate.TextGenerator(args.checkpoint, config, args.prefix)
+    generate.write(generator, texts, args.output, config.batch_size)
+    return EXIT_DONE
+
+
+def register_features(commands: Commands) -> None:
+    """Adds `samestep features`."""
+    parser = add_command(
+        commands,
+        "features",
+        _features,
+        "write a frozen model's hidden states of texts as an array",
+        "Rows are in the order of the texts. Special tokens that the model reads around a text\n"
+        "count as its tokens. Several layers without --mix add a dimension: texts x layers x width.\n\n"
+        "examples:\n"
+        "  samestep features runs/bert_base reviews.txt --output reviews.npy\n"
+        "  samestep features hf://google-bert/bert-base-uncased reviews.jsonl.zst --field review \\\n"
+        "    --layers=-4,-3,-2,-1 --mix concat --pool none --output tokens.npy",
+        "Write a frozen model's hidden states of texts as an array, float32 in NumPy's format.",
+    )
+    parser.add_argument("checkpoint", metavar="CKPT", help=_CHECKPOINT)
+    parser.add_argument(
+        "file", metavar="FILE", help="texts, one a line, or .jsonl; also .gz or .zst"
+    )
+    parser.add_argument("--output", required=True, metavar="FILE.npy", help="a new file")
+    parser.add_argument("--field", metavar="NAME", help=".jsonl: key of the text (default: text)")
+    parser.add_argument(
+        "--layers",
+        default="-1",
+        metavar="N[,N]",
+        help="layers from 1, or from the last with -1, -2, ...; 0 is the embeddings; all includes "
+        "0 (default: -1). Write --layers=-2,-1 when a list begins with a minus",
+    )
+    parser.add_argument(
+        "--mix", choices=("mean", "concat"), help="combine the vectors of several layers into one"
+    )
+    parser.add_argument(
+        "--pool",
+        choices=("mean", "first", "max", "none"),
+        default="mean",
+        help="combine the vectors of a text's tokens into one: their mean, the first ([CLS]), or "
+        "the maximum; none keeps every token, all texts end to end, and writes where each text "
+        "begins to FILE.offsets.npy (default: mean)",
+    )
+    parser.add_argument(
+        "--batch-tokens",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="tokens computed at a time (default: 8192)",
+    )
+
+
+def _features(args: argparse.Namespace) -> int:
+    from trainer.inference import features
+
+    features.run(
+        args.checkpoint,
+        args.file,
+        args.field,
+        Path(args.output),
+        layers=args.layers,
+        mix=args.mix,
+        pool=args.pool,
+        batch_tokens=args.batch_tokens,
+    )
+    return EXIT_DONE
+
+
+def register_neighbours(commands: Commands) -> None:
+    """Adds `samestep neighbours`."""
+    parser = add_command(
+        commands,
+        "neighbours",
+        _neighbours,
+        "show the nearest neighbors of a word, alone and in its context",
+        "Static neighbors are rows of the token embeddings. Contextual neighbors are words in\n"
+        "texts, represented by the mean hidden state of their tokens: a word with several senses\n"
+        "has different neighbors in each.\n\n"
+        "examples:\n"
+        "  samestep neighbours runs/bert_base bank --in "
+        '"they sat on the bank of the river" --corpus sentences.txt\n'
+        "  samestep neighbours runs/bert_base bank --in "
+        '"the bank of the river" "the bank lends money" "a river shore"',
+    )
+    parser.add_argument("checkpoint", metavar="CKPT", help=_CHECKPOINT)
+    parser.add_argument("word", metavar="WORD", help="a word, or several consecutive words")
+    parser.add_argument(
+        "--in",
+        dest="context",
+        nargs="+",
+        required=True,
+        metavar="TEXT",
+        help="a text with the word; without --corpus, further texts to compare with",
+    )
+    parser.add_argument(
+        "--corpus",
+        metavar="FILE",
+        help="texts to compare with, one a line, or .jsonl; also .gz, .zst",
+    )
+    parser.add_argument("--field", metavar="NAME", help=".jsonl: key of the text (default: text)")
+    parser.add_argument(
+        "--layer",
+        type=int,
+        default=-1,
+        metavar="N",
+        help="layer of the contextual vectors, from 1, or from the last with -1, -2, ...; "
+        "0 is the embeddings (default: -1)",
+    )
+    parser.add_argument(
+        "--top",
+        type=int,
+        default=10,
+        metavar="K",
+        help="number of neighbors of each kind (default: 10)",
+    )
+
+
+def _neighbours(args: argparse.Namespace) -> int:
+    from trainer.inference import neighbours
+
+    if args.top < 1:
+        raise ConfigError(f"--top must be at least 1, not {args.top}")
+    if args.field is not None and args.corpus is None:
+        raise ConfigError(f"--field {args.field} needs --corpus; leave it out")
+    neighbours.show(
+        args.checkpoint, args.word, args.context, args.corpus, args.field, args.layer, args.top
+    )
+    return EXIT_DONE
+
+
+def register_label(commands: Commands) -> None:
+    """Adds `samestep label`."""
+    parser = add_command(
+        commands,
+        "label",
+        _label,
+        "label rows with the predictions of a fine-tuned model, for a student to learn from",
+        "Each row is written with all its columns. The label column holds the probability of each\n"
+        "class, or the predicted number. If it is stopped, the same command resumes.\n\n"
+        "examples:\n"
+        "  samestep label runs/sst2 reviews.jsonl.zst --output labelled.jsonl.zst\n"
+        "  samestep label runs/mnli 'pairs/*.parquet' --texts premise hypothesis \\\n"
+        "    --output labelled.jsonl.zst",
+    )
+    parser.add_argument(
+        "checkpoint",
+        metavar="TEACHER",
+        help="a run of objective classification or regression, or a step of it, its folder or "
+        "address; a Hugging Face folder or hf://NAME",
+    )
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        help="rows: .jsonl, .json, .csv, .tsv or .parquet, also .gz or .zst; a path, a pattern or "
+        "an address",
+    )
+    parser.add_argument(
+        "--output", required=True, metavar="OUT", help="a new file: .jsonl, .jsonl.gz or .jsonl.zst"
+    )
+    parser.add_argument(
+        "--texts",
+        nargs="+",
+        metavar="TEXT",
+        help="columns, or templates of columns (default: as in the teacher's data)",
+    )
+    parser.add_argument("--column", help="the label column (default: as in the teacher's data)")
+    parser.add_argument(
+        "--on-error", choices=("stop", "skip"), default="stop", help="for rows without these texts"
+    )
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), default="fp32", help="of matrix products"
+    )
+    parser.add_argument(
+        "--batch-tokens",
+        type=int,
+        default=16384,
+        metavar="N",
+        help="tokens computed at a time (default: 16384)",
+    )
+
+
+def _label(args: argparse.Namespace) -> int:
+    from trainer.inference import label
+
+    if args.batch_tokens < 1:
+        raise ConfigError(f"--batch-tokens must be at least 1, not {args.batch_tokens}")
+    label.run(
+        args.checkpoint,
+        args.file,
+        Path(args.output),
+        texts=tuple(args.texts or ()),
+        column=args.column,
+        skip=args.on_error == "skip",
+        precision=args.precision,
+        batch_tokens=args.batch_tokens,
+    )
+    return EXIT_DONE
+
+
+def register_fill(commands: Commands) -> None:
+    """Adds `samestep fill`."""
+    parser = add_command(
+        commands,
+        "fill",
+        _fill,
+        "predict the masked words of a text",
+        'example:\n  samestep fill runs/bert_mini "the man went to the [MASK]"',
+    )
+    parser.add_argument("checkpoint", metavar="CKPT", help=_CHECKPOINT)
+    parser.add_argument("text", nargs="+", help="texts with [MASK] (or <mask>) in them")
+    parser.add_argument(
+        "--top",
+        type=int,
+        default=5,
+        metavar="K",
+        help="number of candidates for each mask (default: 5)",
+    )
+
+
+def _fill(args: argparse.Namespace) -> int:
+    from trainer.inference.fill import fill
+
+    fill(args.checkpoint, args.text, args.top)
+    return EXIT_DONE
