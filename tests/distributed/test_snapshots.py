@@ -17,7 +17,7 @@ from trainer.errors import CheckpointError
 from trainer.storage import kept
 from trainer.storage import write as write_object
 from trainer.storage.keeper import Keeper
-from trainer.training.checkpoints import newest
+from trainer.training.checkpoints import Checkpoints
 
 ELEMENTS = 10_000
 
@@ -97,20 +97,20 @@ def test_goes_on_from_the_newest_wherever_it_is(keepers: list[Keeper], tmp_path:
         (tmp_path / f"step-{step:08d}" / "rank-00000.safetensors").unlink()
 
     disk, taker = opened(), snapshots(addresses)
-    assert newest(disk, None) == (disk, None)
-    assert newest(disk, taker) == (disk, None)
+    assert Checkpoints(disk, None).newest() == (disk, None)
+    assert Checkpoints(disk, taker).newest() == (disk, None)
     for saver, step in ((disk, 1), (taker, 2), (disk, 2)):
         saver.save(step, tensors(step), {"state": step})
         saver.wait()
-        assert newest(disk, snapshots(addresses))[1] == step
-    assert newest(disk, taker) == (taker, 2), "memory is faster"
+        assert Checkpoints(disk, snapshots(addresses)).newest()[1] == step
+    assert Checkpoints(disk, taker).newest() == (taker, 2), "memory is faster"
     disk.save(3, tensors(3), {"state": 3})
     disk.wait()
-    assert newest(disk, taker) == (disk, 3)
+    assert Checkpoints(disk, taker).newest() == (disk, 3)
     damage(3)
-    assert newest(opened(), taker) == (taker, 2)
+    assert Checkpoints(opened(), taker).newest() == (taker, 2)
     taker.discard_after(1)
-    assert newest(opened(), taker)[1] == 2
+    assert Checkpoints(opened(), taker).newest()[1] == 2
     damage(2)
     with pytest.raises(CheckpointError, match="all 2 checkpoints"):
-        newest(opened(), taker)
+        Checkpoints(opened(), taker).newest()

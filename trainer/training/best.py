@@ -1,4 +1,4 @@
-"""The best checkpoint of a run, by a score of its evaluations, and when a run ends for want of a better one."""
+"""The best checkpoint of a run, by a score of its evaluations, and early stopping."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Config:
-    """Which checkpoint is the best: it is kept beside the newest ones, and RUN/best names it.
+    """Which checkpoint is the best. It is kept beside the newest ones, and RUN/best names it.
 
     Attributes:
-        metric: of the evaluations, under its name in metrics.jsonl without `heldout/`, as accuracy or loss.
-        mode: whether the highest is best (max) or the lowest (min); None takes the lowest of a metric whose name ends
-            in loss, perplexity or mse.
-        patience: the run ends after so many evaluations in a row without a better one; None trains to the last step.
+        metric: a score of the evaluations, by its name in metrics.jsonl without `heldout/`, such
+            as accuracy or loss.
+        mode: whether the highest value is best (max) or the lowest (min). None means min for a
+            metric whose name ends in loss, perplexity or mse, else max.
+        patience: the run ends after this many evaluations in a row without a better one; None
+            trains to the last step.
     """
 
     metric: str
@@ -37,21 +39,20 @@ class Config:
             raise ConfigError(f"metric is {self.metric}; leave heldout/ out")
         if self.patience is not None and self.patience < 1:
             raise ConfigError(
-                f"patience must be at least 1, or null to train to the last step, not {self.patience}"
+                "patience must be at least 1, or null to train to the last step, "
+                f"not {self.patience}"
             )
 
     @property
     def lowest(self) -> bool:
-        """Whether less is better."""
-        return (
-            self.metric.endswith(("loss", "perplexity", "mse"))
-            if self.mode is None
-            else self.mode == "min"
-        )
+        """Whether lower is better."""
+        if self.mode is None:
+            return self.metric.endswith(("loss", "perplexity", "mse"))
+        return self.mode == "min"
 
 
 class BestState(TypedDict):
-    """What a checkpoint keeps: the criterion, the best step and score, the evaluations since."""
+    """State in a checkpoint: the criterion, the best step and score, evaluations since then."""
 
     metric: str
     lowest: bool
@@ -63,42 +64,40 @@ class BestState(TypedDict):
 class Best:
     """The best evaluation so far; the same on all ranks.
 
-    Attributes:
-        step: after which it was; None before the first.
-        value: its score.
-        since: evaluations since then.
-
     Args:
-        config: what is best; None if nothing is to be.
+        config: the criterion; None if the run has no best checkpoint.
     """
 
     def __init__(self, config: Config | None) -> None:
         self._config = config
-        self._bests: list[
-            tuple[int, float]
-        ] = []  # the step and score of each that was the best, the newest last
-        self.since = 0
+        # (step, score) of every evaluation that was the best of its time, the newest last: when
+        # the checkpoint of the best step cannot be saved, the one before is the best again.
+        self._history: list[tuple[int, float]] = []
+        self._since = 0
 
     @property
     def step(self) -> int | None:
-        return self._bests[-1][0] if self._bests else None
+        """Step of the best evaluation; None before the first finite score."""
+        return self._history[-1][0] if self._history else None
 
     @property
     def value(self) -> float:
-        return self._bests[-1][1] if self._bests else math.nan
+        """Score of the best evaluation; NaN before the first."""
+        return self._history[-1][1] if self._history else math.nan
 
-    def look(
+    def update(
         self, step: int, scores: Mapping[str, float], all_reduce: Callable[[Tensor], Tensor]
     ) -> None:
-        """Takes in an evaluation.
+        """Compares a new evaluation with the best one.
+
+        Scores may differ between ranks in the last bit. If any rank finds the new one better, it
+        counts as better on all of them: they must save and stop at the same steps.
 
         Args:
-            step: after which it was.
-            scores: what came out, by name.
-            all_reduce: sums a tensor over all ranks, of which any that finds it better decides for all.
+            all_reduce: sums a tensor over all ranks.
 
         Raises:
-            ConfigError: the metric is none of the scores.
+            ConfigError: the metric is not among the scores.
         """
         if self._config is None:
             return
@@ -107,23 +106,20 @@ class Best:
         gain = self.value - value if self._config.lowest else value - self.value
         better = math.isfinite(value) and (self.step is None or gain > 0)
         if all_reduce(torch.tensor([int(better)])).item():
-            self._bests.append((step, value))
-            self.since = 0
+            self._history.append((step, value))
+            self._since = 0
         else:
-            self.since += 1
+            self._since += 1
 
-    def not_saved(self, step: int | None) -> None:
-        """Forgets that this step was the best, as its checkpoint could not be saved: the one before is again."""
-        self._bests = [best for best in self._bests if best[0] != step]
+    def discard(self, step: int | None) -> None:
+        """Removes a step whose checkpoint could not be saved."""
+        self._history = [best for best in self._history if best[0] != step]
 
     @property
-    def over(self) -> bool:
-        """Whether the run is to end."""
-        return (
-            self._config is not None
-            and self._config.patience is not None
-            and self.since >= self._config.patience
-        )
+    def out_of_patience(self) -> bool:
+        """Whether the run must end, for lack of a better evaluation."""
+        patience = None if self._config is None else self._config.patience
+        return patience is not None and self._since >= patience
 
     def __str__(self) -> str:
         if self._config is None or self.step is None:
@@ -131,50 +127,52 @@ class Best:
         return f"heldout/{self._config.metric} is best at step {self.step}: {self.value:.6g}"
 
     def state_dict(self) -> dict[str, BestState]:
-        """What a checkpoint keeps: nothing, if no step is to be best."""
+        """State for a checkpoint; empty if the run has no best checkpoint."""
         if self._config is None:
             return {}
-        state: BestState = {
-            "metric": self._config.metric,
-            "lowest": self._config.lowest,
-            "step": self.step,
-            "value": None if self.step is None else self.value,
-            "since": self.since,
+        return {
+            "best": {
+                "metric": self._config.metric,
+                "lowest": self._config.lowest,
+                "step": self.step,
+                "value": None if self.step is None else self.value,
+                "since": self._since,
+            }
         }
-        return {"best": state}
 
-    def load_state_dict(self, state: Meta, holds: Callable[[int], bool]) -> None:
-        """Goes on from what a checkpoint has kept; where that is of no use, the next evaluation is the first one.
+    def load_state_dict(self, meta: Meta, holds: Callable[[int], bool]) -> None:
+        """Restores the state of a checkpoint; starts anew if that state cannot be used.
+
+        It cannot if the criterion has changed, or if the best checkpoint is gone.
 
         Args:
-            state: of the checkpoint.
-            holds: whether the checkpoint of a step is there, as one that was being saved in a crash is not.
+            holds: whether the checkpoint of a step exists. One that was being saved during a
+                crash does not.
         """
-        own, best = self.state_dict().get("best"), state.get("best", {})
-        self._bests, self.since = [], 0
-        if own is None or (best.get("metric"), best.get("lowest")) != (
-            own["metric"],
-            own["lowest"],
-        ):
+        self._history, self._since = [], 0
+        state, config = meta.get("best"), self._config
+        if state is None or config is None:
             return
-        if best["step"] is None:
-            self.since = best["since"]
-        elif holds(best["step"]):
-            self._bests, self.since = [(best["step"], best["value"])], best["since"]
+        if (state["metric"], state["lowest"]) != (config.metric, config.lowest):
+            return
+        step = state["step"]
+        if step is None or holds(step):
+            self._since = state["since"]
+            self._history = [] if step is None else [(step, state["value"])]
         else:
             logger.info(
-                "the best checkpoint, of step %d, is gone; the next evaluation counts as best",
-                best["step"],
+                "the best checkpoint, of step %d, is gone; the next evaluation counts as best", step
             )
 
 
 def check_metric(config: Config, known: Collection[str]) -> None:
-    """Refuses a metric that evaluations do not give.
+    """Rejects a metric that evaluations do not have.
 
     Raises:
-        ConfigError: naming those that they do.
+        ConfigError: names the metrics that they have.
     """
     if config.metric not in known:
         raise ConfigError(
-            f"training.best.metric is {config.metric}, and evaluations give {', '.join(known)}; name one of these"
+            f"training.best.metric is {config.metric}, and evaluations give {', '.join(known)}; "
+            "name one of these"
         )

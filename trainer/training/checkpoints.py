@@ -1,4 +1,9 @@
-"""Where the state of a run is saved, and after which steps."""
+"""Where a run saves its state and after which steps: durable checkpoints and in-memory snapshots.
+
+A snapshot is a checkpoint in the memory of two machines, taken every few steps between the durable
+ones. The agents of an elastic run keep it outside of the workers (`trainer.storage.keeper`), so
+restarted workers find it; it is lost when both machines are.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +29,8 @@ class Checkpoints:
     """The checkpoints of a run.
 
     Attributes:
-        durable: those on disk or in an object store.
-        snapshots: those in the memory of the machines, taken between the others; None takes none.
+        durable: on disk or in an object store.
+        snapshots: in the memory of the machines; None takes none.
     """
 
     durable: Checkpointer
@@ -39,20 +44,34 @@ class Checkpoints:
         return due
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """Reserves the host memory for saves of such tensors."""
+        """Reserves the host memory for saving these tensors."""
         self.durable.reserve(tensors)
         if self.snapshots is not None:
             self.snapshots.reserve(tensors)
 
     def discard_after(self, step: int) -> None:
-        """Removes what was saved after a step, so that a restart goes on from there, too."""
+        """Removes what was saved after a step, so a restart also continues from that step."""
         self.durable.discard_after(step)
         if self.snapshots is not None:
             self.snapshots.discard_after(step)
 
+    def newest(self) -> tuple[Checkpointer, int | None]:
+        """Finds the newest valid checkpoint: its holder and its step, if there is one. Collective.
+
+        A snapshot wins over a durable checkpoint of the same step, as memory is faster.
+
+        Raises:
+            CheckpointError: there are checkpoints, but no valid one and no valid snapshot.
+        """
+        step = None if self.snapshots is None else self.snapshots.latest(least=0)
+        if self.snapshots is None or step is None:
+            return self.durable, self.durable.latest()
+        on_disk = self.durable.latest(least=step + 1)
+        return (self.snapshots, step) if on_disk is None else (self.durable, on_disk)
+
 
 def open_snapshots(experiment: Experiment, world: World) -> Checkpointer | None:
-    """The snapshots of a run, for all ranks together; None if it takes none. Collective."""
+    """Opens the snapshots of a run, or None if it takes none. Collective."""
     every = experiment.checkpoint.snapshot_every
     if every is None:
         return None
@@ -63,6 +82,8 @@ def open_snapshots(experiment: Experiment, world: World) -> Checkpointer | None:
                 "no snapshots are taken: only `samestep train --elastic` has a place to keep them"
             )
         return None
+    # One address per rank, one keeper per machine: ranks of a machine share theirs. With 2 + 2
+    # ranks, addresses is [a, a, b, b] and the ring is [a, b].
     ring = list(dict.fromkeys(addresses))
     return Checkpointer(
         Url(kept.store(ring, ring.index(addresses[world.rank]))),
@@ -71,18 +92,3 @@ def open_snapshots(experiment: Experiment, world: World) -> Checkpointer | None:
         world_size=world.size,
         peer_timeout=experiment.training.collective_timeout / 2,
     )
-
-
-def newest(
-    checkpointer: Checkpointer, snapshots: Checkpointer | None
-) -> tuple[Checkpointer, int | None]:
-    """Where a run goes on from, and at which step: a sound snapshot, unless a sound checkpoint is newer. Collective.
-
-    Raises:
-        CheckpointError: there are checkpoints, but no sound one and no sound snapshot.
-    """
-    step = None if snapshots is None else snapshots.latest(least=0)
-    if snapshots is None or step is None:
-        return checkpointer, checkpointer.latest()
-    on_disk = checkpointer.latest(least=step + 1)
-    return (snapshots, step) if on_disk is None else (checkpointer, on_disk)

@@ -1,9 +1,8 @@
-"""Whether the parts of a run fit each other: dataset, objective, model, and weights to start from."""
+"""Checks that the dataset, the objective and the model of a run are compatible."""
 
 from __future__ import annotations
 
 import json
-import logging
 
 from data_pipeline.reading.mixed_dataset import AnyDataset, named_sources
 from trainer.config import to_tree
@@ -14,67 +13,79 @@ from trainer.objectives import Objective, Task
 from trainer.training.best import check_metric
 from trainer.training.experiment import Experiment
 
-logger = logging.getLogger(__name__)
-
 _HEAD = "model.head="
 
 
 def check_compatibility(
     experiment: Experiment, dataset: AnyDataset, objective: Objective, model: Model
 ) -> None:
-    """Refuses a model that is too small for the dataset, or made for another objective.
+    """Rejects a model that is too small for the dataset, or made for another objective.
 
     Raises:
-        ConfigError: naming what does not fit.
+        ConfigError: names the settings that contradict each other.
     """
+    config, packing = experiment.model, experiment.data.packing
     vocabulary = dataset.tokenizer.vocabulary.size
-    if vocabulary > experiment.model.vocab_size:
+    if vocabulary > config.vocab_size:
         raise ConfigError(
             f"the dataset {dataset.name} has a vocabulary of {vocabulary} and model.vocab_size is "
-            f"{experiment.model.vocab_size}; set model.vocab_size to {vocabulary} or more"
+            f"{config.vocab_size}; set model.vocab_size to {vocabulary} or more"
         )
-    virtual = experiment.model.virtual_tokens
-    for phase in experiment.resolved_phases():
-        if phase.sequence_length > model.max_sequence_length:
-            own = experiment.phases and experiment.phases[phase.index].sequence_length is not None
-            name = f"phases.{phase.index}.sequence_length" if own else "data.sequence_length"
-            raise ConfigError(
-                f"{name} {phase.sequence_length} is over the model's position table of {model.max_sequence_length}"
-                f"{f', without the {virtual} positions of model.peft' if virtual else ''}; use a shorter sequence, or "
-                f"set model.max_positions to {phase.sequence_length + virtual} or more"
-            )
+    _check_lengths(experiment, model)
     experiment.strategy.check(to_tree(experiment))
     check_needs(experiment, objective, model)
     _check_labels(experiment, dataset)
     _check_start_token(experiment, dataset)
-    check_one_text(experiment, virtual, "model.peft", "model.peft=lora")
-    types = experiment.model.type_vocab
-    if experiment.data.packing == "pairs" and types < 2:
-        has = f"model.type_vocab is {types}; set it to 2"
-        if not types:
-            has = "the model has none; use another packing"
+    check_virtual_tokens(packing, config.virtual_tokens, "model.peft", "model.peft=lora")
+    if packing == "pairs" and config.type_vocab < 2:
+        has = "the model has none; use another packing"
+        if config.type_vocab:
+            has = f"model.type_vocab is {config.type_vocab}; set it to 2"
         raise ConfigError(f"data.packing pairs marks two segments by token types, and {has}")
 
 
-def check_one_text(experiment: Experiment, virtual: int, name: str, instead: str) -> None:
-    """Refuses positions that a model puts before each row, where that holds several texts.
+def _check_lengths(experiment: Experiment, model: Model) -> None:
+    """Rejects sequences longer than the model's position table."""
+    virtual, most = experiment.model.virtual_tokens, model.max_sequence_length
+    for phase in experiment.resolved_phases():
+        length = phase.sequence_length
+        if length <= most:
+            continue
+        name = "data.sequence_length"
+        if experiment.phases and experiment.phases[phase.index].sequence_length is not None:
+            name = f"phases.{phase.index}.sequence_length"
+        without = f", without the {virtual} positions of model.peft" if virtual else ""
+        raise ConfigError(
+            f"{name} {length} is over the model's position table of {most}{without}; use a shorter "
+            f"sequence, or set model.max_positions to {length + virtual} or more"
+        )
+
+
+def check_virtual_tokens(packing: str, virtual: int, name: str, instead: str) -> None:
+    """Rejects `virtual` positions before each row if a row can hold several packed sequences.
+
+    Args:
+        name: whose positions they are, for the message.
+        instead: what to set instead, for the message.
 
     Raises:
-        ConfigError: saying what puts them there, and what to set instead.
+        ConfigError: names the packing.
     """
-    packing = experiment.data.packing
     if virtual and packing not in ("padded", "pairs"):
         raise ConfigError(
-            f"{name} puts {virtual} positions before each text, and data.packing {packing} puts several texts into a "
-            f"row; set data.packing=padded, or {instead}"
+            f"{name} puts {virtual} positions before each text, and data.packing {packing} puts "
+            f"several texts into a row; set data.packing=padded, or {instead}"
         )
 
 
 def check_best(experiment: Experiment, objective: Objective) -> None:
-    """Refuses a best score that the evaluations of a task do not give. (Others, and a student's, tell at the first.)
+    """Rejects a best score that a task's evaluations do not have.
+
+    Only tasks know the names of their scores in advance; for other objectives and for distilled
+    tasks, the first evaluation raises the error.
 
     Raises:
-        ConfigError: naming those that they do.
+        ConfigError: names the scores.
     """
     best, own = experiment.training.best, experiment.objective.task is experiment.objective
     if best is not None and isinstance(objective, Task) and own:
@@ -82,44 +93,43 @@ def check_best(experiment: Experiment, objective: Objective) -> None:
 
 
 def check_needs(experiment: Experiment, objective: Objective, model: Model) -> None:
-    """Refuses a model that does not offer what the objective needs, or does not fit its batches.
+    """Rejects a model without the outputs that the objective needs, or with untrained parts.
 
     Raises:
-        ConfigError: saying what is missing, or what has parameters that would not be trained.
+        ConfigError: names the missing output, the untrained part or the missing column.
     """
-    config, own = experiment.model, experiment.objective.task
-    kinds = {
-        name: type(part).__module__.rpartition(".")[2]
-        for name, part in (("model", config), ("objective", own))
-    }
+    named_model = f"the model, {_kind(experiment.model)},"
+    named_objective = f"the objective, {_kind(experiment.objective.task)},"
     missing = objective.needs - model.offers
     if objective.predicts in missing:
-        missing = frozenset({objective.predicts})  # the rest may come with it
+        missing = frozenset({objective.predicts})  # the right head may bring the rest
     if missing:
         offers = sorted(name for name in model.offers if not name.startswith("layer."))
         raise ConfigError(
-            f"the objective, {kinds['objective']}, needs {', '.join(sorted(missing))}, and the model, "
-            f"{kinds['model']}, offers {', '.join(offers)}; {_fixes(experiment, objective, model, missing)}"
+            f"{named_objective} needs {', '.join(sorted(missing))}, and {named_model} offers "
+            f"{', '.join(offers)}; {_fixes(experiment, objective, model, missing)}"
         )
     if untrained := sorted(model.trains.keys() - objective.needs):
         setting = model.trains[untrained[0]]
         raise ConfigError(
-            f"the model, {kinds['model']}, has parameters for {untrained[0]}, which the objective, "
-            f"{kinds['objective']}, does not train; {f'set {setting}, or ' if setting else ''}choose another objective"
+            f"{named_model} has parameters for {untrained[0]}, which {named_objective} does not "
+            f"train; {f'set {setting}, or ' if setting else ''}choose another objective"
         )
     if absent := sorted(model.reads - objective.columns):
         raise ConfigError(
-            f"the model, {kinds['model']}, reads the column {absent[0]}, which the objective, {kinds['objective']}, "
-            "does not make; choose another model or objective"
+            f"{named_model} reads the column {absent[0]}, which {named_objective} does not make; "
+            "choose another model or objective"
         )
 
 
+def _kind(config: object) -> str:
+    return type(config).__module__.rpartition(".")[2]
+
+
 def _fixes(experiment: Experiment, objective: Objective, model: Model, missing: Outputs) -> str:
-    """What to do about outputs that a model does not offer."""
-    config = experiment.model
-    settings = [
-        config.settings_for[name] for name in sorted(missing) if name in config.settings_for
-    ]
+    """Says how to get outputs that a model does not offer."""
+    offered_by = experiment.model.settings_for
+    settings = [offered_by[name] for name in sorted(missing) if name in offered_by]
     if objective.predicts not in missing:  # it has the right head
         settings = [setting for setting in settings if not setting.startswith(_HEAD)]
     settings += experiment.objective.adapted(missing, model.offers)
@@ -134,12 +144,14 @@ def _fixes(experiment: Experiment, objective: Objective, model: Model, missing: 
 def _check_labels(experiment: Experiment, dataset: AnyDataset) -> None:
     """Rejects a head with other labels than the dataset's."""
     model = experiment.model
+    if model.head not in FEWEST_LABELS:
+        return
     for source in named_sources(dataset).values():
         labels = () if source.manifest.task is None else source.manifest.task.labels
-        if model.head in FEWEST_LABELS and labels != model.labels:
+        if labels != model.labels:
             raise ConfigError(
-                f"the labels of {source.name} are {', '.join(labels)}, and model.labels is {', '.join(model.labels)}; "
-                f"set model.labels='{json.dumps(labels)}', in this order"
+                f"the labels of {source.name} are {', '.join(labels)}, and model.labels is "
+                f"{', '.join(model.labels)}; set model.labels='{json.dumps(labels)}', in this order"
             )
 
 
@@ -147,8 +159,8 @@ def _check_start_token(experiment: Experiment, dataset: AnyDataset) -> None:
     """Rejects a tokenizer without the token that a task's decoder starts with."""
     model, pad = experiment.model, dataset.tokenizer.vocabulary.pad
     if model.head != "language_model" and model.decoder and model.start_token not in (None, pad):
-        kind = type(model).__module__.rpartition(".")[2]
         raise ConfigError(
-            f"the decoder of {kind} begins with the token of padding, of id {model.start_token}, and in {dataset.name} "
-            f"that id is {pad}; build the dataset with T5's tokenizer, or one of algorithm unigram"
+            f"the decoder of {_kind(model)} begins with the padding token, of id "
+            f"{model.start_token}, and in {dataset.name} its id is {pad}; build the dataset with "
+            "T5's tokenizer, or one of algorithm unigram"
         )

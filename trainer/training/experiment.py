@@ -27,7 +27,7 @@ class Tracking:
 
     Attributes:
         wandb: Weights & Biases; None leaves it out.
-        tensorboard: TensorBoard; None leaves it out, {} takes it in.
+        tensorboard: TensorBoard; None leaves it out, {} turns it on.
         profile: the steps to trace with the PyTorch profiler.
     """
 
@@ -38,31 +38,33 @@ class Tracking:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One run: what is trained, on what, how, and where it goes.
+    """One run: what is trained, on what data, how, and where the results go.
 
     Attributes:
         output: the run's folder; a run found there is continued from its newest checkpoint.
-        model: the architecture (a module of trainer/models); with `init_from`, what is to be other than there.
+        model: the architecture (a module of trainer/models); with `init_from`, only the settings
+            that differ from those weights.
         objective: what is predicted (a module of trainer/objectives).
-        data: the dataset that `samestep data build` made, and how it is cut into examples.
+        data: the dataset that `samestep data build` made, and how it is split into examples.
         training: steps, batch sizes, precision.
-        phases: stretches of the run with a sequence length, batch size or learning rate of their own, one after the
-            other; none at all is a single one.
+        phases: consecutive parts of the run with a sequence length, batch size or learning rate of
+            their own; without any, the run is one phase.
         optimizer: a module of trainer/optim with a `Config`.
         schedule: the learning rate over the run.
         strategy: how the model is split over processes (a module of trainer/strategies).
-        accelerator: the hardware (a module of trainer/accelerators); None takes a GPU where there is one, else a TPU,
-            else the CPU, and says which.
+        accelerator: the hardware (a module of trainer/accelerators); None takes a GPU if there is
+            one, else a TPU, else the CPU, and logs which.
         checkpoint: how often to save and what to keep.
         tracking: Weights & Biases, TensorBoard, profiles.
         seed: the root of every random choice.
-        init_from: a Hugging Face folder, hf://NAME[@REVISION] on the Hub, or a checkpoint, whose weights the run starts
-            from; None draws them.
-        init_layers: of the weights that the run starts from, the layers that its own start from, in order, as
-            [0, 2, 4, 6, 8, 10]; of T5, in both stacks. [] takes all as they are.
-        redraw_layers: of a model that starts from weights, how many of its last layers are drawn all the same.
-        frozen: of a model that starts from weights, the parameters that keep their values: names, or what names begin
-            with, as embeddings, layers.0 or encoder. Checkpoints leave them out, as they do what `model.peft` freezes.
+        init_from: the weights that the run starts from: a Hugging Face folder,
+            hf://NAME[@REVISION] on the Hub, or a checkpoint; None initializes them at random.
+        init_layers: the layers of `init_from` that the model's layers start from, in order, as
+            [0, 2, 4, 6, 8, 10]; of T5, in both stacks. [] takes all layers as they are.
+        redraw_layers: number of last layers to initialize at random in spite of `init_from`.
+        frozen: parameters that keep the values of `init_from`: names, or the beginnings of names
+            up to a dot, as embeddings, layers.0 or encoder. Checkpoints leave them out, like the
+            parameters that `model.peft` freezes.
     """
 
     output: str
@@ -90,26 +92,22 @@ class Experiment:
             raise ConfigError(f"seed must lie in 0 .. 2**32 - 1, not {self.seed}")
         if "://" in self.output:
             raise ConfigError(
-                f"output {self.output!r} is not a folder of a file system; name one, and let checkpoint.folder be the "
-                "address that checkpoints go to"
+                f"output {self.output!r} is not a folder of a file system; name one, and let "
+                "checkpoint.folder be the address that checkpoints go to"
             )
         if self.redraw_layers < 0 or (self.redraw_layers and self.init_from is None):
             raise ConfigError(
-                f"redraw_layers is {self.redraw_layers}; use 0, or more of a model that has init_from"
+                f"redraw_layers is {self.redraw_layers}; use 0, or set init_from as well"
             )
         if self.init_layers:
             self._check_init_layers()
         if self.freezes and self.init_from is None:
             setting = "frozen" if self.frozen else "model.peft"
             raise ConfigError(
-                f"{setting} keeps parameters as they are, and there is no init_from to take them from"
+                f"{setting} keeps parameters as they are, and there is no init_from to take them "
+                "from"
             )
-        if self.freezes and self.init_layers:
-            raise ConfigError(
-                f"init_layers is {list(self.init_layers)}, and frozen parameters are read from init_from as they are "
-                "there; leave init_layers out, or freeze nothing"
-            )
-        self.resolved_phases()  # refuses those that do not fit the run
+        self.resolved_phases()  # rejects phases that contradict the run
 
     @property
     def freezes(self) -> bool:
@@ -117,28 +115,21 @@ class Experiment:
         return bool(self.frozen) or self.model.peft is not None
 
     def build_model(self) -> Model:
-        """The model, best under `torch.device("meta")`; parameters that are frozen require no gradient.
+        """Builds the model; frozen parameters require no gradient. Use the meta device.
 
         Raises:
-            ConfigError: it has no parameters that `frozen` or `model.peft` names, or none is left to train.
+            ConfigError: `frozen` names no parameter, or no parameter is left to train.
         """
         model = self.model.build()
         named = dict(model.named_parameters())
-        for beginning in self.frozen:
-            chosen = [
-                name for name in named if f"{name}.".startswith(f"{beginning.removesuffix('.')}.")
-            ]
+        for prefix in self.frozen:
+            # The dots keep layers.1 from freezing layers.10.
+            dotted = f"{prefix.removesuffix('.')}."
+            chosen = [name for name in named if f"{name}.".startswith(dotted)]
             if not chosen:
-                known = {
-                    name.rsplit(".", parts)[0]
-                    for name in named
-                    for parts in range(name.count(".") + 1)
-                }
-                close = difflib.get_close_matches(beginning, sorted(known), n=3) or sorted(
-                    model._modules
-                )
                 raise ConfigError(
-                    f"frozen has {beginning!r}, and no parameter is called so; use {', '.join(close)}"
+                    f"frozen has {prefix!r}, and no parameter is called so; use "
+                    f"{', '.join(_similar_prefixes(prefix, model))}"
                 )
             for name in chosen:
                 named[name].requires_grad_(False)
@@ -149,27 +140,33 @@ class Experiment:
         return model
 
     def _check_init_layers(self) -> None:
-        said = f"init_layers is {list(self.init_layers)}"
+        setting = f"init_layers is {list(self.init_layers)}"
         if self.init_from is None:
             raise ConfigError(
-                f"{said}, which are layers of init_from, and there is none; leave init_layers out"
+                f"{setting}, which are layers of init_from, and there is none; leave init_layers "
+                "out"
             )
         depths = {"layers": self.model.layers, "decoder_layers": self.model.decoder_layers}
         for name, layers in depths.items():
             if layers and layers != len(self.init_layers):
                 raise ConfigError(
-                    f"{said}, and model.{name} is {layers}; name a layer for each, or set "
+                    f"{setting}, and model.{name} is {layers}; name a layer for each, or set "
                     f"model.{name}={len(self.init_layers)}"
                 )
+        if self.freezes:
+            raise ConfigError(
+                f"{setting}, and frozen parameters are read from init_from as they are there; "
+                "leave init_layers out, or freeze nothing"
+            )
 
     def in_one_process(self) -> Experiment:
-        """With a strategy for one process, where the run's own may need more."""
+        """Returns the experiment with a strategy that works in one process."""
         if self.strategy.fits_one_process(self.accelerator):
             return self
         return replace(self, strategy=single.Config())
 
     def resolved_phases(self) -> tuple[Phase, ...]:
-        """The phases with all their settings; at least one.
+        """Returns the phases with all their settings; at least one.
 
         Raises:
             ConfigError: their steps do not add up to the run's, or a warm-up is too long.
@@ -182,3 +179,12 @@ class Experiment:
             micro_batch_size=self.training.micro_batch_size,
             schedule=self.schedule,
         )
+
+
+def _similar_prefixes(prefix: str, model: Model) -> list[str]:
+    """Names of parameters and of modules with parameters, like `prefix`; else the outermost."""
+    known = set()
+    for name, _ in model.named_parameters():
+        parts = name.split(".")
+        known |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+    return difflib.get_close_matches(prefix, sorted(known), n=3) or sorted(model._modules)

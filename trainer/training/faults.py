@@ -1,8 +1,9 @@
-"""Numerical faults: which steps look wrong, and when there are too many of them.
+"""Numerical faults: finds steps with a bad loss or gradient and decides what to do about them.
 
-A step's loss or gradient that is not finite ruins the weights; one far above those before it, a spike, may set a run
-back for thousands of steps. OLMo leaves out updates 6 sigma above a running window (Groeneveld et al. 2024); PaLM went
-back to a checkpoint and passed over the batches around a spike (Chowdhery et al. 2022, section 5.1).
+A loss or gradient that is not finite ruins the weights. A spike, a value far above those of recent
+steps, can set a run back by thousands of steps. OLMo skips updates 6 standard deviations above a
+running mean (Groeneveld et al. 2024). PaLM went back to a checkpoint and skipped the batches around
+a spike (Chowdhery et al. 2022, section 5.1).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from trainer.errors import ConfigError, SamestepError
 
 _PER = 1000
+_NAMES = ("loss", "gradient norm")
 
 
 @dataclass(frozen=True)
@@ -24,14 +26,15 @@ class Config:
     """What to do about a step whose loss or gradient is not finite, or suddenly large.
 
     Attributes:
-        action: stop ends the run; skip leaves the update out and takes the step with the examples that follow; rewind
-            goes back to a checkpoint and passes over the examples around the step.
-        sigma: a loss or gradient norm more than this many standard deviations above the mean of the window is a fault,
-            too; null takes only what is not finite for one.
-        window: sound steps that a spike is compared with; before there are so many in a phase, none is found.
-        around: steps before the faulty one, and after it, whose examples a rewind passes over as well.
-        most_in_a_row: faults without a sound step between them; one more stops the run.
-        most_per_thousand: faults in a thousand steps; one more stops the run.
+        action: stop ends the run. skip leaves the update out and takes the step with the next
+            examples. rewind goes back to a checkpoint and skips the examples around the step.
+        sigma: a loss or gradient norm more than this many standard deviations above the mean of
+            the window is a fault as well; null accepts every finite value.
+        window: number of sound steps that a spike is compared with. No spike is found in a phase
+            before it has had this many.
+        around: a rewind also skips the examples of this many steps before and after the fault.
+        most_in_a_row: number of faults without a sound step in between; one more stops the run.
+        most_per_thousand: number of faults in a thousand steps; one more stops the run.
     """
 
     action: Literal["stop", "skip", "rewind"] = "stop"
@@ -46,23 +49,19 @@ class Config:
             raise ConfigError(
                 f"sigma must be above 0, such as 6, or null for no limit, not {self.sigma}"
             )
-        for name, least in (
-            ("window", 2),
-            ("around", 0),
-            ("most_in_a_row", 0),
-            ("most_per_thousand", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        least = {"window": 2, "around": 0, "most_in_a_row": 0, "most_per_thousand": 0}
+        for name, minimum in least.items():
+            if getattr(self, name) < minimum:
+                raise ConfigError(f"{name} must be at least {minimum}, not {getattr(self, name)}")
 
     @property
-    def looks(self) -> bool:
-        """Whether each step is looked at before its update, for which the host waits for the device."""
+    def checks_steps(self) -> bool:
+        """Whether each step is checked before its update; the host then waits for the device."""
         return self.action != "stop" or self.sigma is not None
 
 
 class FaultsState(TypedDict):
-    """What a checkpoint keeps: numbers of sound steps, the faulty steps, and how many in a row."""
+    """State in a checkpoint: values of sound steps by name, faulty steps, faults in a row."""
 
     sound: dict[str, list[float]]
     steps: list[int]
@@ -70,86 +69,95 @@ class FaultsState(TypedDict):
 
 
 class Faults:
-    """Tells faulty steps from sound ones. It decides on numbers of the host alone, so that all ranks decide alike.
+    """Finds faulty steps, and decides whether the run skips them, rewinds or stops.
+
+    It only sees numbers that are equal on all ranks, so all ranks decide alike.
 
     Args:
-        config: what is a fault.
-        scaled: whether the loss is scaled, for fp16: gradients that are not finite are the business of the scale then.
+        config: what counts as a fault.
+        scaled: whether the loss is scaled (fp16). Gradients may overflow then: the loss scale
+            skips such updates itself.
+        output: the run's folder, for messages.
     """
 
-    def __init__(self, config: Config, scaled: bool = False) -> None:
-        self._config, self._scaled = config, scaled
-        self._sound = {
-            name: deque[float](maxlen=config.window) for name in ("loss", "gradient norm")
-        }
+    def __init__(self, config: Config, scaled: bool = False, output: str = "") -> None:
+        self._config, self._scaled, self._output = config, scaled, output
+        self._sound = {name: deque[float](maxlen=config.window) for name in _NAMES}
         self._steps: list[int] = []
         self._in_a_row = 0
 
-    def look(self, loss: float, grad_norm: float) -> str | None:
-        """Says what is wrong with a step of which these are the numbers; takes note of a sound one, with None."""
+    def check(self, loss: float, grad_norm: float) -> str | None:
+        """Describes the fault of a step; for a sound step adds it to the window, returns None."""
+        values = dict(zip(_NAMES, (loss, grad_norm), strict=True))
         wrong = []
-        for name, value in (("loss", loss), ("gradient norm", grad_norm)):
-            if not math.isfinite(value):
-                if not (self._scaled and name == "gradient norm"):
-                    wrong.append(f"the {name} is {value}")
-            elif (limit := self._limit(self._sound[name])) < value:
-                wrong.append(f"the {name} is {value:.4g}, above {limit:.4g}")
-        if not wrong:
-            self._passed(loss, grad_norm)
-        return " and ".join(wrong) or None
+        for name, value in values.items():
+            limit = self._limit(self._sound[name])
+            if math.isfinite(value):
+                if value > limit:
+                    wrong.append(f"the {name} is {value:.4g}, above {limit:.4g}")
+            elif not (self._scaled and name == "gradient norm"):
+                wrong.append(f"the {name} is {value}")
+        if wrong:
+            return " and ".join(wrong)
+        self._in_a_row = 0
+        for name, value in values.items():
+            if self._config.sigma is not None and math.isfinite(value):
+                self._sound[name].append(value)
+        return None
 
     def _limit(self, window: deque[float]) -> float:
         if self._config.sigma is None or len(window) < self._config.window:
             return math.inf
         return float(np.mean(window) + self._config.sigma * np.std(window))
 
-    def _passed(self, loss: float, grad_norm: float) -> None:
-        self._in_a_row = 0
-        if self._config.sigma is not None:
-            for window, value in zip(self._sound.values(), (loss, grad_norm), strict=True):
-                if math.isfinite(value):
-                    window.append(value)
-
-    def forget(self) -> None:
-        """Empties the window: the steps that follow are of another kind."""
+    def clear_window(self) -> None:
+        """Forgets the steps of a phase: the losses of other lengths or batch sizes differ."""
         for window in self._sound.values():
             window.clear()
 
-    def count(self, step: int, fault: str) -> None:
-        """Takes note of a faulty step.
+    def skips(self, step: int, fault: str) -> bool:
+        """Counts a faulty step. Returns whether to skip it; otherwise the run must rewind.
 
         Raises:
-            SamestepError: there are too many.
+            SamestepError: the run has to stop, by its settings or because of too many faults.
         """
+        if self._config.action == "stop":
+            raise SamestepError(
+                f"step {step} was not taken: {fault}, twice over. {self.advice(step)}"
+            )
         self._in_a_row += 1
+        # abs: after a rewind, the steps counted last may come after this one.
         self._steps = [each for each in self._steps if abs(step - each) < _PER] + [step]
+        in_a_row, per_thousand = self._config.most_in_a_row, self._config.most_per_thousand
         for number, most, which, setting in (
-            (self._in_a_row, self._config.most_in_a_row, "in a row", "most_in_a_row"),
-            (
-                len(self._steps),
-                self._config.most_per_thousand,
-                f"in {_PER:,} steps",
-                "most_per_thousand",
-            ),
+            (self._in_a_row, in_a_row, "in a row", "most_in_a_row"),
+            (len(self._steps), per_thousand, f"in {_PER:,} steps", "most_per_thousand"),
         ):
             if number > most:
                 raise SamestepError(
-                    f"{number} faults {which}, the last at step {step}, where {fault}: it is not single examples that "
-                    f"are at fault; lower optimizer.lr, or raise training.faults.{setting} (it is {most}), and run the "
-                    "same command again"
+                    f"{number} faults {which}, the last at step {step}, where {fault}: single "
+                    "examples are not the cause. Lower optimizer.lr, or raise "
+                    f"training.faults.{setting} (it is {most}), and run the same command again"
                 )
+        return self._config.action == "skip"
+
+    def advice(self, step: int) -> str:
+        """What a user can do about a fault that has stopped the run."""
+        return (
+            f"Its examples, by loss: samestep replay {self._output} {step}; to go on without "
+            "them, set training.faults.action to skip or rewind"
+        )
 
     def state_dict(self) -> FaultsState:
-        """What a checkpoint keeps."""
-        return {
-            "sound": {n: list(w) for n, w in self._sound.items()},
-            "steps": self._steps,
-            "in_a_row": self._in_a_row,
-        }
+        sound = {name: list(window) for name, window in self._sound.items()}
+        return {"sound": sound, "steps": self._steps, "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: FaultsState) -> None:
-        """Goes on from a checkpoint. Faults after it stay counted, so that a run does not rewind for ever."""
-        self.forget()
+        """Restores the window; faults after the checkpoint stay counted.
+
+        Otherwise a run that rewinds to the same checkpoint again and again would never stop.
+        """
+        self.clear_window()
         for name, window in self._sound.items():
             window.extend(state["sound"][name])
         if not self._steps:

@@ -1,4 +1,4 @@
-"""What a run is about to do: its work in FLOPs and how long that may take."""
+"""The work of a run in FLOPs, and how long it may take."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from trainer.monitoring.throughput import Throughput
 from trainer.partition import whole_shape
 from trainer.training.experiment import Experiment
 from trainer.training.loop import Trainer
+from trainer.training.phases import Phase
 
 logger = logging.getLogger(__name__)
 
 
 def flops_until(experiment: Experiment, trainer: Trainer) -> Callable[[int], float]:
-    """A function from a step to the model FLOPs of all steps before it, over all devices.
+    """Returns a function from a step to the model FLOPs of all steps before it, on all devices.
 
-    With `data.group_by_length` these are the most: batches are no wider than their longest row.
+    With `data.group_by_length` it is an upper bound: batches are as wide as their longest row.
     """
     with torch.device("meta"):
         model = experiment.build_model()
+    objective = trainer.objective
 
-    def flops_per_step(length: int, examples: int) -> float:
-        spec = trainer.objective.pack_spec(length)
-        cells = length if spec.parts is None else spec.positions
-        each: float = (
-            model.flops_per_token(length, trainer.objective.predictions(length) / cells) * cells
-        )
-        return each * examples
+    def flops_per_step(phase: Phase) -> float:
+        length = phase.sequence_length
+        spec = objective.pack_spec(length)
+        # The choices of a row (multiple choice) are sequences of their own; see `PackSpec.parts`.
+        positions = length if spec.parts is None else spec.positions
+        per_token: float = model.flops_per_token(length, objective.predictions(length) / positions)
+        return per_token * positions * phase.global_batch_size
 
-    return _until(
-        trainer,
-        [
-            flops_per_step(phase.sequence_length, phase.global_batch_size)
-            for phase in trainer.phases
-        ],
-    )
+    return _until(trainer, [flops_per_step(phase) for phase in trainer.phases])
 
 
 def _until(trainer: Trainer, per_step: Sequence[float]) -> Callable[[int], float]:
-    """A function from a step to the sum over all steps before it of what a step of each phase has."""
+    """Returns a function from a step to the sum over all steps before it.
+
+    Args:
+        per_step: the value of a step, for each phase.
+    """
     phases = list(zip(trainer.phases, per_step, strict=True))
     return lambda step: sum(
         each * (min(step, phase.end) - phase.first_step)
@@ -53,78 +53,91 @@ def _until(trainer: Trainer, per_step: Sequence[float]) -> Callable[[int], float
 
 
 def throughput(experiment: Experiment, trainer: Trainer) -> Throughput:
-    """Measures the speed of the run from now on."""
+    """Measures the throughput of the run from now on."""
     peak = trainer.strategy.accelerator.peak_flops(experiment.training.precision)
-    spec = trainer.objective.pack_spec
-    cells = [
-        phase.global_batch_size * spec(phase.sequence_length).positions for phase in trainer.phases
-    ]
+    positions_until = None
+    if experiment.data.group_by_length is not None:
+        specs = [trainer.objective.pack_spec(phase.sequence_length) for phase in trainer.phases]
+        positions = [
+            phase.global_batch_size * spec.positions
+            for phase, spec in zip(trainer.phases, specs, strict=True)
+        ]
+        positions_until = _until(trainer, positions)
     return Throughput(
         trainer.state.step,
         experiment.training.steps,
         flops_until=flops_until(experiment, trainer),
         peak_flops=peak * trainer.strategy.replica.count if peak else None,
-        cells_until=None if experiment.data.group_by_length is None else _until(trainer, cells),
+        cells_until=positions_until,
     )
 
 
 def report(experiment: Experiment, trainer: Trainer) -> None:
-    """Says before the first step what is about to run, how much work it is and how long it may take."""
-    settings, count = experiment.training, trainer.strategy.replica.count
-    accelerator = trainer.strategy.accelerator
-    sizes = [
-        (math.prod(whole_shape(each)), each.requires_grad)
-        for each in trainer.strategy.parameters.values()
-    ]
-    parameters, trained = (
-        sum(size for size, _ in sizes),
-        sum(size for size, is_trained in sizes if is_trained),
-    )
-    of_them = (
-        ""
-        if trained == parameters
-        else f", {trained:,} of them trained ({trained / parameters:.2%})"
-    )
-    done = flops_until(experiment, trainer)
-    flops = done(settings.steps) - done(trainer.state.step)
-    speed = accelerator.expected_flops(settings.precision)
-    narrower = experiment.data.group_by_length is not None
-    estimate = (
-        f", {timedelta(seconds=round(flops / speed / count))} or more"
-        if speed and not narrower
-        else ""
-    )
+    """Logs, before the first step, what is about to run and how long it may take."""
+    settings, accelerator = experiment.training, trainer.strategy.accelerator
+    devices, first = trainer.strategy.replica.count, trainer.state.step
     kind = type(experiment.strategy).__module__.rpartition(".")[2]
-    logger.info(
-        "device       %d x %s, strategy %s, %s",
-        count,
-        accelerator.description,
-        kind,
-        settings.precision,
-    )
-    logger.info("model        %s parameters%s", f"{parameters:,}", of_them)
-    if experiment.data.sources:
-        shares = [{source.label: source.weight for source in experiment.data.sources}]
-        shares += [change.weights for change in experiment.data.weights]
-        said = [", ".join(f"{name} {weight:g}" for name, weight in each.items()) for each in shares]
-        later = [
-            f"; after step {change.step} {then}"
-            for change, then in zip(experiment.data.weights, said[1:], strict=True)
-        ]
-        logger.info("data         %s%s", said[0], "".join(later))
+    device = f"{devices} x {accelerator.description}, strategy {kind}"
+    logger.info("device       %s, %s", device, settings.precision)
+    _report_parameters(trainer)
+    _report_sources(experiment)
     for phase in trainer.phases:
-        spec = trainer.objective.pack_spec(phase.sequence_length)
-        sides = None if spec.sides is None or spec.sides.joined else spec.sides.size
-        logger.info(
-            "%-12s %d examples x %s = %s tokens a step, in micro-batches of at most %d%s",
-            "batch" if len(trainer.phases) == 1 else f"phase {phase.index}",
-            phase.global_batch_size,
-            spec.positions if sides is None else f"({sides[0]} + {sides[1]})",
-            f"{phase.global_batch_size * spec.positions:,}",
-            phase.micro_batch_size,
-            "" if len(trainer.phases) == 1 else f", steps {phase.first_step + 1} to {phase.end}",
-        )
-    most = " at most" if narrower else ""
-    steps = f"steps {trainer.state.step + 1} to {settings.steps}"
+        _report_batch(trainer, phase)
+    done = flops_until(experiment, trainer)
+    flops = done(settings.steps) - done(first)
+    per_second = accelerator.expected_flops(settings.precision)
+    most = estimate = ""
+    if experiment.data.group_by_length is not None:
+        most = " at most"
+    elif per_second:
+        seconds = flops / per_second / devices
+        estimate = f", {timedelta(seconds=round(seconds))} or more"
+    steps = f"steps {first + 1} to {settings.steps}"
     logger.info("work         %s, %.3g FLOPs%s%s", steps, flops, most, estimate)
     logger.info("output       %s", experiment.output)
+
+
+def _report_parameters(trainer: Trainer) -> None:
+    total = trained = 0
+    for parameter in trainer.strategy.parameters.values():
+        size = math.prod(whole_shape(parameter))
+        total += size
+        trained += size if parameter.requires_grad else 0
+    share = ""
+    if trained < total:
+        share = f", {trained:,} of them trained ({trained / total:.2%})"
+    logger.info("model        %s parameters%s", f"{total:,}", share)
+
+
+def _report_sources(experiment: Experiment) -> None:
+    """Logs the weights of a mixture's sources, and the steps at which they change."""
+    data = experiment.data
+    if not data.sources:
+        return
+
+    def listed(weights: dict[str, float]) -> str:
+        return ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
+
+    text = listed({source.label: source.weight for source in data.sources})
+    for change in data.weights:
+        text += f"; after step {change.step} {listed(change.weights)}"
+    logger.info("data         %s", text)
+
+
+def _report_batch(trainer: Trainer, phase: Phase) -> None:
+    spec = trainer.objective.pack_spec(phase.sequence_length)
+    size: object = spec.positions
+    if spec.sides is not None and not spec.sides.joined:
+        size = "({} + {})".format(*spec.sides.size)
+    name, steps = f"phase {phase.index}", f", steps {phase.first_step + 1} to {phase.end}"
+    if len(trainer.phases) == 1:
+        name, steps = "batch", ""
+    logger.info(
+        "%-12s %d examples x %s = %s tokens a step, in micro-batches of at most %d%s",
+        name,
+        phase.global_batch_size,
+        size,
+        f"{phase.global_batch_size * spec.positions:,}",
+        phase.micro_batch_size,
+        steps,
+    )

@@ -1,4 +1,4 @@
-"""Initial weights of a run: values from a trained model, chosen layers, reinitialized layers."""
+"""Initial weights from a trained model: all of them, some of its layers, or all but the last."""
 
 from __future__ import annotations
 
@@ -24,18 +24,16 @@ logger = logging.getLogger(__name__)
 def stored_values(
     weights: Weights, model: Model, dataset: AnyDataset, seed: int | None = None
 ) -> InitialValues:
-    """The parameters of a trained model, rejected unless they fit this model and the dataset.
+    """Returns the parameter values of a trained model for `model`.
 
     Args:
-        weights: of the trained model.
-        model: gets the values; its parameters have shapes as long as values are asked for.
-        dataset: of the run.
-        seed: at the start of a run: initializes what the weights do not have, as a head for a new
-            task; see `Model.start_from`. None: the weights must be those of this very model.
+        model: gets the values. Its parameters must keep their shapes while values are read.
+        seed: at the start of a run, initializes what the weights do not have, such as a head for
+            a new task; see `Model.start_from`. None: the weights must be those of this very model.
 
     Raises:
-        CheckpointError: they are of another model.
-        ConfigError: the dataset has another tokenizer, or what is to be initialized is frozen.
+        CheckpointError: the weights are of another model.
+        ConfigError: the dataset has another tokenizer, or a parameter without a value is frozen.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     stored = Stored(weights.config, {name: weights.tensors.shape(name) for name in weights.tensors})
@@ -43,104 +41,119 @@ def stored_values(
     if seed is not None:
         _check_peft(weights, model)
         start = model.start_from(stored)
-        frozen = [
-            name for name, parameter in model.named_parameters() if not parameter.requires_grad
-        ]
-        if absent := [name for name in frozen if start.sources.get(name) != name]:
-            raise ConfigError(
-                f"{absent[0]} is frozen, and {weights.folder} has no values for it; take it out of frozen"
-            )
-    taken = {name: source for name, source in start.sources.items() if source is not None}
-    wrong = [name for name, source in taken.items() if stored.shapes.get(source) != shapes[name]]
-    used = {*shapes, *taken.values()}
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad and start.sources.get(name) != name:
+                raise ConfigError(
+                    f"{name} is frozen, and {weights.folder} has no values for it; take it out of "
+                    "frozen"
+                )
+    sources = {name: source for name, source in start.sources.items() if source is not None}
+    wrong = [name for name, source in sources.items() if stored.shapes.get(source) != shapes[name]]
+    used = {*shapes, *sources.values()}
     unused = [name for name in stored.shapes if name not in used]
-    extra = [name for name in unused if name not in start.unused]
-    if wrong or extra:
+    unknown = [name for name in unused if name not in start.unused]
+    if wrong or unknown:
         raise CheckpointError(
-            f"{weights.folder} holds another model than the experiment's: {len(wrong)} parameters are missing or of "
-            f"another shape and {len(extra)} are unknown, first {(wrong + extra)[0]}; make the model section match it"
+            f"{weights.folder} holds another model than the experiment's: {len(wrong)} parameters "
+            f"are missing or of another shape and {len(unknown)} are unknown, first "
+            f"{(wrong + unknown)[0]}; make the model section match it"
         )
     if unused:
         logger.info("left out, because %s: %s", start.reason, ", ".join(unused))
-    if moved := [source for name, source in taken.items() if source != name]:
+    moved = [source for name, source in sources.items() if source != name]
+    if moved:
         logger.info("taken for the head: %s", ", ".join(moved))
-    if drawn := [name for name in shapes if name not in taken]:
-        logger.info("drawn anew: %s", ", ".join(drawn))
-    with weights.tokenizer_files() as files:
-        tokenizer = Tokenizer.load(files)
-    if tokenizer.fingerprint != dataset.tokenizer.fingerprint:
-        here = isinstance(weights.tokenizer, Path)
-        copied, folder = (
-            ("", weights.tokenizer)
-            if here
-            else (f"copy {weights.tokenizer} to a folder DIR, ", "DIR")
-        )
-        raise ConfigError(
-            f"{weights.folder} was trained with another tokenizer than {dataset.name} was built with, so its tokens "
-            f"mean other words; {copied}build a dataset with tokenizer.path={folder} and set data.path to it"
-        )
+    new = [name for name in shapes if name not in sources]
+    if new:
+        logger.info("initialized at random: %s", ", ".join(new))
+    _check_tokenizer(weights, dataset)
 
     def values(name: str, first: int, stop: int) -> Tensor:
-        if name in taken:
-            return weights.tensors.elements(taken[name], first, stop).float()
+        if name in sources:
+            return weights.tensors.elements(sources[name], first, stop).float()
         assert seed is not None, "weights of this very model hold all of its parameters"
         return model.initial_values(name, first, stop, seed)
 
     return values
 
 
+def _check_tokenizer(weights: Weights, dataset: AnyDataset) -> None:
+    """Rejects a dataset of another tokenizer: its token ids would mean other words."""
+    with weights.tokenizer_files() as files:
+        tokenizer = Tokenizer.load(files)
+    if tokenizer.fingerprint == dataset.tokenizer.fingerprint:
+        return
+    copy, folder = "", str(weights.tokenizer)
+    if not isinstance(weights.tokenizer, Path):
+        copy, folder = f"copy {weights.tokenizer} to a folder DIR, ", "DIR"
+    raise ConfigError(
+        f"{weights.folder} was trained with another tokenizer than {dataset.name} was built with, "
+        f"so its tokens mean other words; {copy}build a dataset with tokenizer.path={folder} and "
+        "set data.path to it"
+    )
+
+
+def _check_peft(weights: Weights, model: Model) -> None:
+    """Rejects weights with another parameter-efficient fine-tuning than the model's."""
+    before, now = weights.config.peft, model.config.peft
+    if before is None or before == now:
+        return
+    kind = type(before).__module__.rpartition(".")[2]
+    merge = (
+        f"samestep export {weights.folder} DIR adds what it learned to the weights of DIR, to "
+        "start from; or "
+    )
+    raise ConfigError(
+        f"{weights.folder} holds a model with {kind}, and the experiment's has "
+        f"{'none' if now is None else 'other settings of model.peft'}; "
+        f"{merge if before.merges else ''}keep its model.peft (leave the section out)"
+    )
+
+
 def choose_layers(weights: Weights, layers: Sequence[int]) -> Weights:
-    """A trained model with some of its layers alone, of T5's in both stacks; what is in no layer stays as it is.
+    """Returns a trained model with only some of its layers; of T5's, in both stacks.
+
+    Parameters outside of layers stay as they are.
 
     Args:
-        weights: of the trained model.
-        layers: which of its layers come first, second, and so on, counted from 0; one may come twice.
+        layers: numbers of the layers, from 0, in their new order: [0, 3, 3] gives a model of three
+            layers, with layer 3 twice.
 
     Raises:
         ConfigError: there are no such layers.
     """
     with torch.device("meta"):
         model = weights.config.build()
-    places = {name: model.layer_of(name) for name in weights.tensors}
-    pieces = {name: weights.tensors.pieces[name] for name, place in places.items() if place is None}
-    for name, place in places.items():
+    pieces = {}
+    for name in weights.tensors:
+        place, own = model.layer_of(name), weights.tensors.pieces[name]
         if place is None:
+            pieces[name] = own
             continue
         if wrong := [number for number in layers if not 0 <= number < place.depth]:
             raise ConfigError(
-                f"init_layers names layer {wrong[0]}, and {weights.folder} has {place.depth}, numbered from 0; use 0 "
-                f"to {place.depth - 1}"
+                f"init_layers names layer {wrong[0]}, and {weights.folder} has {place.depth}, "
+                f"numbered from 0; use 0 to {place.depth - 1}"
             )
         for number, chosen in enumerate(layers):
             if chosen == place.number:
-                pieces[place.at(number)] = weights.tensors.pieces[name]
-    logger.info(
-        "the layers start from layers %s of %s", ", ".join(map(str, layers)), weights.folder
-    )
+                pieces[place.at(number)] = own
+    numbers = ", ".join(map(str, layers))
+    logger.info("the layers start from layers %s of %s", numbers, weights.folder)
     return replace(weights, tensors=StoredTensors(pieces))
-
-
-def _check_peft(weights: Weights, model: Model) -> None:
-    """Rejects weights with another way of parameter-efficient fine-tuning than the model's."""
-    before, now = weights.config.peft, model.config.peft
-    if before is None or before == now:
-        return
-    kind = type(before).__module__.rpartition(".")[2]
-    merged = f"samestep export {weights.folder} DIR adds what it learned to the weights of DIR, to start from; or "
-    raise ConfigError(
-        f"{weights.folder} holds a model with {kind}, and the experiment's has "
-        f"{'none' if now is None else 'other settings of model.peft'}; {merged if before.merges else ''}keep its "
-        "model.peft (leave the section out)"
-    )
 
 
 def reinitialize_layers(
     values: InitialValues, model: Model, layers: int, seed: int
 ) -> InitialValues:
-    """The same values, but for the last layers of each stack and a task's pooler, which are drawn.
+    """Initializes the last layers of each stack and a task's pooler at random again.
 
-    What pre-training made of these is about its own objective, and small tasks may do better without it (Zhang et al.
-    2021, "Revisiting few-sample BERT fine-tuning").
+    In pre-training they specialize in its own objective, and small tasks may do better without
+    (Zhang et al. 2021, "Revisiting few-sample BERT fine-tuning").
+
+    Args:
+        values: of all parameters.
+        layers: number of last layers.
 
     Raises:
         ConfigError: the model has fewer layers, or some of these are frozen.
@@ -149,18 +162,17 @@ def reinitialize_layers(
         raise ConfigError(
             f"redraw_layers is {layers}, and the model has {model.config.layers} layers; use fewer"
         )
-    drawn = model.last_layers(layers)
-    if frozen := [
-        name
-        for name, parameter in model.named_parameters()
-        if name in drawn and not parameter.requires_grad
-    ]:
-        raise ConfigError(
-            f"redraw_layers {layers} draws {frozen[0]}, which is frozen; set redraw_layers=0"
-        )
-    logger.info("drawn anew: the last %d layers", layers)
-    return lambda name, start, stop: (
-        model.initial_values(name, start, stop, seed)
-        if name in drawn
-        else values(name, start, stop)
-    )
+    chosen = model.last_layers(layers)
+    for name, parameter in model.named_parameters():
+        if name in chosen and not parameter.requires_grad:
+            raise ConfigError(
+                f"redraw_layers {layers} initializes {name}, which is frozen; set redraw_layers=0"
+            )
+    logger.info("initialized at random: the last %d layers", layers)
+
+    def new_values(name: str, start: int, stop: int) -> Tensor:
+        if name in chosen:
+            return model.initial_values(name, start, stop, seed)
+        return values(name, start, stop)
+
+    return new_values

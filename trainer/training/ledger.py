@@ -1,16 +1,19 @@
-"""The ledger: what a run was fed, in rows of which each is chained to all those before it.
+"""The ledger: a hash chain of the examples that a run consumed, in RUN/ledger.jsonl.
 
-A row is a line of RUN/ledger.jsonl, {"step", "time", "kind", ..., "head"}, and of one of these kinds:
+Each line is a row {"step", "time", "kind", ..., "head"} of one of these kinds:
 
-    order     from here on, examples are counted in this data order; all that determines it
-    fed       steps, the global examples that they took, and the sum of the hashes of the rows that were really fed
-    excluded  global examples that are passed over, and why
-    corrupt   a shard that is passed over from a global example on, because its bytes have changed
-    lost      the rows before this one were missing or damaged when the run was continued
-    taken     the steps up to this one were taken elsewhere, by another program; the first row of such a run
+    order     a data order begins, in which examples are counted from here on; all that
+              determines it
+    fed       steps, the global examples they consumed, and the sum of the hashes of the rows of
+              these examples, computed from what the model really got
+    excluded  global examples that are skipped, and why
+    corrupt   a shard that is skipped from a global example on, because its bytes have changed
+    lost      rows before this one were missing or damaged when the run was continued
+    taken     another program took the steps up to this one; first row of such a run
 
-A head is the SHA-256 of the head before and the row's content. The time is not part of it, nor is anything else that
-may differ between two runs of the same steps: equal heads mean that two runs were fed the same, from the first step on.
+A head is the SHA-256 of the previous head and the row's content. Neither the time nor anything else
+that may differ between two runs of the same steps is part of it. So equal heads mean that two runs
+consumed the same data, from the first step on.
 """
 
 from __future__ import annotations
@@ -33,16 +36,14 @@ Range: TypeAlias = Sequence[int]
 """Examples [first, end) by their global numbers."""
 
 CorruptShard: TypeAlias = tuple[str, str, int]
-"""Digest of the dataset, name of the shard, and the first global example that is passed over."""
+"""Digest of the dataset, name of the shard, and the first global example that is skipped."""
 
 GENESIS = "0" * 64
 """The head of a ledger without rows."""
 
-_UNCHAINED = ("time", "head")
-
 
 class LedgerState(TypedDict, total=False):
-    """Where a ledger stands, as checkpoints keep it; older ones have no `corrupt`."""
+    """State of a ledger in a checkpoint; older ones have no `corrupt`."""
 
     head: str
     order: int
@@ -54,17 +55,13 @@ class LedgerState(TypedDict, total=False):
 
 
 def chain(head: str, row: Mapping[str, object]) -> str:
-    """The head that a row leads to, from the one before it."""
-    content = {name: value for name, value in row.items() if name not in _UNCHAINED}
-    return hashlib.sha256(f"{head} {_canonical(content)}".encode()).hexdigest()
+    """Returns the head after a row, from the head before it."""
+    content = {name: value for name, value in row.items() if name not in ("time", "head")}
+    return _sha256(f"{head} {_canonical(content)}")
 
 
 def intact_rows(path: Path) -> Iterator[tuple[Row, int]]:
-    """Yields the rows of a ledger up to the first that does not follow from those before it.
-
-    Yields:
-        A row, and where in the file it ends, in bytes.
-    """
+    """Yields rows and their ends in the file (bytes), up to the first that breaks the chain."""
     head, end = GENESIS, 0
     with path.open("rb") as file:
         for line in file:
@@ -73,18 +70,17 @@ def intact_rows(path: Path) -> Iterator[tuple[Row, int]]:
                 row = json.loads(line)
             except ValueError:
                 return
-            if (
-                not isinstance(row, dict)
-                or not line.endswith(b"\n")
-                or row.get("head") != chain(head, row)
-            ):
+            # A torn last line can be valid JSON, but it has no line feed.
+            if not isinstance(row, dict) or not line.endswith(b"\n"):
+                return
+            if row.get("head") != chain(head, row):
                 return
             head = row["head"]
             yield row, end
 
 
 def corrupt_shards(rows: Iterable[Row], order: int) -> list[CorruptShard]:
-    """The shards that rows of a ledger say were passed over in a data order."""
+    """Returns the shards that were skipped in a data order."""
     return [
         (row["dataset"], row["shard"], row["first"])
         for row in rows
@@ -93,33 +89,36 @@ def corrupt_shards(rows: Iterable[Row], order: int) -> list[CorruptShard]:
 
 
 class Ledger:
-    """Chains rows. All ranks do so alike, and the first one writes them.
+    """Chains rows. All ranks do so alike; only the rank with an open file writes them.
+
+    Steps are collected first and written as one `fed` row, see `close_row`.
 
     Attributes:
-        head: that of the last row.
-        fed: the steps that are in no row yet, as (first, last); None if there are none.
+        head: the head of the last row.
     """
 
     def __init__(self) -> None:
         self.head = GENESIS
-        self.fed: tuple[int, int] | None = None
+        # First and last step of the open row, and their examples as merged ranges.
+        self._steps: tuple[int, int] | None = None
         self._examples: list[list[int]] = []
         self._order, self._basis = 0, ""
         self._excluded: list[list[int]] = []
         self._corrupt: list[list[str | int]] = []
-        self._announce = False  # the order, though it is the same: its row is lost
+        # The next `enter` repeats the order row even if the order is unchanged: that row is lost.
+        self._repeat_order = False
         self._path: Path | None = None
         self._file: JsonlTracker | None = None
 
     def open(self, path: Path, step: int) -> None:
-        """Says where rows go; those that are there are cut back to `head`.
+        """Opens the file, and removes the rows after `head`: the run will write them again.
 
-        Where that is not to be found, the file is set aside and a ledger begun that says so: it takes a proof from the
-        user, not the run.
+        If no row has this head, the file is set aside and a new ledger begins with a row that says
+        so. The user loses a proof then, but not the run.
 
         Args:
-            path: the file; made if missing.
-            step: the run's number of steps.
+            path: created if missing.
+            step: number of steps taken.
         """
         self._path = path
         self.close()
@@ -129,15 +128,18 @@ class Ledger:
             if path.exists():
                 path.replace(aside)
             logger.warning(
-                "%s does not lead to the checkpoint of step %d: it was changed or removed, or is that of another run; "
-                "training goes on, but what was fed up to this step cannot be verified any more (what there was of it "
-                "is in %s)",
-                *(path, step, aside.name),
+                "%s does not lead to the checkpoint of step %d: it was changed or removed, or "
+                "belongs to another run. Training goes on, but the data consumed up to this step "
+                "can no longer be verified (what was left of the ledger is in %s)",
+                path,
+                step,
+                aside.name,
             )
         elif path.exists():
             os.truncate(path, found[1])
         self._file = JsonlTracker(path, resume_step=None)
-        self._announce = found is None or found[0] != self.head
+        # A second start from the same checkpoint finds the head of the `lost` row instead of ours.
+        self._repeat_order = found is None or found[0] != self.head
         if found is None:
             before, self.head = self.head, GENESIS
             self._append(step, "lost", {"before": before})
@@ -145,68 +147,65 @@ class Ledger:
             self.head = found[0]
 
     def must_close_row(self, order: int, basis: Mapping[str, object], batch_size: int) -> bool:
-        """Whether the steps that are in no row yet need one before such steps follow; the same on all ranks."""
-        if self.fed is None:
+        """Whether the open row must be closed before such steps; the same on all ranks.
+
+        All steps of a row share a data order and a batch size, so the examples of each of its
+        steps can be computed: row [[0, 30]] of steps 1 to 3 means 10 examples a step.
+        """
+        if self._steps is None:
             return False
-        examples = sum(end - first for first, end in self._examples)
-        same_size = examples == batch_size * (self.fed[1] - self.fed[0] + 1)
+        first, last = self._steps
+        examples = sum(end - begin for begin, end in self._examples)
+        same_size = examples == batch_size * (last - first + 1)
         return not same_size or self._basis != _digest(order, basis)
 
     def enter(
         self, step: int, order: int, basis: Mapping[str, object], excluded: Sequence[Range]
     ) -> None:
-        """Begins a data order, unless it is the one that the rows are about.
+        """Begins a data order, unless it is the current one.
 
         Args:
-            step: the run's number of steps.
-            order: the number of the data order.
-            basis: all that determines it.
-            excluded: all examples of it that are passed over.
+            step: number of steps taken.
+            order: number of the data order.
+            basis: everything that determines it.
+            excluded: all of its examples that are skipped.
         """
         digest = _digest(order, basis)
-        if digest != self._basis or self._announce:
-            self._order, self._basis, self._announce = order, digest, False
+        if digest != self._basis or self._repeat_order:
+            self._order, self._basis, self._repeat_order = order, digest, False
             self._excluded, self._corrupt = [], []
             self._append(step, "order", {"order": order, **basis})
         if merged([*self._excluded, *excluded]) != self._excluded:
             self.exclude(step, order, excluded, "data.exclude, or as before")
 
-    def feed(
+    def add_step(
         self, step: int, examples: Sequence[Range], corrupt: Sequence[CorruptShard] = ()
     ) -> None:
-        """Takes note of the global examples that a step took; writes which shards are passed over, if that is new."""
+        """Adds the global examples of a step to the open row; writes newly corrupt shards."""
         for dataset, name, first in corrupt:
             shard: list[str | int] = [dataset, name, first]
             if shard not in self._corrupt:
                 self._corrupt.append(shard)
-                self._append(
-                    step,
-                    "corrupt",
-                    {"order": self._order, "dataset": dataset, "shard": name, "first": first},
-                )
-        self.fed = (self.fed[0] if self.fed else step, step)
+                content = {"order": self._order, "dataset": dataset, "shard": name, "first": first}
+                self._append(step, "corrupt", content)
+        self._steps = (self._steps[0] if self._steps else step, step)
         for first, end in examples:
             if self._examples and self._examples[-1][1] == first:
                 self._examples[-1][1] = end
-            else:  # after examples that are excluded; or before others, which nothing may hide
+            else:  # a gap (excluded examples) or an overlap (an error, which must not be hidden)
                 self._examples.append([first, end])
 
     def close_row(self, digest: str) -> None:
-        """Writes the steps that are in no row yet, with the sum of the hashes of all rows that they were fed."""
-        if self.fed is None:
+        """Writes the open row, if any, with the sum of the hashes of all its examples' rows."""
+        if self._steps is None:
             return
-        (first, last), examples = self.fed, self._examples
-        self.fed, self._examples = None, []
-        content = {
-            "order": self._order,
-            "first_step": first,
-            "examples": examples,
-            "digest": digest,
-        }
-        self._append(last, "fed", content)
+        (first, last), examples = self._steps, self._examples
+        self._steps, self._examples = None, []
+        content = {"order": self._order, "first_step": first}
+        self._append(last, "fed", {**content, "examples": examples, "digest": digest})
 
     def exclude(self, step: int, order: int, examples: Sequence[Range], reason: str) -> None:
-        """Writes that examples of a data order are passed over from `step` on."""
+        """Writes that examples of a data order are skipped from `step` on."""
         if order == self._order:
             self._excluded = merged([*self._excluded, *examples])
         ranges = [list(part) for part in examples]
@@ -223,56 +222,53 @@ class Ledger:
             self._file.log(step, {**row, "head": self.head})
 
     def state_dict(self) -> LedgerState:
-        """Where the ledger stands, for a checkpoint; what it refers to is on the disk by then."""
+        """State for a checkpoint; every row before it is on disk by then."""
         if self._file is not None:
             self._file.sync()
         return {
             "head": self.head,
             "order": self._order,
             "basis": self._basis,
-            "fed": self.fed,
+            "fed": self._steps,
             "examples": [list(part) for part in self._examples],
             "excluded": self._excluded,
             "corrupt": self._corrupt,
         }
 
     def load_state_dict(self, state: LedgerState, step: int) -> None:
-        """Goes back to where a ledger stood; rows after that are removed from the file."""
+        """Restores the state of a checkpoint; removes later rows from an open file."""
         self.head, self._order, self._basis = state["head"], state["order"], state["basis"]
-        fed = state["fed"]
-        self.fed = (fed[0], fed[1]) if fed else None
-        self._examples, self._excluded = (
-            [list(part) for part in state[name]] for name in ("examples", "excluded")
-        )
-        self._corrupt = [
-            list(shard) for shard in state.get("corrupt", ())
-        ]  # or of a version that passed over none
+        steps = state["fed"]
+        self._steps = (steps[0], steps[1]) if steps else None
+        # Copies: this object changes its lists in place.
+        self._examples = [list(part) for part in state["examples"]]
+        self._excluded = [list(part) for part in state["excluded"]]
+        self._corrupt = [list(shard) for shard in state.get("corrupt", ())]
         if self._path is not None:
             self.open(self._path, step)
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             self._file.close()
 
 
 def _find(path: Path, head: str) -> tuple[str, int] | None:
-    """The row of a ledger with this head, or that has taken its place: its head, and where it ends in the file."""
+    """Finds the row with a head, or the `lost` row that replaced it: its head and end (bytes)."""
     if not path.exists():
         return None
-    return next(
-        (
-            (row["head"], end)
-            for row, end in intact_rows(path)
-            if head in (row["head"], row.get("before"))
-        ),
-        None,
-    )
+    for row, end in intact_rows(path):
+        if head in (row["head"], row.get("before")):
+            return row["head"], end
+    return None
 
 
 def _digest(order: int, basis: Mapping[str, object]) -> str:
-    return hashlib.sha256(_canonical({"order": order, **basis}).encode()).hexdigest()
+    return _sha256(_canonical({"order": order, **basis}))
 
 
 def _canonical(content: Mapping[str, object]) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

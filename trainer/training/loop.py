@@ -1,4 +1,25 @@
-"""The training loop: one optimizer step after another, the same at any world size."""
+"""The training loop: one optimizer step after another, the same at any world size.
+
+`Trainer.train_step` takes one step on this replica's share of a global batch:
+
+1. Set the learning rate.
+2. Forward and backward (`trainer.training.passes`). Before the first forward pass, the weight of
+   each loss term (for masked language modeling, the number of masked tokens) is summed over the
+   whole global batch. Every micro-batch divides its loss by this global weight, so gradients only
+   have to be added up, over micro-batches and replicas.
+3. Clip the gradients by their global norm.
+4. If `training.faults` asks for it, check the loss and the norm, and skip a faulty step.
+5. Update the parameters.
+
+Why one division by global weights: micro-batches hold different numbers of predictions, so a mean
+of means depends on the split. Say rank 0 predicts three tokens with a loss of 1 each, and rank 1
+one token with a loss of 5. The mean of the ranks' means is (1 + 5) / 2 = 3. The loss of the batch
+is 8 / 4 = 2, where each token counts the same, whichever rank has it.
+
+The host only enqueues work in a step and does not wait for the device; it waits in `_log_training`,
+every `log_every` steps, where it reads the accumulated metrics. Evaluations and saves wait as well,
+and so do two optional checks: of faults (each step) and of the state's bits (`verify_state_every`).
+"""
 
 from __future__ import annotations
 
@@ -23,21 +44,28 @@ from trainer.strategies import Strategy
 from trainer.strategies.fingerprint import StateCheck
 from trainer.training.best import Best
 from trainer.training.checkpoints import Checkpoints
-from trainer.training.guard import Guard
-from trainer.training.passes import Gradients, Loader, MicroBatches, accumulate_gradients, score
+from trainer.training.faults import Faults
+from trainer.training.passes import (
+    Batch,
+    Gradients,
+    Loader,
+    MicroBatches,
+    accumulate_gradients,
+    loss_and_norm,
+    score,
+)
 from trainer.training.phase_loaders import PhaseLoaders
 from trainer.training.phases import Phase, phase_of
 from trainer.training.preemption import StopRequest
 from trainer.training.recorder import AlertingHeartbeat, Recorder
-from trainer.training.resuming import Description, changes_since
 from trainer.training.settings import Config
-from trainer.training.state import Meta, TrainState
+from trainer.training.state import Description, Meta, TrainState, changes_since
 
 logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Drives one run; every part it drives is handed in."""
+    """Drives one run. It builds none of the parts: see `trainer.training.run.build_trainer`."""
 
     def __init__(
         self,
@@ -63,12 +91,12 @@ class Trainer:
         self.state = TrainState()
         self.best = Best(config.best)
         self.recorder = Recorder(strategy)
-        self.guard = Guard(config.faults, strategy, description.output)
-        stacks = Path(description.output, "stacks")
+        output = str(description.config["output"])
+        self.faults = Faults(config.faults, strategy.loss_scale is not None, output)
         self.heartbeat = AlertingHeartbeat(
-            self.recorder, strategy.world, config.hang_timeout, stacks
+            self.recorder, strategy.world, config.hang_timeout, Path(output, "stacks")
         )
-        # A look at a compiled step's state would cut its graph in two.
+        # Reading the state in the middle of a compiled step would split its graph in two.
         every = None if strategy.accelerator.compiles else config.verify_state_every
         self.state_check = StateCheck(strategy, partial(self._tensors, frozen=True), every)
         self._profiler: Profiler | None = None
@@ -83,87 +111,35 @@ class Trainer:
         profiler: Profiler | None = None,
         stop: StopRequest | None = None,
     ) -> str | None:
-        """Trains from where the state stands to the last step, evaluating, logging and saving on the way.
+        """Trains from the current step to the last, with evaluations, logs and checkpoints.
 
         Args:
-            trackers: what gets the metrics, on rank 0.
-            ledger: the file that tells what the model was fed, on rank 0.
-            throughput: turns steps and times into rates; None leaves those out.
-            profiler: traces steps that are asked for.
-            stop: ends the run early, after a step and its checkpoint; None never does.
+            trackers: receive the metrics; on rank 0 only.
+            ledger: file for a record of the consumed data; on rank 0 only.
+            throughput: turns steps and seconds into rates; None leaves these out.
+            stop: ends the run early, after a step and its checkpoint.
 
         Returns:
-            None at the end of the run. What is wrong with the next step where the run is to go back to a checkpoint,
-            see `trainer.training.rewind`.
+            None at the end of the run. Otherwise the fault of the next step, which asks for a
+            rewind to a checkpoint: see `trainer.training.rewind`.
 
         Raises:
-            SamestepError: the loss or the gradient is not finite, and nothing is to be done about it.
+            SamestepError: the loss or the gradient is not finite, and `training.faults` says stop.
         """
         self._profiler, self._stop = profiler, stop
         self.recorder.open(self.state.step, trackers, ledger, throughput)
         self.model.train()
         with self.heartbeat:
-            while not (self.over or (stop and stop.agreed)):
+            while not (self.finished or (stop and stop.agreed)):
                 if fault := self._run_phase(self.phase):
                     return fault
             self.checkpoints.durable.wait()
         return None
 
     @property
-    def over(self) -> bool:
-        """Whether the run has come to its end: its last step, or the last evaluation that it has patience for."""
-        return self.state.step >= self.config.steps or self.best.over
-
-    def _run_phase(self, phase: Phase) -> str | None:
-        """Trains to the end of a phase; its last step ends a row of metrics, so that no row is about two phases.
-
-        Returns:
-            As `fit`.
-        """
-        batches, lap, began = iter(self.loader), self.recorder.end_section, self.state.step
-        self.record_order()
-        while self.state.step < phase.end:
-            self.heartbeat.begin_step(self.state.step + 1, first=self.state.step == began)
-            if self._profiler is not None:
-                self._profiler.begin_step(
-                    self.state.step + 1, look=self._due(self.config.log_every)
-                )
-            lap("logging")
-            micro_batches = next(batches)
-            lap("data_wait")
-            if fault := self.train_step(micro_batches):
-                if not self.guard.skips(self.state.step + 1, fault):
-                    return fault
-                self.recorder.alert(
-                    "WARN", "A step was skipped", f"step {self.state.step + 1}: {fault}"
-                )
-                self.skip_examples(self.loader.consumed, fault)
-                continue
-            if self.state.step == began + 1:
-                # The optimizer has its state from now on, which saves copy to the host.
-                self.checkpoints.reserve(self.strategy.to_host(self._tensors(), copy=False))
-            if self._profiler is not None and (shares := self._profiler.end_step(self.state.step)):
-                self.recorder.log(self.state.step, shares)
-            if logged := self._due(self.config.log_every) or self.state.step == phase.end:
-                self._log_training()
-                lap("logging")
-            if self._due(self.config.evaluate_every):
-                scores = self.evaluate(phase)
-                self.recorder.log(
-                    self.state.step, {f"heldout/{name}": value for name, value in scores.items()}
-                )
-                self.best.look(self.state.step, scores, self.strategy.all_reduce)
-                lap("evaluation")
-            if self.best.over and not logged:
-                self._log_training()
-            stopping = (self._stop is not None and self._stop.decide()) or self.best.over
-            ending = stopping or self.state.step in (self.config.steps, self.best.step)
-            if due := self.checkpoints.due(self.state.step, ending):
-                self.save(due)
-                lap("checkpoint")
-            if stopping:
-                return None
-        return None
+    def finished(self) -> bool:
+        """Whether the run is at its last step, or out of patience for a better evaluation."""
+        return self.state.step >= self.config.steps or self.best.out_of_patience
 
     @property
     def phase(self) -> Phase:
@@ -175,36 +151,81 @@ class Trainer:
         """The loader of the next step."""
         return self.loaders.train(self.phase)
 
-    def close(self) -> None:
-        """Stops what makes batches in the background, and a profiler that runs."""
+    def _run_phase(self, phase: Phase) -> str | None:
+        """Trains to the end of a phase, or until a stop is requested; returns as `fit`.
+
+        A phase has one sequence length and one batch size. Its last step always ends a row of
+        metrics, so no row mixes two phases.
+        """
+        batches, end_section = iter(self.loader), self.recorder.end_section
+        begin = self.state.step
+        self.record_order()
+        while self.state.step < phase.end:
+            self._begin_step(first=self.state.step == begin)
+            end_section("logging")
+            micro_batches = next(batches)
+            end_section("data_wait")
+            if fault := self.train_step(micro_batches):
+                if not self.faults.skips(self.state.step + 1, fault):
+                    return fault
+                text = f"step {self.state.step + 1}: {fault}"
+                self.recorder.alert("WARN", "A step was skipped", text)
+                self.skip_examples(self.loader.consumed, fault)
+                continue
+            if self.state.step == begin + 1:
+                # Only now is the optimizer's whole state there, which saves copy to the host.
+                self.checkpoints.reserve(self.strategy.to_host(self._tensors(), copy=False))
+            if self._profiler is not None and (shares := self._profiler.end_step(self.state.step)):
+                self.recorder.log(self.state.step, shares)
+            logged = self._due(self.config.log_every) or self.state.step == phase.end
+            if logged:
+                self._log_training()
+                end_section("logging")
+            if self._due(self.config.evaluate_every):
+                self._evaluate_and_log(phase)
+                end_section("evaluation")
+            if self.best.out_of_patience and not logged:
+                self._log_training()
+            # Last, as it may end the run: all ranks agree on the step after which they stop.
+            stopping = (self._stop is not None and self._stop.decide()) or self.best.out_of_patience
+            ending = stopping or self.state.step in (self.config.steps, self.best.step)
+            if due := self.checkpoints.due(self.state.step, ending):
+                self.save(due)
+                end_section("checkpoint")
+            if stopping:
+                return None
+        return None
+
+    def _begin_step(self, first: bool) -> None:
+        """Announces the next step to the watchdog and the profiler; `first` of a phase is slow."""
+        step = self.state.step + 1
+        self.heartbeat.begin_step(step, first)
         if self._profiler is not None:
-            self._profiler.close()
-        self.loaders.close()
+            self._profiler.begin_step(step, look=self._due(self.config.log_every))
 
     def train_step(self, micro_batches: MicroBatches) -> str | None:
-        """Takes one optimizer step on this replica's rows of a global batch.
-
-        The loss terms are divided by their weights over the whole global batch, so gradients, summed over
-        micro-batches and replicas, do not depend on how the batch was cut.
+        """Takes one optimizer step on this replica's share of a global batch; see the module.
 
         Returns:
-            What is wrong with the step, which then has changed nothing; None if nothing is.
+            The fault of the step, which then has changed nothing; None if there is none.
         """
-        phase, step, looks = self.phase, self.state.step + 1, self.config.faults.looks
+        phase, step = self.phase, self.state.step + 1
+        checks = self.config.faults.checks_steps
         self._set_lr(phase)
-        # The guard looks at numbers on the host: then a step is two graphs, gradients and update.
-        with self._graph("step", apart=not looks):
+        # A compiling accelerator makes one graph of a step. If the host has to check the gradients
+        # before the update, it needs two: gradients and update.
+        with self._graph("step", separate=not checks):
             gradients = self._compute_gradients(micro_batches)
-            if looks and self.guard.look(step, gradients):
-                gradients = self._compute_gradients(micro_batches)  # hardware has transient faults
-                if fault := self.guard.look_again(step, gradients):
+            if checks:
+                gradients, fault = self._check(step, gradients, micro_batches)
+                if fault is not None:
                     return fault
-            metrics, self._grad_norm = gradients
+            self._grad_norm = gradients.norm
             self.recorder.add_batch(step, micro_batches, self.loader)
             self.state_check.before_update(self.state.step)
-            with self._graph("update", apart=looks):
-                for each in metrics:
-                    self.recorder.add(each)
+            with self._graph("update", separate=checks):
+                for metrics in gradients.metrics:
+                    self.recorder.add(metrics)
                 self.strategy.step(self.optimizer, self._grad_norm)
                 self.optimizer.zero_grad(set_to_none=True)
         self.state.step = step
@@ -212,7 +233,7 @@ class Trainer:
         self.recorder.end_section("optimizer")
         self._count(phase, micro_batches[0])
         if step == phase.end:
-            self.guard.end_phase()
+            self.faults.clear_window()
             self.loaders.end(phase, self.phase)
         return None
 
@@ -222,102 +243,133 @@ class Trainer:
         groups.set_lr(self.optimizer, lr * phase.lr_fraction(self.state.step))
 
     def _compute_gradients(self, micro_batches: MicroBatches) -> Gradients:
-        """Leaves the clipped gradients of a global batch in the parameters."""
+        """Computes the clipped gradients of a global batch; they stay in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
-        lap = self.recorder.end_section
-        with self._graph("gradients", apart=self.config.faults.looks):
+        end_section = self.recorder.end_section
+        with self._graph("gradients", separate=self.config.faults.checks_steps):
             metrics = accumulate_gradients(
-                self.model, self.objective, self.strategy, micro_batches, lap
+                self.model, self.objective, self.strategy, micro_batches, end_section
             )
             return Gradients(metrics, self.strategy.clip_grad_norm(self.config.max_grad_norm))
 
-    def _count(self, phase: Phase, batch: Mapping[str, Tensor]) -> None:
+    def _check(
+        self, step: int, gradients: Gradients, micro_batches: MicroBatches
+    ) -> tuple[Gradients, str | None]:
+        """Checks a step's loss and gradient norm. Recomputes a faulty step from the same batch.
+
+        A hardware error does not repeat itself. A fault in the data or the model does.
+
+        Returns:
+            The gradients to use, and their fault.
+        """
+        fault = self._find_fault(gradients)
+        if fault is None:
+            return gradients, None
+        self._warn("step %d: %s; it is computed again from the same batch", step, fault)
+        gradients = self._compute_gradients(micro_batches)
+        fault = self._find_fault(gradients)
+        if fault is None:
+            self._warn("step %d: now its loss and gradient norm are fine: a passing fault", step)
+        return gradients, fault
+
+    def _find_fault(self, gradients: Gradients) -> str | None:
+        with self.strategy.accelerator.graph("loss and norm"):
+            loss, grad_norm = loss_and_norm(gradients, self.strategy)
+        return self.faults.check(loss, grad_norm)
+
+    def _count(self, phase: Phase, batch: Batch) -> None:
         """Counts the examples and positions of a step; `batch` is any of its micro-batches."""
         lengths = [batch[name].shape[1] for name in ("tokens", "target_tokens") if name in batch]
         self.state.examples += phase.global_batch_size
         self.state.tokens += phase.global_batch_size * sum(lengths)
 
-    def _graph(self, work: str, apart: bool) -> AbstractContextManager[object]:
-        """Surrounds work of this phase that is a graph of its own, or part of another."""
-        if not apart:
+    def _graph(self, work: str, separate: bool) -> AbstractContextManager[object]:
+        """Surrounds work that is a separate graph where graphs are compiled; no-op otherwise."""
+        if not separate:
             return nullcontext()
-        return self.strategy.accelerator.graph(self._named(work, self.phase))
+        return self.strategy.accelerator.graph(self._graph_name(work, self.phase))
 
-    def _named(self, work: str, phase: Phase) -> str:
-        """Each phase has shapes of its own, and so graphs."""
+    def _graph_name(self, work: str, phase: Phase) -> str:
+        """Phases have different shapes, so each needs graphs of its own."""
         return work if len(self.phases) == 1 else f"{work} of phase {phase.index}"
 
     def skip_examples(self, examples: Sequence[Sequence[int]], reason: str) -> None:
-        """Goes on without global examples [first, end) from the next step on, and says so.
+        """Skips ranges [first, end) of global examples from the next step on.
 
         Args:
-            examples: of the step taken last from the loader, which counts as not taken then, or later ones.
+            examples: from the step that the loader has given last, which then counts as not
+                taken, or after it.
             reason: for the ledger.
         """
+        step = self.state.step + 1
         for first, end in examples:
             self.loader.exclude(first, end)
-        self.recorder.exclude(self.state.step + 1, self.phase.order, examples, reason)
-        if self.strategy.world.rank == 0:
-            said = ", ".join(f"{first} to {end - 1}" for first, end in examples)
-            logger.warning(
-                "from step %d on, the examples %s are passed over: %s",
-                self.state.step + 1,
-                said,
-                reason,
-            )
+        self.recorder.exclude(step, self.phase.order, examples, reason)
+        ranges = ", ".join(f"{first} to {end - 1}" for first, end in examples)
+        self._warn("from step %d on, the examples %s are skipped: %s", step, ranges, reason)
 
     def record_order(self) -> None:
-        """Tells the ledger what the examples of the next step are numbers of."""
+        """Writes to the ledger which data order the next steps consume."""
         objective = self.description.config["objective"]
         self.recorder.begin_order(self.state.step, self.phase, objective, self.loader.state_dict())
 
     def evaluate(self, phase: Phase) -> dict[str, float]:
-        """Scores the model on the held-out documents, in examples as those of the phase."""
-        work = self._named("evaluation", phase)
-        batches = self.config.evaluate_batches
+        """Scores the model on the held-out documents, in examples of the phase's length."""
         scores = score(
-            self.model, self.objective, self.strategy, self.loaders.heldout(phase), batches, work
+            self.model,
+            self.objective,
+            self.strategy,
+            self.loaders.heldout(phase),
+            self.config.evaluate_batches,
+            self._graph_name("evaluation", phase),
         ).scores
         self.model.train()
         return scores
 
+    def _evaluate_and_log(self, phase: Phase) -> None:
+        scores = self.evaluate(phase)
+        row = {f"heldout/{name}": value for name, value in scores.items()}
+        self.recorder.log(self.state.step, row)
+        self.best.update(self.state.step, scores, self.strategy.all_reduce)
+
     def save(self, checkpointers: Sequence[Checkpointer]) -> None:
         """Starts checkpoints of everything that the next step depends on."""
         with self.strategy.accelerator.graph("metrics"):
-            window = self.recorder.state_dict()
-        self._require_finite(
-            {name: total for name, (total, _) in window["window"].items()}, float(self._grad_norm)
-        )
+            recorded = self.recorder.state_dict()
+        totals = {name: total for name, (total, _) in recorded["window"].items()}
+        self._require_finite(totals, float(self._grad_norm))
         durable = self.checkpoints.durable
         if durable in checkpointers:
+            # The previous save must have ended: if it failed, its step cannot be the best.
             durable.settle()
-            self.best.not_saved(durable.failed)
+            self.best.discard(durable.failed)
         meta = {
             **self.description.to_meta(),
             "state": self.state.state_dict(),
             "order": self.phase.order,
             "data": self.loader.state_dict(),
-            **self.guard.state_dict(),
+            **({"faults": self.faults.state_dict()} if self.config.faults.checks_steps else {}),
             **self.best.state_dict(),
-            **window,
+            **recorded,
         }
         if self.strategy.loss_scale is not None:
             meta["loss_scale"] = self.strategy.loss_scale.state_dict()
+        # Corrupt state must not replace the valid checkpoints before it.
         self.state_check.before_save(self.state.step)
         tensors = self.strategy.to_host(self._tensors())
         for checkpointer in checkpointers:
-            kept = self.best.step if checkpointer is durable else None
-            checkpointer.save(self.state.step, tensors, meta, kept)
+            keep = self.best.step if checkpointer is durable else None
+            checkpointer.save(self.state.step, tensors, meta, keep)
 
     def restore(self, step: int | None, checkpointer: Checkpointer | None = None) -> str:
-        """Continues from a checkpoint that any world size and strategy may have written.
+        """Restores a checkpoint, which any world size and strategy may have written.
 
         Args:
-            step: of the checkpoint; None for the newest.
-            checkpointer: whose it is; None for the run's own.
+            step: None for the newest.
+            checkpointer: None for the run's durable checkpoints.
 
         Returns:
-            The settings that have changed since, for the user.
+            The settings that have changed since then, as text.
         """
         self.state_check.forget()
         tensors = self._tensors()
@@ -330,30 +382,32 @@ class Trainer:
         groups.set_step(self.optimizer, self.state.step)
         if self.strategy.loss_scale is not None and "loss_scale" in meta:
             self.strategy.loss_scale.load_state_dict(meta["loss_scale"])
-        self.guard.load_state_dict(meta)
+        if "faults" in meta:
+            self.faults.load_state_dict(meta["faults"])
         self.best.load_state_dict(meta, self.checkpoints.durable.holds)
-        self._enter_order(meta)
+        self._restore_order(meta)
         self.recorder.load_state_dict(meta, self.state.tokens)
         return changes
 
-    def _enter_order(self, meta: Meta) -> None:
-        """Goes on in the data order of the checkpoint, or begins that of the next phase.
+    def _restore_order(self, meta: Meta) -> None:
+        """Continues the data order of a checkpoint, or begins the order of the next phase.
 
         Raises:
-            CheckpointError: the phases have been changed so that the step belongs to another order.
+            CheckpointError: the phases have changed, and the step belongs to another order now.
         """
         phase, before = self.phase, meta.get("order", 0)
         if before == phase.order:
             self.loader.load_state_dict(meta["data"])
         elif before > phase.order or self.state.step != phase.first_step:
             raise CheckpointError(
-                f"the checkpoint of step {self.state.step} was saved in the data order number {before}, and by this "
-                f"run's phases the step belongs to number {phase.order} (each change of the sequence length begins "
-                "one); keep the phases that have begun, or start a new run from the checkpoint's weights with init_from"
+                f"the checkpoint of step {self.state.step} was saved in data order {before}, and "
+                f"by this run's phases the step belongs to order {phase.order} (each change of "
+                "the sequence length begins one). Keep the phases that have begun, or start a new "
+                "run from the checkpoint's weights with init_from"
             )
 
     def _tensors(self, frozen: bool = False) -> dict[str, Tensor]:
-        """The state that steps change; with the `frozen` parameters, all that they depend on."""
+        """The state that steps change, by name; with `frozen`, the frozen parameters as well."""
         parameters = self.strategy.parameters
         tensors: dict[str, Tensor] = {
             f"model/{name}": parameter.detach()
@@ -364,32 +418,32 @@ class Trainer:
         return tensors | {f"optimizer/{name}": tensor for name, tensor in moments.items()}
 
     def _require_finite(self, values: Mapping[str, float], grad_norm: float) -> None:
-        """Stops, on all ranks at once as the values are those of all, before sound checkpoints make way for others.
+        """Stops the run before valid checkpoints are replaced by useless ones.
+
+        The values are sums over all ranks, so all ranks stop at once.
 
         Raises:
             SamestepError: a value is not finite.
         """
         fix = "set training.precision=bf16 or fp32, as fp16 overflows in the forward pass,"
-        if (
-            self.strategy.loss_scale is None
-        ):  # with one, a step whose gradient is not finite is skipped
+        # With a loss scale, steps with an overflowed gradient are skipped: they are no error.
+        if self.strategy.loss_scale is None:
             values = {**values, "grad_norm": grad_norm}
             fix = "lower optimizer.lr or training.max_grad_norm"
         for name, value in values.items():
             if not math.isfinite(value):
                 raise SamestepError(
-                    f"train/{name} is {value} at step {self.state.step}, so what follows would be lost; the "
-                    f"checkpoints before it are sound: {fix} and run the same command again. "
-                    f"{self.guard.advice(self.state.step)}"
+                    f"train/{name} is {value} at step {self.state.step}, so further training "
+                    f"would be lost. The checkpoints before it are valid: {fix} and run the same "
+                    f"command again. {self.faults.advice(self.state.step)}"
                 )
 
     def _due(self, every: int | None) -> bool:
-        return every is not None and (
-            self.state.step % every == 0 or self.state.step == self.config.steps
-        )
+        at_end = self.state.step == self.config.steps
+        return every is not None and (self.state.step % every == 0 or at_end)
 
     def _log_training(self) -> None:
-        """One row of metrics: means since the last row, and the state they led to. Waits for the device."""
+        """Writes a row: means since the last row, and the state after it. Waits for the device."""
         with self.strategy.accelerator.graph("metrics"):
             means = self.recorder.means()
         grad_norm = float(self._grad_norm)
@@ -397,6 +451,16 @@ class Trainer:
         row = {f"train/{name}": value for name, value in means.items()}
         group = self.optimizer.param_groups[0]
         row["train/lr"] = group["lr"] / group.get("lr_scale", 1.0)
-        if math.isfinite(grad_norm):  # fp16 skips steps where it is not
+        if math.isfinite(grad_norm):  # not finite in a step that fp16's loss scale has skipped
             row["train/grad_norm"] = grad_norm
         self.recorder.log(self.state.step, row | self.recorder.rates(self.state))
+
+    def _warn(self, message: str, *values: object) -> None:
+        if self.strategy.world.rank == 0:
+            logger.warning(message, *values)
+
+    def close(self) -> None:
+        """Stops background threads of the loaders, and a running profiler."""
+        if self._profiler is not None:
+            self._profiler.close()
+        self.loaders.close()

@@ -1,8 +1,9 @@
-"""How many examples fit into a device's memory at a time: `micro_batch_size: auto`, and the hint when memory runs out.
+"""Measures how many examples fit into a device's memory, for `micro_batch_size: auto`.
 
-The memory of a forward and backward pass is a constant (weights, gradients, optimizer state) plus so much for each
-example. Passes over 1, 2, 4, ... real examples tell both, and how far one can go; none of them is to run out of memory,
-because after a failed one the ranks would wait for each other's collectives for ever.
+The memory of a forward and backward pass is a constant (weights, gradients, optimizer state) plus
+an amount for each example. Passes over 1, 2, 4, ... real examples tell both, and how far to go. No
+pass may run out of memory: after a failed one, the other ranks would wait for its collectives for
+ever.
 """
 
 from __future__ import annotations
@@ -19,27 +20,31 @@ from trainer.training.passes import Loader, accumulate_gradients
 
 logger = logging.getLogger(__name__)
 
-SHARE = 0.9  # of the memory; the rest is for what fragmentation wastes and for collectives' buffers
-_CELLS = 4096  # of a micro-batch where memory is not measured; larger ones are no faster on a CPU
+SHARE = 0.9  # of the memory; the rest is for fragmentation and for collectives' buffers
+_POSITIONS = 4096  # of a micro-batch without measured memory; larger ones are no faster on a CPU
 
 
-def without_probe(most: int, cells: int) -> int:
-    """The micro-batch where memory sets no limit that could be measured, as on the CPU and under XLA.
+def without_probe(most: int, positions: int) -> int:
+    """Returns a micro-batch size without measuring memory, as on the CPU and under XLA.
 
     Args:
-        most: examples that a device has to do in a step.
-        cells: of an example.
+        most: examples of a device in a step.
+        positions: of an example.
     """
-    return max(1, min(most, _CELLS // cells))
+    return max(1, min(most, _POSITIONS // positions))
 
 
 def largest(peak: Callable[[int], int], budget: int, most: int) -> int:
-    """The most examples, up to `most`, with which a pass stays inside the budget.
+    """Returns the largest number of examples, at most `most`, whose pass stays in the budget.
+
+    The size at most doubles from one pass to the next, and never goes beyond the prediction from
+    the last two passes. Example: 2 GiB without a pass, 3 GiB with 1 example, a budget of 10 GiB. So
+    1 GiB an example, and 8 would fit: the passes are over 1, 2, 4 and 8 examples.
 
     Args:
-        peak: runs a pass over so many examples and returns the most bytes held in it; with 0, those held without one.
+        peak: runs a pass over a number of examples and returns the peak memory in bytes; with 0,
+            the memory without a pass.
         budget: bytes.
-        most: examples that there is work for.
 
     Returns:
         At least 1, even if a single example is too much.
@@ -48,7 +53,8 @@ def largest(peak: Callable[[int], int], budget: int, most: int) -> int:
     each = used - peak(0)
     while used <= budget:
         fits = rows
-        more = min(2 * rows, most, rows + (budget - used) // max(1, each))
+        predicted = rows + (budget - used) // max(1, each)
+        more = min(2 * rows, most, predicted)
         if more == rows:
             break
         before, used = used, peak(more)
@@ -64,17 +70,16 @@ def probe(
     open_loader: Callable[[int], Loader],
     most: int,
 ) -> int | None:
-    """Measures how many examples fit on the devices of all ranks alike. Collective; parameters stay as they are.
+    """Measures how many examples fit on every device. Collective; parameters stay as they are.
 
     Args:
-        model, optimizer: as `strategy.prepare` returns them; the optimizer has its state, which takes memory, too.
-        objective: what is computed.
-        strategy: that of the model.
-        open_loader: opens a loader whose steps are micro-batches of so many examples.
-        most: examples that a device has to do in a step.
+        model, optimizer: as `strategy.prepare` returns them. The optimizer must have its state,
+            which takes memory, too.
+        open_loader: opens a loader of micro-batches of a number of examples.
+        most: examples of a device in a step.
 
     Returns:
-        The number of examples, or None where the device has no memory of its own.
+        The number of examples, or None for a device without memory of its own.
     """
     accelerator = strategy.accelerator
     memory = accelerator.memory()
@@ -86,10 +91,10 @@ def probe(
         return int(strategy.all_reduce(torch.tensor(value), "max"))
 
     def peak(rows: int) -> int:
-        for parameter in (
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ):
-            parameter.grad = torch.zeros_like(parameter)
+        # As in a later micro-batch of a step, the gradients of all parameters are there.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
         accelerator.reset_peak_memory()
         if rows:
             loader = open_loader(rows)
@@ -98,5 +103,7 @@ def probe(
         optimizer.zero_grad(set_to_none=True)
         return over_ranks(accelerator.peak_memory() or 0)
 
+    # The smallest device decides: the minimum, as minus the maximum of the negative values.
+    budget = -over_ranks(-int(SHARE * memory))
     with torch.compiler.set_stance("force_eager"):  # or each size would be compiled for
-        return largest(peak, -over_ranks(-int(SHARE * memory)), most)
+        return largest(peak, budget, most)

@@ -1,4 +1,4 @@
-"""Forward and backward passes over this replica's part of a global batch, which comes in micro-batches."""
+"""Forward and backward passes over this replica's share of a global batch, in micro-batches."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from torch import Tensor, nn
 
 from trainer.examples import HOST_COLUMNS, LoaderState, TaskRow
 from trainer.monitoring.meter import Meter
-from trainer.objectives import Objective, Predictions, Task
+from trainer.objectives import Loss, Objective, Predictions, Task
 from trainer.objectives.predictions import Gatherer
 from trainer.strategies import Strategy
 
-MicroBatches: TypeAlias = Sequence[Mapping[str, Tensor]]
+Batch: TypeAlias = Mapping[str, Tensor]
+MicroBatches: TypeAlias = Sequence[Batch]
+"""A replica's examples of one step, in host memory."""
+
 Metrics: TypeAlias = dict[str, tuple[Tensor, Tensor]]
 """(sum, weight) scalars by name, as in `objectives.Loss`."""
 
 
 class Gradients(NamedTuple):
-    """What is known of a step's gradients, which the parameters hold.
+    """The result of the passes of a step; the gradients themselves are in the parameters.
 
     Attributes:
         metrics: of each micro-batch of this replica.
@@ -34,12 +37,12 @@ class Gradients(NamedTuple):
 
 
 class Loader(Protocol):
-    """An iterable over steps, whose state is where the consumer stands.
+    """An iterable over steps; its state is the position of the consumer, not of the prefetcher.
 
     Attributes:
-        examples: of one pass over the split.
-        fed: the examples of its last step.
-        corrupt: the shards that it passes over: digest of the dataset, name, first global example.
+        examples: number of examples in one pass over the split.
+        consumed: ranges [first, end) of global examples in the step taken last.
+        corrupt: skipped shards: digest of the dataset, name, first global example.
     """
 
     @property
@@ -57,11 +60,11 @@ class Loader(Protocol):
 
 
 class Evaluation(NamedTuple):
-    """What an evaluation gave.
+    """The result of an evaluation.
 
     Attributes:
-        scores: means by name, and a task's scores, or else the perplexity of the predicted tokens.
-        predictions: that the scores of a `Task` are of; None for other objectives.
+        scores: means by name, plus the scores of a task, or else the perplexity.
+        predictions: the basis of a `Task`'s scores; None for other objectives.
     """
 
     scores: dict[str, float]
@@ -77,26 +80,21 @@ def score(
     batches: int | None,
     work: str = "evaluation",
 ) -> Evaluation:
-    """Scores a model over the batches of a loader, which it closes.
+    """Scores a model on the batches of a loader, and closes the loader. Collective.
 
     Args:
         model: as `strategy.prepare` returns it; left in eval mode.
-        objective: what it is scored by.
-        strategy: that of the model.
-        loader: whose batches; this replica's part of them.
-        batches: how many global batches to take; None takes all.
-        work: the name of this for `Accelerator.graph`.
+        batches: number of global batches; None takes all.
+        work: name for `Accelerator.graph`.
     """
     model.eval()
     meter = Meter(strategy.accelerator.to_device)
     gatherer = Gatherer(loader.examples)
     for micro_batches in itertools.islice(loader, batches):
         with strategy.accelerator.graph(work):
-            totals = _totals(objective, strategy, micro_batches)
+            totals = _global_weights(objective, strategy, micro_batches)
             for host_batch in micro_batches:
-                batch = _to_device(strategy, host_batch)
-                with strategy.autocast():
-                    loss = objective.loss(model, batch, totals)
+                loss = _forward(model, objective, strategy, host_batch, totals)
                 meter.add(loss.metrics)
                 if loss.outputs is not None:
                     gatherer.add(host_batch, strategy.keep_rows(loss.outputs))
@@ -108,9 +106,10 @@ def score(
             strategy.rows_on_host, strategy.all_reduce, *loader.task_rows()
         )
         return Evaluation(means | objective.scores(predictions), predictions)
-    # Where another task is part of the loss, or a teacher.
-    of_tokens = next(means[name] for name in ("mlm_loss", "hard_loss", "loss") if name in means)
-    return Evaluation({**means, "perplexity": math.exp(min(of_tokens, 700.0))})
+    # Perplexity is of the predicted tokens only. `loss` also holds the loss of another task (next
+    # sentence prediction) or of a teacher, if there is one; the token loss has its own name then.
+    token_loss = next(means[name] for name in ("mlm_loss", "hard_loss", "loss") if name in means)
+    return Evaluation({**means, "perplexity": math.exp(min(token_loss, 700.0))})
 
 
 def accumulate_gradients(
@@ -118,28 +117,24 @@ def accumulate_gradients(
     objective: Objective,
     strategy: Strategy,
     micro_batches: MicroBatches,
-    lap: Callable[[str], None] = lambda name: None,
+    end_section: Callable[[str], None] = lambda section: None,
 ) -> list[Metrics]:
-    """Runs forward and backward passes over this replica's rows of a global batch; returns each one's metrics.
+    """Adds the gradients of a step to the parameters; returns the metrics of each micro-batch.
 
     Args:
         model: as `strategy.prepare` returns it.
-        objective: what is predicted.
-        strategy: that of the model.
-        micro_batches: this replica's part of the batch.
-        lap: is told what the time since it was last told has gone into.
+        end_section: records the time since the last call under a section's name.
     """
-    totals = _totals(objective, strategy, micro_batches)
-    lap("waiting")
+    totals = _global_weights(objective, strategy, micro_batches)
+    end_section("waiting")
     metrics = []
     for i, host_batch in enumerate(micro_batches):
-        batch = _to_device(strategy, host_batch)
+        # Gradients are exchanged between replicas once, in the last backward pass of the step.
         with strategy.accumulate(last=i == len(micro_batches) - 1):
-            with strategy.autocast():
-                loss = objective.loss(model, batch, totals)
-            lap("forward")
+            loss = _forward(model, objective, strategy, host_batch, totals)
+            end_section("forward")
             strategy.backward(loss.total)
-            lap("backward")
+            end_section("backward")
         metrics.append(loss.metrics)
     return metrics
 
@@ -148,55 +143,67 @@ def accumulate_gradients(
 def score_each(
     model: nn.Module, objective: Objective, strategy: Strategy, micro_batches: MicroBatches
 ) -> list[tuple[float, float]]:
-    """The loss of each micro-batch of a step as (sum, weight), with the step's denominators and the model as it is."""
-    totals = _totals(objective, strategy, micro_batches)
+    """Returns the loss of each micro-batch of a step as (sum, weight), with the step's weights.
+
+    The model's mode (train or eval) stays as it is.
+    """
+    totals = _global_weights(objective, strategy, micro_batches)
     found = []
     for host_batch in micro_batches:
-        batch = _to_device(strategy, host_batch)
-        with strategy.autocast():
-            total, weight = objective.loss(model, batch, totals).metrics["loss"]
+        loss = _forward(model, objective, strategy, host_batch, totals)
+        total, weight = loss.metrics["loss"]
         found.append((float(total), float(weight)))
     return found
 
 
-def step_numbers(gradients: Gradients, strategy: Strategy) -> tuple[float, float]:
-    """The loss of a step over all replicas, and its gradient norm: one small collective. Waits for the device.
+def loss_and_norm(gradients: Gradients, strategy: Strategy) -> tuple[float, float]:
+    """Returns a step's loss over all replicas and its gradient norm. Waits for the device.
 
-    All replicas' norms are averaged: they decide alike even if a device of one has gone wrong.
+    One small collective. The norm is global already, but is averaged all the same: all replicas
+    then decide alike even if the device of one has computed it wrongly.
     """
     loss = torch.stack([torch.stack(each["loss"]) for each in gradients.metrics]).double().sum(0)
     norm = gradients.norm.detach().double().reshape(1)
-    total, weight, norm_mean = strategy.all_reduce(
-        torch.cat((loss.detach(), norm)), "mean"
-    ).tolist()
+    mine = torch.cat((loss.detach(), norm))
+    total, weight, norm_mean = strategy.all_reduce(mine, "mean").tolist()
     return total / weight if weight else total, norm_mean
 
 
-def _totals(
+def _global_weights(
     objective: Objective, strategy: Strategy, micro_batches: MicroBatches
 ) -> dict[str, Tensor]:
-    """Each loss term's weight over the whole global batch; one small collective, no wait for the device."""
+    """Sums each loss term's weight over the global batch, before any forward pass.
+
+    One small collective; the host does not wait for the device.
+    """
     sums: dict[str, float] = {}
     for batch in micro_batches:
         for name, weight in objective.weights(batch).items():
             sums[name] = sums.get(name, 0.0) + weight
-    totals = strategy.all_reduce(
-        torch.tensor(list(sums.values()), dtype=torch.float64)
-    )  # float32 counts to 2**24
-    # Where nothing is predicted, as in a tiny batch of words too long to mask, the loss is 0 and not 0 / 0.
+    # float32 counts exactly to 2**24 only; a large batch has more predictions.
+    totals = strategy.all_reduce(torch.tensor(list(sums.values()), dtype=torch.float64))
+    # At least 1: where nothing is predicted, as in a tiny batch of words too long to mask, the
+    # loss is 0 instead of 0 / 0.
     totals = totals.clamp_(min=1).float().to(strategy.accelerator.device, non_blocking=True)
     return dict(zip(sums, totals, strict=True))
 
 
-def _to_device(strategy: Strategy, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies what the device needs; without segments where each row is one, so that attention needs no mask.
-
-    (Where graphs are compiled, they must not depend on that.)
-    """
-    columns = {name: column for name, column in batch.items() if name not in HOST_COLUMNS}
+def _forward(
+    model: nn.Module,
+    objective: Objective,
+    strategy: Strategy,
+    host_batch: Batch,
+    totals: Mapping[str, Tensor],
+) -> Loss:
+    """Runs the forward pass of a micro-batch; its loss terms are divided by the global weights."""
+    columns = {name: column for name, column in host_batch.items() if name not in HOST_COLUMNS}
+    # Without segments, attention needs no mask and takes its fastest kernel. So they are left out
+    # if every row is one sequence. A compiled graph must not depend on the data: it keeps them.
     segments = columns.keys() & {"segments", "target_segments"}
-    if not strategy.accelerator.compiles and all(
-        bool((columns[name] == 1).all()) for name in segments
-    ):
-        columns = {name: column for name, column in columns.items() if name not in segments}
-    return strategy.to_device(columns)
+    one_sequence = all(bool((columns[name] == 1).all()) for name in segments)
+    if one_sequence and not strategy.accelerator.compiles:
+        for name in segments:
+            del columns[name]
+    batch = strategy.to_device(columns)
+    with strategy.autocast():
+        return objective.loss(model, batch, totals)

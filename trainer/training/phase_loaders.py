@@ -1,4 +1,4 @@
-"""The batches of a run: a loader for each phase, and held-out batches of the same shape."""
+"""The loaders of a run: one for the training batches of each phase, and held-out batches."""
 
 from __future__ import annotations
 
@@ -10,18 +10,13 @@ from trainer.training.phases import Phase
 
 
 class OpenLoader(Protocol):
-    """Opens the batches of a phase: endless ones for training, one pass over the held-out split."""
+    """Opens the batches of a phase: endless for training, a single pass for the held-out split."""
 
     def __call__(self, phase: Phase, split: str = "train") -> Loader: ...
 
 
 class PhaseLoaders:
-    """Loaders of training batches, one for each phase and open until the phase has ended.
-
-    Args:
-        phases: of the run, in order.
-        open_loader: opens the batches of one of them.
-    """
+    """Loaders of training batches, one for each phase in order, open until the phase has ended."""
 
     def __init__(self, phases: tuple[Phase, ...], open_loader: OpenLoader) -> None:
         self.phases = phases
@@ -33,22 +28,22 @@ class PhaseLoaders:
         return self._loaders[phase.index]
 
     def heldout(self, phase: Phase) -> Loader:
-        """Opens one pass over the held-out documents, in examples as those of the phase."""
+        """Opens one pass over the held-out documents, in examples of the phase's length."""
         return self._open(phase, "heldout")
 
     def end(self, phase: Phase, following: Phase) -> None:
-        """Closes the loader of a phase; the next one of the same data order goes on from there."""
+        """Closes a phase's loader; the next phase of the same data order continues its position."""
         ended = self.train(phase)
         ended.close()
         if phase.index < following.index and phase.order == following.order:
             self.train(following).load_state_dict(ended.state_dict())
 
     def reopen(self, phases: Sequence[Phase]) -> None:
-        """Opens the loaders of phases that have ended and are trained once more."""
+        """Reopens the loaders of ended phases that a rewind trains again."""
         for phase in phases:
             self._loaders[phase.index] = self._open(phase)
 
     def close(self) -> None:
-        """Stops what makes batches in the background."""
+        """Stops the loaders' background threads."""
         for loader in self._loaders:
             loader.close()

@@ -1,7 +1,7 @@
-"""Phases: stretches of one run with a sequence length, a batch size or a learning rate of their own.
+"""Phases: parts of one run with a sequence length, batch size or learning rate of their own.
 
-BERT spends nine tenths of its steps at length 128 and the last tenth at 512; LAMB's 76-minute BERT warms up anew when
-it goes to 512 (You et al. 2020, section 4.1). A run without phases is a run with one.
+BERT spends 90% of its steps at length 128 and the rest at 512. LAMB's 76-minute BERT also warms up
+again for length 512 (You et al. 2020, section 4.1). A run without phases is a run with one.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ MicroBatchSize: TypeAlias = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class Config:
-    """One phase; what is null is as in the sections `data`, `training`, `optimizer` and `schedule`.
+    """One phase. What is null is taken from `data`, `training`, `optimizer` and `schedule`.
 
     Attributes:
-        steps: optimizer steps of this phase; those of all phases add up to `training.steps`.
-        sequence_length: cells of an example.
+        steps: optimizer steps of this phase; all phases together have `training.steps`.
+        sequence_length: positions of an example.
         global_batch_size: examples of one step, over all devices.
         micro_batch_size: the most examples of one forward and backward pass on one device, or auto.
         lr: learning rate at the top of the schedule.
-        schedule: the learning rate over the steps of this phase alone, warm-up included; null lets the run's own
-            schedule go on over the steps of the whole run.
+        schedule: the learning rate over the steps of this phase alone, warm-up included; null
+            continues the run's own schedule, which covers the steps of the whole run.
     """
 
     steps: int
@@ -46,12 +46,19 @@ class Config:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
-        if isinstance(self.micro_batch_size, int) and self.micro_batch_size < 1:
-            raise ConfigError(
-                f"micro_batch_size must be at least 1, or auto, not {self.micro_batch_size}"
-            )
+        check_micro_batch_size(self.micro_batch_size)
         if self.lr is not None and not 0 <= self.lr < float("inf"):
             raise ConfigError(f"lr is {self.lr}; use a number of 0 or more")
+
+
+def check_micro_batch_size(size: MicroBatchSize | None) -> None:
+    """Rejects a number below 1.
+
+    Raises:
+        ConfigError: names the value.
+    """
+    if isinstance(size, int) and size < 1:
+        raise ConfigError(f"micro_batch_size must be at least 1, or auto, not {size}")
 
 
 @dataclass(frozen=True)
@@ -59,15 +66,16 @@ class Phase:
     """A phase with all its settings.
 
     Attributes:
-        index: its number, from 0.
-        order: the number of its data order, from 0: phases of one sequence length that follow each other share one.
-        first_step, end: its steps are first_step up to, without, end.
+        index: number of the phase, from 0.
+        order: number of its data order, from 0. Consecutive phases of one sequence length share
+            an order: lengths 128, 128, 512 have the orders 0, 0, 1.
+        first_step, end: its steps are [first_step, end).
         sequence_length, global_batch_size, micro_batch_size: as in `Config`.
         lr: as in `Config`; None is the optimizer's own.
         schedule: of the learning rate.
-        schedule_start, schedule_steps: the steps that the schedule is over.
-        fits: the examples that were measured to fit into the devices' memory, up to what is needed; None where that
-            was not measured.
+        schedule_start, schedule_steps: the steps that the schedule covers.
+        fits: number of examples measured to fit into the devices' memory, at most as many as are
+            needed; None if it was not measured.
     """
 
     index: int
@@ -84,23 +92,23 @@ class Phase:
     fits: int | None = None
 
     def seed(self, seed: int) -> int:
-        """The seed of the phase's data order, masks and dropout; that of the run in its first order."""
-        return (
-            seed if self.order == 0 else int(combine(seed, _PHASE, self.order)[0] >> np.uint64(32))
-        )
+        """Seed of the phase's data order, masks and dropout; the run's own in the first order."""
+        if self.order == 0:
+            return seed
+        return int(combine(seed, _PHASE, self.order)[0] >> np.uint64(32))
 
     def lr_fraction(self, step: int) -> float:
-        """The fraction of the learning rate with which the update number `step` of the run, from 0, is made."""
+        """Factor on the learning rate for the update of `step`, counted from 0 over the run."""
         return lr_fraction(self.schedule, step - self.schedule_start, self.schedule_steps)
 
 
 def phase_of(phases: tuple[Phase, ...], step: int) -> Phase:
-    """The phase that the update number `step`, from 0, belongs to; after the end of the run, the last one."""
+    """Returns the phase of the update of `step`, from 0; after the run's end, the last phase."""
     return next((phase for phase in phases if step < phase.end), phases[-1])
 
 
 def examples_after(phases: tuple[Phase, ...], order: int, step: int) -> int:
-    """How many examples of a data order the run takes in its first `step` steps."""
+    """Returns the number of examples of a data order in the run's first `step` steps."""
     return sum(
         (min(step, phase.end) - phase.first_step) * phase.global_batch_size
         for phase in phases
@@ -120,25 +128,25 @@ def resolve(
     """Fills in what the phases leave to the run.
 
     Raises:
-        ConfigError: the phases' steps do not add up to the run's, or a warm-up is longer than what it is a part of.
+        ConfigError: the phases' steps do not add up to the run's, or a warm-up is too long.
     """
     phases = phases or (Config(steps),)
     total = sum(phase.steps for phase in phases)
     if total != steps:
         raise ConfigError(
-            f"the {len(phases)} phases have {total} steps together and training.steps is {steps}; set training.steps "
-            f"to {total}, or change the steps of a phase"
+            f"the {len(phases)} phases have {total} steps together and training.steps is {steps}; "
+            f"set training.steps to {total}, or change the steps of a phase"
         )
     resolved: list[Phase] = []
+    order, first = 0, 0
     for index, phase in enumerate(phases):
-        first = resolved[-1].end if resolved else 0
         own, length = phase.schedule, phase.sequence_length or sequence_length
+        if resolved and length != resolved[-1].sequence_length:
+            order += 1  # examples of another length are packed anew
         resolved.append(
             Phase(
                 index=index,
-                order=resolved[-1].order + (length != resolved[-1].sequence_length)
-                if resolved
-                else 0,
+                order=order,
                 first_step=first,
                 end=first + phase.steps,
                 sequence_length=length,
@@ -150,11 +158,9 @@ def resolve(
                 schedule_steps=phase.steps if own else steps,
             )
         )
-    for each, given in zip(resolved, phases, strict=True):
         try:
-            each.lr_fraction(each.first_step)
+            resolved[-1].lr_fraction(first)
         except ConfigError as error:
-            raise ConfigError(
-                f"phases.{each.index}: {error}" if given.schedule else str(error)
-            ) from None
+            raise ConfigError(f"phases.{index}: {error}" if own else str(error)) from None
+        first += phase.steps
     return tuple(resolved)

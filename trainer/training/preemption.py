@@ -1,4 +1,4 @@
-"""Stopping on request: a signal, a step that all ranks agree on, a checkpoint, and an exit code that says so."""
+"""Stopping on request: a signal, a step that all ranks agree on, a checkpoint, an exit code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,8 @@ from trainer.strategies.world import host_group
 logger = logging.getLogger(__name__)
 
 TOGETHER_SECONDS = 1.0
-"""Signals within this time are one request: a batch system may signal each process, and a launcher pass its own on."""
+"""Signals within this time are one request: a batch system may signal every process, and a launcher
+may forward its own signal to them."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Config:
     """What happens when the machine is about to be taken away.
 
     Attributes:
-        signals: those that ask the run to save a checkpoint after the step it is in, or the next, and to exit with code
-            75. One that comes more than a second after the first ends it at once. [] leaves signals their usual
-            meaning.
-        deadline: seconds from the signal to the exit, checkpoint included. A process that is not done by then exits
-            with 128 + signal, and the run goes on from the newest checkpoint that is committed.
+        signals: request a checkpoint after the current step or the next one, and exit code 75. A
+            signal more than a second after the first ends the run at once. [] leaves all signals
+            their usual meaning.
+        deadline: seconds from the signal to the exit, checkpoint included. A process that takes
+            longer exits with 128 + signal, and the run continues from its newest checkpoint.
     """
 
     signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
@@ -43,22 +43,27 @@ class Config:
         for name in self.signals:
             if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
                 raise ConfigError(
-                    f"signals has {name!r}, which is no signal that can be caught; use SIGTERM or SIGUSR1"
+                    f"signals has {name!r}, which is no signal that can be caught; use SIGTERM or "
+                    "SIGUSR1"
                 )
         if not self.deadline > 0:
             raise ConfigError(f"deadline must be above 0 seconds, not {self.deadline}")
 
     @property
     def numbers(self) -> tuple[signal.Signals, ...]:
-        """The signals."""
         return tuple(signal.Signals[name] for name in self.signals)
 
 
 class StopRequest:
-    """Whether the run is to stop: what the signals of all ranks come to. Handles signals inside a `with` block.
+    """Handles signals inside a `with` block and lets all ranks agree on a step to stop after.
 
-    A thread reads the signals from the interpreter's wake-up descriptor, which the kernel's handler writes to. So a
-    second signal and the deadline end the process even when its main thread hangs in a collective.
+    A thread reads the signals from the interpreter's wake-up descriptor, which the kernel's handler
+    writes to. So a second signal and the deadline end the process even if its main thread hangs in
+    a collective.
+
+    Attributes:
+        asked: this process has received a signal.
+        agreed: all ranks know that one of them has.
     """
 
     def __init__(self, config: Config) -> None:
@@ -79,26 +84,23 @@ class StopRequest:
         threading.Thread(target=self._listen, name="stop-request", daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._sender.close()  # ends the thread
 
     def join(self, world_size: int) -> None:
-        """Readies the agreement; called by all ranks once they can communicate."""
+        """Creates the process group for the agreement. Collective."""
         if world_size > 1:
             self._group = host_group()
 
     def decide(self) -> bool:
-        """Whether to stop now; called by all ranks after each step, and answered alike.
+        """Whether to stop now. All ranks call this after each step and get the same answer.
 
-        The sum over ranks that is started after one step is read after the next, so that no rank waits for it.
+        Each rank may receive the signal during another step. So the flags are summed over ranks;
+        the sum started after one step is read after the next, and no rank waits for it. If rank 1
+        is signaled during step 5, all ranks stop after step 6.
         """
         if self._group is None:
             self.agreed = self.asked
@@ -112,13 +114,13 @@ class StopRequest:
         return self.agreed
 
     def finish(self) -> None:
-        """Waits for the last of the sums, before the ranks part."""
+        """Waits for the last sum, before the ranks leave the process group."""
         if self._pending is not None:
             self._pending.wait()
 
     @property
     def exit_code(self) -> int:
-        """Of this process when all have agreed: whoever was not asked itself may go on without those who were."""
+        """Exit code after a stop: an elastic run may continue on machines that got no signal."""
         return EXIT_PREEMPTED if self.asked else EXIT_REGROUP
 
     def _listen(self) -> None:
@@ -148,6 +150,7 @@ class StopRequest:
         """Waits for one of the configured signals; None at the end of the `with` block."""
         while True:
             seconds = deadline - time.monotonic()
+            # Not 0, which would make the socket non-blocking.
             self._receiver.settimeout(None if math.isinf(seconds) else max(0.001, seconds))
             received = self._receiver.recv(1)
             if not received:

@@ -1,4 +1,4 @@
-"""What a run tells of its steps: the rows of metrics and of the ledger."""
+"""The recorder: accumulates metrics and consumed data between two log rows, and writes the rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TypedDict
 
 import torch
-from torch import Tensor
 
 from trainer.examples import LoaderState
 from trainer.monitoring import Level, Tracker, stragglers
@@ -19,13 +18,13 @@ from trainer.strategies import Strategy
 from trainer.strategies.heartbeat import Beat, Heartbeat, explain
 from trainer.strategies.world import World
 from trainer.training.ledger import Ledger, LedgerState, Range
-from trainer.training.passes import Loader, MicroBatches
+from trainer.training.passes import Loader, Metrics, MicroBatches
 from trainer.training.phases import Phase
 from trainer.training.state import Meta, TrainState
 
 
 class RecorderState(TypedDict):
-    """What a checkpoint keeps of unwritten rows: (sum, weight) by metric, digest, ledger."""
+    """State in a checkpoint: (sum, weight) of each metric, digest of consumed data, ledger."""
 
     window: dict[str, tuple[float, float]]
     digest: str
@@ -33,10 +32,11 @@ class RecorderState(TypedDict):
 
 
 class Recorder:
-    """Adds up what happens between two rows, without waiting for the device, and writes the rows.
+    """Accumulates a window of steps without waiting for the device, and writes it as a row.
 
-    What it adds up since the last row is part of a checkpoint, so that the rows of a run that was cut are those of one
-    that was not. Each replica adds its part; sums over replicas are made when a row or a checkpoint needs them.
+    The open window is part of a checkpoint, so a run that was interrupted writes the same rows as
+    one that was not. Each replica accumulates its own share; shares are summed over replicas only
+    when a row or a checkpoint needs them.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -47,7 +47,9 @@ class Recorder:
         self._meter = Meter(strategy.accelerator.to_device)
         self._clock = Clock(strategy.accelerator)
         self._resources = Resources(strategy.accelerator)
-        self._logged_tokens = self._digest = self._filled = 0
+        # Of this replica since the last row: the hash sum of its rows and their non-padding tokens.
+        self._digest = self._filled = 0
+        self._logged_tokens = 0
 
     def open(
         self,
@@ -56,80 +58,74 @@ class Recorder:
         ledger: Path | None,
         throughput: Throughput | None = None,
     ) -> None:
-        """Starts the clock at `step`, and says where rows go: nowhere, on all ranks but the first."""
+        """Starts the clock at `step`. Rank 0 gets trackers and a ledger file, the others none."""
         self._trackers, self._throughput = trackers, throughput
         if ledger is not None:
             self._ledger.open(ledger, step)
         self._strategy.accelerator.reset_peak_memory()
         self._clock = Clock(self._strategy.accelerator)
 
-    def end_section(self, name: str) -> None:
-        """Says that the time since the last lap went into `name`."""
-        self._clock.end_section(name)
+    def end_section(self, section: str) -> None:
+        """Records the time since the last call under `section`."""
+        self._clock.end_section(section)
 
-    def add(self, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    def add(self, metrics: Metrics) -> None:
         """Adds a micro-batch's metrics."""
         self._meter.add(metrics)
 
     def begin_order(self, step: int, phase: Phase, objective: object, loader: LoaderState) -> None:
-        """Tells the ledger what the examples after `step` are numbers of.
+        """Writes to the ledger which data order the examples after `step` are counted in.
 
         Args:
-            step: the run's number of steps.
-            phase: that of the next step.
-            objective: its configuration, which decides what is masked.
-            loader: the state of the loader of the next step.
+            step: number of steps taken.
+            phase: of the next step.
+            objective: its configuration; it decides which tokens are masked.
+            loader: state of the loader of the next step.
         """
-        order = {
-            name: value
-            for name, value in loader.items()
-            if name not in ("example", "excluded", "corrupt")
-        }
+        position = ("example", "excluded", "corrupt")
+        order = {name: value for name, value in loader.items() if name not in position}
         basis = {"objective": objective, "sequence_length": phase.sequence_length, "data": order}
         if self._ledger.must_close_row(phase.order, basis, phase.global_batch_size):
             self._close_row(self._over_replicas(self._digest)[0])
         self._ledger.enter(step, phase.order, basis, loader.get("excluded", ()))
 
     def exclude(self, step: int, order: int, examples: Sequence[Range], reason: str) -> None:
-        """Tells the ledger that the run passes over global examples of a data order from `step` on."""
+        """Writes to the ledger that global examples of a data order are skipped from `step` on."""
         self._ledger.exclude(step, order, examples, reason)
 
     def add_batch(self, step: int, micro_batches: MicroBatches, loader: Loader) -> None:
-        """Adds what the model was fed in a step: this replica's rows of the global examples that a loader gave last."""
-        self._ledger.feed(step, loader.consumed, loader.corrupt)
-        self._digest += sum(int(batch["digest"].sum()) for batch in micro_batches)
-        self._filled += sum(int(batch["filled"].sum()) for batch in micro_batches)
+        """Adds the data of a step: the loader's global examples, this replica's row hashes."""
+        self._ledger.add_step(step, loader.consumed, loader.corrupt)
+        for batch in micro_batches:
+            self._digest += int(batch["digest"].sum())
+            self._filled += int(batch["filled"].sum())
 
     def means(self) -> dict[str, float]:
-        """The metrics' means since the last row, over all replicas; the next row starts anew."""
+        """Returns the metrics' means over the window and all replicas, and clears them."""
         return self._meter.compute(self._strategy.all_reduce)
 
     def rates(self, state: TrainState) -> dict[str, float]:
-        """Writes the ledger's row; returns counts, speed, memory and energy since the last one, which starts anew."""
+        """Closes the window: writes the ledger's row, returns throughput, memory and energy."""
         seconds, replica = self._clock.read(), self._strategy.replica
-        own = [0] * replica.count
-        own[replica.index] = round(1e6 * stragglers.own_work(seconds))
-        joules = self._resources.joules()
-        digest, filled, joules, *own = self._over_replicas(self._digest, self._filled, joules, *own)
+        # Each replica fills in its own element, so the sum over replicas is all of them (in
+        # microseconds, as the collective sums integers).
+        own_work = [0] * replica.count
+        own_work[replica.index] = round(1e6 * stragglers.own_work(seconds))
+        mine = (self._digest, self._filled, self._resources.joules(), *own_work)
+        digest, filled, joules, *own_work = self._over_replicas(*mine)
         rates = {"train/examples": float(state.examples), "train/tokens": float(state.tokens)}
-        rates |= self._resources.memory() | stragglers.slowest(
-            [each / 1e6 for each in own], sum(seconds.values())
-        )
+        rates |= self._resources.memory()
+        rates |= stragglers.slowest([each / 1e6 for each in own_work], sum(seconds.values()))
         if self._throughput is not None:
-            rates |= self._throughput.measure(
-                state.step, state.tokens - self._logged_tokens, filled, seconds
-            )
-        if self._strategy.accelerator.compiles:
-            rates["perf/compilations"] = float(
-                sum(self._strategy.accelerator.compilations.values())
-            )
+            positions = state.tokens - self._logged_tokens
+            rates |= self._throughput.measure(state.step, positions, filled, seconds)
+        accelerator, loss_scale = self._strategy.accelerator, self._strategy.loss_scale
+        if accelerator.compiles:
+            rates["perf/compilations"] = float(sum(accelerator.compilations.values()))
         if joules:
             rates["perf/energy_joules"] = joules
-        if self._strategy.loss_scale is not None:
-            rates |= {
-                f"train/{name}": value
-                for name, value in self._strategy.loss_scale.metrics().items()
-            }
+        if loss_scale is not None:
+            rates |= {f"train/{name}": value for name, value in loss_scale.metrics().items()}
         self._logged_tokens, self._filled = state.tokens, 0
         self._close_row(digest)
         return rates
@@ -144,12 +140,12 @@ class Recorder:
             tracker.log(step, metrics)
 
     def alert(self, level: Level, title: str, text: str) -> None:
-        """Tells people, on the rank that has the trackers."""
+        """Notifies users, on the rank that has the trackers."""
         for tracker in self._trackers:
             tracker.alert(level, title, text)
 
     def state_dict(self) -> RecorderState:
-        """What has been added up since the last row, over all replicas, and the ledger's head; a collective."""
+        """The open window over all replicas, and the ledger's state. Collective."""
         return {
             "window": self._meter.totals(self._strategy.all_reduce),
             "digest": _hexadecimal(self._over_replicas(self._digest)[0]),
@@ -157,35 +153,28 @@ class Recorder:
         }
 
     def load_state_dict(self, state: Meta, tokens: int) -> None:
-        """Goes on from there.
+        """Restores the state of a checkpoint.
 
         Args:
-            state: as `state_dict` gives it, and the `step`.
-            tokens: the run's count at that moment.
+            state: the content of `state_dict`, and the `step`.
+            tokens: the run's count at that step.
         """
         self._logged_tokens, self._digest, self._filled = tokens, 0, 0
-        if "ledger" in state:  # or of a version that had none
+        if "ledger" in state:  # older versions have none
             self._ledger.load_state_dict(state["ledger"], state["step"])
         self._meter = Meter(self._strategy.accelerator.to_device, state["window"])
-        if self._strategy.replica.index == 0:  # it is a sum over all replicas
+        if self._strategy.replica.index == 0:  # it is the sum over all replicas already
             self._digest = int(state["digest"], 16)
 
     def _over_replicas(self, *mine: int) -> list[int]:
-        """Sums of integers over all replicas, modulo 2**64 and signed."""
+        """Sums integers over all replicas, modulo 2**64 (int64 on the device, so signed)."""
         signed = [(value + 2**63) % 2**64 - 2**63 for value in mine]
         sums: list[int] = self._strategy.all_reduce(torch.tensor(signed)).tolist()
         return sums
 
 
 class AlertingHeartbeat(Heartbeat):
-    """Tells people of a hang, on the rank that has the trackers: nobody else could before the process ends.
-
-    Args:
-        recorder: has the trackers.
-        world: as in `Heartbeat`.
-        timeout: as in `Heartbeat`.
-        folder: as in `Heartbeat`.
-    """
+    """A heartbeat that also alerts users to a hang, on the rank that has the trackers."""
 
     def __init__(
         self, recorder: Recorder, world: World, timeout: float | None, folder: Path
@@ -194,10 +183,14 @@ class AlertingHeartbeat(Heartbeat):
         self._recorder = recorder
 
     def _write_stacks(self, mine: Beat) -> None:
-        """Each rank that lives comes by here once, whichever it is that ends the run some beats later."""
+        # Every living rank writes its stacks once before any of them ends the run, so this is the
+        # place where the rank with the trackers can still send an alert.
         super()._write_stacks(mine)
-        where = f"{explain({mine.rank: mine}, [])}; the log's last line and the stacks in {self._folder} say who it is"
-        self._recorder.alert("ERROR", "The run hangs", where)
+        text = (
+            f"{explain({mine.rank: mine}, [])}; the log's last line and the stacks in "
+            f"{self._folder} name the rank to blame"
+        )
+        self._recorder.alert("ERROR", "The run hangs", text)
 
 
 def _hexadecimal(digest: int) -> str:

@@ -1,4 +1,4 @@
-"""Going back: a run that met a fault goes on from a checkpoint before it, without the examples around it."""
+"""Rewinding: after a fault, continue from an earlier checkpoint without the examples around it."""
 
 from __future__ import annotations
 
@@ -8,34 +8,44 @@ from trainer.training.phases import phase_of
 
 
 def rewind(trainer: Trainer, fault: str) -> None:
-    """Takes a run back to a checkpoint, and passes over the examples of the faulty step and of those around it.
+    """Restores a checkpoint and skips the examples of the faulty step and the steps around it.
 
-    The checkpoint is the newest from before all of them. Where there is none in this data order, the step is skipped
-    instead. Checkpoints of the steps that are given up are removed, so that a restart goes on from this one, too. The
-    trainer's records are to be opened anew, cut back to where its state then stands. Collective.
+    It takes the newest checkpoint from before all of these steps. If this data order has none, only
+    the faulty step is skipped. Checkpoints after the chosen one are removed, so a restart continues
+    from it, too. The caller must reopen the run's trackers, cut back to the new step. Collective.
 
     Args:
-        trainer: stands before the faulty step.
-        fault: what is wrong with the step.
+        trainer: at the faulty step, which was not taken.
+        fault: description of the fault.
     """
-    phase, settings, faulty = trainer.phase, trainer.config.faults, trainer.state.step + 1
-    step = trainer.checkpoints.durable.latest(most=trainer.state.step - settings.around)
-    if step is None or phase_of(trainer.phases, step).order != phase.order:
-        reason = "no checkpoint of this data order is from before the steps to pass over, so only the step is skipped"
+    phase, around, taken = trainer.phase, trainer.config.faults.around, trainer.state.step
+    step = trainer.checkpoints.durable.latest(most=taken - around)
+    target = None if step is None else phase_of(trainer.phases, step)
+    if step is None or target is None or target.order != phase.order:
+        # Part of the ledger's hash chain: the wording must not change.
+        reason = (
+            "no checkpoint of this data order is from before the steps to pass over, so only the "
+            "step is skipped"
+        )
         trainer.skip_examples(trainer.loader.consumed, f"{fault}; {reason}")
         return
-    place, end = trainer.loader.state_dict(), trainer.loader.consumed[-1][1]
-    around = settings.around * phase.global_batch_size
-    trainer.loaders.reopen(trainer.phases[phase_of(trainer.phases, step).index : phase.index])
+    # The loader's position counts the faulty step: its examples end at `end`.
+    fault_place, end = trainer.loader.state_dict(), trainer.loader.consumed[-1][1]
+    trainer.loaders.reopen(trainer.phases[target.index : phase.index])
     trainer.checkpoints.discard_after(step)
     trainer.restore(step)
     trainer.record_order()
-    now = trainer.loader.state_dict()
-    # Where the batch size has changed on the way, so many examples may reach back beyond the checkpoint.
-    taken = max(place["example"] - phase.global_batch_size - around, now["example"])
-    ranges = [[global_number(taken, place["excluded"]), end + around]]
-    # What has been passed over since the checkpoint is so from now on.
-    position = global_number(now["example"], now["excluded"])
-    later = [[max(first, position), end] for first, end in place["excluded"] if end > position]
-    ranges += [part for part in later if part not in now["excluded"]]
-    trainer.skip_examples(ranges, f"{fault} at step {faulty}, gone back to step {step}")
+    place = trainer.loader.state_dict()
+    # Global examples to skip, for batches of 10 and around=2: step 8, with [70, 80), is faulty, so
+    # [50, 100) are skipped. Where the batch size has changed on the way, counting back in the
+    # current size may reach beyond the checkpoint: not further than its position.
+    size = phase.global_batch_size
+    first = max(fault_place["example"] - size - around * size, place["example"])
+    ranges = [[global_number(first, fault_place["excluded"]), end + around * size]]
+    # Exclusions made since the checkpoint are in the future again. Repeat them.
+    position = global_number(place["example"], place["excluded"])
+    for begin, stop in fault_place["excluded"]:
+        later = [max(begin, position), stop]
+        if stop > position and later not in place["excluded"]:
+            ranges.append(later)
+    trainer.skip_examples(ranges, f"{fault} at step {taken + 1}, gone back to step {step}")

@@ -1,4 +1,4 @@
-"""The composition root: an experiment becomes objects, and a Trainer that drives them."""
+"""The composition root: builds the parts of an experiment, and a Trainer that drives them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,8 @@ from trainer.strategies import InitialValues, Replica, Strategy
 from trainer.strategies.world import World
 from trainer.training import forecast, run_folder
 from trainer.training.best import Best
-from trainer.training.checkpoints import Checkpoints, newest, open_snapshots
-from trainer.training.compatibility import (
-    check_best,
-    check_compatibility,
-)
+from trainer.training.checkpoints import Checkpoints, open_snapshots
+from trainer.training.compatibility import check_best, check_compatibility
 from trainer.training.experiment import Experiment
 from trainer.training.initial_weights import choose_layers, reinitialize_layers, stored_values
 from trainer.training.loop import Trainer
@@ -44,8 +41,8 @@ from trainer.training.passes import Loader
 from trainer.training.phase_loaders import PhaseLoaders
 from trainer.training.phases import Phase, examples_after
 from trainer.training.preemption import StopRequest
-from trainer.training.resuming import Description
 from trainer.training.rewind import rewind
+from trainer.training.state import Description
 from trainer.training.teacher import attach_teacher
 from trainer.training.weights import base_of, load_weights, shared_identity
 
@@ -53,16 +50,16 @@ logger = logging.getLogger(__name__)
 
 
 def train(experiment: Experiment) -> int:
-    """Runs an experiment to its end, from its newest checkpoint if it has one; or until it is asked to stop.
+    """Runs an experiment from its newest checkpoint, if any, to its end or a requested stop.
 
     Returns:
-        The exit code: 0 at the end; else 75 or 76, see `trainer.training.preemption`.
+        The exit code: 0 at the end, else 75 or 76; see `trainer.training.preemption`.
     """
     trackers: list[Tracker] = []
     with (
         StopRequest(experiment.training.preemption) as stop,
         open_strategy(experiment) as strategy,
-        run_folder.failures_told(trackers),
+        run_folder.alert_on_failure(trackers),
         _only_writer(experiment, strategy.world.rank),
     ):
         if experiment.tracking.wandb is not None and strategy.world.rank == 0:
@@ -71,10 +68,11 @@ def train(experiment: Experiment) -> int:
         dataset = experiment.data.open()
         checkpointer = open_checkpointer(experiment, strategy.world)
         snapshots = open_snapshots(experiment, strategy.world)
-        source, step = newest(checkpointer, snapshots)
-        if step is not None and (said := _finished(experiment, source, step)):
-            logger.info("nothing to do: %s %s", experiment.output, said)
+        source, step = Checkpoints(checkpointer, snapshots).newest()
+        if step is not None and (reason := _finished(experiment, source, step)):
+            logger.info("nothing to do: %s %s", experiment.output, reason)
             return EXIT_DONE
+        # A checkpoint holds everything but frozen parameters.
         weights = experiment.init_from if step is None or experiment.freezes else None
         trainer: Trainer | None = None
         try:
@@ -82,47 +80,23 @@ def train(experiment: Experiment) -> int:
                 experiment, dataset, strategy, checkpointer, weights, snapshots, step is not None
             )
             if experiment.training.evaluate_every is not None:
-                # Refuses a split without examples now rather than after hours.
+                # Rejects a split without examples now rather than after hours.
                 trainer.loaders.heldout(trainer.phase).close()
                 check_installed(experiment.objective.task.metrics)
                 check_best(experiment, trainer.objective)
             if step is not None:
                 changes = trainer.restore(step, source)
-                logger.info(
-                    "continuing   at step %d%s", step, f" with {changes}" if changes else ""
-                )
+                changed = f" with {changes}" if changes else ""
+                logger.info("continuing   at step %d%s", step, changed)
             strategy.world.tell_progress(trainer.state.step)
-            profiler = experiment.tracking.profile.build(
-                Path(experiment.output), strategy.world.rank
-            )
-            fault: str | None = None
-            while True:
-                trackers[:], ledger = _open_records(experiment, dataset, trainer, fault)
-                fault = trainer.fit(
-                    trackers, ledger, forecast.throughput(experiment, trainer), profiler, stop
-                )
-                for tracker in trackers:
-                    tracker.close()
-                if fault is None:
-                    break
-                rewind(trainer, fault)
+            _fit(experiment, dataset, trainer, trackers, stop)
             stop.finish()
-            if trainer.over:
-                if experiment.training.best is not None:
-                    early = (
-                        f"stopped early at step {trainer.state.step}: " if trainer.best.over else ""
-                    )
-                    logger.info(
-                        "finished     %s%s; its checkpoint is %s/best",
-                        early,
-                        trainer.best,
-                        experiment.output,
-                    )
-                return EXIT_DONE
-            logger.info(
-                "stopped      at step %d, with a checkpoint to go on from", trainer.state.step
-            )
-            return stop.exit_code
+            if not trainer.finished:
+                logger.info("stopped      at step %d, with a checkpoint", trainer.state.step)
+                return stop.exit_code
+            if experiment.training.best is not None:
+                _report_best(experiment, trainer)
+            return EXIT_DONE
         except torch.OutOfMemoryError as error:
             phase = None if trainer is None else trainer.phase
             raise _out_of_memory(experiment, strategy, phase, error) from error
@@ -131,33 +105,70 @@ def train(experiment: Experiment) -> int:
                 trainer.close()
 
 
+def _fit(
+    experiment: Experiment,
+    dataset: AnyDataset,
+    trainer: Trainer,
+    trackers: list[Tracker],
+    stop: StopRequest,
+) -> None:
+    """Trains to the end; after a fault, goes back to a checkpoint and trains on.
+
+    Args:
+        trackers: is filled with the open trackers, for an alert if the run fails.
+    """
+    folder, rank = Path(experiment.output), trainer.strategy.world.rank
+    profiler = experiment.tracking.profile.build(folder, rank)
+    fault: str | None = None
+    while True:
+        ledger = None
+        if trainer.strategy.replica.index == 0:
+            write_description(experiment, dataset)
+            forecast.report(experiment, trainer)
+            trackers[:] = run_folder.open_trackers(experiment, trainer, fault)
+            ledger = folder / "ledger.jsonl"
+        throughput = forecast.throughput(experiment, trainer)
+        fault = trainer.fit(trackers, ledger, throughput, profiler, stop)
+        for tracker in trackers:
+            tracker.close()
+        if fault is None:
+            return
+        rewind(trainer, fault)
+
+
 def _finished(experiment: Experiment, source: Checkpointer, step: int) -> str | None:
-    """Why there is nothing left to do after a step, and what to change; None if there is."""
+    """Says why nothing is left to do after a step, and what to change; None if there is."""
     if step >= experiment.training.steps:
         return f"is at step {step}; raise training.steps to train on"
+    if experiment.training.best is None:
+        return None
     best = Best(experiment.training.best)
-    if experiment.training.best is not None:
-        best.load_state_dict(
-            integrity.read_meta(integrity.step_folder(source.folder, step)), lambda step: True
-        )
-    return (
-        f"was stopped early at step {step}; raise training.best.patience to train on"
-        if best.over
-        else None
-    )
+    meta = integrity.read_meta(integrity.step_folder(source.folder, step))
+    best.load_state_dict(meta, holds=lambda step: True)
+    if best.out_of_patience:
+        return f"was stopped early at step {step}; raise training.best.patience to train on"
+    return None
+
+
+def _report_best(experiment: Experiment, trainer: Trainer) -> None:
+    early = ""
+    if trainer.best.out_of_patience:
+        early = f"stopped early at step {trainer.state.step}: "
+    checkpoint = f"{experiment.output}/best"
+    logger.info("finished     %s%s; its checkpoint is %s", early, trainer.best, checkpoint)
 
 
 @contextmanager
 def open_strategy(experiment: Experiment) -> Iterator[Strategy]:
-    """Meets the other processes; leaves them in an orderly way, or tells them why this one fails."""
+    """Connects to the other ranks and builds the strategy.
+
+    On success the ranks leave in order. If this one fails, it tells the others why.
+    """
     world = World.start(experiment.training.collective_timeout)
     try:
         accelerator = experiment.accelerator.build() if experiment.accelerator else detect()
         world.connect(accelerator.collective_backend)
-        strategy: Strategy = experiment.strategy.build(
-            accelerator, world, experiment.training.precision
-        )
-        yield strategy
+        yield experiment.strategy.build(accelerator, world, experiment.training.precision)
         world.close()
     except BaseException as error:
         world.failed(error)
@@ -166,18 +177,18 @@ def open_strategy(experiment: Experiment) -> Iterator[Strategy]:
 
 @contextmanager
 def _only_writer(experiment: Experiment, rank: int) -> Iterator[None]:
-    """Keeps other trainings out of where the run writes: its checkpoints, and its output folder if they lie elsewhere.
+    """Locks the folders that the run writes: its checkpoints, and its output if that is elsewhere.
 
     Raises:
-        CheckpointError: a folder cannot be written in.
+        CheckpointError: a folder is not writable.
         ConfigError: another training writes there.
     """
     with ExitStack() as locks:
         if rank == 0:
             checkpoints, output = checkpoint_folder(experiment), Path(experiment.output)
             locks.enter_context(only_writer(checkpoints))
-            in_output = isinstance(checkpoints, Path) and checkpoints.resolve() == output.resolve()
-            if experiment.checkpoint.folder is not None and not in_output:
+            same = isinstance(checkpoints, Path) and checkpoints.resolve() == output.resolve()
+            if experiment.checkpoint.folder is not None and not same:
                 locks.enter_context(only_writer(output))
         yield
 
@@ -191,77 +202,52 @@ def build_trainer(
     snapshots: Checkpointer | None = None,
     to_restore: bool = False,
 ) -> Trainer:
-    """Makes every part of a run and hands them to a Trainer that stands at step 0.
+    """Builds every part of a run, and a Trainer at step 0.
 
     Args:
-        experiment: what to make.
-        dataset: that of the experiment.
-        strategy: that of the experiment.
-        checkpointer: that of the run.
-        weights: what parameters start from, as `load_weights` takes it; None draws them by the seed.
-        snapshots: those of the run; None takes none.
-        to_restore: whether a checkpoint is to give all values but those of frozen parameters; none are drawn then,
-            which takes seconds.
+        weights: that parameters start from, as `load_weights` takes it; None initializes them by
+            the run's seed.
+        snapshots: None takes none.
+        to_restore: a checkpoint will replace all values but those of frozen parameters. So none
+            are initialized, which would take seconds.
 
     Raises:
-        ConfigError: the parts do not fit each other.
+        ConfigError: the parts are not compatible.
         CheckpointError: the weights are of another model.
     """
-    if experiment.data.group_by_length is not None and strategy.accelerator.compiles:
+    accelerator, world = strategy.accelerator, strategy.world
+    if experiment.data.group_by_length is not None and accelerator.compiles:
         raise ConfigError(
-            f"{strategy.accelerator.description} compiles for each width of a batch, and data.group_by_length gives "
-            "many; set it to null"
+            f"{accelerator.description} compiles for each width of a batch, and "
+            "data.group_by_length gives many; set it to null"
         )
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
     model = build_model(experiment, dataset, objective)
-    shapes = copy.deepcopy(model)  # of its own parameters the strategy may leave nothing but names
-    initial: InitialValues = partial(shapes.initial_values, seed=experiment.seed)
-    base: dict[str, str] | None = None
-    if weights is not None:
-        trained = load_weights(weights, strategy.world.rank, strategy.world.size)
-        if experiment.init_layers:
-            trained = choose_layers(trained, experiment.init_layers)
-        initial = stored_values(trained, shapes, dataset, seed=experiment.seed)
-        if experiment.redraw_layers:
-            initial = reinitialize_layers(
-                initial, shapes, experiment.redraw_layers, experiment.seed
-            )
-        if experiment.freezes:
-            base = base_of(trained, strategy.world.rank, strategy.world.size)
-            logger.info(
-                "frozen       weights stay in %s: keep it as long as this run", base["path"]
-            )
-    elif to_restore:
+    # A copy, as the strategy may leave nothing but names of the model's own parameters.
+    initial, base = _initial_values(experiment, dataset, copy.deepcopy(model), strategy, weights)
+    if weights is None and to_restore:
         initial = _zeros
     build_optimizer = partial(experiment.optimizer.build, structure=Structure.of(model))
-    with strategy.accelerator.graph("start"):
+    with accelerator.graph("start"):
         wrapped, optimizer = strategy.prepare(model, build_optimizer, initial)
         groups.prime(optimizer)
     teacher = attach_teacher(experiment, dataset, objective, strategy)
-    open_split = partial(
-        open_loader, experiment, dataset, objective, strategy.replica, largest=strategy.largest
-    )
-    # What memory has to be enough for is the widest of the batches.
-    widest = replace(experiment, data=replace(experiment.data, group_by_length=None))
-    open_widest = partial(
-        open_loader, widest, dataset, objective, strategy.replica, largest=strategy.largest
-    )
+
+    def opening(experiment: Experiment) -> Callable[..., Loader]:
+        parts = (experiment, dataset, objective, strategy.replica)
+        return partial(open_loader, *parts, largest=strategy.largest)
+
+    # The memory must be enough for the widest batch. Without grouping, all are that wide.
+    widest = opening(replace(experiment, data=replace(experiment.data, group_by_length=None)))
+    measure = partial(probe, wrapped, optimizer, objective, strategy)
     phases = tuple(
-        _sized(
-            phase,
-            strategy,
-            objective,
-            open_widest,
-            partial(probe, wrapped, optimizer, objective, strategy),
-        )
+        _with_micro_batch(phase, strategy, objective, widest, measure)
         for phase in experiment.resolved_phases()
     )
     description = Description(
         to_tree(experiment),
         tuple(phase.micro_batch_size for phase in phases),
-        None
-        if teacher is None
-        else shared_identity(teacher, strategy.world.rank, strategy.world.size),
+        None if teacher is None else shared_identity(teacher, world.rank, world.size),
         base,
     )
     return Trainer(
@@ -270,82 +256,113 @@ def build_trainer(
         optimizer=optimizer,
         objective=objective,
         strategy=strategy,
-        loaders=PhaseLoaders(phases, open_split),
+        loaders=PhaseLoaders(phases, opening(experiment)),
         checkpoints=Checkpoints(checkpointer, snapshots),
         description=description,
     )
+
+
+def _initial_values(
+    experiment: Experiment,
+    dataset: AnyDataset,
+    model: Model,
+    strategy: Strategy,
+    weights: str | Path | None,
+) -> tuple[InitialValues, dict[str, str] | None]:
+    """Returns the initial values of all parameters, and the base of frozen ones. Collective."""
+    seed = experiment.seed
+    if weights is None:
+        return partial(model.initial_values, seed=seed), None
+    rank, world_size = strategy.world.rank, strategy.world.size
+    trained = load_weights(weights, rank, world_size)
+    if experiment.init_layers:
+        trained = choose_layers(trained, experiment.init_layers)
+    values = stored_values(trained, model, dataset, seed=seed)
+    if experiment.redraw_layers:
+        values = reinitialize_layers(values, model, experiment.redraw_layers, seed)
+    if not experiment.freezes:
+        return values, None
+    base = base_of(trained, rank, world_size)
+    logger.info("frozen       weights stay in %s: keep it as long as this run", base["path"])
+    return values, base
 
 
 def _zeros(_name: str, start: int, stop: int) -> torch.Tensor:
     return torch.zeros(()).expand(stop - start)
 
 
-def _sized(
+def _with_micro_batch(
     phase: Phase,
     strategy: Strategy,
     objective: Objective,
     open_split: Callable[[Phase], Loader],
     measure: Callable[[Callable[[int], Loader], int], int | None],
 ) -> Phase:
-    """The phase with its micro-batch as a number: as it was set, or what fits into the memory of the devices."""
-    replicas, wanted = strategy.replica.count * strategy.replica.devices, phase.micro_batch_size
-    most = -(-phase.global_batch_size // replicas)
-    most = most if wanted == "auto" else min(wanted, most)
+    """Resolves a phase's micro-batch size: as set, or what fits into the devices' memory.
+
+    Args:
+        measure: `probe` for the model; takes a function that opens a loader, and the most examples
+            of a device.
+    """
+    devices, wanted = strategy.replica.count * strategy.replica.devices, phase.micro_batch_size
+    most = -(-phase.global_batch_size // devices)
+    if wanted != "auto":
+        most = min(wanted, most)
 
     def open_sized(rows: int) -> Loader:
-        # A second micro-batch, where a step has several, meets the gradients of the first, which FSDP2 keeps whole.
-        each = rows * replicas
-        examples = each if each >= phase.global_batch_size else 2 * each
+        # If a step has several micro-batches, measure two: the second meets the gradients of the
+        # first, which FSDP2 keeps whole.
+        examples = rows * devices
+        if examples < phase.global_batch_size:
+            examples *= 2
         return open_split(replace(phase, micro_batch_size=rows, global_batch_size=examples))
 
+    # Measured even if the size is set: a message for a lack of memory names a size that fits.
     fits = measure(open_sized, most)
-    if wanted != "auto":
-        return replace(phase, fits=fits)
-    size = (
-        without_probe(most, objective.pack_spec(phase.sequence_length).positions)
-        if fits is None
-        else fits
-    )
+    size = wanted if wanted != "auto" else fits
+    if size is None:
+        size = without_probe(most, objective.pack_spec(phase.sequence_length).positions)
     return replace(phase, micro_batch_size=size, fits=fits)
 
 
 def build_model(experiment: Experiment, dataset: AnyDataset, objective: Objective) -> Model:
-    """The model on the meta device: its parameters have no values yet.
+    """Builds the model on the meta device: its parameters have no values yet.
 
     Raises:
-        ConfigError: it does not fit the dataset or the objective.
+        ConfigError: it is not compatible with the dataset or the objective.
     """
     with torch.device("meta"):
         model = experiment.build_model()
     own = [
         parameter for module in model.modules() for parameter in module.parameters(recurse=False)
     ]
-    # Getting memory, each module would make a parameter of its own.
+    # `to_empty` gives each module memory of its own, so a shared parameter would become two.
     if len(own) > len(set(own)):
         raise ConfigError(
             "two modules of the model share a parameter; let them share the module that has it"
         )
     check_compatibility(experiment, dataset, objective, model)
-    model.activation_checkpointing = experiment.training.activation_checkpointing
-    if experiment.training.activation_checkpointing and not model.activation_checkpointing:
+    settings = experiment.training
+    model.activation_checkpointing = settings.activation_checkpointing
+    if settings.activation_checkpointing and not model.activation_checkpointing:
         raise ConfigError(
-            "training.activation_checkpointing is true, and this model has no layers that can recompute; set it to "
-            "false"
+            "training.activation_checkpointing is true, and this model has no layers that can "
+            "recompute; set it to false"
         )
-    if experiment.training.compile:
+    if settings.compile:
         for unit in model.sharding_units():
             unit.compile()
     return model
 
 
 def checkpoint_folder(experiment: Experiment) -> files.Location:
-    """Where the checkpoints of a run lie."""
+    """The folder or address of a run's checkpoints."""
     folder = experiment.checkpoint.folder
     return Path(experiment.output) / "checkpoints" if folder is None else files.location(folder)
 
 
 def open_checkpointer(experiment: Experiment, world: World) -> Checkpointer:
-    """The checkpoints of a run that is to be trained, for all ranks together; its folder must be shared by them."""
+    """Opens the checkpoints of a run for training; all ranks must see the folder. Collective."""
     checkpointer = Checkpointer(
         checkpoint_folder(experiment),
         experiment.checkpoint,
@@ -366,25 +383,28 @@ def open_loader(
     split: str = "train",
     largest: Callable[[int], int] = int,
 ) -> StreamingLoader:
-    """The batches of a split: endless ones for training, a single pass over the held-out documents.
+    """Opens the batches of a split: endless for training, a single pass for held-out documents.
 
-    Each phase has an order, masks and dropout of its own; evaluation has the same masks in all of them.
+    Phases with different data orders have different masks and dropout. Evaluation has the same
+    masks in all of them.
     """
     size = phase.micro_batch_size
-    most = -(-phase.global_batch_size // (replica.count * replica.devices))
     spec = objective.pack_spec(phase.sequence_length)
+    if size == "auto":
+        most = -(-phase.global_batch_size // (replica.count * replica.devices))
+        size = without_probe(most, spec.positions)
     order = SplitOrder(
         phase.seed(experiment.seed) if split == "train" else experiment.seed,
         split,
         finite=split == "heldout",
         example_after=partial(examples_after, experiment.resolved_phases(), phase.order),
     )
-    rows = without_probe(most, spec.positions) if size == "auto" else size
     return StreamingLoader(
         dataset,
+        # data.exclude has example numbers of the first data order.
         experiment.data if phase.order == 0 else replace(experiment.data, exclude=()),
         order,
-        BatchLayout(phase.global_batch_size, rows, replica),
+        BatchLayout(phase.global_batch_size, size, replica),
         pack_spec=spec,
         collate=objective.collate,
         largest=largest,
@@ -392,7 +412,10 @@ def open_loader(
 
 
 def write_description(experiment: Experiment, dataset: AnyDataset) -> None:
-    """Writes the settings and the tokenizer into the run's folder; the latter also to where its checkpoints are."""
+    """Writes the settings and the tokenizer into the run's folder, so it is self-contained.
+
+    The tokenizer also goes to where the checkpoints are: they can be used without the run's folder.
+    """
     folder = Path(experiment.output)
     storage.write_text(folder / "config.yaml", dump(experiment))
     dataset.tokenizer.save(folder / "tokenizer")
@@ -400,28 +423,19 @@ def write_description(experiment: Experiment, dataset: AnyDataset) -> None:
         files.copy_folder(folder / "tokenizer", checkpoint_folder(experiment) / "tokenizer")
 
 
-def _open_records(
-    experiment: Experiment, dataset: AnyDataset, trainer: Trainer, fault: str | None
-) -> tuple[list[Tracker], Path | None]:
-    """Makes the run's folder self-contained and opens what is written into it, on rank 0; the others write nothing."""
-    if trainer.strategy.replica.index > 0:
-        return [], None
-    write_description(experiment, dataset)
-    forecast.report(experiment, trainer)
-    return run_folder.open_records(experiment, trainer, fault), Path(
-        experiment.output
-    ) / "ledger.jsonl"
-
-
 def _out_of_memory(
     experiment: Experiment, strategy: Strategy, phase: Phase | None, error: Exception
 ) -> SamestepError:
-    """What to do when a device's memory runs out, in a phase or (None) even before the first step."""
+    """Explains a lack of device memory, in a phase or (None) before the first step."""
     lower = ""
-    if phase is not None and isinstance(size := phase.micro_batch_size, int) and size > 1:
+    size = None if phase is None else phase.micro_batch_size
+    if phase is not None and isinstance(size, int) and size > 1:
         smaller = phase.fits if phase.fits is not None and phase.fits < size else size // 2
         section = f"phases.{phase.index}" if experiment.phases else "training"
-        lower = f"set {section}.micro_batch_size={smaller} (it is {size}; it changes memory and speed only), "
+        lower = (
+            f"set {section}.micro_batch_size={smaller} (it is {size}; it changes memory and speed "
+            "only), "
+        )
     return SamestepError(
         f"the memory of {strategy.accelerator.description} is used up: {error}; {lower}set "
         "training.activation_checkpointing=true, or use more devices"

@@ -1,4 +1,4 @@
-"""What a run writes down as it goes: the files of its folder, and the services that show what is in them."""
+"""The files that a run writes into its folder besides checkpoints, and the services beside them."""
 
 from __future__ import annotations
 
@@ -26,42 +26,45 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def failures_told(trackers: Sequence[Tracker]) -> Iterator[None]:
-    """Tells people why a run fails, through the trackers that are open by then.
+def alert_on_failure(trackers: Sequence[Tracker]) -> Iterator[None]:
+    """Alerts users when the run fails, through the trackers that are open by then.
 
-    Inside the meeting of the ranks: where all fail alike, any of them may be the one that ends the others.
+    Use it while the ranks are still connected: if all of them fail alike, any one may be the first
+    to end the others, and rank 0 must have sent its alert by then.
     """
     try:
         yield
     except Exception as error:
-        text = (
-            str(error) if isinstance(error, SamestepError) else f"{type(error).__name__}: {error}"
-        )
+        prefix = "" if isinstance(error, SamestepError) else f"{type(error).__name__}: "
         for tracker in trackers:
-            tracker.alert("ERROR", "The run has failed", text)
+            tracker.alert("ERROR", "The run has failed", f"{prefix}{error}")
         raise
 
 
-def open_records(experiment: Experiment, driver: Trainer, fault: str | None) -> list[Tracker]:
-    """Opens the run's metrics with all that is made from them; notes this start in starts.jsonl, and tells people.
+def open_trackers(experiment: Experiment, driver: Trainer, fault: str | None) -> list[Tracker]:
+    """Opens the run's metrics, cut back to the current step, and all that is made from them.
+
+    Also adds this start to starts.jsonl, and alerts users to a restart or a rewind.
 
     Args:
-        experiment: the run's.
-        driver: stands where training continues.
-        fault: what it has just gone back for; None at the start of the process.
+        fault: reason for a rewind; None at the start of the process.
     """
     folder, step = Path(experiment.output), driver.state.step
-    start = _note_start(folder, experiment, driver)
+    start = _record_start(folder, experiment, driver)
     tracking, description = experiment.tracking, to_tree(experiment)
     trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl", resume_step=step)]
-    if (scores := folder / "scores.jsonl").exists():  # those of checkpoints that will be made again
+    scores = folder / "scores.jsonl"
+    if scores.exists():  # removes the scores of checkpoints that will be written again
         JsonlTracker(scores, resume_step=step).close()
     if tracking.tensorboard is not None:
         trackers.append(tracking.tensorboard.build(folder, description))
     if tracking.wandb is not None:
-        trackers.append(
-            tracking.wandb.build(folder, description, lambda: _checkpoints(driver), start)
-        )
+
+        def checkpoints() -> list[str]:
+            durable = driver.checkpoints.durable
+            return [str(integrity.step_folder(durable.folder, each)) for each in durable.steps()]
+
+        trackers.append(tracking.wandb.build(folder, description, checkpoints, start))
     trackers.append(ProgressTracker(step, experiment.training.steps))
     for tracker in trackers:
         if fault is not None:
@@ -70,30 +73,28 @@ def open_records(experiment: Experiment, driver: Trainer, fault: str | None) -> 
             )
             tracker.alert("WARN", "The run has gone back", text)
         elif start["restarts"]:
-            said = ", ".join(f"{name}: {value}" for name, value in start.items())
-            tracker.alert("INFO", "The run was started again", f"from step {step}; {said}")
+            place = ", ".join(f"{name}: {value}" for name, value in start.items())
+            tracker.alert("INFO", "The run was started again", f"from step {step}; {place}")
     return trackers
 
 
-def _checkpoints(driver: Trainer) -> list[str]:
-    checkpointer = driver.checkpoints.durable
-    return [str(integrity.step_folder(checkpointer.folder, step)) for step in checkpointer.steps()]
-
-
-def _note_start(folder: Path, experiment: Experiment, driver: Trainer) -> dict[str, str | int]:
-    """Adds what this start runs on to those before it, none of which is ever taken back.
+def _record_start(folder: Path, experiment: Experiment, driver: Trainer) -> dict[str, str | int]:
+    """Appends this start to starts.jsonl; a rewind removes none of the earlier ones.
 
     Returns:
-        Where it runs, as far as the environment says, and the number of starts before it.
+        The job and the nodes, as far as the environment names them, and the number of restarts.
     """
-    start: dict[str, str | int] = {"job": job} if (job := os.environ.get("SAMESTEP_JOB")) else {}
+    start: dict[str, str | int] = {}
+    if job := os.environ.get("SAMESTEP_JOB"):
+        start["job"] = job
     start["nodes"] = os.environ.get("SAMESTEP_NODES") or platform.node()
     start["restarts"] = sum(1 for _ in read_rows(folder / "starts.jsonl"))
+    strategy = driver.strategy
     starts = JsonlTracker(folder / "starts.jsonl", resume_step=sys.maxsize)
     starts.log(
         driver.state.step,
         {
-            "devices": f"{driver.strategy.replica.count} x {driver.strategy.accelerator.description}",
+            "devices": f"{strategy.replica.count} x {strategy.accelerator.description}",
             "strategy": type(experiment.strategy).__module__.rpartition(".")[2],
             "precision": experiment.training.precision,
             "micro_batch": ", ".join(str(phase.micro_batch_size) for phase in driver.phases),
@@ -108,13 +109,11 @@ def _note_start(folder: Path, experiment: Experiment, driver: Trainer) -> dict[s
 
 
 def append_scores(experiment: Experiment, step: int, of: str, scores: Mapping[str, float]) -> None:
-    """Appends the scores of an evaluation to scores.jsonl in the folder of the run, if that can be written.
+    """Appends an evaluation to scores.jsonl in the run's folder, if that is writable.
 
     Args:
-        experiment: of the run.
         step: of the checkpoint.
-        of: what it was scored on.
-        scores: by name.
+        of: data that the checkpoint was scored on.
     """
     try:
         tracker = JsonlTracker(Path(experiment.output) / "scores.jsonl", resume_step=None)

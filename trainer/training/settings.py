@@ -1,4 +1,4 @@
-"""The settings of a run's training loop."""
+"""The `training` section of an experiment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainer.accelerators import Precision
 from trainer.errors import ConfigError
 from trainer.training.best import Config as BestConfig
 from trainer.training.faults import Config as FaultsConfig
-from trainer.training.phases import MicroBatchSize
+from trainer.training.phases import MicroBatchSize, check_micro_batch_size
 from trainer.training.preemption import Config as PreemptionConfig
 
 
@@ -20,23 +20,29 @@ class Config:
     Attributes:
         steps: optimizer steps of the whole run.
         global_batch_size: examples of one step, over all devices.
-        micro_batch_size: the most examples of one forward and backward pass on one device, whose share of a step is cut
-            into equal parts; changes memory and speed only. auto measures how many fit.
-        precision: of matrix products; parameters and optimizer state stay in fp32. fp16, for GPUs without bf16,
-            scales the loss.
-        max_grad_norm: gradients are scaled down to this global norm; None leaves them.
-        activation_checkpointing: recomputes each layer in the backward pass: less memory, a third more work.
+        micro_batch_size: the most examples of one forward and backward pass on one device. A
+            device's share of a step is split into equal micro-batches of at most this size. It
+            changes memory and speed only. auto measures how many fit.
+        precision: of matrix products; parameters and optimizer state stay in fp32. fp16, for GPUs
+            without bf16, scales the loss.
+        max_grad_norm: gradients are scaled down to this global norm; None leaves them as they are.
+        activation_checkpointing: recomputes each layer in the backward pass: less memory, a third
+            more work.
         compile: compiles each layer with torch.compile.
         log_every: steps between two rows of metrics.
-        evaluate_every: steps between evaluations on the held-out documents (and at the end); None never does.
+        evaluate_every: steps between evaluations on the held-out documents (and one at the end);
+            None never evaluates.
         evaluate_batches: global batches of an evaluation; None takes all held-out documents.
-        best: by which score of these evaluations the best checkpoint is kept, and early stopping; None has no best.
+        best: by which score of these evaluations the best checkpoint is kept, and early stopping;
+            None keeps no best checkpoint.
         collective_timeout: seconds that ranks wait for each other before they give up.
-        hang_timeout: seconds in which nothing moves that end the run with a line about who is to blame; None never
-            does. The default is longer than a store is tried for, and shorter than collective_timeout.
-        verify_state_every: steps between looks for silent corruption of weights and moments; None never looks.
+        hang_timeout: seconds without any progress after which the run ends, with a line about the
+            rank to blame; None never ends it. The default is longer than the retries of an object
+            store, and shorter than collective_timeout.
+        verify_state_every: steps between checks of weights and moments for silent corruption; None
+            never checks.
         faults: what to do about steps whose loss or gradient looks wrong.
-        preemption: how the run stops when it is asked to.
+        preemption: how the run stops on request.
     """
 
     steps: int
@@ -57,18 +63,14 @@ class Config:
     preemption: PreemptionConfig = field(default_factory=PreemptionConfig)
 
     def __post_init__(self) -> None:
-        if isinstance(self.micro_batch_size, int) and self.micro_batch_size < 1:
-            raise ConfigError(
-                f"micro_batch_size must be at least 1, or auto, not {self.micro_batch_size}"
-            )
+        check_micro_batch_size(self.micro_batch_size)
         for name in ("steps", "global_batch_size", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("evaluate_every", "evaluate_batches", "verify_state_every"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(
-                    f"{name} must be at least 1, or null for none, not {getattr(self, name)}"
-                )
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ConfigError(f"{name} must be at least 1, or null for none, not {number}")
         if self.best is not None and self.evaluate_every is None:
             raise ConfigError(
                 "best is about evaluations, and evaluate_every is null; set it to a number of steps"
@@ -78,5 +80,6 @@ class Config:
                 f"max_grad_norm must be above 0, or null for no clipping, not {self.max_grad_norm}"
             )
         for name in ("collective_timeout", "hang_timeout"):
-            if (seconds := getattr(self, name)) is not None and not 0 < seconds < math.inf:
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 < seconds < math.inf:
                 raise ConfigError(f"{name} must be above 0 seconds, not {seconds}")

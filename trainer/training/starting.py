@@ -1,4 +1,4 @@
-"""Reading an experiment whose model is that of the weights it starts from: `model` without a `kind`."""
+"""Reads an experiment. Without `model.kind`, the model is the one of `init_from`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ _MODELS = Kinds("trainer.models")
 
 @dataclass(frozen=True)
 class Config(ModelConfig):
-    """Stands for a model that is known on other machines only: the one of `init_from`, with some
-    settings changed.
+    """Placeholder for the model of an `init_from` that only other machines can read.
 
     Attributes:
-        changes: these settings.
+        changes: settings that differ from that model.
     """
 
     changes: dict[str, Any] = field(default_factory=dict)
@@ -42,61 +41,61 @@ class Config(ModelConfig):
 def load_experiment(
     path: str | Path, overrides: Sequence[str] = (), elsewhere: bool = False
 ) -> Experiment:
-    """Reads an experiment; one with `init_from` may leave the model out, or name but the settings that change.
+    """Reads an experiment; one with `init_from` may leave out the model, or most of its settings.
 
-    The head is then the one that the objective is for, with an output for each label of the dataset. A run that has
-    begun keeps the model it has.
+    The model is then the one of `init_from`, with the head that the objective needs and an output
+    for each label of the dataset. A run that has begun keeps the model it has.
 
     Args:
-        path: of the file.
         overrides: settings that replace those of the file.
-        elsewhere: whether folders are those of other machines; where such are needed to tell the model, it stays open.
+        elsewhere: the run's folders are on other machines. If one of them is needed to find out
+            the model, the experiment has a placeholder instead.
 
     Raises:
-        ConfigError: as for any configuration, or the model that it starts from has no such head.
-        CheckpointError, DataError: these weights or the dataset cannot be read.
+        ConfigError: the configuration is invalid, or init_from's model cannot have such a head.
+        CheckpointError, DataError: the weights or the dataset cannot be read.
     """
     tree = read_tree(path, overrides)
     model = tree.get("model")
-    if tree.get("init_from") and (
-        model is None or (isinstance(model, dict) and "kind" not in model)
-    ):
-        begun = None if elsewhere else _begun(tree)
+    lacks_kind = model is None or (isinstance(model, dict) and "kind" not in model)
+    if tree.get("init_from") and lacks_kind:
+        changes = model or {}
         data = decode(DataConfig, tree.get("data"), "data")
         if elsewhere and not all(map(is_url, (tree["init_from"], *data.paths))):
-            stand_in: Experiment = decode(Experiment, {**tree, "model": {"kind": __name__}})
-            return replace(stand_in, model=Config(model or {}))
-        tree = {**tree, "model": merge(model_of(tree) if begun is None else begun, model or {})}
-    experiment: Experiment = decode(Experiment, tree)
-    return experiment
+            placeholder = decode(Experiment, {**tree, "model": {"kind": __name__}})
+            return replace(placeholder, model=Config(changes))
+        begun = None if elsewhere else _model_of_run(tree)
+        tree = {**tree, "model": merge(begun or model_of(tree), changes)}
+    return decode(Experiment, tree)
 
 
-def _begun(tree: Tree) -> Tree | None:
-    """The model of the run in the output folder, if there is one with a checkpoint to go on from."""
+def _model_of_run(tree: Tree) -> Tree | None:
+    """The model of the run in the output folder, if that run has a checkpoint."""
     output = Path(str(tree.get("output")))
     folder = (tree.get("checkpoint") or {}).get("folder") or output / "checkpoints"
-    if not (output / "config.yaml").is_file() or not integrity.committed_steps(
-        files.location(folder)
-    ):
-        return None
-    return read_stored(output / "config.yaml").get("model")
+    settings = output / "config.yaml"
+    if settings.is_file() and integrity.committed_steps(files.location(folder)):
+        return read_stored(settings).get("model")
+    return None
 
 
 def model_of(tree: Tree) -> Tree:
-    """The model that an experiment starts from, with the head that its objective is for.
+    """Returns the model of `init_from`, with the head that the objective needs.
 
     Args:
         tree: the experiment's init_from, data and objective.
 
     Raises:
-        ConfigError: the model has no such head.
+        ConfigError: the model cannot have such a head.
         CheckpointError, DataError: the weights or the dataset cannot be read.
     """
     config = load_config(tree["init_from"])
     dataset = decode(DataConfig, tree.get("data"), "data").open()
     objective = decode(Annotated[Any, _OBJECTIVES], tree.get("objective"), "objective")
     needs = objective.build(dataset.tokenizer.vocabulary).needs
-    tasks = [source.manifest.task for source in named_sources(dataset).values()]
-    has_labels = not needs.isdisjoint(FEWEST_LABELS)
-    own = config.for_needs(needs, tasks[0].labels if tasks[0] is not None and has_labels else ())
+    labels: tuple[str, ...] = ()
+    task = next(iter(named_sources(dataset).values())).manifest.task
+    if task is not None and not needs.isdisjoint(FEWEST_LABELS):
+        labels = task.labels
+    own = config.for_needs(needs, labels)
     return {"kind": _MODELS.kind_of(own), **to_tree(own)}

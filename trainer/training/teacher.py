@@ -1,4 +1,4 @@
-"""The teacher of a distillation: a trained model that stays as it is, beside the student, on each device."""
+"""The teacher of a distillation: a trained model, frozen, beside the student on each device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.errors import ConfigError
 from trainer.models import Model, ModelConfig
 from trainer.objectives import Objective, Taught
 from trainer.strategies import Strategy
-from trainer.training.compatibility import check_one_text
+from trainer.training.compatibility import check_virtual_tokens
 from trainer.training.experiment import Experiment
 from trainer.training.initial_weights import stored_values
 from trainer.training.weights import Weights, load_weights
@@ -20,16 +20,14 @@ from trainer.training.weights import Weights, load_weights
 def attach_teacher(
     experiment: Experiment, dataset: AnyDataset, objective: Objective, strategy: Strategy
 ) -> Weights | None:
-    """Loads the teacher of an objective that has one.
-
-    With several ranks this is collective.
+    """Loads the teacher of a distillation and gives it to the objective. Collective.
 
     Returns:
-        Its weights; None where the objective has no teacher.
+        The teacher's weights; None for an objective without a teacher.
 
     Raises:
         CheckpointError: there are no such weights.
-        ConfigError: they are of a model that cannot teach the student, or were trained with another tokenizer.
+        ConfigError: their model cannot teach the student, or has another tokenizer.
     """
     name = experiment.objective.teacher_path
     if name is None:
@@ -43,24 +41,26 @@ def attach_teacher(
 
 
 def build_teacher(experiment: Experiment, config: ModelConfig) -> Model:
-    """The teacher on the meta device: its parameters have no values yet.
+    """Builds the teacher on the meta device: its parameters have no values yet.
 
     Args:
         experiment: of the student.
-        config: of the teacher, the `Config` of a module in trainer/models.
+        config: of the teacher.
 
     Raises:
-        ConfigError: what the two models predict, or the hidden states to compare, have nothing in common; the
-            sequences of the run are not for the teacher.
+        ConfigError: the outputs or hidden states of the two models cannot be compared, or the
+            run's sequences are not for the teacher.
     """
     with torch.device("meta"):
         model = config.build()
-    own, name = experiment.model, experiment.objective.teacher_path
-    facts = ["head", "labels", "causal", "prefix_lm", "encoder_decoder"]
-    facts += ["vocab_size"] if own.head == "language_model" else []
-    facts += ["width"] if experiment.objective.compares_hidden else []
-    for setting in facts:
-        mine, theirs = (_shown(getattr(each, setting)) for each in (own, config))
+    student, name = experiment.model, experiment.objective.teacher_path
+    settings = ["head", "labels", "causal", "prefix_lm", "encoder_decoder"]
+    if student.head == "language_model":
+        settings.append("vocab_size")
+    if experiment.objective.compares_hidden:
+        settings.append("width")
+    for setting in settings:
+        mine, theirs = _shown(getattr(student, setting)), _shown(getattr(config, setting))
         if mine != theirs:
             raise ConfigError(
                 f"the teacher {name} has {setting} {theirs}, and model.{setting} is {mine}; "
@@ -68,12 +68,16 @@ def build_teacher(experiment: Experiment, config: ModelConfig) -> Model:
                 + "give the student what its teacher has, or name another teacher"
             )
     longest = max(phase.sequence_length for phase in experiment.resolved_phases())
-    if longest > model.max_sequence_length:
+    most = model.max_sequence_length
+    if longest > most:
         raise ConfigError(
-            f"the teacher {name} reads {model.max_sequence_length} tokens, and the run has sequences of {longest}; set "
-            f"data.sequence_length={model.max_sequence_length} or less, or name another teacher"
+            f"the teacher {name} reads {most} tokens, and the run has sequences of {longest}; set "
+            f"data.sequence_length={most} or less, or name another teacher"
         )
-    check_one_text(experiment, config.virtual_tokens, f"the teacher {name}", "name another teacher")
+    packing = experiment.data.packing
+    check_virtual_tokens(
+        packing, config.virtual_tokens, f"the teacher {name}", "name another teacher"
+    )
     if experiment.training.compile:
         for unit in model.sharding_units():
             unit.compile()

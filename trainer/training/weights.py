@@ -1,7 +1,7 @@
-"""Trained weights wherever they lie: a run or one of its checkpoints, here or in a store, or a Hugging Face folder.
+"""Opens trained weights: a run or one of its checkpoints, or a Hugging Face folder, also remote.
 
-Of some only a part lies there: what was trained, or added, while the rest of the model was frozen. The rest is read
-from where it came from.
+If parameters were frozen, a checkpoint or an adapter holds only the trained part of a model. The
+rest is read from the weights that the training started from, the base.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainer.storage.hub import is_hub_path, model_folder
 logger = logging.getLogger(__name__)
 
 BASE = "base"
-"""Beside a run's checkpoints: its frozen weights, or a link to them, where they have moved."""
+"""Beside a run's checkpoints: its frozen weights, or a link to them, if they were moved there."""
 
 _MODELS = Kinds("trainer.models")
 
@@ -40,15 +40,16 @@ class Weights:
     """A model and its parameters.
 
     Attributes:
-        config: the `Config` of a module in trainer/models.
-        tensors: parameters under our names, on the CPU, read when they are asked for.
-        optimizer: the state of a checkpoint's optimizer, as "exp_avg/<parameter>" and so on, likewise.
+        config: the model.
+        tensors: parameters under samestep's names, on the CPU, read on access.
         folder: of the checkpoint, or of the Hugging Face model.
-        tokenizer: the folder of the tokenizer that goes with them; see `tokenizer_files`.
+        tokenizer: folder of the tokenizer that goes with them; see `tokenizer_files`.
         step: of the checkpoint; None for a Hugging Face model.
-        objective: the settings that a checkpoint's model was trained with, its kind included; of a student, its own.
-        base: where the parameters come from that were frozen; None: all are in `folder`.
-        hub: the hf://NAME of a model of the Hub.
+        objective: settings that the checkpoint's model was trained with, `kind` included; of a
+            distilled student, its own objective.
+        optimizer: a checkpoint's optimizer state, as "exp_avg/<parameter>" and so on.
+        base: weights that the frozen parameters are from; None: all are in `folder`.
+        hub: hf://NAME of a model on the Hub.
     """
 
     config: ModelConfig
@@ -63,13 +64,13 @@ class Weights:
 
     @property
     def path(self) -> str:
-        """What opens these very weights again: of a run it is the checkpoint, as the run will have others."""
+        """Opens these very weights again; of a run, its checkpoint, as it will have newer ones."""
         if isinstance(self.folder, files.Url):
             return self.folder.url
         return self.hub or str(self.folder.absolute())
 
     def identity(self) -> str:
-        """A digest that changes with the weights; of a Hugging Face folder it takes a second for some gigabytes."""
+        """A digest of the weights. Takes a second for some gigabytes of a Hugging Face folder."""
         if self.step is not None:
             return integrity.identity(self.folder)
         assert isinstance(self.folder, Path)
@@ -77,13 +78,13 @@ class Weights:
         return own if self.base is None else f"{own}+{self.base.identity()}"
 
     def model(self, outputs: Outputs = frozenset()) -> Model:
-        """Builds the trained model on the CPU, in eval mode, to be used without its objective.
+        """Builds the trained model on the CPU, in eval mode, for use without its objective.
 
         Args:
-            outputs: what will be asked of it.
+            outputs: that the caller needs.
 
         Raises:
-            ConfigError: it does not offer them, or it reads columns that an objective has to make.
+            ConfigError: the model does not offer them, or needs columns from its objective.
             CheckpointError: the weights are not those of the model.
         """
         model = self.config.build()
@@ -93,44 +94,47 @@ class Weights:
             )
         if model.reads:
             raise ConfigError(
-                f"the model of {self.folder} reads the column {min(model.reads)}, which only its objective makes; "
-                "use samestep evaluate"
+                f"the model of {self.folder} reads the column {min(model.reads)}, which only its "
+                "objective makes; use samestep evaluate"
             )
         # A shared parameter is stored once, and loaded under each of its names.
         stored = {parameter: name for name, parameter in model.named_parameters()}
         if wrong := sorted(set(stored.values()) ^ set(self.tensors)):
             raise CheckpointError(
-                f"{self.folder} does not hold the weights of its model, first {wrong[0]}; export it anew"
+                f"{self.folder} does not hold the weights of its model, first {wrong[0]}; export "
+                "it anew"
             )
         every = model.named_parameters(remove_duplicate=False)
         model.load_state_dict({name: self.tensors[stored[parameter]] for name, parameter in every})
         return model.eval()
 
     def tokenizer_files(self) -> AbstractContextManager[Path]:
-        """The tokenizer's folder on this machine, while the context lasts."""
+        """The tokenizer's folder on this machine, inside the context."""
         return files.on_disk(self.tokenizer)
 
 
 def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> Weights:
-    """Opens the newest valid checkpoint of a run, a certain checkpoint, a Hugging Face folder, or hf://NAME.
+    """Opens trained weights. Several ranks verify a checkpoint together: then it is collective.
 
-    A run is named by its output folder, or by the folder or address that its checkpoints are in. RUN/best is its best
-    checkpoint, where `training.best` says what that is. A folder of Hugging Face's `peft` library is opened with the
-    model that it names, if it holds LoRA, a prompt or a prefix.
-
-    With several ranks this is collective: they share the work of verifying a checkpoint, and all raise if one does.
+    Args:
+        path: one of
+            a run: its output folder, or the folder or address of its checkpoints. Takes the newest
+                valid checkpoint.
+            RUN/best: the run's best checkpoint, by `training.best`.
+            a folder of a certain checkpoint.
+            a Hugging Face folder, or hf://NAME.
+            a folder of Hugging Face's `peft` library with LoRA, a prompt or a prefix. The model
+                that it names is opened as well.
 
     Raises:
-        CheckpointError: there is none of these, it is damaged, or it cannot be downloaded.
+        CheckpointError: none of these is there, it is damaged, or it cannot be downloaded. If one
+            rank raises, all do.
     """
     with together(world_size):
-        folder = (
-            model_folder(str(path)) if is_hub_path(str(path)) else _best_named(files.location(path))
-        )
+        folder = _resolve(path)
         if _is_huggingface(folder):
-            return replace(
-                _from_huggingface(folder), hub=str(path) if is_hub_path(str(path)) else None
-            )
+            hub = str(path) if is_hub_path(str(path)) else None
+            return replace(_from_huggingface(folder), hub=hub)
         if _is_adapter(folder):
             return _from_adapter(folder, rank, world_size)
         is_step = _is_step(folder)
@@ -144,40 +148,35 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
             )
         folder = integrity.step_folder(root, newest)
     meta, stored = checkpoints.open(folder)
-    if not is_step and (best := meta.get("best", {}).get("step")) not in (None, meta["step"]):
-        logger.info(
-            "taking step %d of %s, the newest; the best, step %d, is %s/best",
-            meta["step"],
-            path,
-            best,
-            path,
-        )
+    step, best = meta["step"], meta.get("best", {}).get("step")
+    if not is_step and best not in (None, step):
+        message = "taking step %d of %s, the newest; the best, step %d, is %s/best"
+        logger.info(message, step, path, best, path)
     config = decode(Annotated[Any, _MODELS], meta["config"]["model"], f"{folder}: model")
-    tensors, optimizer = (_part(stored, prefix) for prefix in ("model/", "optimizer/"))
+    tensors = _with_prefix(stored, "model/")
     base = None
     if "base" in meta:
         base = _load_base(folder, root / BASE, meta["base"], rank, world_size)
-        tensors = _together(config, tensors, base)
+        tensors = _add_base(config, tensors, base)
     with together(world_size):
-        beside = root / "tokenizer"
-        tokenizer = (
-            beside if (beside / "tokenizer_config.json").exists() else root.parent / "tokenizer"
-        )
+        tokenizer = root / "tokenizer"
+        if not (tokenizer / "tokenizer_config.json").exists():
+            tokenizer = root.parent / "tokenizer"
     objective = meta["config"]["objective"]
     return Weights(
         config,
         tensors,
         folder,
         tokenizer,
-        meta["step"],
+        step,
         objective.get("of", objective),
-        optimizer,
+        _with_prefix(stored, "optimizer/"),
         base,
     )
 
 
 def shared_identity(weights: Weights, rank: int, world_size: int) -> str:
-    """As `Weights.identity`, which the first of several processes finds out for all. Collective."""
+    """Returns `Weights.identity` on all ranks; the first computes it. Collective."""
     own = ""
     with together(world_size):
         if rank == 0:
@@ -186,37 +185,30 @@ def shared_identity(weights: Weights, rank: int, world_size: int) -> str:
 
 
 def base_of(weights: Weights, rank: int = 0, world_size: int = 1) -> dict[str, str]:
-    """What a checkpoint says of the weights that its frozen parameters are of. Collective.
-
-    Args:
-        weights: these.
-        rank, world_size: of the processes, the first of which does the work.
-    """
+    """Returns what checkpoints store about the base of a run with frozen parameters. Collective."""
     return {"path": weights.path, "identity": shared_identity(weights, rank, world_size)}
 
 
 def _load_base(
-    folder: Location, beside: Location, noted: Mapping[str, str], rank: int, world_size: int
+    folder: Location, beside: Location, stored: Mapping[str, str], rank: int, world_size: int
 ) -> Weights:
-    """The weights that the frozen parameters of a checkpoint are of.
+    """Loads the weights of a checkpoint's frozen parameters. Collective.
 
     Args:
         folder: of the checkpoint.
-        beside: where they are if it exists, whatever was noted.
-        noted: what `base_of` said when the checkpoint was written.
-        rank, world_size: of the processes.
+        beside: where these weights are, if it exists, in spite of `stored`.
+        stored: the result of `base_of` when the checkpoint was written.
 
     Raises:
-        CheckpointError: they are gone, or others now.
+        CheckpointError: the weights are gone, or are others now.
     """
     with together(world_size):
         moved = beside != folder and bool(files.names(beside))
-    place: str | Location = noted["path"]
-    if gather(moved, world_size)[
-        0
-    ]:  # a link to a checkpoint has its tokenizer, and its own base, beside the target
+    place: str | Location = stored["path"]
+    if gather(moved, world_size)[0]:
+        # A link leads to a checkpoint that has its tokenizer, and its own base, beside the target.
         place = beside.resolve() if isinstance(beside, Path) else beside
-    fix = f"bring back what {noted['path']} held"
+    fix = f"bring back what {stored['path']} held"
     if isinstance(beside, files.Url):
         fix += f", or download {folder.parent} and put the frozen weights there as {BASE}"
     elif beside != folder:
@@ -225,37 +217,39 @@ def _load_base(
         base = load_weights(place, rank, world_size)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{folder} holds only what was trained, and the rest cannot be read from {place}: {error}; {fix}"
+            f"{folder} holds only what was trained, and the rest cannot be read from {place}: "
+            f"{error}; {fix}"
         ) from error
-    if shared_identity(base, rank, world_size) != noted["identity"]:
+    if shared_identity(base, rank, world_size) != stored["identity"]:
         raise CheckpointError(
-            f"{folder} holds only what was trained, and {place} does not hold the frozen weights that go with it; {fix}"
+            f"{folder} holds only what was trained, and {place} does not hold the frozen weights "
+            f"that go with it; {fix}"
         )
-    return replace(base, hub=noted["path"] if is_hub_path(noted["path"]) else None)
+    return replace(base, hub=stored["path"] if is_hub_path(stored["path"]) else None)
 
 
-def _together(config: ModelConfig, trained: StoredTensors, base: Weights) -> StoredTensors:
-    """All parameters of a model: those that were trained, and the frozen ones."""
+def _add_base(config: ModelConfig, trained: StoredTensors, base: Weights) -> StoredTensors:
+    """Returns all parameters of a model: the trained ones, and the frozen ones of the base."""
     with torch.device("meta"):
         names = [name for name, _ in config.build().named_parameters()]
-    if absent := [name for name in names if name not in trained and name not in base.tensors]:
+    pieces = {**base.tensors.pieces, **trained.pieces}
+    if absent := [name for name in names if name not in pieces]:
         raise CheckpointError(
-            f"{base.folder} has no {absent[0]}, and so is not what the parameters were added to; bring back what was"
+            f"{base.folder} has no {absent[0]}, and so is not what the parameters were added to; "
+            "bring back what was"
         )
-    return StoredTensors(
-        {name: (trained if name in trained else base.tensors).pieces[name] for name in names}
-    )
+    return StoredTensors({name: pieces[name] for name in names})
 
 
 def load_config(path: str | Location) -> ModelConfig:
-    """The `Config` of the model that `load_weights` would open; the newest checkpoint of a run is taken as it is.
+    """Returns the configuration of a model that `load_weights` would open.
+
+    A run's newest checkpoint is taken as it is, without verifying its tensors.
 
     Raises:
-        CheckpointError: there is none, or what describes it is damaged.
+        CheckpointError: there is none, or its description is damaged.
     """
-    folder = (
-        model_folder(str(path)) if is_hub_path(str(path)) else _best_named(files.location(path))
-    )
+    folder = _resolve(path)
     if _is_huggingface(folder):
         return _config_and_tensors(folder)[0]
     if _is_adapter(folder):
@@ -264,19 +258,18 @@ def load_config(path: str | Location) -> ModelConfig:
         check_weights(folder)
         root = checkpoints_of(folder)
         folder = integrity.step_folder(root, max(integrity.committed_steps(root)))
-    config: ModelConfig = decode(
-        Annotated[Any, _MODELS], integrity.read_meta(folder)["config"]["model"], f"{folder}: model"
-    )
+    model = integrity.read_meta(folder)["config"]["model"]
+    config: ModelConfig = decode(Annotated[Any, _MODELS], model, f"{folder}: model")
     return config
 
 
 def check_weights(start: Location) -> None:
-    """Looks whether `load_weights` would find any in a folder or store, without reading them.
+    """Checks that `load_weights` would find weights in a folder or store, without reading them.
 
     Raises:
         CheckpointError: it would not.
     """
-    start = _best_named(start)
+    start = _resolve_best(start)
     if _is_huggingface(start):
         huggingface.load_folder(start)
     elif _is_adapter(start):
@@ -289,28 +282,33 @@ def check_weights(start: Location) -> None:
         )
 
 
-def _best_named(path: Location) -> Location:
-    """The checkpoint that RUN/best stands for; any other path as it is.
+def _resolve(path: str | Location) -> Location:
+    """Returns a folder; downloads a model of the Hub, and finds the checkpoint of RUN/best."""
+    if is_hub_path(str(path)):
+        return model_folder(str(path))
+    return _resolve_best(files.location(path))
+
+
+def _resolve_best(path: Location) -> Location:
+    """Returns the checkpoint of RUN/best; any other path as it is.
 
     Raises:
-        CheckpointError: the run has found none to be best.
+        CheckpointError: the run has no best checkpoint.
     """
     if path.name != "best" or files.names(path):
         return path
     root = checkpoints_of(path.parent)
     if (step := retention.best_step(root)) is None:
         raise CheckpointError(
-            f"{path.parent} has no best checkpoint: it was trained without training.best; name the run, or a step"
+            f"{path.parent} has no best checkpoint: it was trained without training.best; name "
+            "the run, or a step"
         )
     return integrity.step_folder(root, step)
 
 
 def _is_huggingface(folder: Location) -> TypeGuard[Path]:
-    return (
-        isinstance(folder, Path)
-        and (folder / "config.json").is_file()
-        and not huggingface.is_adapter(folder)
-    )
+    has_config = isinstance(folder, Path) and (folder / "config.json").is_file()
+    return has_config and not _is_adapter(folder)
 
 
 def _is_adapter(folder: Location) -> TypeGuard[Path]:
@@ -321,8 +319,8 @@ def _is_step(folder: Location) -> bool:
     return (folder / integrity.META).exists()
 
 
-def _part(stored: StoredTensors, prefix: str) -> StoredTensors:
-    """The tensors whose names begin so, under the rest of their names."""
+def _with_prefix(stored: StoredTensors, prefix: str) -> StoredTensors:
+    """Returns the tensors with a prefix, under the rest of their names."""
     pieces = {
         name.removeprefix(prefix): found
         for name, found in stored.pieces.items()
@@ -351,14 +349,14 @@ def _from_adapter(folder: Path, rank: int, world_size: int) -> Weights:
             f"{folder} does not say what it was added to; set base_model_name_or_path in its config"
         )
     if not is_url(path) and not Path(path).exists():
-        path = f"hf://{path}" + (f"@{content['revision']}" if content.get("revision") else "")
+        revision = content.get("revision")
+        path = f"hf://{path}" + (f"@{revision}" if revision else "")
     base = load_weights(path, rank, world_size)
     config, own = import_adapter(content, tensors, base.config)
-    parameters = _together(config, _in_memory(own), base)
+    parameters = _add_base(config, _in_memory(own), base)
     has_tokenizer = (folder / "tokenizer_config.json").exists()
-    return Weights(
-        config, parameters, folder, folder if has_tokenizer else base.tokenizer, base=base
-    )
+    tokenizer = folder if has_tokenizer else base.tokenizer
+    return Weights(config, parameters, folder, tokenizer, base=base)
 
 
 def _in_memory(parameters: Mapping[str, Tensor]) -> StoredTensors:
@@ -367,7 +365,7 @@ def _in_memory(parameters: Mapping[str, Tensor]) -> StoredTensors:
 
 
 def checkpoints_of(folder: Location) -> Location:
-    """Where the checkpoints of a run are, given its output folder or just that place.
+    """Returns where the checkpoints of a run are, from its output folder or that place itself.
 
     Raises:
         CheckpointError: the folder is neither.
@@ -387,6 +385,6 @@ def checkpoints_of(folder: Location) -> Location:
             f"{folder.parent} has no checkpoint of step {int(step)}; there are those of {known}"
         )
     raise CheckpointError(
-        f"{folder} is no run (no checkpoints in it), no checkpoint (no meta.json) and no Hugging Face folder (no "
-        "config.json); name the output folder of a run, or one of the others"
+        f"{folder} is no run (no checkpoints in it), no checkpoint (no meta.json) and no Hugging "
+        "Face folder (no config.json); name the output folder of a run, or one of the others"
     )

@@ -19,7 +19,7 @@ def alone(tensor: Tensor) -> Tensor:
 def followed(config: Config, values: Sequence[float]) -> Best:
     best = Best(config)
     for step, value in enumerate(values, 1):
-        best.look(10 * step, {config.metric: value}, alone)
+        best.update(10 * step, {config.metric: value}, alone)
     return best
 
 
@@ -39,30 +39,30 @@ def test_best_and_patience(
     config: Config, values: list[float], step: int | None, over: bool
 ) -> None:
     best = followed(config, values)
-    assert (best.step, best.over) == (step, over)
+    assert (best.step, best.out_of_patience) == (step, over)
     for cut in range(len(values)):  # wherever a checkpoint was, going on from it comes to the same
         before, after = followed(config, values[:cut]), Best(config)
         after.load_state_dict(before.state_dict(), lambda step: True)
         for number, value in enumerate(values[cut:], cut + 1):
-            after.look(10 * number, {config.metric: value}, alone)
-        assert (after.step, after.over) == (step, over)
+            after.update(10 * number, {config.metric: value}, alone)
+        assert (after.step, after.out_of_patience) == (step, over)
 
 
 def test_a_best_that_could_not_be_saved_gives_way_to_the_one_before() -> None:
     best = followed(Config("accuracy"), [0.5, 0.6, 0.7, 0.6])
-    best.not_saved(None)
+    best.discard(None)
     assert best.step == 30
-    best.not_saved(20)  # which the next one has followed before that was known
-    best.not_saved(30)
+    best.discard(20)  # which the next one has followed before that was known
+    best.discard(30)
     assert (best.step, best.value) == (10, 0.5)
-    best.look(50, {"accuracy": 0.6}, alone)
+    best.update(50, {"accuracy": 0.6}, alone)
     assert best.step == 50
 
 
 def test_a_rank_that_finds_it_better_decides_for_all() -> None:
     best = followed(Config("accuracy", patience=1), [0.5])
-    best.look(20, {"accuracy": 0.5}, lambda tensor: tensor + 1)
-    assert (best.step, best.over) == (20, False)
+    best.update(20, {"accuracy": 0.5}, lambda tensor: tensor + 1)
+    assert (best.step, best.out_of_patience) == (20, False)
 
 
 def test_state_of_another_metric_or_of_a_checkpoint_that_is_gone_is_forgotten() -> None:
@@ -73,9 +73,9 @@ def test_state_of_another_metric_or_of_a_checkpoint_that_is_gone_is_forgotten() 
     ):
         best = Best(config)
         best.load_state_dict(state, lambda step, there=there: there)  # type: ignore[misc]
-        assert (best.step, best.over) == (None, False)
+        assert (best.step, best.out_of_patience) == (None, False)
 
 
 def test_an_unknown_metric_is_named_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match="metric is bleu, and evaluations give accuracy"):
-        Best(Config("bleu")).look(1, {"accuracy": 0.5}, alone)
+        Best(Config("bleu")).update(1, {"accuracy": 0.5}, alone)

@@ -16,9 +16,9 @@ SIZE = 10
 
 
 def run_steps(ledger: Ledger, steps: Iterable[int]) -> Ledger:
-    """Feeds ten examples a step and writes a row every three steps, as a run does."""
+    """Consumes ten examples a step and writes a row every three steps, as a run does."""
     for step in steps:
-        ledger.feed(step, [[SIZE * (step - 1), SIZE * step]])
+        ledger.add_step(step, [[SIZE * (step - 1), SIZE * step]])
         if step % 3 == 0:
             ledger.close_row(f"{step:016x}")
     return ledger
@@ -157,7 +157,7 @@ def test_examples_around_excluded_ones_are_told_apart(tmp_path: Path) -> None:
     ledger = begin(path)
     ledger.exclude(1, 0, [[5, 8]], "for the test")
     for step, examples in enumerate(([[0, 5], [8, 13]], [[13, 23]]), start=1):
-        ledger.feed(step, examples)
+        ledger.add_step(step, examples)
     ledger.close_row("")
     ledger.enter(2, 0, BASIS, [[5, 8]])  # which has been told
     ledger.enter(2, 0, BASIS, [[5, 8], [90, 99]])
