@@ -114,7 +114,7 @@ def test_rewind_gives_up_the_checkpoints_between(
     settings = overrides(tmp_path, "strategy=single", "training.faults={action: rewind, around: 3}")
     result = samestep("train", experiment_file, *settings)
     assert result.code == 0, result.err
-    assert "from step 4 on, the examples 40 to 109 are passed over" in result.err
+    assert "from step 4 on, the examples 40 to 109 are skipped" in result.err
     assert_same_losses(tmp_path, without("[[40, 110]]"))
     verdict = samestep("ledger", "verify", tmp_path)
     assert verdict.code == 0, verdict.out

@@ -66,7 +66,9 @@ def test_a_run_with_next_sentence_prediction(
     ]
     pairs = samestep("train", experiment_file, *PAIRS, *overrides, "schedule.warmup_steps=0")
     assert pairs.code == 0, pairs.err
-    assert "drawn anew: nsp_head.pooler.weight, nsp_head.pooler.bias, nsp_head" in pairs.err
+    assert (
+        "initialized at random: nsp_head.pooler.weight, nsp_head.pooler.bias, nsp_head" in pairs.err
+    )
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ def changes_since(meta: Meta, description: Description) -> str:
     if before is not None and now is not None and before["identity"] != now["identity"]:
         raise CheckpointError(
             f"the run began with the frozen weights of {before['path']}, and init_from, "
-            f"{now['path']}, has others. Set init_from={before['path']}; if its content has "
-            "changed, restore it"
+            f"{now['path']}, has others; set init_from={before['path']}, and restore what it held "
+            "if that has changed"
         )
     teacher = meta.get("teacher")
     if teacher is not None and description.teacher is None:

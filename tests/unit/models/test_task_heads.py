@@ -232,7 +232,7 @@ def test_a_pretrained_encoder_gets_a_head_drawn_by_the_seed(
     assert caplog.messages == [
         f"left out, because model.head is {head['head']}: "
         + ", ".join(name for name in weights.tensors if name.startswith("head.")),
-        "drawn anew: " + ", ".join(own),
+        "initialized at random: " + ", ".join(own),
     ]
     again, other = values(weights, model, dataset), values(weights, model, dataset, seed=1)
     for name in own:
@@ -261,7 +261,7 @@ def test_the_pooler_of_next_sentences_is_taken(
     assert equal(found, weights, "head.pooler.", "nsp_head.pooler.")
     assert not found["head.classifier.bias"].any()
     assert "taken for the head: nsp_head.pooler.weight, nsp_head.pooler.bias" in caplog.messages
-    assert "drawn anew: head.classifier.weight, head.classifier.bias" in caplog.messages
+    assert "initialized at random: head.classifier.weight, head.classifier.bias" in caplog.messages
     assert "nsp_head.pooler" not in caplog.messages[0]
 
 
@@ -272,7 +272,9 @@ def test_a_tagger_needs_no_pooler(
     with caplog.at_level(logging.INFO):
         values(weights, model, dataset)
     assert "nsp_head.pooler.weight, nsp_head.pooler.bias" in caplog.messages[0]
-    assert caplog.messages[1:] == ["drawn anew: head.classifier.weight, head.classifier.bias"]
+    assert caplog.messages[1:] == [
+        "initialized at random: head.classifier.weight, head.classifier.bias"
+    ]
 
 
 def test_the_same_head_goes_on(start: Start, dataset: AnyDataset, caplog: pytest.LogCaptureFixture):

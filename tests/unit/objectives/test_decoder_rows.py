@@ -232,7 +232,7 @@ CLASSES: dict[str, Any] = {"head": "classification", "labels": ("a", "b")}
             t5.Config(**CLASSES),
             {},
             dataclasses.replace(T5, pad=3),
-            "begins with the token of padding, of id 0",
+            "begins with the padding token, of id 0",
         ),
     ],
 )
