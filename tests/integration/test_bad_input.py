@@ -293,7 +293,7 @@ def test_exported_folder_is_not_overwritten(
 
 
 def test_texts_that_cannot_be_filled(samestep: Samestep, finished_run: Path) -> None:
-    for text, words in (("no mask", "put [MASK]"), ("[MASK] " + "long " * 50, "shorten it")):
+    for text, words in (("no mask", "write [MASK]"), ("[MASK] " + "long " * 50, "shorten it")):
         result = samestep("fill", finished_run, text)
         assert result.code == 2
         assert words in result.message

@@ -50,12 +50,12 @@ def test_a_card_says_what_the_run_says(
     with safe_open(tmp_path / "first" / "model.safetensors", "np") as tensors:
         parameters = sum(tensors.get_tensor(name).size for name in tensors.keys())  # noqa: SIM118
     model, training = table(text, "Model"), table(text, "Training")
-    assert (model["family"], model["layers"], model["width"]) == ("BERT", "2", "32")
+    assert (model["family"], model["layers"], model["width"]) == ("bert", "2", "32")
     assert model["parameters"] == f"{parameters:,}"
-    assert (training["steps"], training["global batch"], training["warm-up"]) == (
+    assert (training["steps"], training["global batch"], training["warm-up steps"]) == (
         "12 of 12",
         "10",
-        "4 steps",
+        "4",
     )
     assert (training["optimizer"], training["learning rate"], training["schedule"]) == (
         "adamw",

@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 def export(checkpoint: str, folder: str) -> None:
-    """Writes a checkpoint and its tokenizer as a folder that `transformers` loads, with a model card for people.
+    """Exports a checkpoint to Hugging Face format: weights, tokenizer and a model card.
 
-    What LoRA has learned is added to the weights.
+    LoRA is merged into the weights.
 
     Raises:
-        ConfigError: transformers has no such model.
+        ConfigError: `transformers` has no such model.
     """
     weights = load_weights(checkpoint)
     tokenizer = _tokenizer(weights)
@@ -51,22 +51,19 @@ def export(checkpoint: str, folder: str) -> None:
 
 
 def export_adapter(checkpoint: str, folder: str) -> None:
-    """Writes what was added to a model and trained, and the tokenizer, as a folder that the `peft` library loads.
+    """Exports an adapter for the `peft` library, with the tokenizer and a model card.
 
-    It has a model card, which says how; a base that is a checkpoint of ours has to be exported for that, too.
+    A base model that is a checkpoint of samestep has to be exported as well.
 
     Raises:
-        ConfigError: nothing was added, or the library has nothing of the kind.
+        ConfigError: the model has no adapter, or `peft` has no such kind.
     """
     weights = load_weights(checkpoint)
     if weights.config.peft is None or weights.base is None:
-        raise ConfigError(
-            f"{checkpoint} holds a whole model, to which nothing was added; leave --adapter out"
-        )
+        raise ConfigError(f"{checkpoint} is a whole model without an adapter; leave --adapter out")
     base = weights.base
-    while (
-        base.base is not None and base.config.peft is not None
-    ):  # the run went on with what was added there
+    # A run that started from another adapter went on training it: take the plain model below.
+    while base.base is not None and base.config.peft is not None:
         base = base.base
     name, revision = name_and_revision(base.hub) if base.hub else (base.path, "")
     content, tensors = adapters.export_adapter(weights.config, weights.tensors, name)
@@ -76,21 +73,19 @@ def export_adapter(checkpoint: str, folder: str) -> None:
     card = model_card.write(weights, checkpoint, Path(folder).absolute().name, base=base)
     with tempfile.TemporaryDirectory() as files:
         tokenizer.save(files)
-        if (
-            tokenizer.vocabulary.pad is not None
-        ):  # a new token would need a row in the base's embeddings
+        # Without a padding token `adapt` would add one, which the base's embeddings have no row for.
+        if tokenizer.vocabulary.pad is not None:
             exported_tokenizer.adapt(Path(files), weights.config, tokenizer.vocabulary)
         huggingface.save_folder(Path(folder), content, tensors, Path(files), card, adapter=True)
     logger.info("wrote %s: %d tensors of %s, for %s", folder, len(tensors), checkpoint, name)
     if base.step is not None:
         logger.warning(
-            "peft reads it with its base, which has to be exported, too: samestep export %s DIR",
-            name,
+            "peft needs the base model as well; export it with: samestep export %s DIR", name
         )
 
 
 def _merged(weights: Weights, checkpoint: str) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The `Config` and parameters of the model without `peft`."""
+    """The config and parameters of the model with its adapter merged into the weights."""
     config = weights.config
     peft = config.peft
     if peft is None:
@@ -101,7 +96,7 @@ def _merged(weights: Weights, checkpoint: str) -> tuple[ModelConfig, dict[str, T
         if adapters.can_export(config):
             fix = f"samestep export {checkpoint} DIR --adapter writes it for the peft library"
         raise ConfigError(
-            f"{checkpoint} holds a model with {kind}, which cannot be part of plain weights; {fix}"
+            f"{checkpoint} has an adapter of kind {kind}, which cannot be merged; {fix}"
         )
     with torch.device("meta"):
         model = config.build()
@@ -114,7 +109,7 @@ def _tokenizer(weights: Weights) -> Tokenizer:
 
 
 def _token_ids(config: ModelConfig, vocabulary: Vocabulary) -> dict[str, int]:
-    """The tokens that transformers' `generate` begins and ends texts with, as `trainer.generation` does."""
+    """The tokens that start, end and pad texts in `generate` of `transformers`."""
     is_pair = config.encoder_decoder
     if not (is_pair or config.causal):
         return {}
@@ -127,11 +122,12 @@ def _token_ids(config: ModelConfig, vocabulary: Vocabulary) -> dict[str, int]:
 
 
 def _check_padding(weights: Weights, vocabulary: Vocabulary) -> None:
-    """Refuses a tokenizer whose padding would shift the positions: RoBERTa's are counted from the padding's id."""
+    """Rejects a padding id that would shift positions: RoBERTa's are counted from it."""
     offset, pad = weights.config.position_offset, vocabulary.pad
     if offset and pad != offset - 1:
         raise ConfigError(
-            f"the tokenizer {weights.tokenizer} has its padding token at id {pad}, and {weights.config.model_type} in "
-            f"transformers needs it at {offset - 1}; build the dataset with a tokenizer of algorithm bpe (or RoBERTa's "
-            "own), or train model=bert, which goes with any tokenizer"
+            f"the tokenizer {weights.tokenizer} has its padding token at id {pad}, and "
+            f"{weights.config.model_type} in transformers needs it at {offset - 1}; build the "
+            "dataset with a tokenizer of algorithm bpe (or RoBERTa's own), or train model=bert, "
+            "which works with any tokenizer"
         )

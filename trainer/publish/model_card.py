@@ -1,17 +1,19 @@
-"""Model cards: what a model is, what it was trained on and how, and how good it is, for people who find it later.
+"""Model cards: what an exported model is, what it was trained on and how, and its scores.
 
-A card is Markdown behind a block of metadata that the Hugging Face Hub reads. It says nothing of the machine: folders,
-addresses and what looks like a secret are left out.
+A card is Markdown after a block of metadata for the Hugging Face Hub. It reveals nothing about the
+machine: folders, addresses and settings that look like secrets are left out.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeAlias
 
+import jinja2
 import yaml
 
 from data_pipeline.format.manifest import Manifest
@@ -26,12 +28,91 @@ from trainer.storage.hub import is_hub_path, name_and_revision
 from trainer.tasks import facts_of_head
 from trainer.training.weights import Weights
 
-_FAMILIES = {"bert": "BERT", "roberta": "RoBERTa", "gpt2": "GPT-2", "openai-gpt": "GPT", "t5": "T5"}
-_MOST = 30  # labels or files that are named
+Score: TypeAlias = tuple[str, dict[str, float]]
+
+_MOST = 30  # labels or files that are listed
 _SECRET = re.compile(
     r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE
 )
 _MARKUP = re.compile(r"([\\`*\[\]<>|#~&$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
+
+# Everything unknown is left out: a row without a value, a section without rows.
+_CARD = """\
+{%- macro row(name, value) %}
+{%- if value is not none and value != "" %}| {{ name }} | {{ value | escaped }} |
+{% endif %}{% endmacro -%}
+---
+{{ metadata | yaml }}---
+
+# {{ name | escaped }}
+
+## Model
+
+| | |
+| --- | --- |
+{{ row("family", model.model_type) -}}
+{{ row("kind", "encoder and decoder" if model.encoder_decoder
+               else "decoder, left to right" if model.causal else "encoder") -}}
+{{ row("head", model.head.replace("_", " ")) -}}
+{{ row("layers", model.layers) -}}
+{{ row("width", model.width) -}}
+{{ row("attention heads", model.heads or none) -}}
+{{ row("vocabulary", model.vocab_size | count) -}}
+{{ row("maximum length", model.max_positions | count) -}}
+{{ row("parameters", parameters | count) -}}
+{{ row("labels", model.labels | listed) }}
+{% if datasets -%}
+## Trained on
+
+| source files | documents | tokens | digest |
+| --- | --- | --- | --- |
+{% for digest, files, documents, tokens in datasets -%}
+| {{ files | listed | escaped }} | {{ documents | count }} | {{ tokens | count }} | {{ digest }} |
+{% endfor %}
+{% endif -%}
+{% if config -%}
+## Training
+
+| | |
+| --- | --- |
+{{ row("started from", init_from) -}}
+{{ row("objective", config.objective.kind) -}}
+{{ row("steps", (step | count) + " of " + (config.training.steps | count)) -}}
+{{ row("examples seen", state.examples | count) -}}
+{{ row("tokens seen", state.tokens | count) -}}
+{{ row("sequence length", config.data.sequence_length) -}}
+{{ row("global batch", config.training.global_batch_size) -}}
+{{ row("phases", config.phases | length or none) -}}
+{{ row("optimizer", config.optimizer.kind) -}}
+{{ row("learning rate", config.optimizer.lr) -}}
+{{ row("weight decay", config.optimizer.weight_decay) -}}
+{{ row("schedule", config.schedule.decay) -}}
+{{ row("warm-up steps", config.schedule.warmup_steps | count) -}}
+{{ row("seed", config.seed) -}}
+{{ row("strategy", config.strategy.kind) -}}
+{{ row("precision", config.training.precision) -}}
+{% for name, version in versions.items() %}{{ row(name, version) }}{% endfor %}
+{% endif -%}
+{% if scores -%}
+## Held-out scores
+
+{% for heading, values in scores -%}
+{{ heading | escaped }}:
+
+| score | value |
+| --- | --- |
+{% for name, value in values.items() %}{{ row(name, "%.6g" | format(value)) }}{% endfor %}
+{% endfor -%}
+{% endif -%}
+## Use
+
+{{ use }}
+{%- if config %}
+## Configuration
+
+{{ configuration }}
+{%- endif -%}
+"""
 
 _PIPELINE_EXAMPLE = """\
 from transformers import pipeline
@@ -43,32 +124,41 @@ _EXAMPLES = {
     "multiple-choice": """\
 from transformers import AutoModelForMultipleChoice, AutoTokenizer
 
-tokenizer, model = (kind.from_pretrained({name!r}) for kind in (AutoTokenizer, AutoModelForMultipleChoice))
-inputs = tokenizer(["It rained."] * 2, ["The street is wet.", "The street is dry."], padding=True, return_tensors="pt")
+tokenizer = AutoTokenizer.from_pretrained({name!r})
+model = AutoModelForMultipleChoice.from_pretrained({name!r})
+choices = ["The street is wet.", "The street is dry."]
+inputs = tokenizer(["It rained."] * 2, choices, padding=True, return_tensors="pt")
 print(model(**{{key: value[None] for key, value in inputs.items()}}).logits.argmax())
 """,
     "question-answering": """\
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
-tokenizer, model = (kind.from_pretrained({name!r}) for kind in (AutoTokenizer, AutoModelForQuestionAnswering))
+tokenizer = AutoTokenizer.from_pretrained({name!r})
+model = AutoModelForQuestionAnswering.from_pretrained({name!r})
 inputs = tokenizer("Who wrote the letter?", "Ada wrote the letter.", return_tensors="pt")
 answer = model(**inputs)
-print(tokenizer.decode(inputs.input_ids[0, answer.start_logits.argmax() : answer.end_logits.argmax() + 1]))
+start, end = answer.start_logits.argmax(), answer.end_logits.argmax()
+print(tokenizer.decode(inputs.input_ids[0, start : end + 1]))
 """,
     "text2text-generation": """\
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-tokenizer, model = (kind.from_pretrained({name!r}) for kind in (AutoTokenizer, AutoModelForSeq2SeqLM))
+tokenizer = AutoTokenizer.from_pretrained({name!r})
+model = AutoModelForSeq2SeqLM.from_pretrained({name!r})
 output = model.generate(**tokenizer("A text.", return_tensors="pt"), max_new_tokens=20)
 print(tokenizer.batch_decode(output, skip_special_tokens=True))
 """,
 }
-
 _GENERIC_CLASSES = {
     "fill-mask": "AutoModelForMaskedLM",
     "text-generation": "AutoModelForCausalLM",
     "text2text-generation": "AutoModelForSeq2SeqLM",
 }
+_EXPORT_BASE_FIRST = """\
+The adapter belongs to a checkpoint of samestep, which has to be exported first:
+
+{command}
+"""
 _ADAPTER_EXAMPLE = """\
 from peft import PeftModel
 from transformers import AutoTokenizer, {kind}
@@ -82,41 +172,58 @@ model = PeftModel.from_pretrained(base, {name!r})
 def write(
     weights: Weights, source: str, name: str, mask: str | None = None, base: Weights | None = None
 ) -> str:
-    """The card of a model that is exported, or of what was added to one.
+    """Returns the card of an exported model or adapter.
 
     Args:
-        weights: of the model.
-        source: what they were opened by: a run, a checkpoint, a Hugging Face folder or hf://NAME.
+        weights: the model.
+        source: where it was loaded from: a run, a checkpoint, a Hugging Face folder or hf://NAME.
         name: of the exported folder.
-        mask: how the tokenizer spells the token that is filled in.
-        base: what was added to, if that alone is exported; None: a whole model is.
+        mask: the mask token, if there is one.
+        base: the model that an exported adapter belongs to; None for a whole model.
     """
     meta = {} if weights.step is None else integrity.read_meta(weights.folder)
     tree: Tree = meta.get("config", {})
     origin = source if weights.step is None else tree.get("init_from")
-    data, manifests = _data(meta)
     pipeline = _pipeline_of(weights.config)
-    pairs = any(len(manifest.source.get("texts", ())) == 2 for manifest in manifests)
-    sections = [
-        _metadata(pipeline, origin, base),
-        f"# {_escaped(name)}\n",
-        _section("Model", _table(_shape(weights))),
-        _section("Trained on", data),
-        _section("Training", _table(_training(meta, origin))),
-        _section("Held-out scores", _scores(weights, _run_folder(weights, source))),
-        _section(
-            "Use",
-            _adapter_example(weights, name, base)
-            if base
-            else _example(pipeline, name, mask, pairs),
-        ),
-        _section("Configuration", configuration(tree)),
-    ]
-    return "\n".join(filter(None, sections))
+    metadata: Tree = {
+        "library_name": "transformers" if base is None else "peft",
+        "pipeline_tag": pipeline,
+        "tags": ["samestep"],
+    }
+    base_model = origin if base is None else base.hub
+    if base_model is not None and is_hub_path(base_model):
+        metadata["base_model"], _ = name_and_revision(base_model)
+    known = {manifest.digest: manifest for manifest in manifests_of(meta)} if meta else {}
+    mixture = meta.get("data", {}).get("mixture", [])
+    digests = dict.fromkeys(digest for _, weights_of in mixture for digest in weights_of)
+    environment = jinja2.Environment(undefined=jinja2.ChainableUndefined)
+    environment.filters |= {
+        "count": lambda value: f"{value:,}" if isinstance(value, int) else "",
+        "escaped": lambda value: _escaped(str(value)),
+        "listed": _listed,
+        "yaml": lambda value: yaml.safe_dump(value, sort_keys=False, allow_unicode=True),
+    }
+    return environment.from_string(_CARD).render(
+        metadata=metadata,
+        name=name,
+        model=weights.config,
+        parameters=sum(math.prod(weights.tensors.shape(each)) for each in weights.tensors),
+        datasets=[_dataset(digest, known.get(digest)) for digest in digests],
+        config=tree,
+        init_from=None if origin is None else _public(origin),
+        step=weights.step,
+        state=meta.get("state", {}),
+        versions=meta.get("versions", {}),
+        scores=_scores(weights, source),
+        use=_adapter_example(weights, name, base)
+        if base
+        else _example(pipeline, name, mask, [known[each] for each in digests if each in known]),
+        configuration=configuration(tree),
+    )
 
 
 def _pipeline_of(config: ModelConfig) -> str:
-    """The task of the Hub that a model is for."""
+    """The Hub's name of the task that a model is for."""
     if facts := facts_of_head(config.head):
         return facts.pipeline
     if config.encoder_decoder:
@@ -124,111 +231,8 @@ def _pipeline_of(config: ModelConfig) -> str:
     return "text-generation" if config.causal else "fill-mask"
 
 
-def _class_of(config: ModelConfig) -> str:
-    """The class of `transformers` that loads a model."""
-    if facts := facts_of_head(config.head):
-        return f"AutoModelFor{facts.architecture}"
-    return _GENERIC_CLASSES[_pipeline_of(config)]
-
-
-def _metadata(pipeline: str, origin: str | None, base: Weights | None) -> str:
-    content: Tree = {"library_name": "transformers", "pipeline_tag": pipeline, "tags": ["samestep"]}
-    if base is not None:
-        content["library_name"], origin = "peft", base.hub
-    if origin is not None and is_hub_path(origin):
-        content["base_model"], _ = name_and_revision(origin)
-    return f"---\n{yaml.safe_dump(content, sort_keys=False, allow_unicode=True)}---\n"
-
-
-def _shape(weights: Weights) -> Iterator[tuple[str, object]]:
-    config = weights.config
-    yield "family", _FAMILIES.get(config.model_type, config.model_type)
-    kind = "encoder and decoder" if config.encoder_decoder else None
-    yield "kind", kind or ("decoder, left to right" if config.causal else "encoder")
-    yield "head", config.head.replace("_", " ")
-    yield "layers", config.layers
-    yield "width", config.width
-    yield "attention heads", config.heads or None
-    yield "vocabulary", f"{config.vocab_size:,} rows"
-    yield (
-        "longest text",
-        f"{config.max_positions:,} tokens" if config.max_positions is not None else None,
-    )
-    yield (
-        "parameters",
-        f"{sum(math.prod(weights.tensors.shape(name)) for name in weights.tensors):,}",
-    )
-    yield "labels", _listed(config.labels)
-
-
-def _training(meta: Tree, origin: str | None) -> Iterator[tuple[str, object]]:
-    """What a checkpoint says about how it was trained."""
-    if not meta:
-        return
-    tree, state = meta["config"], meta.get("state", {})
-    objective, data, training, optimizer, schedule, strategy = (
-        tree.get(name) or {}
-        for name in ("objective", "data", "training", "optimizer", "schedule", "strategy")
-    )
-    yield "started from", None if origin is None else _public(origin)
-    yield "objective", objective.get("kind")
-    yield (
-        "steps",
-        f"{meta['step']:,} of {training['steps']:,}"
-        if "steps" in training
-        else f"{meta['step']:,}",
-    )
-    yield "examples seen", f"{state['examples']:,}" if "examples" in state else None
-    yield "tokens seen", f"{state['tokens']:,}" if "tokens" in state else None
-    yield "sequence length", data.get("sequence_length")
-    yield "global batch", training.get("global_batch_size")
-    yield "phases", "; ".join(_phase(phase, data, training) for phase in tree.get("phases", ()))
-    yield "optimizer", optimizer.get("kind")
-    yield "learning rate", optimizer.get("lr")
-    yield "weight decay", optimizer.get("weight_decay")
-    yield "schedule", schedule.get("decay")
-    yield "warm-up", f"{schedule['warmup_steps']:,} steps" if "warmup_steps" in schedule else None
-    yield "seed", tree.get("seed")
-    yield "strategy", strategy.get("kind")
-    yield "precision", training.get("precision")
-    yield (
-        "software",
-        ", ".join(f"{name} {version}" for name, version in meta.get("versions", {}).items()),
-    )
-
-
-def _phase(phase: Tree, data: Tree, training: Tree) -> str:
-    given = {name: value for name, value in phase.items() if value is not None}
-    length, batch = (
-        given.get(name, section.get(name))
-        for name, section in (("sequence_length", data), ("global_batch_size", training))
-    )
-    return f"{phase['steps']:,} steps of {batch} x {length}" + (
-        f", lr {given['lr']}" if "lr" in given else ""
-    )
-
-
-def _data(meta: Tree) -> tuple[str, list[Manifest]]:
-    """A table of the datasets, by the digests in a checkpoint, and what of them is still where it was."""
-    mixture = meta.get("data", {}).get("mixture", [])
-    digests = dict.fromkeys(digest for _, shares in mixture for digest in shares)
-    found = {manifest.digest: manifest for manifest in manifests_of(meta)} if digests else {}
-    rows = []
-    for digest in digests:
-        files, documents, tokens = "", "", ""
-        if (manifest := found.get(digest)) is not None:
-            shards = manifest.splits.get("train", ())
-            files = _listed(dict.fromkeys(_file(name, manifest) for name in manifest.files))
-            documents, tokens = (
-                f"{sum(getattr(s, name) for s in shards):,}" for name in ("documents", "tokens")
-            )
-        rows.append((files, documents, tokens, digest[:16]))
-    used = [manifest for digest, manifest in found.items() if digest in digests]
-    return _table(rows, ("source files", "documents", "tokens", "digest")), used
-
-
 def manifests_of(meta: Tree) -> Iterator[Manifest]:
-    """Those that lie where a run found its datasets, by what its checkpoint says."""
+    """Manifests of the datasets that a checkpoint's run read, if they are still in their place."""
     data = meta["config"].get("data", {})
     for path in [data.get("path"), *(source.get("path") for source in data.get("sources", ()))]:
         if path is not None:
@@ -236,59 +240,61 @@ def manifests_of(meta: Tree) -> Iterator[Manifest]:
                 yield load_manifest(path.rstrip("/"))
 
 
+def _dataset(digest: str, manifest: Manifest | None) -> tuple[object, ...]:
+    """A row of the table of datasets: digest, source files, documents, tokens."""
+    if manifest is None:
+        return digest[:16], (), None, None
+    shards = manifest.splits.get("train", ())
+    files = dict.fromkeys(_file(name, manifest) for name in manifest.files)
+    documents, tokens = sum(s.documents for s in shards), sum(s.tokens for s in shards)
+    return digest[:16], files, documents, tokens
+
+
 def _file(name: str, manifest: Manifest) -> str:
-    """The name of a file without its folder; a dataset of the Hub keeps its owner."""
+    """The name of a source file without its folder; a dataset of the Hub keeps its owner."""
     source = manifest.source
     is_hub = source.get("kind") == "huggingface" or source.get("dataset") is not None
     if is_hub and re.match(r"[\w.-]+/[\w.-]+(@|\s|$)", name):
         return name
-    return shown(name).rstrip("/").rpartition("/")[2]
+    return _last_part(shown(name))
 
 
-def _run_folder(weights: Weights, source: str) -> Path | None:
-    """The folder of the run that a checkpoint is of, if it is known and on this machine."""
-    candidates = [Path(source)]
+def _scores(weights: Weights, source: str) -> list[Score]:
+    """Scores of this checkpoint, with a heading for each dataset.
+
+    These are the newest scores of training up to the checkpoint's step, and the newest of each
+    `samestep evaluate` of this step.
+    """
+    folders = [Path(source)]
     if isinstance(weights.folder, Path) and weights.folder.parent.name == "checkpoints":
-        candidates.append(weights.folder.parent.parent)
-    return next((folder for folder in candidates if (folder / "metrics.jsonl").is_file()), None)
-
-
-def _scores(weights: Weights, run: Path | None) -> str:
-    """The newest scores of training that are not newer than the checkpoint, and the newest of each evaluation of it."""
+        folders.append(weights.folder.parent.parent)
+    run = next((folder for folder in folders if (folder / "metrics.jsonl").is_file()), None)
     if weights.step is None or run is None:
-        return ""
-    found: dict[
-        tuple[str, str], Mapping[str, object]
-    ] = {}  # by whether texts were written and what it was scored on
+        return []
+    newest: dict[str, dict[str, float]] = {}
+    of_tokens = weights.config.head == "language_model"
     for row in read_rows(run / "metrics.jsonl"):
         if row["step"] <= weights.step and any(name.startswith("heldout/") for name in row):
-            found["On ", "the held-out split"] = row
+            newest["On the held-out split"] = row
     for row in read_rows(run / "scores.jsonl"):
         if row["step"] == weights.step:
-            of = ", ".join(
-                shown(name).rstrip("/").rpartition("/")[2] for name in row["of"].split(",")
-            )
-            found[
-                f"Of {row['pairs']:,} texts that it wrote for " if "pairs" in row else "On ", of
-            ] = row
-    of_tokens = weights.config.head == "language_model"
-    return "\n".join(
-        f"{what}{_escaped(of)}, after step {row['step']:,}:\n\n"
-        + _table(
-            [(name, f"{value:.6g}") for name, value in scores_of(row, of_tokens).items()],
-            ("score", "value"),
-        )
-        for (what, of), row in found.items()
-    )
+            data = ", ".join(_last_part(shown(name)) for name in row["of"].split(","))
+            texts = f"Of {row['pairs']:,} texts generated for" if "pairs" in row else "On"
+            newest[f"{texts} {data}"] = row
+    return [
+        (f"{heading}, after step {row['step']:,}", scores_of(row, of_tokens))
+        for heading, row in newest.items()
+    ]
 
 
-def _example(pipeline: str, name: str, mask: str | None, pairs: bool) -> str:
+def _example(pipeline: str, name: str, mask: str | None, data: list[Manifest]) -> str:
     """Code that loads and runs the model."""
+    reads_pairs = any(len(manifest.source.get("texts", ())) == 2 for manifest in data)
     pair = {"text": "A text.", "text_pair": "Another one."}
     inputs = {
         "fill-mask": repr(f"The man went to the {mask}."),
         "text-generation": "'Once upon a time', max_new_tokens=20",
-        "text-classification": repr(pair if pairs else "A text."),
+        "text-classification": repr(pair if reads_pairs else "A text."),
         "token-classification": "'Ada Lovelace lived in London.'",
     }
     code = _EXAMPLES.get(pipeline, _PIPELINE_EXAMPLE)
@@ -296,30 +302,28 @@ def _example(pipeline: str, name: str, mask: str | None, pairs: bool) -> str:
 
 
 def _adapter_example(weights: Weights, name: str, base: Weights) -> str:
-    """Code that loads a model and what was added to it."""
+    """Code that loads an adapter with its base."""
+    facts = facts_of_head(weights.config.head)
+    kind = f"AutoModelFor{facts.architecture}" if facts else None
+    kind = kind or _GENERIC_CLASSES[_pipeline_of(weights.config)]
     path, revision = name_and_revision(base.hub) if base.hub else (_public(base.path), "")
     before = ""
     if base.step is not None:
-        command, path = _fenced(f"samestep export {path} base\n", ""), "base"
-        before = f"What it was added to, a checkpoint of samestep, has to be exported first:\n\n{command}\n"
-    count = len(weights.config.labels)
-    settings = {"revision": revision or None, "num_labels": count or None}
-    if count and count != len(base.config.labels) > 0:  # its head is of another task
-        settings["ignore_mismatched_sizes"] = True
-    arguments = [
-        repr(path),
-        *(f"{name}={value!r}" for name, value in settings.items() if value is not None),
-    ]
-    kind = _class_of(weights.config)
-    return before + _fenced(
-        _ADAPTER_EXAMPLE.format(kind=kind, name=name, base=", ".join(arguments)), "python"
-    )
+        command = _fenced(f"samestep export {path} base\n", "")
+        before, path = _EXPORT_BASE_FIRST.format(command=command), "base"
+    arguments = [repr(path)]
+    if revision:
+        arguments.append(f"revision={revision!r}")
+    if count := len(weights.config.labels):
+        arguments.append(f"num_labels={count}")
+        if count != len(base.config.labels) > 0:  # the base has a head of another task
+            arguments.append("ignore_mismatched_sizes=True")
+    code = _ADAPTER_EXAMPLE.format(kind=kind, name=name, base=", ".join(arguments))
+    return before + _fenced(code, "python")
 
 
 def configuration(tree: Tree) -> str:
-    """The configuration of the run, without what is about the place where it ran."""
-    if not tree:
-        return ""
+    """The settings of the run, without those about the machine, folded away."""
     kept = {name: _cleaned(value) for name, value in tree.items() if name != "tracking"}
     text = yaml.safe_dump(kept, sort_keys=False, width=120, allow_unicode=True)
     return f"<details>\n<summary>All settings</summary>\n\n{_fenced(text, 'yaml')}\n</details>\n"
@@ -339,26 +343,19 @@ def _cleaned(value: object) -> object:
 
 
 def _public(text: str) -> str:
-    """A setting, of whose absolute paths and addresses only the last part is left."""
+    """A setting; of absolute paths and addresses only the last part."""
     text = shown(text)
     if not is_hub_path(text) and ("://" in text or text.startswith(("/", "~", ".."))):
-        return text.rstrip("/").rpartition("/")[2]
+        return _last_part(text)
     return text
 
 
-def _section(title: str, content: str) -> str:
-    return f"## {title}\n\n{content}" if content else ""
-
-
-def _table(rows: Iterable[Sequence[object]], header: Sequence[str] = ("", "")) -> str:
-    """A table of the rows whose last cell is not empty, which may be none."""
-    cells = [[_escaped(str(cell)) for cell in row] for row in rows if row[-1] not in (None, "")]
-    lines = [header, ["---"] * len(header), *cells]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines) if cells else ""
+def _last_part(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
 
 
 def _fenced(text: str, language: str) -> str:
-    """A block of code that no backticks in it end."""
+    """A code block whose fence is longer than any row of backticks in the text."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}{fence}\n"
 
@@ -370,5 +367,5 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A text on one line in which nothing is Markdown or HTML."""
+    """A text on one line, with Markdown and HTML escaped."""
     return _MARKUP.sub(r"\\\1", " ".join(text.split()))

@@ -1,4 +1,4 @@
-"""The tokenizer of an exported model: it gives `transformers` the rows that the model was trained on."""
+"""Adapts the tokenizer of an exported model, so that `transformers` feeds it as in training."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ _MODEL, _SETTINGS, _NAMES = "tokenizer.json", "tokenizer_config.json", "special_
 
 
 def adapt(folder: Path, config: ModelConfig, vocabulary: Vocabulary) -> int | None:
-    """Changes the files of a tokenizer, as `Tokenizer.save` writes them, to fit a model.
+    """Adapts the files that `Tokenizer.save` writes to a model, in place.
 
-    - Of a model with token types, it tells the texts of a pair apart by them.
-    - Of a decoder with a task's head, it puts the special tokens where `objectives.task_rows.TaskRows` has them, and
-      gets a token of its own for padding where it has none: `transformers` looks for the last token that is not it.
+    - For a model with token types, the two texts of a pair get different types.
+    - For a decoder with a task head, special tokens are added where
+      `objectives.task_rows.TaskRows` has them. `transformers` finds the pooled position by looking
+      for the last token that is not padding, so a tokenizer without a padding token gets one.
 
-    Args:
-        folder: with the files; one with a SentencePiece model has all that is needed.
-        config: of the model.
-        vocabulary: of the tokenizer.
+    A folder with a SentencePiece model needs no change.
 
     Returns:
-        The id of the token for padding; None where there is none.
+        The id of the padding token; None if there is none.
     """
     pad = vocabulary.pad
     if not (folder / _MODEL).is_file():
@@ -53,7 +51,7 @@ def adapt(folder: Path, config: ModelConfig, vocabulary: Vocabulary) -> int | No
 
 
 def _reads_last(config: ModelConfig) -> bool:
-    """Whether a model has a task's head that reads the last token of a decoder."""
+    """Whether a model has a task head that pools the last token of a decoder."""
     return config.head != "language_model" and config.causal
 
 
