@@ -373,7 +373,7 @@ def test_commands_that_need_words_say_what_to_use_instead(tuned: Path, samestep:
     assert f"{said}predicts no tokens; use the model" in samestep("fill", run, "a [MASK]").message
     assert f"{said}predicts no words; use one with" in samestep("generate", run, "the").message
     assert (
-        f"{said}writes no text; leave --generate out"
+        f"{said}generates no text; leave --generate out"
         in samestep("evaluate", run, "--generate").message
     )
 

@@ -293,7 +293,7 @@ def test_exports_are_those_of_transformers_and_peft(
     base = load_weights(run).base.folder
     assert samestep("export", run, tmp_path / "merged").code == 0
     said = samestep("export", run, tmp_path / "added", "--adapter").err
-    assert f"its base, which has to be exported, too: samestep export {base} DIR" in said
+    assert f"export it with: samestep export {base} DIR" in said
     assert samestep("export", base, tmp_path / "base").code == 0
     card = (tmp_path / "added" / "README.md").read_text()
     assert "library_name: peft\n" in card
