@@ -1,4 +1,4 @@
-# Two commands do everything: `make demo` shows the main job, `make test` runs what CI runs.
+# `make demo` shows the main job, `make test` checks a change, `make test-all` is what CI runs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,9 @@ OTHER_BENCHMARKS := span_corruption step step_t5 generation
 XLA_PINS := $(shell { cat constraints-xla.txt; $(PYTHON) --version; } | sha256sum | cut -c1-12)
 XLA_ENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/samestep/xla-$(XLA_PINS)
 
-.PHONY: help install demo test test-images test-slurm test-xla check conformance chaos bench clean
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+.PHONY: help install demo test test-all test-images test-slurm test-xla check conformance chaos bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,8 +42,11 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-test: check  ## format, lint, types, import contracts and tests, as CI runs them
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+test: check  ## format, lint, types, import contracts and tests (8 minutes)
+	$(PYTEST)
+
+test-all: test  ## the same, and the long proofs (16 minutes)
+	$(PYTEST) -m 'long and not chaos'
 
 test-slurm: install  ## runs launched on a real Slurm of three virtual nodes (installs Debian's packages; needs root)
 	@{ command -v munged && command -v slurmctld && command -v slurmd; } >/dev/null || { echo "installing slurm-wlm and munge"; \
@@ -60,8 +65,8 @@ $(XLA_ENV)/.installed:
 test-images: install  ## build both images and run the demo in them (buildah and debootstrap, as root; half an hour)
 	SAMESTEP_TEST_IMAGES=cuda,tpu $(BIN)/python -m pytest tests/docker
 
-conformance: install  ## the full same-step matrix (an hour), written to docs/conformance.md
-	$(BIN)/python -m tests.conformance.matrix
+conformance: install  ## the full same-step matrix (35 minutes; resumes), written to docs/conformance.md
+	$(BIN)/python -m tests.conformance.matrix $(if $(ONLY),--only '$(ONLY)')
 
 chaos: install  ## faults of all kinds (half an hour); what each has cost is written to docs/reliability.md
 	$(BIN)/python -m pytest -m chaos --ignore tests/chaos/test_faults.py

@@ -36,7 +36,7 @@ def references(
     return {(case.packing, case.task): record for case, record in zip(cases, records, strict=True)}
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(5, marks=pytest.mark.long)])
 def test_same_batches_and_losses(
     t5_experiment: str, tmp_path: Path, references: dict[tuple[str, str], Record], world_size: int
 ) -> None:
@@ -49,6 +49,7 @@ def test_same_batches_and_losses(
         )
 
 
+@pytest.mark.long
 def test_adafactor_moves_from_four_ranks_to_three_and_to_one(
     t5_experiment: str, tmp_path: Path
 ) -> None:

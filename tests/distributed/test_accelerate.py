@@ -94,6 +94,7 @@ def test_losses_are_those_of_one_process(experiment_file: str, tmp_path: Path) -
         np.testing.assert_allclose(found, expected[1:], rtol=1e-5, err_msg="FSDP")
 
 
+@pytest.mark.long
 def test_accelerate_launch(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
     """As a user types it; and the run goes on without Accelerate."""
     file = config_file(tmp_path, "MULTI_GPU", mixed_precision="bf16")

@@ -282,7 +282,7 @@ def run(folder: Path, *jobs: str) -> None:
     assert script.returncode == 0, script.stdout
 
 
-pytestmark = pytest.mark.timeout(600)  # all runs together are 60 s of work
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # all runs together: 60 s of work
 
 
 @pytest.fixture(scope="module")

@@ -48,11 +48,12 @@ def train_to_the_end(ranks: int, file: str, folder: Path, *overrides: str) -> st
             "ddp",
             r"rank 1 \(.*, pid \d+\): \d+ s in forward of step 3; 1 other in backward of step 3;",
         ),
-        (
+        pytest.param(
             "stops",
             2,
             "fsdp",
             r"rank 1 .*: no sign of life for \d+ s, at last .* of step [23]; 1 other waiting in ",
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -95,6 +95,7 @@ def pending(pid: int) -> set[int]:
     return {number for number in signal.Signals if int(mask, 16) >> (number - 1) & 1}
 
 
+@pytest.mark.long
 def test_agents_go_and_come(
     train: Callable[..., Process], hold: Callable[[int], Path], finished_run: Path, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ def test_killed_worker(
     assert not stalled.leftovers
 
 
+@pytest.mark.long
 def test_killed_agent_and_resume(
     stalled: Process,
     start: Start,

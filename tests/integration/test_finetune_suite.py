@@ -28,6 +28,7 @@ def results(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+@pytest.mark.long
 def test_killed_in_the_middle_and_run_again(
     finished_run: Path, tmp_path: Path, start: Start, samestep: Samestep
 ) -> None:
@@ -81,6 +82,7 @@ def test_killed_in_the_middle_and_run_again(
     assert (once_more.code, results(folder)) == (0, found)
 
 
+@pytest.mark.long
 def test_runs_start_from_the_best_of_another_task(
     finished_run: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
@@ -165,6 +167,7 @@ def test_bad_rows_are_named_before_any_run(
     assert {path.name for path in folder.iterdir()} == {"data"}, "no run, result or table"
 
 
+@pytest.mark.long
 def test_answers_that_are_written_are_scored(tmp_path: Path, samestep: Samestep) -> None:
     """T5 writes the names of classes, and a text that is none of them is wrong."""
     transformers = pytest.importorskip("transformers")

@@ -188,6 +188,7 @@ def test_a_run_without_a_task_has_no_predictions_of_rows(
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_any_number_of_processes_makes_the_same_steps(
     finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
 ) -> None:

@@ -71,6 +71,7 @@ def test_followed_to_the_end(
     assert (project / "run" / "launch" / "002").exists()
 
 
+@pytest.mark.long
 def test_a_run_that_fails(project: Path, samestep: Samestep, experiment_file: str) -> None:
     wrong = "        raise ConfigError('no such weights')\n"
     text = (
@@ -86,6 +87,7 @@ def test_a_run_that_fails(project: Path, samestep: Samestep, experiment_file: st
     assert result.out.endswith(": failed\n")
 
 
+@pytest.mark.long
 def test_cancelled(project: Path, samestep: Samestep, experiment_file: str) -> None:
     """It runs the code of the moment of submission, and a checkpoint comes first."""
     arguments = (

@@ -28,6 +28,7 @@ def heads(run: Path) -> list[str]:
     return [json.loads(line)["head"] for line in (run / "ledger.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_a_run_lives_on_in_the_store(
     samestep: Samestep,
     start: Start,

@@ -143,7 +143,7 @@ def short(tuned: Path) -> dict[str, Path]:
     ("world_size", "cases"),
     [
         (2, [("lora", "fsdp"), ("lora", "zero-2"), ("adapters", "zero-1"), ("prompt", "accelerate")]),
-        (3, [("lora", "zero-3"), ("prefix", "ddp"), ("frozen", "fsdp")]),
+        pytest.param(3, [("lora", "zero-3"), ("prefix", "ddp"), ("frozen", "fsdp")], marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_same_losses_everywhere_and_after_a_restart(
@@ -452,6 +452,7 @@ def test_a_base_that_has_moved_is_found_beside_the_checkpoints(
         moved.rename(began)
 
 
+@pytest.mark.long
 def test_the_benchmark_compares_methods(tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In its smallest run; its figures are not tested."""
     file = str(tuned / "classification.yaml")

@@ -121,7 +121,11 @@ def t5(t5_experiment: str, strategies: dict[str, str]) -> list[Measured]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "measured"), [("experiment_file", "bert"), ("t5_experiment", "t5")]
+    ("recipe", "measured"),
+    [
+        ("experiment_file", "bert"),
+        pytest.param("t5_experiment", "t5", marks=pytest.mark.long),
+    ],
 )
 def test_what_processes_hold_is_what_was_planned(
     recipe: str, measured: str, strategies: dict[str, str], request: pytest.FixtureRequest

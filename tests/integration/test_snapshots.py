@@ -86,6 +86,7 @@ def test_a_killed_worker(
     assert not process.leftovers
 
 
+@pytest.mark.long
 def test_a_killed_machine(
     start: Start, arguments: list[str], finished_run: Path, tmp_path: Path
 ) -> None:

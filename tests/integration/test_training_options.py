@@ -44,6 +44,7 @@ def test_option(
         assert run != plain
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU"
 )

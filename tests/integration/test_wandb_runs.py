@@ -106,7 +106,7 @@ def test_without_a_cluster_the_node_is_this_one(
     assert "job" not in starts_of(tmp_path / "run")[0]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_failure_is_told(
     start: Start, settings: list[str], tmp_path: Path, processes: int
 ) -> None:
@@ -179,7 +179,11 @@ class Objective(mlm.MaskedLM):
 
 
 @pytest.mark.parametrize(
-    ("processes", "hangs", "where"), [(1, 0, "forward"), (2, 1, "waiting in all_reduce")]
+    ("processes", "hangs", "where"),
+    [
+        (1, 0, "forward"),
+        pytest.param(2, 1, "waiting in all_reduce", marks=pytest.mark.long),
+    ],
 )
 def test_a_hang_is_told(
     start: Start,
@@ -206,6 +210,7 @@ def test_a_hang_is_told(
     assert str(tmp_path / "run" / "stacks") in alert[2]
 
 
+@pytest.mark.long
 def test_sweep(
     samestep: Samestep, experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

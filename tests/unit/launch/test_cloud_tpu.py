@@ -499,6 +499,7 @@ def test_a_slice_is_asked_for_again_and_deleted_in_the_end(
     assert "nothing of it costs money" in log
 
 
+@pytest.mark.long
 @needs_gcloud
 def test_what_the_real_gcloud_lists_is_understood(
     real: Path, project: Path, plane: ControlPlane
@@ -597,6 +598,7 @@ def test_a_request_that_is_refused_is_given_up_with_the_hint(
     assert len([words for words in tried if "create" in words]) == 5
 
 
+@pytest.mark.long
 def test_a_request_without_capacity_is_made_again(
     thin: Path, plane: ControlPlane, looked_after: Callable[..., Record]
 ) -> None:

@@ -272,6 +272,7 @@ def test_a_failure_of_wandb_is_reported_once_and_training_goes_on(
     assert ["division by zero" in record.getMessage() for record in caplog.records] == [True]
 
 
+@pytest.mark.long
 def test_a_server_that_does_not_answer_is_reported_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -327,6 +328,7 @@ def test_alerts_reach_the_server(tmp_path: Path, server: FakeServer):
     assert [(alert["severity"], alert["title"], alert["text"]) for alert in server.alerts] == ALERTS
 
 
+@pytest.mark.long
 def test_a_server_that_falls_silent_at_an_alert_does_not_keep_the_process(
     tmp_path: Path, server: FakeServer
 ):

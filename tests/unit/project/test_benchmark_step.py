@@ -42,6 +42,7 @@ def test_says_that_there_is_no_gpu(
     assert capsys.readouterr().out == "nothing measured: torch finds no CUDA device here\n"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not importlib.util.find_spec("accelerate"), reason="Hugging Face Trainer needs accelerate"
 )
@@ -69,6 +70,7 @@ def test_smallest_run(tmp_path: Path):
     }
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not importlib.util.find_spec("accelerate"), reason="Hugging Face Trainer needs accelerate"
 )
