@@ -1,4 +1,4 @@
-"""Committed checkpoints as W&B artifacts, logged beside training."""
+"""Logs committed checkpoints as W&B artifacts, in a thread beside training."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 10.0  # listing is some requests to an object store, and rows may come many a second
+# Listing costs requests to an object store, and many rows may come in a second.
+_LOOK_SECONDS = 10.0
 
 
 class CheckpointArtifacts:
-    """Logs each checkpoint as a version of the artifact `checkpoint-RUN_ID`, with the alias `step-N`.
+    """Logs each checkpoint as a version of artifact `checkpoint-RUN_ID`, with alias `step-N`.
 
-    Files of a folder are uploaded; what lies behind a URL is referred to. After a restart all checkpoints that still
-    exist are logged again: W&B knows equal content and uploads nothing twice.
+    Files in a folder are uploaded; an address is logged as a reference. After a restart, all
+    existing checkpoints are logged again: W&B compares their content and uploads nothing twice.
     """
 
     def __init__(self, wandb: ModuleType, run: Any, committed: Callable[[], Sequence[str]]) -> None:
@@ -31,7 +32,7 @@ class CheckpointArtifacts:
         self._looked = -math.inf
 
     def look(self) -> None:
-        """Has new checkpoints logged, unless that is going on or was done just before; returns at once."""
+        """Starts logging new checkpoints, unless this just happened; returns at once."""
         if time.monotonic() - self._looked >= _LOOK_SECONDS and (
             self._thread is None or not self._thread.is_alive()
         ):
@@ -40,29 +41,28 @@ class CheckpointArtifacts:
             self._thread.start()
 
     def close(self, timeout: float) -> None:
-        """Has the last ones logged, for so many seconds at most."""
+        """Logs the last checkpoints; waits at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
         if self._thread is not None:
             self._thread.join(timeout)
         self._looked = -math.inf
-        self.look()  # what was going on may have begun before the last checkpoint
+        # The thread that just ended may have listed checkpoints before the last one was saved.
+        self.look()
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _log_new(self) -> None:
         try:
             new = [place for place in self._committed() if place not in self._seen]
-        except Exception as error:  # as of an object store; the next look tries again
-            logger.warning("W&B: the checkpoints cannot be listed for artifacts: %s", error)
+        except Exception as error:  # of an object store; the next call tries again
+            logger.warning("W&B: cannot list checkpoints for artifacts: %s", error)
             return
         for place in new:
             self._seen.add(place)
             try:
                 self._log(place)
-            except Exception as error:  # as when retention has just removed it
-                logger.warning(
-                    "W&B: the checkpoint %s is not logged as an artifact: %s", place, error
-                )
+            except Exception as error:  # retention may have just removed it
+                logger.warning("W&B: cannot log checkpoint %s as an artifact: %s", place, error)
 
     def _log(self, place: str) -> None:
         step = int(re.findall(r"\d+", place)[-1])

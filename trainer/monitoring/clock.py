@@ -1,8 +1,9 @@
-"""Where the time goes: laps on the device's own clock, without waiting for the device.
+"""Time spent in each section of a step, on the device's timeline, without waiting for the device.
 
-On a GPU the host runs ahead, so host clocks would charge the host's waiting to whatever it happens to wait in. A mark
-is therefore an event in the device's queue: the time between two marks is what the device spent on the work between
-them, or stood idle for want of it. Waiting for data that the device does not notice costs nothing, and counts as that.
+On a GPU the host runs ahead of the device, so a host clock would charge the device's work to
+whatever the host happens to wait in. A mark is an event in the device's queue instead: the time
+between two marks is what the device needed for the work between them, or was idle. Waiting for data
+counts only if the device runs out of work meanwhile.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from trainer.accelerators import Accelerator
 
 
 class Clock:
-    """Divides all time into laps with names; it starts running at once."""
+    """Divides all time into named sections; the first one starts at once."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._last = accelerator.mark()
-        self._laps: list[tuple[str, object, object]] = []
+        self._sections: list[tuple[str, object, object]] = []
 
     def end_section(self, name: str) -> None:
-        """Ends a lap: what the device did since the last one was `name`."""
+        """Records the time since the last call under `name`."""
         mark = self._accelerator.mark()
-        self._laps.append((name, self._last, mark))
+        self._sections.append((name, self._last, mark))
         self._last = mark
 
     def read(self) -> dict[str, float]:
-        """Seconds by name of the laps since the last reading; waits for the device to end the last of them."""
+        """Returns the seconds of each section since the last reading; waits for the device."""
         seconds: dict[str, float] = defaultdict(float)
-        for name, begin, end in self._laps:
+        for name, begin, end in self._sections:
             seconds[name] += self._accelerator.seconds(begin, end)
-        self._laps = []
+        self._sections = []
         return dict(seconds)

@@ -1,4 +1,4 @@
-"""Draws the loss curve of a run from its metrics.jsonl."""
+"""Plots the loss curve of a run from its metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.monitoring.jsonl import read_rows
 
 
 def plot_loss(metrics: Path, png: Path) -> None:
-    """Draws the training loss, raw and smoothed, and the held-out loss over steps.
+    """Plots the training loss, raw and smoothed, and the held-out loss over steps.
 
     Raises:
         DataError: the file has no row with `train/loss`.
@@ -20,7 +20,7 @@ def plot_loss(metrics: Path, png: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtra("matplotlib", "plot", "drawing a loss curve") from error
+        raise MissingExtra("matplotlib", "plot", "plotting a loss curve") from error
     rows = list(read_rows(metrics))
     train, heldout = (
         np.array([(row["step"], row[name]) for row in rows if name in row])
@@ -28,7 +28,7 @@ def plot_loss(metrics: Path, png: Path) -> None:
     )
     if not train.size:
         raise DataError(
-            f"{metrics} has no train/loss to draw; train first, for at least training.log_every steps"
+            f"{metrics} has no train/loss yet; train for at least training.log_every steps"
         )
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
@@ -58,6 +58,6 @@ def plot_loss(metrics: Path, png: Path) -> None:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Centred moving average over a 25th of the values; at the ends over those that there are."""
+    """Centered moving average over 4 % of the values; the window shrinks at both ends."""
     window = np.ones(max(1, len(values) // 25))
     return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")

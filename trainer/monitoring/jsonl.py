@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, the record of a run that every other view is made from."""
+"""metrics.jsonl: one JSON object a line, the record that every other view of a run is made from."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from trainer.monitoring import Tracker
 logger = logging.getLogger(__name__)
 
 Row: TypeAlias = dict[str, Any]
-"""A line of a file: its step, its time, and numbers or words by name."""
+"""A line of a file: step, time, and numbers or words by name."""
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yields the rows {"step": n, "time": seconds since 1970, name: value...} of a metrics file, if there is one.
+    """Yields the rows of a metrics file: {"step": n, "time": Unix time, name: value...}.
 
-    Lines that are no such rows, as a kill or a full disk can leave behind, are passed over.
+    A missing file has no rows. Torn lines, which a kill or a full disk can leave, are skipped.
     """
     if not path.exists():
         return
@@ -33,22 +33,17 @@ def read_rows(path: Path) -> Iterator[Row]:
                 row = json.loads(line)
                 row |= {"step": int(row["step"]), "time": float(row["time"])}
             except (ValueError, TypeError, KeyError):
-                logger.warning(
-                    "%s, line %d is no row of metrics (torn by a kill?); it is passed over",
-                    path,
-                    number,
-                )
+                logger.warning("%s, line %d is not a row of metrics; it is skipped", path, number)
                 continue
             yield row
 
 
 def scores_of(row: Mapping[str, Any], of_tokens: bool) -> dict[str, float]:
-    """The scores in a row of an evaluation, by name.
+    """Returns the held-out and generation scores in a row of metrics.jsonl or scores.jsonl.
 
     Args:
-        row: of metrics.jsonl or scores.jsonl.
-        of_tokens: whether the model predicts tokens, as one that writes texts: where the held-out split is scored by
-            these, its accuracy is called token_accuracy, as it is not that of the texts.
+        of_tokens: the model predicts tokens. Its held-out accuracy is then called token_accuracy,
+            to tell it from the accuracy of generated texts.
     """
     found: dict[str, float] = {}
     for key, value in row.items():
@@ -59,17 +54,17 @@ def scores_of(row: Mapping[str, Any], of_tokens: bool) -> dict[str, float]:
 
 
 class JsonlTracker(Tracker):
-    """Appends rows to metrics.jsonl; each is handed to the operating system at once, so a killed process loses none.
+    """Appends rows to metrics.jsonl, unbuffered, so that a killed process loses none.
 
-    While the disk is full, rows wait in memory, and training goes on.
+    While the disk is full, rows wait in memory and training continues.
 
     Args:
-        path: the file; made if missing.
-        resume_step: the step that training continues from; rows after it, which will be made again, are removed. None
-            keeps all rows.
+        path: the file; created if missing.
+        resume_step: the step that training resumes from. Later rows are removed, because they will
+            be computed again. None keeps all rows.
 
     Raises:
-        SamestepError: the file cannot be written; also from `close`, for rows that still wait.
+        SamestepError: the file cannot be written; also from `close`, if rows are still waiting.
     """
 
     def __init__(self, path: Path, resume_step: int | None = 0) -> None:
@@ -82,7 +77,7 @@ class JsonlTracker(Tracker):
         self._warned = False
 
     def _rewind(self, step: int) -> None:
-        """Rewrites the file without later rows and torn lines; a crash leaves either the old file or the new one."""
+        """Removes later rows and torn lines; a crash leaves either the old file or the new one."""
         kept = self.path.with_suffix(".tmp")
         with kept.open("w", encoding="utf-8") as file:
             for row in read_rows(self.path):
@@ -102,14 +97,14 @@ class JsonlTracker(Tracker):
         except OSError as error:
             if not self._warned:
                 logger.warning(
-                    "rows of %s wait in memory: %s; make room or give access",
+                    "rows of %s wait in memory: %s; free space or give access",
                     self.path,
                     error.strerror,
                 )
             self._warned = True
 
     def sync(self) -> None:
-        """Returns when all rows that the disk takes would survive a loss of power."""
+        """Flushes rows to the disk, as far as there is space, so that they survive a power loss."""
         with suppress(OSError):
             self._write()
             os.fsync(self._file.fileno())
@@ -130,6 +125,6 @@ class JsonlTracker(Tracker):
             yield
         except OSError as error:
             raise SamestepError(
-                f"cannot write the metrics to {self.path}: {error.strerror}; make room or give access, then start the "
-                "run again: it continues from its newest checkpoint"
+                f"cannot write the metrics to {self.path}: {error.strerror}; free space or give "
+                "access, then start the run again: it resumes from its newest checkpoint"
             ) from error

@@ -1,4 +1,4 @@
-"""Means of metrics over many micro-batches and replicas, without waiting for the device in between."""
+"""Means of metrics over micro-batches and replicas, without waiting for the device in between."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class Meter:
-    """Adds up (sum, weight) pairs on the device until `compute` turns them into means.
+    """Accumulates (sum, weight) pairs on the device; `compute` turns them into means.
 
     Every replica must add the same names in the same order.
 
     Args:
-        to_device: copies tensors from the host to where metrics are computed.
-        before: totals over all replicas to go on from, as `totals` gives them.
+        to_device: copies tensors from the host to the device.
+        before: totals over all replicas to start from, see `totals`.
     """
 
     def __init__(
@@ -29,12 +29,12 @@ class Meter:
         self._before = {name: (total, weight) for name, (total, weight) in before.items()}
 
     def add(self, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Adds scalars (sum, weight) by name; only enqueues work on the device."""
+        """Adds scalars (sum, weight) by name; only queues work on the device."""
         for name, pair in metrics.items():
             addend = torch.stack(pair).detach().double()
-            if (
-                name not in self._totals
-            ):  # zeros from the host, so that the first addition is like all others
+            # Zeros come from the host, so that XLA compiles one graph for the first and all further
+            # additions.
+            if name not in self._totals:
                 self._totals |= self._to_device({name: torch.zeros(2, dtype=torch.float64)})
             self._totals[name] = self._totals[name] + addend
 
@@ -53,7 +53,7 @@ class Meter:
         return found
 
     def compute(self, all_reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Returns the weighted means over all replicas, without those of weight 0, and starts anew."""
+        """Returns the weighted means over all replicas, and resets. Skips means of weight 0."""
         totals = self.totals(all_reduce)
         self._totals, self._before = {}, {}
         return {name: total / weight for name, (total, weight) in totals.items() if weight}

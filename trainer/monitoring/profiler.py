@@ -1,4 +1,4 @@
-"""A window of the PyTorch profiler over some steps: asked for in the configuration, or of a run that is under way."""
+"""Profiles a few steps with the PyTorch profiler, as configured or on demand."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from trainer.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_MOST_STEPS = 20  # a trace is a few megabytes a micro-batch
-_MOST_BYTES = (
-    32 * 2**20
-)  # of a compressed trace that is analysed, which takes some fifty times its size in memory
+_MOST_STEPS = 20  # a trace takes a few megabytes for each micro-batch
+# Larger compressed traces are not analyzed: that takes about fifty times their size in memory.
+_MOST_BYTES = 32 * 2**20
 
 
 class Event(TypedDict, total=False):
-    """An event of a Chrome trace that has a duration; times are in microseconds."""
+    """An event of a Chrome trace with a duration; times in microseconds."""
 
     name: str
     cat: str
@@ -34,12 +33,13 @@ class Event(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Config:
-    """Which steps are profiled; `touch RUN/profile` profiles the next ones of a run that is under way.
+    """Which steps are profiled. `touch RUN/profile` profiles the next steps of a running run.
 
     Attributes:
         start: the first step to profile, from 1; null profiles on demand only.
-        steps: how many steps, 20 at most; memory holds the trace of all their micro-batches, megabytes for each.
-        ranks: the processes that profile from `start`; on demand it is rank 0 alone.
+        steps: number of steps, at most 20; the trace is held in memory, megabytes for each
+            micro-batch.
+        ranks: ranks that profile from `start`; on demand, only rank 0 does.
     """
 
     start: int | None = None
@@ -57,12 +57,12 @@ class Config:
             )
 
     def build(self, folder: Path, rank: int) -> Profiler:
-        """Makes the profiler of this process; `folder` is the run's."""
+        """Builds the profiler of a rank, for a run folder."""
         return Profiler(self, folder, rank)
 
 
 class Profiler:
-    """Profiles steps and writes RUN/profiles/step-N-rank-R.json.gz, for chrome://tracing or ui.perfetto.dev."""
+    """Writes RUN/profiles/step-N-rank-R.json.gz, for ui.perfetto.dev or chrome://tracing."""
 
     def __init__(self, config: Config, folder: Path, rank: int) -> None:
         self._steps, self._folder, self._rank = config.steps, folder, rank
@@ -71,11 +71,11 @@ class Profiler:
         self._first = 0
 
     def begin_step(self, step: int, look: bool) -> None:
-        """Opens a window before a step that is to be profiled.
+        """Starts profiling, if a window begins with this step.
 
         Args:
-            step: the step that is about to be made, from 1.
-            look: whether to look for RUN/profile.
+            step: the next step, from 1.
+            look: whether to check for RUN/profile.
         """
         wanted = step == self._start or (look and self._rank == 0 and self._requested())
         if wanted and self._profile is None:
@@ -84,11 +84,12 @@ class Profiler:
             self._profile.start()
 
     def end_step(self, step: int) -> dict[str, float]:
-        """Closes the window after its last step.
+        """Stops profiling after the last step of a window.
 
         Returns:
-            When a window has ended, `time/communication`, the share of its time in which a collective was under way,
-            and `time/communication_exposed`, that in which nothing was computed meanwhile. Otherwise nothing.
+            After a window, `time/communication`, the fraction of its time in which a collective was
+            running, and `time/communication_exposed`, the fraction in which nothing was computed
+            meanwhile. Otherwise nothing.
         """
         return self.close() if step == self._first + self._steps - 1 else {}
 
@@ -100,7 +101,7 @@ class Profiler:
         return True
 
     def close(self) -> dict[str, float]:
-        """Closes a window that is open and writes its trace; returns what `end_step` does."""
+        """Ends an open window and writes its trace; returns metrics like `end_step`."""
         profile, self._profile = self._profile, None
         if profile is None:
             return {}
@@ -111,13 +112,13 @@ class Profiler:
             profile.export_chrome_trace(str(path))
             logger.info("profiled     %s; open it at https://ui.perfetto.dev", path)
             return communication(path) if path.stat().st_size < _MOST_BYTES else {}
-        except Exception as error:  # a profile is no reason to end a run
-            logger.warning("the profile %s could not be written: %s", path, error)
+        except Exception as error:  # a failed profile must not end the run
+            logger.warning("cannot write the profile %s: %s", path, error)
             return {}
 
 
 def communication(trace: Path) -> dict[str, float]:
-    """What share of a trace collectives took; see `Profiler.end_step`. Nothing where there was none."""
+    """Returns the metrics of `Profiler.end_step` for a trace; empty without a collective."""
     with gzip.open(trace, "rt", encoding="utf-8") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     collectives = [event for event in events if is_collective(event)]
@@ -125,6 +126,8 @@ def communication(trace: Path) -> dict[str, float]:
         return {}
     devices = any(map(on_device, events))
     computing = [event for event in events if is_compute(event, devices)]
+    # Sweep over the begins and ends of all events. Between two of them, the running sums count the
+    # open collectives and computations: begins at 0 and 2 and ends at 3 and 5 give 1, 2, 1, 0.
     spans = [_spans(collectives, 1, 0), _spans(computing, 0, 1)]
     at, opened_collectives, opened_computing = np.concatenate(spans, axis=1)
     order = np.argsort(at, kind="stable")
@@ -139,7 +142,7 @@ def communication(trace: Path) -> dict[str, float]:
 
 
 def _spans(events: list[Event], collective: int, compute: int) -> np.ndarray:
-    """The ends of events as columns (time in microseconds, change in open collectives, change in open computations)."""
+    """Begins and ends of events: columns (time, change of open collectives, of computations)."""
     begin = np.array([event["ts"] for event in events], dtype=np.float64)
     end = begin + np.array([event["dur"] for event in events], dtype=np.float64)
     change = np.concatenate((np.ones(len(begin)), -np.ones(len(end))))

@@ -1,4 +1,4 @@
-"""What a person at the terminal sees: a progress bar there, one log line for each row of metrics elsewhere."""
+"""Progress of a run: a bar on a terminal, elsewhere a log line for each row of metrics."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class ProgressTracker(Tracker):
     """Shows step, loss, learning rate, tokens per second and time left.
 
     Args:
-        step: updates already made.
-        total_steps: updates of the whole run.
-        console: where to draw; standard error by default.
+        step: the step that the run starts from.
+        total_steps: number of steps of the whole run.
+        console: standard error by default.
     """
 
     def __init__(self, step: int, total_steps: int, console: Console | None = None) -> None:
@@ -32,10 +32,10 @@ class ProgressTracker(Tracker):
             self._bar = Progress(*columns, console=console)
             self._task = self._bar.add_task("", total=total_steps, completed=step)
             self._bar.start()
-            console.show_cursor()  # a process that is killed could not bring it back
+            console.show_cursor()  # a killed process could not restore it
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a row; where the terminal has a bar, rows of other than training metrics are printed above it."""
+        """Updates the bar; rows without training metrics are printed above it."""
         text = describe(metrics)
         if self._bar is None:
             logger.info("step %d/%d  %s", step, self._total_steps, text)
@@ -45,7 +45,7 @@ class ProgressTracker(Tracker):
             self._bar.console.print(f"step {step}/{self._total_steps}  {text}", highlight=False)
 
     def close(self) -> None:
-        """Leaves the bar as it is and gives the terminal back."""
+        """Stops updating the bar."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -60,6 +60,6 @@ _SHOWN: dict[str, Callable[[float], str]] = {  # in this order
 
 
 def describe(metrics: Mapping[str, float]) -> str:
-    """The line for a row: the best-known training metrics, or, where there are none of them, everything in it."""
+    """Formats a row: its main training metrics, or all metrics if it has none of them."""
     shown = [form(metrics[name]) for name, form in _SHOWN.items() if name in metrics]
     return "  ".join(shown or (f"{name} {value:.4g}" for name, value in metrics.items()))

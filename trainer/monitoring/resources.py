@@ -1,4 +1,4 @@
-"""Memory and energy, as the device and the operating system report them."""
+"""Peak memory and energy, as the device and the operating system report them."""
 
 from __future__ import annotations
 
@@ -11,28 +11,26 @@ _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes, of getrusage's ru_
 
 
 class Resources:
-    """What this process and its device use."""
+    """Memory and energy of this process and its device."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._energy = accelerator.energy()
 
     def memory(self) -> dict[str, float]:
-        """The most that was held since training began (of the host: since the process did), in GiB.
+        """Returns peaks in GiB.
 
-        `perf/peak_memory_gib` is of the device's memory, where it has its own, and `perf/peak_rss_gib` of the host's.
+        `perf/peak_rss_gib` is the host's, since the process started; `perf/peak_memory_gib` is the
+        device's, since training started, if it has its own memory.
         """
-        peaks = {
-            "perf/peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            * _RSS_UNIT
-            / 2**30
-        }
+        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
+        peaks = {"perf/peak_rss_gib": rss / 2**30}
         device = self._accelerator.peak_memory()
         if device is not None:
             peaks["perf/peak_memory_gib"] = device / 2**30
         return peaks
 
     def joules(self) -> int:
-        """Energy that the device has used since the last call; 0 where it does not tell."""
+        """Returns the device's energy since the last call; 0 if it does not report energy."""
         before, self._energy = self._energy, self._accelerator.energy()
         return 0 if before is None or self._energy is None else round(self._energy - before)

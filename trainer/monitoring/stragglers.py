@@ -1,4 +1,4 @@
-"""Stragglers: the process that all others wait for."""
+"""Stragglers: the rank that all others wait for."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 OWN_WORK = ("data_wait", "forward")
-"""The laps of a step in which a process is on its own: those after them end when the slowest one has got so far."""
+"""Sections of a step without communication. All later ones end when the slowest rank arrives."""
 
 
 def own_work(seconds: Mapping[str, float]) -> float:
-    """The seconds of a process's laps that only itself is to answer for."""
+    """Returns the seconds that a rank spent without waiting for others."""
     return sum(seconds.get(name, 0.0) for name in OWN_WORK)
 
 
 def slowest(own: Sequence[float], total: float) -> dict[str, float]:
-    """Names the straggler.
+    """Finds the straggler.
 
     Args:
-        own: of each rank, the seconds of its own work since the last row.
-        total: the seconds since the last row.
+        own: seconds of each rank's own work since the last row.
+        total: seconds since the last row.
 
     Returns:
-        `perf/slowest_rank`, and `perf/slowest_rank_lag`: by what share of the time it is behind the median rank, about
-        what the run would gain without it. Nothing where there is one rank only.
+        `perf/slowest_rank`, and `perf/slowest_rank_lag`: how far it is behind the median rank, as a
+        fraction of the time, which is about what the run would gain without it. Empty for one rank.
     """
     if len(own) < 2:
         return {}

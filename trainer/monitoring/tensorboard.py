@@ -1,7 +1,7 @@
-"""TensorBoard as a projection of metrics.jsonl: RUN/tensorboard holds each of its steps once, whatever the restarts.
+"""TensorBoard: RUN/tensorboard holds each step of metrics.jsonl once, whatever the restarts.
 
-A start writes the whole history into a new event file and then removes the older ones. So what a killed process had
-not yet written is not missing, and readers need not know TensorBoard's rules for steps that come twice.
+Each start writes the whole history to a new event file and then removes the older ones. So nothing
+is missing that a killed process had not written, and no step is there twice.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Config:
     """TensorBoard event files in RUN/tensorboard."""
 
     def build(self, folder: Path, description: Tree) -> TensorBoardTracker:
-        """Makes the tracker of a run folder; `description` is the experiment's configuration.
+        """Builds the tracker of a run folder; `description` is the experiment's configuration.
 
-        metrics.jsonl must have been cut back to the step that training continues from.
+        metrics.jsonl must have been truncated to the step that training resumes from.
 
         Raises:
             MissingExtra: the package tensorboard is not installed.
@@ -40,7 +40,7 @@ class Config:
 
 
 class TensorBoardTracker(Tracker):
-    """Writes metrics as scalars. Nothing that goes wrong here stops training: it is reported once."""
+    """Writes metrics as scalars. An error is logged once and does not stop training."""
 
     def __init__(self, folder: Path, description: Tree) -> None:
         try:
@@ -57,7 +57,8 @@ class TensorBoardTracker(Tracker):
         replaced = list(events.glob("events.out.tfevents.*"))
         try:
             self._writer = EventFileWriter(str(events), flush_secs=_FLUSH_SECONDS)
-            # A TensorBoard that is watching drops the steps it has, before they come again.
+            # Tells a running TensorBoard to drop the steps that it has read, before they come
+            # again.
             self._writer.add_event(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
             text = f"```yaml\n{yaml.safe_dump(dict(description), sort_keys=False)}```".encode()
             tensor = TensorProto(dtype="DT_STRING", string_val=[text])
@@ -76,14 +77,14 @@ class TensorBoardTracker(Tracker):
             self._give_up(error)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes metrics, ten seconds later at the latest."""
+        """Writes metrics; they reach the file within ten seconds."""
         try:
             self._add(step, time.time(), metrics)
         except Exception as error:
             self._give_up(error)
 
     def close(self) -> None:
-        """Writes what is still held back."""
+        """Flushes and closes the file."""
         try:
             if self._writer is not None:
                 self._writer.close()
@@ -102,7 +103,7 @@ class TensorBoardTracker(Tracker):
     def _give_up(self, error: Exception) -> None:
         self._writer = None
         logger.warning(
-            "TensorBoard files are not written until the run is continued, because it failed: %s. Training goes on; "
-            "metrics.jsonl has every metric, and a restart writes all of them.",
+            "TensorBoard failed and is switched off: %s. Training continues; metrics.jsonl has "
+            "every metric, and a restart writes all of them.",
             error,
         )

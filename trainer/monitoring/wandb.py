@@ -1,10 +1,10 @@
-"""Weights & Biases as a projection of metrics.jsonl: one W&B run for a run folder, whatever its restarts.
+"""Weights & Biases: one W&B run for a run folder, whatever its restarts.
 
-W&B gets exactly the steps of metrics.jsonl, each once. When a run continues, W&B may hold fewer steps than that file
-(its own process was killed with steps in its buffers) or more (the run went back to a checkpoint). Online, what the
-server holds stays, rows beyond it are sent again from the file, and steps that are repeated are not sent a second time:
-repeated steps give the same values. Offline, a restart writes the whole history into a new folder and removes those
-that it replaces, because `wandb sync` does not join the folders of one run.
+W&B gets each step of metrics.jsonl exactly once. When a run resumes, W&B may have fewer steps than
+that file (its process was killed with steps in its buffers) or more (the run went back to a
+checkpoint). Online, steps that the server has are not sent again, since repeated steps give the
+same values; missing ones are sent from the file. Offline, a restart writes the whole history to a
+new folder and removes the older ones, because `wandb sync` does not join the folders of one run.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from trainer.monitoring.jsonl import read_rows
 logger = logging.getLogger(__name__)
 
 FINISH_SECONDS = 60.0
-"""How long the end of a run waits for uploads; what is not sent by then can be sent with `wandb sync`."""
+"""How long the end of a run waits for uploads; `wandb sync` can send the rest."""
 
 ALERT_SECONDS = 3.0
-"""How long an alert may hold up a run, or its end: 5 seconds after other processes have ended, the agent kills this."""
+"""How long an alert may delay a run. Its end must take less than the 5 s that the agent grants."""
 
 _FILE = "wandb_run.json"
-# W&B's process sends one thing after the other, and Python's end waits for it: no request may take many minutes.
+# W&B sends one request after the other, and the interpreter waits for it at exit, so a request that
+# is not answered must not take minutes.
 _REQUEST_SECONDS = 15.0
 _REQUEST_RETRIES = 2
 
@@ -52,14 +53,14 @@ class Config:
     Attributes:
         project: the W&B project.
         entity: user or team; None takes the account's default.
-        group: groups runs in the W&B interface.
-        name: the run's name; None takes the name of the run folder.
+        group: group of the run in the W&B interface.
+        name: name of the run; None takes the name of the run folder.
         tags: labels of the run.
-        mode: online and offline as W&B has them; auto is WANDB_MODE if that is set, else online if an API key is
-            found (in WANDB_API_KEY or netrc) and offline if none is; disabled switches W&B off.
-        log_checkpoints: whether to log committed checkpoints as artifacts: those in folders are uploaded, those in
-            object stores referred to.
-        alerts: whether W&B tells people when the run fails or hangs, passes over a step, or was started again.
+        mode: online, offline or disabled; auto takes WANDB_MODE if that is set, else online if an
+            API key is found (in WANDB_API_KEY or netrc), else offline.
+        log_checkpoints: log committed checkpoints as artifacts; those in object stores as
+            references.
+        alerts: notify people when the run fails or hangs, skips a step, or was restarted.
     """
 
     project: str = "samestep"
@@ -72,10 +73,10 @@ class Config:
     alerts: bool = True
 
     def claim(self, folder: Path) -> None:
-        """Makes a folder that of this trial of a sweep, if this is one: before anything of a run there is looked at.
+        """Assigns a run folder to this trial of a sweep, if there is one, before the run is read.
 
         Raises:
-            ConfigError: it is that of another run, which the trial would go on with.
+            ConfigError: the folder belongs to another run, which the trial would resume.
         """
         if (trial := _trial()) is None:
             return
@@ -83,8 +84,8 @@ class Config:
         if (started and not known) or _run_id(folder) != trial:
             held = f"the W&B run {_run_id(folder)}" if known else "a run without W&B"
             raise ConfigError(
-                f"output {folder} holds {held}, and this is the trial {trial} of a sweep, which would go on with it; "
-                "give each trial a folder of its own, such as output=runs/sweep/$WANDB_RUN_ID (see "
+                f"output {folder} holds {held}, and trial {trial} of a sweep would resume it; give "
+                "each trial its own folder, such as output=runs/sweep/$WANDB_RUN_ID (see "
                 "configs/sweeps/bert_mini.yaml)"
             )
 
@@ -95,13 +96,13 @@ class Config:
         checkpoints: Callable[[], Sequence[str]],
         summary: Mapping[str, str | int],
     ) -> WandbTracker:
-        """Makes the tracker of a run folder, whose metrics.jsonl has been cut back to where training continues.
+        """Builds the tracker of a run folder.
 
         Args:
-            folder: the run's.
+            folder: its metrics.jsonl has been truncated to the step that training resumes from.
             description: the experiment's configuration.
-            checkpoints: lists the folders or URLs of the committed checkpoints, oldest first.
-            summary: what is to be known of the run besides its metrics, as the newest start has it.
+            checkpoints: lists folders or addresses of the committed checkpoints, oldest first.
+            summary: facts about the newest start of the run, besides its metrics.
 
         Raises:
             MissingExtra: the package wandb is not installed.
@@ -110,7 +111,7 @@ class Config:
 
 
 class WandbTracker(Tracker):
-    """Sends metrics to one W&B run. Nothing that goes wrong in W&B stops training: it is reported once."""
+    """Sends metrics to one W&B run. An error in W&B is logged once and does not stop training."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class WandbTracker(Tracker):
         self._run: Any = None
         self._alerts = config.alerts
         self._artifacts: CheckpointArtifacts | None = None
-        self._last_held = -1  # the last step that W&B already has
+        self._last_held = -1  # the last step that W&B had before this start
         mode = resolve_mode(config.mode)
         if mode != "disabled":
             wandb = _import()
@@ -180,7 +181,7 @@ class WandbTracker(Tracker):
         logger.info("W&B          %s run %s; %s", mode, run_id, where)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends metrics, unless W&B has this step from before the restart."""
+        """Sends metrics, unless W&B had this step before the restart."""
         if self._run is None or step <= self._last_held:
             return
         try:
@@ -191,9 +192,9 @@ class WandbTracker(Tracker):
             self._artifacts.look()
 
     def alert(self, level: Level, title: str, text: str) -> None:
-        """Sends an alert; after an ERROR also all that is held back, and the W&B run has failed.
+        """Sends an alert. An ERROR also flushes the metrics and marks the W&B run as failed.
 
-        In a thread, as the one that trains may hang within W&B, or W&B itself.
+        It is sent from a thread, because the training thread, or W&B itself, may hang.
         """
         if self._run is not None and self._alerts:
             sending = Thread(
@@ -207,11 +208,10 @@ class WandbTracker(Tracker):
             self._run.alert(title=title, text=storage.shown(text), level=level)
         except Exception as error:
             self._give_up(error)
-        if (
-            level == "ERROR" and self._run is not None
-        ):  # the process may end before W&B's own has heard of the alert
+        # The process may end before W&B's own process has sent the alert: wait for that.
+        if level == "ERROR" and self._run is not None:
             run, self._run = self._run, None
-            with suppress(Exception):  # W&B says so itself
+            with suppress(Exception):  # W&B logs it itself
                 run.finish(exit_code=1)
 
     def close(self) -> None:
@@ -228,8 +228,8 @@ class WandbTracker(Tracker):
     def _give_up(self, error: Exception) -> None:
         self._run = self._artifacts = None
         logger.warning(
-            "W&B is switched off until the run is continued, because it failed: %s. Training goes on; metrics.jsonl "
-            "has every metric, and a restart sends W&B what it lacks.",
+            "W&B failed and is switched off: %s. Training continues; metrics.jsonl has every "
+            "metric, and a restart sends W&B the missing ones.",
             error,
         )
 
@@ -251,7 +251,7 @@ def resolve_mode(mode: str) -> str:
 
 
 def has_key() -> bool:
-    """Whether an API key is where W&B looks for one."""
+    """Whether there is an API key where W&B looks for one."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -262,7 +262,7 @@ def has_key() -> bool:
 
 
 def _run_id(folder: Path) -> str:
-    """The W&B id of the run in this folder, the same after every restart."""
+    """The W&B id of the run in a folder, the same after every restart."""
     path = folder / _FILE
     if not path.exists():
         storage.write_text(path, json.dumps({"id": _trial() or uuid.uuid4().hex[:8]}) + "\n")
@@ -270,5 +270,5 @@ def _run_id(folder: Path) -> str:
 
 
 def _trial() -> str | None:
-    """The W&B id of this run where the agent of a sweep has started it: then W&B takes no other."""
+    """The W&B id that the agent of a sweep has given this run; W&B accepts no other."""
     return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None

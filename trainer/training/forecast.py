@@ -68,7 +68,7 @@ def throughput(experiment: Experiment, trainer: Trainer) -> Throughput:
         experiment.training.steps,
         flops_until=flops_until(experiment, trainer),
         peak_flops=peak * trainer.strategy.replica.count if peak else None,
-        cells_until=positions_until,
+        positions_until=positions_until,
     )
 
 

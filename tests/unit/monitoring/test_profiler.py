@@ -59,7 +59,7 @@ def test_a_profile_that_cannot_be_written_is_no_reason_to_end_a_run(
 ):
     (tmp_path / "profiles").touch()
     train(Config(start=1, steps=1).build(tmp_path, 0), 1, 2)
-    assert "could not be written" in caplog.text
+    assert "cannot write the profile" in caplog.text
 
 
 def test_a_trace_that_cannot_be_read_is_no_reason_either(

@@ -140,5 +140,5 @@ def test_what_cannot_be_reported_is_explained(tmp_path: Path):
         write_report([str(tmp_path)], tmp_path / "report.html")
     with pytest.raises(ConfigError, match="at most 10 runs, and 11"):
         write_report([str(tmp_path)] * 11, tmp_path / "report.html")
-    with pytest.raises(DataError, match="no metrics to draw"):
+    with pytest.raises(DataError, match="has no metrics yet"):
         write_report([write_run(tmp_path / "run", [])], tmp_path / "report.html")

@@ -32,7 +32,11 @@ def test_rates_are_of_the_window_and_the_time_left_is_from_the_mean():
 
 def test_of_narrower_batches_the_share_of_their_cells_counts():
     throughput = Throughput(
-        0, 10, flops_until=lambda step: 8e12 * step, peak_flops=1e14, cells_until=lambda n: 100 * n
+        0,
+        10,
+        flops_until=lambda step: 8e12 * step,
+        peak_flops=1e14,
+        positions_until=lambda n: 100 * n,
     )
     rates = throughput.measure(2, 50, 40, {"forward_backward": 1.0})
     assert rates["perf/mfu"] == pytest.approx(0.16 * 50 / 200)

@@ -441,7 +441,7 @@ def test_artifacts_that_fail_or_hang_do_not_hold_up_the_end_of_a_run(
     caplog: pytest.LogCaptureFixture,
 ):
     CheckpointArtifacts(wandb, None, lambda: 1 / 0).close(10)
-    assert "cannot be listed for artifacts: division by zero" in caplog.text
+    assert "cannot list checkpoints for artifacts: division by zero" in caplog.text
     release, began = threading.Event(), time.monotonic()
     artifacts = CheckpointArtifacts(wandb, None, lambda: [str(release.wait(60))])
     artifacts.look()

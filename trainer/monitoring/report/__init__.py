@@ -1,7 +1,7 @@
 """`samestep report`: one self-contained HTML page about one or several runs.
 
-This module reads what is in the run folders and thins it out; page.js draws it. Nothing of a run reaches the page but
-as JSON that the script puts there as text, so that no name can be taken for HTML.
+This module reads run folders and downsamples their metrics; page.js plots them. Data of a run is
+in the page as JSON only, which the script inserts as text, so no name can be interpreted as HTML.
 """
 
 from __future__ import annotations
@@ -28,25 +28,20 @@ from trainer.monitoring.jsonl import Row, read_rows
 Ints: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float64]
 Columns: TypeAlias = dict[str, tuple[Ints, Floats]]
-"""Metrics by name: the rows that have one, and its values there."""
+"""By metric: the indices of the rows that have it, and its values there."""
 
 Numbers: TypeAlias = list[float | None]
 """JSON has no infinity and no NaN."""
 
-_SMOOTHING = 50  # a moving average is over this part of a curve
+_SMOOTHING = 50  # a moving average covers 1/50 of a curve
 _BUCKETS = 400  # of a curve, about one for each pixel of a chart
-_MOST_RUNS = 10  # colours that the eye tells apart
+_MOST_RUNS = 10  # colors that one can tell apart
 _NOT_SMOOTHED = ("train/lr", "heldout/")
-_TOTALS = (
-    "train/tokens",
-    "train/examples",
-    "perf/eta_seconds",
-    "perf/energy_joules",
-)  # no curves of interest
+_NOT_PLOTTED = ("train/tokens", "train/examples", "perf/eta_seconds", "perf/energy_joules")
 
 
 class Curve(TypedDict):
-    """Rows of the run and the values there; also of a moving average, where there are enough."""
+    """Row indices and values of a metric, and of its moving average if it has enough rows."""
 
     at: list[int]
     y: Numbers
@@ -55,7 +50,7 @@ class Curve(TypedDict):
 
 
 class Described(TypedDict):
-    """A run as page.js takes it."""
+    """A run, as page.js reads it."""
 
     name: str
     path: str
@@ -71,21 +66,22 @@ def write_report(
     output: Path,
     planned_memory: Callable[[Path], float | None] = lambda run: None,
 ) -> None:
-    """Writes the page; a run may be under way.
+    """Writes the page. A run may still be running.
 
     Args:
-        runs: folders of runs, 10 at most.
+        runs: at most 10 run folders.
         output: the HTML file.
-        planned_memory: what `samestep plan` says of a run's peak, in GiB of a device; None where it says nothing.
+        planned_memory: returns the peak that `samestep plan` predicts for a run, in GiB of a
+            device; None if unknown.
 
     Raises:
-        ConfigError: too many runs, or a folder that is none.
-        DataError: none of the runs has a row of metrics.
+        ConfigError: there are too many runs, or a folder is not a run.
+        DataError: no run has metrics.
         SamestepError: the file cannot be written.
     """
     if len(runs) > _MOST_RUNS:
         raise ConfigError(
-            f"a report takes at most {_MOST_RUNS} runs, and {len(runs)} were given; leave some out"
+            f"a report shows at most {_MOST_RUNS} runs, not {len(runs)}; leave some out"
         )
     configs: list[Tree] = []
     described: list[Described] = []
@@ -94,7 +90,7 @@ def write_report(
         described.append(_describe(run, name, configs[-1]))
     if not any(each["series"] for each in described):
         raise DataError(
-            f"{', '.join(runs)} has no metrics to draw yet; train first, for training.log_every steps"
+            f"{', '.join(runs)} has no metrics yet; train for at least training.log_every steps"
         )
     for each in described:
         each["summary"]["planned_memory_gib"] = planned_memory(Path(each["path"]))
@@ -104,7 +100,7 @@ def write_report(
         "TITLE": html.escape(" · ".join(each["name"] for each in described)),
         "STYLE": style,
         "SCRIPT": script,
-        # Inside <script> only "<" could end or open something.
+        # Inside <script>, "<" is the only character that could end the script.
         "DATA": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
     page = re.sub("__(TITLE|STYLE|SCRIPT|DATA)__", lambda found: parts[found[1]], page)
@@ -124,7 +120,7 @@ def _resource(name: str) -> str:
 
 
 def _names(runs: Sequence[str]) -> list[str]:
-    """What the runs are called: the last part of their paths, or more of them where those are equal."""
+    """Names of runs: the last part of their paths, or as many parts as make them differ."""
     paths = [Path(run).resolve().parts for run in runs]
     for parts in range(1, max(map(len, paths)) + 1):
         names = ["/".join(path[-parts:]) for path in paths]
@@ -154,7 +150,7 @@ def _describe(folder: Path, name: str, config: Tree) -> Described:
     series = {
         metric: _series(*column, smooth=not metric.startswith(_NOT_SMOOTHED))
         for metric, column in columns.items()
-        if metric not in _TOTALS and not metric.startswith("time/")
+        if metric not in _NOT_PLOTTED and not metric.startswith("time/")
     }
     drawn = _renumber(series)
     return {
@@ -173,7 +169,7 @@ def _describe(folder: Path, name: str, config: Tree) -> Described:
 
 
 def _renumber(series: Mapping[str, Curve]) -> Ints:
-    """Makes the curves count only the rows that one of them has a point in, and returns those rows."""
+    """Renumbers the row indices of curves to the rows that any curve uses; returns these rows."""
     places = [curve["at"] for curve in series.values()]
     places += [curve["mean_at"] for curve in series.values() if "mean_at" in curve]
     drawn = np.unique(np.concatenate([np.array([], dtype=np.int64), *places]))
@@ -183,7 +179,7 @@ def _renumber(series: Mapping[str, Curve]) -> Ints:
 
 
 def _columns(rows: Iterable[Row]) -> Columns:
-    """The metrics by name: which rows have one, and its finite values there."""
+    """By metric: the indices of the rows that have a finite value, and the values."""
     places, values = defaultdict(list), defaultdict(list)
     for place, row in enumerate(rows):
         for metric, value in row.items():
@@ -201,17 +197,17 @@ def _columns(rows: Iterable[Row]) -> Columns:
 
 
 def _hours(times: Floats, starts: Sequence[float]) -> Floats:
-    """Hours of training up to each row: clock time, without the pauses between a kill and the next start.
+    """Hours of training up to each row, without the pauses between an end and the next start.
 
-    The rows that a restart makes again count once, since those of the first time are no longer there.
+    For example, starts at 10:00 and 12:00 and rows at 10:30, 12:15 and 12:45 give 0.5, 0.75 and
+    1.25.
     """
     if not len(times):
         return times
     begins = np.array([start for start in starts if start <= times[0]][-1:] or times[:1])
     begins = np.append(begins, [start for start in starts if start > times[0]])
-    session = np.maximum(
-        np.searchsorted(begins, times, side="right") - 1, 0
-    )  # clocks may be set back
+    # Rows before the first start can occur when a clock was set back.
+    session = np.maximum(np.searchsorted(begins, times, side="right") - 1, 0)
     elapsed = np.maximum(times - begins[session], 0)
     length = np.zeros(len(begins))
     np.fmax.at(length, session, elapsed)
@@ -221,7 +217,7 @@ def _hours(times: Floats, starts: Sequence[float]) -> Floats:
 
 
 def _series(places: Ints, values: Floats, smooth: bool) -> Curve:
-    """A curve of at most 2 x `_BUCKETS` points, the lowest and highest of each: no peak is lost."""
+    """A curve of at most 2 x `_BUCKETS` points: the minimum and maximum of each, so peaks stay."""
     kept = np.arange(len(values))
     if len(values) > 2 * _BUCKETS:
         edges = np.linspace(0, len(values), _BUCKETS + 1).astype(int)
@@ -240,14 +236,15 @@ def _series(places: Ints, values: Floats, smooth: bool) -> Curve:
 
 
 def _shares(columns: Columns, steps: Floats) -> dict[str, float]:
-    """Where the time of the run went: a row counts by the seconds it is about, and has no share of what it lacks."""
+    """Fractions of the run's time by section; each row is weighted by its seconds."""
     if "perf/seconds_per_step" not in columns:
         return {}
     places, per_step = columns["perf/seconds_per_step"]
     seconds, evaluation = np.zeros(len(steps)), np.zeros(len(steps))
     if "time/evaluation" in columns:
         evaluation[columns["time/evaluation"][0]] = columns["time/evaluation"][1]
-    seconds[places] = per_step * np.diff(steps[places], prepend=0)  # without evaluations
+    # seconds_per_step excludes evaluations, whose fraction is of the whole time.
+    seconds[places] = per_step * np.diff(steps[places], prepend=0)
     seconds /= np.maximum(1 - evaluation, 1e-9)
     return {
         name.removeprefix("time/"): round(
@@ -266,7 +263,7 @@ def _summary(
     tokens: Floats,
     starts: Sequence[Row],
 ) -> dict[str, float | None]:
-    """The row of the run in the table; None where there is no such figure."""
+    """The run's row of the summary table; None for unknown figures."""
 
     def figure(metric: str, reduce: Callable[[Floats], float]) -> float | None:
         return float(reduce(columns[metric][1])) if metric in columns else None
@@ -294,9 +291,9 @@ def _summary(
 
 
 def _settings(configs: Sequence[Tree]) -> list[dict[str, object]]:
-    """Every setting of the runs side by side: its dotted key, its value in each run, and whether those differ.
+    """All settings: dotted key, value in each run, and whether the values differ.
 
-    The output folder, which always does, is not said to.
+    The output folder always differs and is not marked.
     """
     flat = [_leaves(config) for config in configs]
     keys = list(dict.fromkeys(key for settings in flat for key in settings))
@@ -326,10 +323,10 @@ def _leaves(tree: Tree, path: str = "") -> Tree:
 
 
 def _rounded(values: Floats) -> Numbers:
-    """Six significant digits: more than a pixel can show, in half the bytes."""
+    """Six significant digits: more than a pixel can show, in half the bytes of all."""
     return [float(f"{value:.6g}") if abs(value) < np.inf else None for value in values.tolist()]
 
 
 def default_output(runs: Sequence[str]) -> Path:
-    """Where the page goes unless told otherwise: into the run, or here if it is about several."""
+    """The default file: in the run folder, or for several runs in the working folder."""
     return Path(runs[0], "report.html") if len(runs) == 1 else Path(os.curdir, "report.html")
