@@ -384,7 +384,7 @@ def test_a_trial_of_a_sweep_takes_the_id_of_its_agent_and_no_folder_of_another_r
         config.claim(own)
     assert json.loads((own / "wandb_run.json").read_text()) == {"id": "trial1"}
     monkeypatch.setenv("WANDB_RUN_ID", "trial2")
-    with pytest.raises(ConfigError, match="holds the W&B run trial1, and this is the trial trial2"):
+    with pytest.raises(ConfigError, match="holds the W&B run trial1, and trial trial2"):
         config.claim(own)
     (other := tmp_path / "other").mkdir()
     (other / "starts.jsonl").touch()
