@@ -125,7 +125,7 @@ def test_from_files_to_scores(
     assert f"| token_accuracy | {trained['heldout/accuracy']:.6g} |" in card
     assert "| accuracy |" not in card
     assert (
-        "Of 7 texts that it wrote for data, after step 6:\n\n| score | value |\n| --- | --- |\n| bleu | "
+        "Of 7 texts generated for data, after step 6:\n\n| score | value |\n| --- | --- |\n| bleu | "
         in card
     )
     assert "Of 5 texts that it wrote for train.en, train.de, after step 6:" in card

@@ -83,7 +83,7 @@ def test_a_disk_that_fails_is_reported_once_and_training_goes_on(
     for step in range(3):
         tracker.log(step, {"train/loss": 1.0})
     tracker.close()
-    assert ["Training goes on" in record.getMessage() for record in caplog.records] == [True]
+    assert ["Training continues" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_without_the_package_the_extra_to_install_is_named(

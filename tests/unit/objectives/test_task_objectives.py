@@ -450,7 +450,7 @@ def test_scores_of_classes() -> None:
     found = objective.scores(predictions([[0, 1], [1, 0], [1, 0], [0, 1]], rows, ("no", "yes")))
     assert found == pytest.approx({"accuracy": 1 / 2, "f1": 1 / 2, "group_exact_match": 1 / 2})
     assert list(found) == list(names)
-    with pytest.raises(ConfigError, match=r"set source\.group to the column"):
+    with pytest.raises(ConfigError, match=r"Set source\.group to the column"):
         objective.scores(predictions([[0, 1]], [TaskRow(("a",), 1)], ("no", "yes")))
     taught = TaskRow(("a",), probabilities=(0.4, 0.6), group="z")
     assert objective.scores(predictions([[0, 1], [1, 0]], [taught] * 2))["accuracy"] == 0.5
