@@ -128,7 +128,7 @@ def test_from_files_to_scores(
         "Of 7 texts generated for data, after step 6:\n\n| score | value |\n| --- | --- |\n| bleu | "
         in card
     )
-    assert "Of 5 texts that it wrote for train.en, train.de, after step 6:" in card
+    assert "Of 5 texts generated for train.en, train.de, after step 6:" in card
     result = samestep("evaluate", run, "--generate", "beem=2")
     assert (result.code, "did you mean 'beams'" in result.message) == (2, True)
     result = samestep("evaluate", run, "--generate", "--pairs", corpus / "train.en")
