@@ -1,8 +1,8 @@
 """The global order of examples: a pure function of (examples per shard, seed, lanes, window).
 
-Global example n = 0, 1, 2, ... is the n-th example that a run consumes; nothing here knows about ranks, batches,
-workers or buffers, so none of them can change it, and finding example n costs the same for any n.
-See docs/data_order.md for the picture.
+Global example n = 0, 1, 2, ... is the n-th example that a run consumes. The order knows nothing of
+ranks, batches, workers or buffers, so none of them can change it, and finding example n costs the
+same for any n. docs/data_order.md has the picture.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from data_pipeline.packing.plans import Int64, ranges
 from trainer.errors import ConfigError
 from trainer.hashing import U64, combine, mix, name_key
 
-ORDER_VERSION = (
-    1  # part of the loader's state: raise it when `Order` gives other examples for the same input
-)
+# Part of the loader's state. Raise it when `Order` returns other examples for the same input.
+ORDER_VERSION = 1
 
 _SHARDS = name_key("shards")
 _WINDOW = name_key("window")
 _SAMPLE = name_key("sample")
-_FEISTEL_ROUNDS = (
-    4  # as many as make a Feistel network of random functions look random (Luby and Rackoff 1988)
-)
+# Four rounds of random functions are indistinguishable from a random permutation (Luby and Rackoff
+# 1988).
+_FEISTEL_ROUNDS = 4
 _NEXT_ROUNDS = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, eq=False)
 class Location:
-    """Where B examples are.
+    """Where B examples are stored.
 
     Attributes:
         epoch: int64 [B], the pass over the data.
@@ -51,7 +50,7 @@ class Location:
 
 
 class ExampleOrder(Protocol):
-    """An order of examples that batches can be cut from.
+    """An order of examples that global batches are taken from.
 
     Attributes:
         examples: number of examples in one pass.
@@ -60,27 +59,23 @@ class ExampleOrder(Protocol):
     examples: int
 
     def batch(self, start: int, size: int) -> Int64:
-        """The global example numbers of rows 0, 1, ... of the global batch [start, start + size)."""
+        """Returns the example numbers of the global batch [start, start + size), row by row."""
 
     def rows(self, number: Int64) -> Int64:
-        """The same for a global batch of any other examples."""
+        """Sorts the example numbers of any global batch by row."""
 
     def locate(self, number: npt.ArrayLike) -> Location:
-        """The places of global examples."""
+        """Returns where global examples are stored."""
 
     def working_set(self, size: int, index: int, count: int) -> int:
-        """How many shards replica `index` of `count` reads from at a time, in global batches of `size`."""
+        """Returns how many shards replica `index` of `count` has open, for batches of `size`."""
 
     def shards_ahead(self, start: int, size: int, index: int, count: int) -> Int64:
-        """The shards that the replica reads from global example `start` on: those in use, then those that come next."""
+        """Returns the shards that a replica reads from `start` on, the next first."""
 
 
 class Lanes:
-    """Deals examples to lanes in turn: global example n is the (n div lanes)-th of lane n mod lanes.
-
-    Attributes:
-        lanes: how many there are.
-    """
+    """Deals examples to lanes in turn: example n is number n // lanes of lane n % lanes."""
 
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
@@ -88,41 +83,47 @@ class Lanes:
         self.lanes_of = functools.lru_cache(maxsize=8)(self._find_lanes)
 
     def batch(self, start: int, size: int) -> Int64:
-        """Rows of a global batch are sorted by lane, so that a replica's share stays with few lanes, hence shards."""
+        """Returns a global batch sorted by lane, so that a replica's rows come from few lanes.
+
+        For example, 3 lanes and the batch [4, 10): lanes 1, 2, 0, 1, 2, 0, so the rows are 6, 9, 4,
+        7, 5, 8. The first of two replicas takes 6, 9, 4, from lanes 0 and 1 only.
+        """
         return start + self._by_lane(start % self.lanes, size)
 
     def rows(self, number: Int64) -> Int64:
-        """As in `ExampleOrder`."""
         return number[np.argsort(number % self.lanes, kind="stable")]
 
     def _sort_by_lane(self, first: int, size: int) -> Int64:
         return np.argsort((first + np.arange(size)) % self.lanes, kind="stable")
 
     def turn(self, lane: Int64, start: int) -> Int64:
-        """How many examples of each lane come before global example `start`."""
+        """Returns how many examples of each lane come before global example `start`."""
         return -((lane - start) // self.lanes)
 
     def _find_lanes(self, size: int, index: int, count: int) -> Int64:
-        """The lanes whose examples replica `index` of `count` takes from global batches of `size`."""
-        batches = max(
-            1, min(self.lanes // math.gcd(size, self.lanes), 2**20 // size)
-        )  # until they repeat, or many
-        number = np.arange(batches * size).reshape(batches, size)
+        """The lanes that replica `index` of `count` reads, for global batches of `size`."""
+        # Batches repeat with respect to lanes after lanes / gcd of them; at most 2**20 examples.
+        batches = min(self.lanes // math.gcd(size, self.lanes), 2**20 // size)
+        number = np.arange(max(1, batches) * size).reshape(-1, size)
         return np.unique(np.sort(number % self.lanes)[:, share(size, index, count)])
 
 
 class Order(Lanes):
     """The endless shuffled order of training.
 
-    Each epoch permutes the shards, lays their examples end to end and cuts the line into `lanes` equal spans. Global
-    example n is the (n div lanes)-th of lane n mod lanes; a lane reads its span of epoch 0, 1, ... in turn, shuffled
-    within windows of about `window` shards.
+    Each epoch permutes the shards and joins their examples to one line, which is cut into `lanes`
+    spans of equal length. A lane reads its span of epoch 0, 1, ... in turn, shuffled within windows
+    of about `window` shards. For example, shards of 3, 4 and 5 examples and 2 lanes: epoch 0 may
+    order the shards 2, 0, 1. The line 222220001111 has the spans 222220 and 001111; global examples
+    0, 2, 4, ... come from the first, examples 1, 3, 5, ... from the second. So a rank reads few
+    shards at a time, and its batches still mix distant parts of the data.
 
     Args:
         counts: int [shards], examples in each shard.
         seed: the run's seed.
-        lanes: independent readers of the line; a constant of the run, unrelated to batch size and world size.
-        window: shards' worth of examples that are shuffled together in a lane.
+        lanes: number of spans that are read in parallel; a constant of the run, independent of
+            batch size and world size.
+        window: size of a window, in shards of average size.
 
     Raises:
         ConfigError: there are fewer examples than lanes.
@@ -137,90 +138,102 @@ class Order(Lanes):
         self.examples = int(self._counts.sum())
         if self.examples < lanes:
             raise ConfigError(
-                f"data.lanes is {lanes}, but an epoch has only {self.examples} examples; "
-                f"set data.lanes to at most {self.examples}, or use more text or a smaller data.sequence_length"
+                f"data.lanes is {lanes}, but an epoch has only {self.examples} examples; set "
+                f"data.lanes to at most {self.examples}, use more text, or a smaller "
+                "data.sequence_length"
             )
+        # The first `_longer_spans` lanes have one example more than the others.
         self._span, self._longer_spans = divmod(self.examples, lanes)
-        together = window * self.examples / len(self._counts)
-        self._windows = min(max(1, round(self._span / together)), self._span)
+        examples_of_window = window * self.examples / len(self._counts)
+        self._windows = min(max(1, round(self._span / examples_of_window)), self._span)
         self._window_key = combine(seed, _WINDOW)
-        self._line = functools.lru_cache(maxsize=8)(
-            self._lay_line
-        )  # one or two epochs are in use at any time
+        # One or two epochs are in use at a time: lanes do not end an epoch at the same step.
+        self._line = functools.lru_cache(maxsize=8)(self._lay_line)
 
     @property
     def shards(self) -> int:
-        """How many shards there are."""
+        """Number of shards."""
         return len(self._counts)
 
     def working_set(self, size: int, index: int, count: int) -> int:
-        """As in `ExampleOrder`."""
-        window = (
-            self._span / self._windows * len(self._counts) / self.examples
-        )  # in shards; it overlaps one more
-        return min(
-            len(self._counts), math.ceil(len(self.lanes_of(size, index, count)) * (window + 1))
-        )
+        examples_of_window = self._span / self._windows
+        shards_of_window = examples_of_window * len(self._counts) / self.examples
+        # A window that does not start at a shard's begin overlaps one more.
+        open_shards = len(self.lanes_of(size, index, count)) * (shards_of_window + 1)
+        return min(len(self._counts), math.ceil(open_shards))
 
     def shards_ahead(self, start: int, size: int, index: int, count: int) -> Int64:
-        """As in `ExampleOrder`."""
         lane = self.lanes_of(size, index, count)
         return np.concatenate(self.ahead(lane, self.turn(lane, start)))
 
     def ahead(self, lane: Int64, turn: Int64) -> list[Int64]:
-        """The shards of the windows that lanes are in after so many of their examples, and those of the next ones."""
+        """Returns the shards of the current window of lanes, and of their next one.
+
+        Args:
+            lane: int64 [N].
+            turn: int64 [N], how many examples each of these lanes has consumed.
+        """
         span = self._span + (lane < self._longer_spans)
         epoch, position = np.divmod(turn, span)
-        window = ((position + 1) * self._windows - 1) // span
+        window = self._window_of(position, span)
+        first = self._first_of_lane(lane)
         windows = []
         for _ in range(2):
+            begin = first + window * span // self._windows
+            last = first + (window + 1) * span // self._windows - 1
             found = []
-            first = lane * self._span + np.minimum(lane, self._longer_spans)
-            begin, end = (
-                first + window * span // self._windows,
-                first + (window + 1) * span // self._windows,
-            )
             for e in sorted(set(epoch.tolist())):
                 shards, ends = self._line(e)
-                cells = begin[epoch == e], end[epoch == e] - 1
-                place, last = (np.searchsorted(ends, cell, side="right") for cell in cells)
-                found.append(shards[ranges(place, last - place + 1)])
+                in_epoch = epoch == e
+                first_shard = np.searchsorted(ends, begin[in_epoch], side="right")
+                last_shard = np.searchsorted(ends, last[in_epoch], side="right")
+                found.append(shards[ranges(first_shard, last_shard - first_shard + 1)])
             windows.append(np.concatenate(found))
             epoch, window = epoch + (window + 1) // self._windows, (window + 1) % self._windows
         return windows
 
     def locate(self, number: npt.ArrayLike) -> Location:
+        # Which lane, which epoch of it, and which example of its span is this?
         turn, lane = np.divmod(np.asarray(number, dtype=np.int64), self.lanes)
         span = self._span + (lane < self._longer_spans)
         epoch, position = np.divmod(turn, span)
-        window = ((position + 1) * self._windows - 1) // span
+        # Shuffle within the window, with a key of its own.
+        window = self._window_of(position, span)
         begin = window * span // self._windows
         size = (window + 1) * span // self._windows - begin
         key = combine(self._window_key, (epoch * self.lanes + lane) * self._windows + window)
         shuffled = permute(position - begin, size, key)
-        cell = lane * self._span + np.minimum(lane, self._longer_spans) + begin + shuffled
-        shard, index = np.empty_like(cell), np.empty_like(cell)
+        # From the place on the epoch's line to a shard and an example of it.
+        place = self._first_of_lane(lane) + begin + shuffled
+        shard, index = np.empty_like(place), np.empty_like(place)
         for e in set(epoch.tolist()):
             rows = np.flatnonzero(epoch == e)
-            shards, end = self._line(e)
-            place = np.searchsorted(end, cell[rows], side="right")
-            shard[rows] = shards[place]
-            index[rows] = cell[rows] - end[place] + self._counts[shards[place]]
+            shards, ends = self._line(e)
+            nth = np.searchsorted(ends, place[rows], side="right")
+            shard[rows] = shards[nth]
+            index[rows] = place[rows] - ends[nth] + self._counts[shards[nth]]
         return Location(epoch, shard, index)
 
+    def _first_of_lane(self, lane: Int64) -> Int64:
+        """Where the spans of lanes begin on the line."""
+        return lane * self._span + np.minimum(lane, self._longer_spans)
+
+    def _window_of(self, position: Int64, span: Int64) -> Int64:
+        """The window of a position in a span; window w begins at w * span // windows."""
+        return ((position + 1) * self._windows - 1) // span
+
     def _lay_line(self, epoch: int) -> tuple[Int64, Int64]:
-        """The epoch's shards in order, and the line's cell after each."""
-        shards = np.argsort(
-            combine(self._seed, _SHARDS, epoch, np.arange(len(self._counts))), kind="stable"
-        )
+        """The epoch's shards in order, and where each ends on the line."""
+        key = combine(self._seed, _SHARDS, epoch, np.arange(len(self._counts)))
+        shards = np.argsort(key, kind="stable")
         return shards, np.cumsum(self._counts[shards])
 
 
 class SinglePass:
-    """One pass for evaluation: the last batch may be short, batches after it are empty.
+    """One pass for evaluation: the last batch may be short, and batches after it are empty.
 
-    The order is a fixed shuffle of the whole split, the same for every seed, so that however few batches an evaluation
-    takes, they are a fair sample of all documents, and the same sample each time.
+    The order is a fixed shuffle of the whole split, the same for every seed. However few batches an
+    evaluation takes, they are a fair sample of all documents, and the same sample each time.
     """
 
     def __init__(self, counts: npt.ArrayLike) -> None:
@@ -228,37 +241,32 @@ class SinglePass:
         self.examples = int(self._end[-1]) if len(self._end) else 0
 
     def batch(self, start: int, size: int) -> Int64:
-        """As in `ExampleOrder`."""
         return self.rows(np.arange(start, min(start + size, self.examples)))
 
     def rows(self, number: Int64) -> Int64:
-        """Rows are sorted by shard, so that a replica's share comes from few shards."""
+        """Sorts rows by shard, so that a replica's rows come from few shards."""
         return number[np.argsort(self._shuffle(number))]
 
     def locate(self, number: npt.ArrayLike) -> Location:
-        cell = self._shuffle(np.asarray(number, dtype=np.int64))
-        shard = np.searchsorted(self._end, cell, side="right")
+        place = self._shuffle(np.asarray(number, dtype=np.int64))
+        shard = np.searchsorted(self._end, place, side="right")
         begin = np.concatenate(([0], self._end))[shard]
-        return Location(np.zeros_like(cell), shard, cell - begin)
+        return Location(np.zeros_like(place), shard, place - begin)
 
     def working_set(self, size: int, index: int, count: int) -> int:
-        """As in `ExampleOrder`: any batch may take from all of them."""
+        """Any batch may read from all shards."""
         return len(self._end)
 
     def shards_ahead(self, start: int, size: int, index: int, count: int) -> Int64:
-        """As in `ExampleOrder`."""
         return np.arange(len(self._end))
 
     def _shuffle(self, number: Int64) -> Int64:
-        return permute(
-            number,
-            np.full_like(number, self.examples),
-            np.full(len(number), _SAMPLE, dtype=np.uint64),
-        )
+        size = np.full_like(number, self.examples)
+        return permute(number, size, np.full(len(number), _SAMPLE, dtype=np.uint64))
 
 
 class Replica(Protocol):
-    """Which data-parallel replica this process belongs to: `index` of `count`; its rows are split over `devices`."""
+    """The data-parallel replica of this process; its rows are split over `devices`."""
 
     @property
     def index(self) -> int: ...
@@ -271,15 +279,20 @@ class Replica(Protocol):
 
 
 def share(size: int, index: int, count: int) -> slice:
-    """The rows of a global batch of `size` that replica `index` of `count` takes: contiguous, equal to one row."""
+    """Returns the rows of a global batch of `size` that replica `index` of `count` takes.
+
+    Rows are contiguous, and shares differ by at most one row: 10 rows on 3 replicas are 0-2, 3-5,
+        6-9.
+    """
     return slice(index * size // count, (index + 1) * size // count)
 
 
 def permute(x: Int64, size: Int64, key: U64) -> Int64:
-    """Permutes [0, size) under a key, one element each at a time and without a table.
+    """Permutes [0, size) under a key, element by element and without a table.
 
-    A generalised Feistel network on a grid of a * b >= size cells, a = ceil(sqrt(size)), walking on from the few cells
-    outside (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Each element has its own size and key.
+    A generalized Feistel network on a grid of a * b >= size elements, a = ceil(sqrt(size)). Results
+    outside [0, size) are permuted again until they are inside, which keeps the mapping one-to-one
+    (cycle walking; Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
 
     Args:
         x: int64 [N], 0 <= x < size.
@@ -287,7 +300,7 @@ def permute(x: Int64, size: Int64, key: U64) -> Int64:
         key: uint64 [N].
 
     Returns:
-        int64 [N]; for equal (size, key) distinct x give distinct results in [0, size).
+        int64 [N]; for equal (size, key), different x give different results in [0, size).
     """
     bound = size.astype(np.uint64)
     a = np.ceil(np.sqrt(size)).astype(np.uint64)
@@ -301,6 +314,7 @@ def permute(x: Int64, size: Int64, key: U64) -> Int64:
 
 
 def _feistel(x: U64, a: U64, b: U64, key: U64) -> U64:
+    """Permutes the a * b elements left + a * right: each half is shifted by a hash of the other."""
     right, left = np.divmod(x, a)
     for _ in range(_FEISTEL_ROUNDS // 2):
         left = (left + mix(key ^ right) % a) % a

@@ -1,8 +1,10 @@
-"""Mixtures: several datasets in one run, in shares that are kept from example to example and may change on the way.
+"""Mixtures: several datasets in one run, in exact proportions, which may change on the way.
 
-Each lane of the order takes its examples from the sources in turn, by a table of `PERIOD` places that spreads each
-source evenly; lanes begin at different places of it. How often a lane has come to a source is looked up, not counted,
-so that finding an example costs the same anywhere. Each source has its own `Order`, and so its own passes.
+Each lane of the order takes its examples from the sources in turn, by a table of `PERIOD` places
+that spreads each source evenly; lanes start at different places of it. For example, with the shares
+2 : 1, the table is A B A A B A ..., and a lane's examples 0, 2, 3 and 5 are the first four of A in
+that lane. How many examples of a source come before a place is looked up, not counted, so finding
+an example costs the same anywhere. Each source has its own `Order`, and its own epochs.
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ logger = logging.getLogger(__name__)
 
 PERIOD = 4096  # shares are multiples of 1 / PERIOD
 
-# Lanes begin a place this far from that of the lane before. Sources recur at regular distances, and for 16, 64 and 256
-# lanes this step was found to fall in with hardly any: a turn of all lanes is within 9 examples of its shares.
+# Each lane starts this many places after the lane before. A source recurs at regular distances, and
+# lanes that started in step with it would all take it at once. For 16, 64 and 256 lanes, this step
+# was found to avoid that: one turn of all lanes is within 9 examples of the shares.
 _LANE_STEP = 1117
 
 Shares: TypeAlias = dict[str, int]
-"""The share of each source by its key, in 1 / PERIOD; sources that have none are left out."""
+"""The share of each source by its key, in 1 / PERIOD; sources without a share are absent."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,10 @@ class Source:
     """One dataset of a mixture.
 
     Attributes:
-        path: its folder or address, as `data.path`.
-        weight: its share of the examples, relative to those of the others; 0 leaves it out until `data.weights` says
-            more.
-        name: what `data.weights` and messages call it; null takes the last part of its path.
+        path: its folder or address, like `data.path`.
+        weight: relative to the other sources; 0 leaves the source out, until `data.weights` changes
+            it.
+        name: its name in `data.weights` and messages; null takes the last part of its path.
     """
 
     path: str
@@ -59,8 +62,8 @@ class Weights:
     """The weights of all sources from a step on.
 
     Attributes:
-        step: they hold for the steps after this one.
-        weights: of each source by its name.
+        step: the weights hold for the steps after this one.
+        weights: by name of the source.
     """
 
     step: int
@@ -68,15 +71,15 @@ class Weights:
 
 
 def check_sources(sources: Sequence[Source], changes: Sequence[Weights]) -> None:
-    """Refuses sources of equal names and weights that say nothing.
+    """Rejects sources with equal names, and weights that are incomplete or out of order.
 
     Raises:
-        ConfigError: naming them.
+        ConfigError: names them.
     """
     names = [source.label for source in sources]
     if len(set(names)) < len(names):
         raise ConfigError(
-            f"two sources have the same name in {', '.join(names)}; give each a name of its own"
+            f"two sources have the same name in {', '.join(names)}; set data.sources.N.name"
         )
     round_weights({source.label: source.weight for source in sources})
     for before, change in zip((None, *changes), changes, strict=False):
@@ -86,21 +89,23 @@ def check_sources(sources: Sequence[Source], changes: Sequence[Weights]) -> None
             )
         if not names or set(change.weights) != set(names):
             raise ConfigError(
-                f"weights of step {change.step} are of {', '.join(change.weights) or 'no source'}, and must be of all "
-                f"sources: {', '.join(names) or 'there are none, as data.path is a single dataset'}"
+                f"weights of step {change.step} name {', '.join(change.weights) or 'no source'}; name "
+                f"all sources: {', '.join(names) or 'none, since data.path is a single dataset'}"
             )
         round_weights(change.weights)
 
 
 def round_weights(weights: Mapping[str, float]) -> Shares:
-    """The shares that come closest to weights (largest remainders first).
+    """Rounds weights to shares, largest remainders first.
+
+    For example, with a period of 10, weights 1, 1 and 1 are 3.33 each and become 4, 3 and 3.
 
     Raises:
         ConfigError: a weight is negative, all are 0, or one is too small to be a share.
     """
     total = sum(weights.values())
     if not all(0 <= weight < math.inf for weight in weights.values()) or (weights and total == 0):
-        raise ConfigError(f"weights must be 0 or more, and one above 0, not {dict(weights)}")
+        raise ConfigError(f"weights must not be negative, nor all 0, but are {dict(weights)}")
     exact = {name: weight / total * PERIOD for name, weight in weights.items() if weight > 0}
     shares = {name: int(share) for name, share in exact.items()}
     by_remainder = sorted(exact, key=lambda name: shares[name] - exact[name])
@@ -109,14 +114,14 @@ def round_weights(weights: Mapping[str, float]) -> Shares:
     for name, share in shares.items():
         if share == 0:
             raise ConfigError(
-                f"the weight of {name} is under 1/{PERIOD} of them all; raise it, or set it to 0"
+                f"the weight of {name} is below 1/{PERIOD} of the total; raise it, or set it to 0"
             )
     return shares
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which sources are mixed in which shares, and from which global example on.
+    """The shares of the sources, from which global example on.
 
     Attributes:
         parts: (first example, shares), the first from example 0.
@@ -126,7 +131,7 @@ class Schedule:
 
     @classmethod
     def of(cls, parts: Iterable[tuple[int, Shares]]) -> Schedule:
-        """Of parts in order; one that begins where the next does is left out, as is one that changes nothing."""
+        """Builds a schedule from parts in order; drops parts that are empty or change nothing."""
         kept: list[tuple[int, Shares]] = []
         for first, shares in parts:
             if kept and kept[-1][0] == first:
@@ -140,10 +145,10 @@ class Schedule:
     def weighted(
         cls, parts: Iterable[tuple[int, Mapping[str, float]]], keys: Mapping[str, str]
     ) -> Schedule:
-        """Of parts in order with weights by name, given the key of each name.
+        """Builds a schedule from parts in order, with weights by name and the key of each name.
 
         Raises:
-            ConfigError: weights that make no shares.
+            ConfigError: see `round_weights`.
         """
         shares = ((first, round_weights(weights)) for first, weights in parts)
         return cls.of(
@@ -151,11 +156,11 @@ class Schedule:
         )
 
     def at(self, example: int) -> Shares:
-        """The shares at a global example."""
+        """Returns the shares at a global example."""
         return next(shares for first, shares in reversed(self.parts) if first <= max(example, 0))
 
     def after(self, past: Schedule, example: int) -> Schedule:
-        """The shares of `past` for the examples before `example`, and these from there on."""
+        """Returns a schedule: `past` before `example`, and these shares from there on."""
         before = [part for part in past.parts if part[0] < example]
         return Schedule.of(
             [
@@ -168,10 +173,11 @@ class Schedule:
 
 @functools.lru_cache
 def _spread(shares: tuple[int, ...]) -> npt.NDArray[np.int16]:
-    """Which source takes each place of a period: after any number of places, each is less than 1 off its share.
+    """Returns the source of each place of a period.
 
-    Of the sources that may not fall further behind, the one that must come first does (Tijdeman 1980, "The chairman
-    assignment problem").
+    After any number of places, the count of each source is less than 1 off its share. Of the
+    sources that may not fall further behind, the one with the earliest deadline comes first
+    (Tijdeman 1980, "The chairman assignment problem").
     """
     slack = max(1, 2 * len(shares) - 2)  # a source is at most 1 - 1 / slack off
     taken = [0] * len(shares)
@@ -191,15 +197,15 @@ def _spread(shares: tuple[int, ...]) -> npt.NDArray[np.int16]:
 class MixedOrder(Lanes):
     """The endless shuffled order of a mixture.
 
-    The shards of its sources count as one list, in the order in which they are given.
+    The shards of all sources are numbered as one list, in the order of the sources.
 
     Attributes:
-        examples: in one pass over each of the sources.
+        examples: number of examples in one pass over each source.
 
     Args:
         schedule: the shares, by keys of sources.
-        orders: those of the sources, by key, each of as many lanes; of sources that are part of the past only, there
-            may be none.
+        orders: the order of each source, by key, all with the same number of lanes. Sources that
+            are only part of the past may be missing.
     """
 
     def __init__(self, schedule: Schedule, orders: Mapping[str, Order]) -> None:
@@ -207,25 +213,21 @@ class MixedOrder(Lanes):
         self.examples = sum(order.examples for order in orders.values())
         self._keys = sorted({key for _, shares in schedule.parts for key in shares})
         self._orders = [orders.get(key) for key in self._keys]
-        shards = dict(
-            zip(
-                orders,
-                np.cumsum([0, *(order.shards for order in orders.values())]).tolist(),
-                strict=False,
-            )
-        )
-        self._first_shard = [shards.get(key, 0) for key in self._keys]
+        shards_before = np.cumsum([0, *(order.shards for order in orders.values())]).tolist()
+        first_shard = dict(zip(orders, shards_before, strict=False))
+        self._first_shard = [first_shard.get(key, 0) for key in self._keys]
         self._first = np.array([first for first, _ in schedule.parts])
         self._share = np.array(
             [[shares.get(key, 0) for key in self._keys] for _, shares in schedule.parts]
         )
-        self._place = np.stack(
-            [self._spread_shares(shares) for shares in self._share]
-        )  # [parts, PERIOD]
+        # The source of each place: [parts, PERIOD].
+        self._place = np.stack([self._spread_shares(shares) for shares in self._share])
         is_source = self._place[:, None] == np.arange(len(self._keys))[:, None]
-        # How often a source comes before each place of a period: [parts, sources, PERIOD].
+        # The number of examples of a source before each place: [parts, sources, PERIOD].
         self._before = np.cumsum(is_source, axis=-1, dtype=np.int16) - is_source
-        # What to add to that, for a lane that has been through the parts before: [parts, sources, lanes].
+        # A lane has consumed examples in earlier parts, too. `_base` corrects the count that the
+        # table of a part gives, so that it continues where the part before ended: [parts, sources,
+        # lanes].
         lane = np.arange(self.lanes)
         self._base = np.zeros((len(self._first), len(self._keys), self.lanes), dtype=np.int64)
         for part, first in enumerate(self._first.tolist()):
@@ -239,20 +241,20 @@ class MixedOrder(Lanes):
         return present.astype(np.int16)[_spread(tuple(shares[present].tolist()))]
 
     def _walked(self, lane: Int64, turn: Int64) -> Int64:
-        """The place of the table that lanes are at, counted on over the periods."""
+        """The places that lanes have walked along the table, counted on over its periods."""
         return turn + lane * _LANE_STEP % PERIOD
 
     def _count(self, part: int, walked: Int64) -> Int64:
-        """How often each source comes before places of a part: int64 [sources, N]."""
+        """The number of examples of each source before places of a part: int64 [sources, N]."""
         period, place = np.divmod(walked, PERIOD)
         count: Int64 = self._share[part][:, None] * period + self._before[part][:, place]
         return count
 
     def locate(self, number: npt.ArrayLike) -> Location:
-        """As in `ExampleOrder`; the epoch is that of the example's source.
+        """Returns where examples are stored; the epoch is the one of the example's source.
 
         Raises:
-            DataError: an example is of a source that is not there any more.
+            DataError: an example's source is no longer part of the run.
         """
         number = np.asarray(number, dtype=np.int64)
         part, lane, _, place = self._walk(number)
@@ -263,8 +265,8 @@ class MixedOrder(Lanes):
             order = self._orders[each]
             if order is None:
                 raise DataError(
-                    f"examples are of a dataset that is not among data.sources any more (its digest is "
-                    f"{self._keys[each][:12]}...); add it again, with the weight 0"
+                    f"the dataset of digest {self._keys[each][:12]}... is no longer in "
+                    "data.sources, and examples come from it; add it again, with weight 0"
                 )
             rows = np.flatnonzero(source == each)
             found = order.locate(taken[rows] * self.lanes + lane[rows])
@@ -273,13 +275,11 @@ class MixedOrder(Lanes):
         return at
 
     def working_set(self, size: int, index: int, count: int) -> int:
-        """As in `ExampleOrder`, of all sources together."""
         return sum(
             order.working_set(size, index, count) for order in self._orders if order is not None
         )
 
     def shards_ahead(self, start: int, size: int, index: int, count: int) -> Int64:
-        """As in `ExampleOrder`."""
         lane = self.lanes_of(size, index, count)
         number = self.turn(lane, start) * self.lanes + lane
         part = np.searchsorted(self._first, number, side="right") - 1
@@ -293,29 +293,29 @@ class MixedOrder(Lanes):
         )
 
     def _walk(self, number: Int64) -> tuple[Int64, Int64, Int64, Int64]:
-        """The part and the lane of global examples, and where in the table they are: period and place."""
+        """The part, the lane, and the period and place in the table of global examples."""
         turn, lane = np.divmod(number, self.lanes)
         part = np.searchsorted(self._first, number, side="right") - 1
         return part, lane, *np.divmod(self._walked(lane, turn), PERIOD)
 
     def _taken(self, source: Int64, number: Int64) -> Int64:
-        """How many examples of sources come before global examples in the lanes of these."""
+        """The number of examples of sources before global examples, in the lanes of these."""
         part, lane, period, place = self._walk(number)
         in_part: Int64 = self._share[part, source] * period + self._before[part, source, place]
         return self._base[part, source, lane] + in_part
 
 
 class Mixture:
-    """What a run mixes: its sources, in which shares, and the order that comes of it.
+    """The sources of a run, their shares, and the resulting order.
 
     Attributes:
-        order: of the examples; that of the source where there has never been but one.
-        orders: those of the sources, by key.
+        order: of the examples; the source's own order if there has never been another source.
+        orders: the order of each source, by key.
 
     Args:
         schedule: the shares that the configuration asks for.
-        orders: those of the sources, by key, all of as many lanes.
-        keys: of the sources, by name.
+        orders: the order of each source, by key, all with the same number of lanes.
+        keys: the key of each source, by name.
     """
 
     def __init__(
@@ -334,29 +334,30 @@ class Mixture:
         )
 
     def resume(self, recorded: Schedule, example: int, *, accept: bool, as_recorded: bool) -> None:
-        """Goes on from a global example, the shares before it being what they were.
+        """Continues from a global example; the shares before it stay as recorded.
 
         Args:
-            recorded: the shares that a run has followed so far, and would have from there on.
-            example: the next one.
-            accept: whether the shares, where the run stands, may differ from the recorded ones.
-            as_recorded: follows the recorded shares from there on, too, instead of those that are asked for.
+            recorded: the shares that the run has followed so far, and would follow.
+            example: the next example.
+            accept: whether the current shares may differ from the recorded ones.
+            as_recorded: follow the recorded shares from here on, too, not the configured ones.
 
         Raises:
-            DataError: they differ, and may not.
+            DataError: the shares differ, and `accept` is false.
         """
         if as_recorded:
             self._follow(recorded)
             return
         before, now = recorded.at(example - 1), self._wanted.at(example - 1)
         if example and before != now:
-            change = f"the run was stopped with the mixture {self._said(before)}, and is to go on with {self._said(now)}"
+            change = f"the mixture changes from {self._said(before)} to {self._said(now)}"
             if not accept:
                 raise DataError(
-                    f"{change}; put data.path, or data.sources and data.weights, back (weights of steps to come may "
-                    f"change freely), or set data.on_change=accept to go on with the new one from example {example}"
+                    f"{change} where the run was stopped; restore data.path, or data.sources and "
+                    "data.weights (weights of future steps may change freely), or set "
+                    f"data.on_change=accept to use the new mixture from example {example} on"
                 )
-            logger.info("%s, as data.on_change accepts, from example %d", change, example)
+            logger.info("%s at example %d, as data.on_change accepts", change, example)
         self._follow(self._wanted.after(recorded, example))
 
     def _said(self, shares: Shares) -> str:
@@ -364,5 +365,5 @@ class Mixture:
         return ", ".join(f"{names[key]} {share / PERIOD:.3g}" for key, share in shares.items())
 
     def state(self) -> list[list[int | Shares]]:
-        """The shares and their past, for a checkpoint."""
+        """Returns the past and current shares, for a checkpoint."""
         return [[first, shares] for first, shares in self._schedule.parts]

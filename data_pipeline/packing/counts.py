@@ -1,4 +1,4 @@
-"""How many examples each shard has: counted once for each packing, and kept with the dataset for the next start."""
+"""Caches the number of examples of each shard beside the dataset, for the next start."""
 
 from __future__ import annotations
 
@@ -17,18 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 def cached_counts(file: Path, shards: int, count: Callable[[], Int64]) -> Int64:
-    """The counts in a file, or those that `count` returns, which are then written there.
+    """Returns the counts in a file, or calls `count` and writes its result there, int64 [shards].
 
-    The file is a convenience: it may be absent, damaged, unwritable or written by several processes at once.
-
-    Args:
-        file: that of the dataset and the packing.
-        shards: length of the result.
-        count: counts the examples of all shards.
-
-    Returns:
-        int64 [shards].
+    The file is only a cache: it may be missing, damaged, unwritable, or written by several
+        processes.
     """
+    # SHA-256 of the content, then one little-endian int64 for each shard.
     try:
         stored = file.read_bytes()
     except OSError:
@@ -42,5 +36,5 @@ def cached_counts(file: Path, shards: int, count: Callable[[], Int64]) -> Int64:
         with atomic_write(file) as out:
             out.write(hashlib.sha256(content).digest() + content)
     except (DataError, OSError) as error:
-        logger.debug("example counts are not kept: %s", error)
+        logger.debug("cannot cache example counts: %s", error)
     return counts

@@ -1,15 +1,18 @@
-"""The packing `pairs`: examples of two segments A and B, made of whole sentences, as BERT's next-sentence data.
+"""The packing `pairs`: two segments A and B of whole sentences, for next-sentence prediction.
 
-This is the algorithm of google-research/bert (`create_pretraining_data.py`; Devlin et al. 2019, appendix A.2). A
-document is read from its start in chunks: sentences until they fill the target length, which is all of the example's
-room, or for one document in ten a random shorter one. A random number of the chunk's sentences, at least one and not
-all, is A. With probability 1/2 the rest is B. Otherwise, and always when the chunk has one sentence, B comes from a
-random place of another document, and the next chunk begins with the sentences that were not used. What exceeds the
-room is cut from the longer segment, a token at a time, from its front or its back by the toss of a coin.
+This is the algorithm of google-research/bert (`create_pretraining_data.py`; Devlin et al. 2019,
+appendix A.2). A document is read from its start in chunks: sentences until they reach the target
+length, which is the whole example, or for one document in ten a random shorter length. A is a
+random number of the chunk's sentences, at least one and not all. With probability 1/2, B is the
+rest of the chunk. Otherwise, and always if the chunk has one sentence, B comes from a random place
+of another document, and the next chunk starts with the unused sentences. If both are too long, the
+longer one loses a token at a time, at its start or its end with equal probability.
 
-Every choice about a chunk is a hash of its first sentence, so what follows a sentence is known for all sentences of a
-shard at once, and reading in chunks is to follow a line of pointers. Where a random B comes from depends on the epoch
-as well, and nothing else does: a shard has the same chunks, and so as many examples, in every epoch.
+Every choice about a chunk is a hash of its first sentence. So the chunk that would start at each
+sentence of a shard, and the sentence after it, are computed for all sentences at once, and reading
+a document means following these links. For example, if the chunks at sentences 0 to 5 are followed
+by 2, 2, 5, 4, 6 and 6, the chunks start at 0, 2 and 5. Only the place of a random B also depends on
+the epoch, so a shard has the same chunks, and the same number of examples, in every epoch.
 """
 
 from __future__ import annotations
@@ -24,34 +27,34 @@ from trainer.errors import ConfigError
 from trainer.examples import PackSpec
 from trainer.hashing import U64, combine, mix, name_key, uniform
 
-SHORT_FRACTION = 0.1  # of the documents, whose examples are shorter than the room
+SHORT_FRACTION = 0.1  # of the documents have a shorter target length
 
 _TARGET = name_key("pairs.target")
 _CHUNK = name_key("pairs.chunk")
 _SECOND = name_key("pairs.second")
 _CUT = name_key("pairs.cut")
-_WORD = 64  # coins in a hash
+_WORD = 64  # random bits of a hash
 
 
 def plan(
     lengths: npt.ArrayLike, sentences: Int64, spec: PackSpec, key: int = 0, epoch: int = 0
 ) -> PackPlan:
-    """Makes the examples of one shard, of two pieces each.
+    """Packs the documents of a shard; each example has two segments.
 
     Args:
         lengths: int [D], tokens of each document.
-        sentences: int [K], where each sentence begins, counted in tokens through all documents; every document that
-            is not empty begins with one.
-        spec: cells of an example and of its special tokens.
-        key: the source of all choices.
+        sentences: int [K], first token of each sentence, counted through all documents. Every
+            document that is not empty starts a sentence.
+        spec: length of examples, and number of special tokens.
+        key: seed of all choices.
         epoch: the pass over the data.
 
     Returns:
-        The plan, with `random` set; it has no examples when fewer than two documents have tokens, since the second
-        segment of a pair has to come from another document at times.
+        The plan, with `random` set. It has no examples if fewer than two documents have tokens,
+        since some segments have to come from another document.
 
     Raises:
-        ConfigError: the examples are too short to hold two segments.
+        ConfigError: examples are too short for two segments.
     """
     room = _room(spec)
     text = _read(np.asarray(lengths, dtype=np.int64), sentences, room, key)
@@ -79,7 +82,7 @@ def plan(
 
 
 def count_examples(lengths: npt.ArrayLike, sentences: Int64, spec: PackSpec, key: int = 0) -> int:
-    """The number of examples of `plan`, which is the same in every epoch; the arguments are the same."""
+    """Returns the number of examples of `plan`, which is the same in every epoch."""
     text = _read(np.asarray(lengths, dtype=np.int64), sentences, _room(spec), key)
     return len(_chunks(text, key)[0])
 
@@ -89,23 +92,25 @@ def _room(spec: PackSpec) -> int:
     if room < 2:
         least = spec.prefix + 2 * spec.suffix + 2
         raise ConfigError(
-            f"data.sequence_length {spec.sequence_length} leaves no cells for two segments beside {least - 2} special "
-            f"tokens, and data.packing pairs needs them; use at least {least}"
+            f"data.sequence_length is {spec.sequence_length}, and data.packing pairs needs room "
+            f"for two segments and {least - 2} special tokens; use at least {least}"
         )
     return room
 
 
 @dataclass(frozen=True, eq=False)
 class _Text:
-    """The D documents of a shard that are not empty, and their K sentences; tokens are counted through them all.
+    """The D documents of a shard that are not empty, and their K sentences.
+
+    Tokens and sentences are counted through all documents.
 
     Attributes:
         number: int64 [D], the document's number in the shard.
         first_token: int64 [D].
         first_sentence: int64 [D + 1].
-        target: int64 [D], tokens that the document's examples are to have.
-        document: int64 [K], which of the D documents the sentence is from.
-        begin, end: int64 [K], its first token, and the one after its last.
+        target: int64 [D], target length of the document's examples, in tokens.
+        document: int64 [K], the document of each sentence, from 0 to D - 1.
+        begin, end: int64 [K], the sentence's tokens are [begin, end).
     """
 
     number: Int64
@@ -118,7 +123,7 @@ class _Text:
 
 
 def _read(lengths: Int64, sentences: Int64, room: int, key: int) -> _Text:
-    """Lists the documents and sentences of a shard; none at all if there are not two documents to pair."""
+    """Lists the documents and sentences of a shard; empty if fewer than two have tokens."""
     number = np.flatnonzero(lengths)
     if len(number) < 2:
         number = number[:0]
@@ -126,13 +131,13 @@ def _read(lengths: Int64, sentences: Int64, room: int, key: int) -> _Text:
     end_token = np.cumsum(lengths)[number]
     first_token = end_token - lengths[number]
     first_sentence = np.append(np.searchsorted(sentences, first_token), len(sentences))
-    draw = combine(key, _TARGET, number)
-    shorter = 2 + _below(room - 1, mix(draw))
+    random_bits = combine(key, _TARGET, number)
+    shorter = 2 + _below(room - 1, mix(random_bits))
     return _Text(
         number=number,
         first_token=first_token,
         first_sentence=first_sentence,
-        target=np.where(uniform(draw) < SHORT_FRACTION, shorter, room),
+        target=np.where(uniform(random_bits) < SHORT_FRACTION, shorter, room),
         document=np.repeat(np.arange(len(number)), np.diff(first_sentence)),
         begin=sentences,
         end=np.append(sentences[1:], end_token[-1:]),
@@ -140,20 +145,20 @@ def _read(lengths: Int64, sentences: Int64, room: int, key: int) -> _Text:
 
 
 def _chunks(text: _Text, key: int) -> tuple[Int64, Int64, Int64, npt.NDArray[np.bool_]]:
-    """Cuts the documents into chunks.
+    """Splits the documents into chunks.
 
     Returns:
-        For each chunk its first sentence, the one after those of A, the one after its last, and whether B is random.
+        For each chunk: its first sentence, the first one after A, the first one after the chunk,
+        and whether B is random.
     """
     sentence = np.arange(len(text.begin))
     end = _after(text, sentence, text.target[text.document])
-    draw = combine(key, _CHUNK, sentence)
-    middle = sentence + 1 + _below(np.maximum(1, end - sentence - 1), draw >> np.uint64(1))
-    random = (draw & np.uint64(1)).astype(np.bool_) | (middle == end)
+    random_bits = combine(key, _CHUNK, sentence)
+    middle = sentence + 1 + _below(np.maximum(1, end - sentence - 1), random_bits >> np.uint64(1))
+    random = (random_bits & np.uint64(1)).astype(np.bool_) | (middle == end)
 
-    following = np.where(
-        random, middle, end
-    ).tolist()  # one document's last chunk is followed by the next one's first
+    # The last chunk of a document is followed by the first one of the next document.
+    following = np.where(random, middle, end).tolist()
     first, at = [], 0
     while at < len(following):
         first.append(at)
@@ -163,7 +168,7 @@ def _chunks(text: _Text, key: int) -> tuple[Int64, Int64, Int64, npt.NDArray[np.
 
 
 def _after(text: _Text, sentence: Int64, tokens: Int64) -> Int64:
-    """The sentence after those that, from `sentence` on, have so many tokens together or end the document."""
+    """The end of the sentences from `sentence` on that reach `tokens` or the document's end."""
     reached = np.searchsorted(text.end, text.begin[sentence] + tokens) + 1
     return np.minimum(reached, text.first_sentence[text.document[sentence] + 1])
 
@@ -171,47 +176,50 @@ def _after(text: _Text, sentence: Int64, tokens: Int64) -> Int64:
 def _random_seconds(
     text: _Text, first: Int64, first_length: Int64, key: U64
 ) -> tuple[Int64, Int64, Int64]:
-    """Segments B from anywhere: from a random sentence of a random other document, until the target is reached.
+    """Random segments B: from a random sentence of a random other document up to the target length.
 
     Args:
-        text: the shard's.
-        first: int64 [N], the first sentence of each example's A.
-        first_length: int64 [N], tokens of A.
+        text: documents and sentences of the shard.
+        first: int64 [N], the first sentence of each A.
+        first_length: int64 [N], tokens of each A.
         key: uint64 [1], differs between epochs.
 
     Returns:
         document, begin, length: int64 [N].
     """
-    draw = combine(key, first)
+    random_bits = combine(key, first)
     own = text.document[first]
-    other = _below(max(1, len(text.number) - 1), draw)
+    # One of the D - 1 other documents: numbers from `own` on move up by one.
+    other = _below(max(1, len(text.number) - 1), random_bits)
     other += other >= own
     begin = text.first_sentence[other]
-    begin = begin + _below(text.first_sentence[other + 1] - begin, mix(draw))
+    begin = begin + _below(text.first_sentence[other + 1] - begin, mix(random_bits))
     end = _after(text, begin, np.maximum(1, text.target[own] - first_length))
     return other, text.begin[begin], text.end[end - 1] - text.begin[begin]
 
 
 def _truncate(length: Int64, room: int, key: U64) -> tuple[Int64, Int64]:
-    """Takes tokens from the longer segment (B of two equal ones) until both fit the room.
+    """Truncates the longer segment (B if both are equal), token by token, until both fit.
 
     Args:
         length: int64 [2, N], tokens of A and B.
-        room: the most tokens of both.
-        key: uint64 [2, N], of the coins that choose between front and back.
+        room: maximum number of tokens of both together.
+        key: uint64 [2, N], seed of the choices between start and end.
 
     Returns:
-        The tokens taken from the front, and those left: int64 [2, N] each.
+        The number of tokens removed from the start, and of tokens left: int64 [2, N] each.
     """
-    share = np.array(
-        [[-(-room // 2)], [room // 2]]
-    )  # what is left to each when both are longer than that
+    # If both are longer than half of the room, each gets half, and A the odd token. Otherwise the
+    # shorter one stays whole: for 10 tokens, lengths (9, 8) become (5, 5), and (9, 3) become (7,
+    # 3).
+    share = np.array([[-(-room // 2)], [room // 2]])
     left = np.minimum(length, np.maximum(share, room - length[::-1]))
     return _heads((length - left).ravel(), key.ravel()).reshape(length.shape), left
 
 
 def _heads(coins: Int64, key: U64) -> Int64:
-    """How many of so many fair coins show heads."""
+    """The number of heads in `coins` tosses of a fair coin."""
+    # Count the bits of hashes, 64 tosses in each, without the unused bits of the last one.
     words = -(-coins // _WORD)
     word = ranges(np.zeros_like(words), words)
     unused = np.maximum(0, _WORD * (word + 1) - np.repeat(coins, words))

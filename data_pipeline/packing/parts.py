@@ -1,15 +1,18 @@
-"""Packing rows of a task, which are documents of one or several texts: each fills an example or more by itself.
+"""Packs rows of a task: documents of one or several texts, each in one or several examples.
 
-A sequence is a row of cells: the special tokens of the `prefix`, the texts with `between` special tokens from one to
-the next, and those of the `suffix`. What a row becomes is its `Parts.layout`:
+A sequence is the special tokens of the `prefix`, the texts with `between` special tokens between
+them, and those of the `suffix`. `Parts.layout` says what a row becomes:
 
-    joined    one sequence of all texts. What is too long loses the last token of its longest text, of the later of
-              equal ones, until it fits: the `_truncate_seq_pair` of google-research/bert (Devlin et al. 2019).
-    windows   one sequence, or where the last text is too long several, which hold windows of it, each behind the first
-              text. As in BERT's `run_squad.py`, windows begin `stride` tokens apart until one reaches the end.
-    choices   for each text but the first a sequence, `joined` of the first text and it; side by side in one example.
+    joined    One sequence of all texts. While it is too long, the longest text loses its last
+    token,
+              the later one of two equal texts: `_truncate_seq_pair` of google-research/bert.
+    windows   If the last text is too long, several sequences, each with the first text and a window
+              of the last one. Windows start `stride` tokens apart until one reaches the end, as in
+              BERT's `run_squad.py`.
+    choices   For each text but the first, a sequence of the first text and that one, `joined`. All
+              sequences of a row are one example, one after the other.
 
-No random choice is made, so a shard has the same examples whatever the seed and the epoch.
+There are no random choices: a shard has the same examples for every seed and epoch.
 """
 
 from __future__ import annotations
@@ -25,12 +28,7 @@ from trainer.examples import Examples, PackSpec, Parts
 
 
 def plan(shard: ShardIndex, spec: PackSpec) -> PackPlan:
-    """Makes the examples of a shard whose rows passed `check`.
-
-    Args:
-        shard: with its parts.
-        spec: of rows of a task.
-    """
+    """Packs the rows of a shard that has passed `check`."""
     parts = _parts(spec)
     begin, length = _texts(shard)
     if parts.layout == "windows":
@@ -41,34 +39,33 @@ def plan(shard: ShardIndex, spec: PackSpec) -> PackPlan:
             for texts in (begin, length)
         )
     kept = _cut(length, spec)
+    # A text starts after the prefix and, for each text before it, that text and `between` tokens.
+    # Sequences of `choices` follow each other in an example.
     column = spec.prefix + np.cumsum(kept + parts.between, axis=1) - kept - parts.between
     column += np.arange(len(kept))[:, None] % parts.choices * spec.sequence_length
     there = kept > 0
     rows = len(kept) // parts.choices
-    pieces = there.reshape(rows, -1).sum(axis=1)
-    start = np.concatenate(([0], np.cumsum(pieces)))
-    return PackPlan(
-        start, np.repeat(np.arange(rows), pieces), begin[there], kept[there], column[there]
-    )
+    chunks = there.reshape(rows, -1).sum(axis=1)
+    start = np.concatenate(([0], np.cumsum(chunks)))
+    document = np.repeat(np.arange(rows), chunks)
+    return PackPlan(start, document, begin[there], kept[there], column[there])
 
 
 def count_examples(shard: ShardIndex, spec: PackSpec) -> int:
-    """The number of examples of `plan`."""
+    """Returns the number of examples of `plan`."""
     if _parts(spec).layout != "windows":
         return len(shard.length)
     return int(_window_counts(_texts(shard)[1], spec)[0].sum())
 
 
 def check(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:
-    """Refuses rows that have another number of texts than the layout, or more than a sequence has cells for.
+    """Rejects rows that the layout cannot hold.
 
     Args:
-        shard: with its parts.
-        spec: of rows of a task.
-        files: the names of source files that `shard.origin` counts.
+        files: names of the source files that `shard.origin` refers to.
 
     Raises:
-        DataError: naming the first row with another number of texts.
+        DataError: a row has the wrong number of texts; the error names the first one.
         ConfigError: sequences are too short for a token of each text.
     """
     parts = _parts(spec)
@@ -79,39 +76,36 @@ def check(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:
         most, fix = 2, "remove such rows, or join their texts"
     elif parts.layout == "choices":
         least = most = 1 + parts.choices
-        fix = "set objective.choices to what all rows have, or remove those that have more or fewer"
+        fix = "set objective.choices to the number that all rows have, or remove the others"
     wrong = np.flatnonzero((texts < least) | (texts > most))
     if wrong.size:
         file, line = shard.origin[wrong[0]].tolist()
         takes = f"{most}" if least == most else f"{least} or {most}"
         raise DataError(
-            f"{files[file]}:{line}: the row has {texts[wrong[0]]} texts and the objective takes {takes} (wrong in "
-            f"{wrong.size} of the {len(texts)} rows of its shard); {fix}"
+            f"{files[file]}:{line}: the row has {texts[wrong[0]]} texts and the objective reads "
+            f"{takes} (wrong in {wrong.size} of the {len(texts)} rows of its shard); {fix}"
         )
     if parts.layout == "choices":
         longest = 2  # in a sequence
     special = spec.prefix + spec.suffix + parts.between * (longest - 1)
     if spec.sequence_length < special + longest:
         raise ConfigError(
-            f"data.sequence_length {spec.sequence_length} leaves no cell for a token of each of {longest} texts beside "
-            f"{special} special tokens; use at least {special + longest}"
+            f"data.sequence_length is {spec.sequence_length}, and rows need {special} special "
+            f"tokens and a token of each of {longest} texts; use at least {special + longest}"
         )
 
 
 def filled(examples: Examples, spec: PackSpec) -> Int64:
-    """How many cells of each example hold a token, special tokens included: int64 [B]."""
+    """Returns the positions of each example that are not padding: int64 [B]."""
     parts, rows = _parts(spec), len(examples.key)
-    pieces = np.bincount(examples.row, minlength=rows)
+    texts = np.bincount(examples.row, minlength=rows)
     tokens = np.bincount(examples.row, weights=examples.length, minlength=rows).astype(np.int64)
-    return (
-        tokens
-        + parts.choices * (spec.prefix + spec.suffix)
-        + parts.between * (pieces - parts.choices)
-    )
+    around = parts.choices * (spec.prefix + spec.suffix)
+    return tokens + around + parts.between * (texts - parts.choices)
 
 
 def lengths(shard: ShardIndex) -> Int64:
-    """The tokens of each text of D rows: int64 [D, most texts of a row], 0 where a row has fewer texts."""
+    """Returns the tokens of each text: int64 [D, texts], 0 where a row has fewer texts."""
     return _texts(shard)[1]
 
 
@@ -121,7 +115,7 @@ def _parts(spec: PackSpec) -> Parts:
 
 
 def _texts(shard: ShardIndex) -> tuple[Int64, Int64]:
-    """The first token of each text within its row, and its tokens: int64 [D, most texts], 0 where there is none."""
+    """The first token of each text within its row, and its length: int64 [D, texts] each."""
     first = np.cumsum(shard.length) - shard.length
     row = np.searchsorted(first + shard.length, shard.sentences, side="right")
     texts = np.bincount(row, minlength=len(first))
@@ -134,18 +128,19 @@ def _texts(shard: ShardIndex) -> tuple[Int64, Int64]:
 
 
 def _cut(length: Int64, spec: PackSpec) -> Int64:
-    """How many tokens of each text a sequence of all of them keeps: int64 [D, texts], as the argument is.
+    """The number of tokens that each text keeps in a joined sequence: int64 [D, texts].
 
-    What the loop of `_truncate_seq_pair` leaves has a closed form: all texts longer than some cap are cut to it, and of
-    what cells that leaves free each of the first of these gets one.
+    The result of the loop in `_truncate_seq_pair` has a closed form: all texts longer than a cap
+    are truncated to it, and the positions left over go to the first of these texts, one each. For
+    10 positions, lengths 2, 9 and 7 become 2, 4 and 4; for 11, they become 2, 5 and 4.
     """
     most = length.shape[1]
     texts = (length > 0).sum(axis=1)
     room = spec.sequence_length - spec.prefix - spec.suffix - _parts(spec).between * (texts - 1)
     cap, left = np.full(len(length), -1), room.copy()
-    for number, shortest in enumerate(
-        np.sort(length, axis=1).T
-    ):  # what fits a fair share leaves more to the others
+    # From the shortest text to the longest: a text that needs less than an equal share leaves more
+    # to the others. The first one that needs more sets the cap.
+    for number, shortest in enumerate(np.sort(length, axis=1).T):
         fair = left // (most - number)
         cap = np.where((cap < 0) & (shortest > fair), fair, cap)
         left -= np.where(cap < 0, shortest, 0)
@@ -157,15 +152,13 @@ def _cut(length: Int64, spec: PackSpec) -> Int64:
 
 
 def _window_counts(length: Int64, spec: PackSpec) -> tuple[Int64, Int64, Int64, Int64]:
-    """The windows of each row, the tokens of its first text and of a window, and those from one to the next: [D]."""
+    """For each row: windows, tokens of the first text, tokens and step of windows, int64 [D]."""
     parts = _parts(spec)
     room = spec.sequence_length - spec.prefix - spec.suffix
     has_two = (length > 0).sum(axis=1) > 1
-    most = (
-        room - parts.between - 1
-        if parts.most is None
-        else min(parts.most, room - parts.between - 1)
-    )
+    most = room - parts.between - 1  # leaves a token for the window
+    if parts.most is not None:
+        most = min(parts.most, most)
     before = np.where(has_two, np.minimum(length[:, 0], most), 0)
     size = room - np.where(before > 0, before + parts.between, 0)
     step = size if parts.stride is None else np.minimum(size, parts.stride)
@@ -182,10 +175,10 @@ def _windows(begin: Int64, length: Int64, spec: PackSpec) -> PackPlan:
     first = before[row]
     there = np.stack((first > 0, np.ones(len(row), dtype=np.bool_)), axis=1)
     behind = spec.prefix + np.where(first > 0, first + _parts(spec).between, 0)
-    pieces = there.sum(axis=1)
+    chunks = there.sum(axis=1)
     return PackPlan(
-        example_start=np.concatenate(([0], np.cumsum(pieces))),
-        document=np.repeat(row, pieces),
+        example_start=np.concatenate(([0], np.cumsum(chunks))),
+        document=np.repeat(row, chunks),
         begin=np.stack((begin[row, 0], begin[row, last] + offset), axis=1)[there],
         length=np.stack((first, window), axis=1)[there],
         column=np.stack((np.full(len(row), spec.prefix), behind), axis=1)[there],

@@ -1,17 +1,27 @@
-"""Packing: where every token of a shard's documents goes in its fixed-length examples.
+"""Packs the documents of a shard into examples of a fixed length.
 
-A plan is a pure function of document lengths, the objective's `PackSpec`, the policy and a key; no token is read.
-It cuts documents into pieces (runs of tokens of one document) and lays the pieces into examples, such that every
-token is in exactly one piece:
+A plan is a pure function of document lengths, the objective's `PackSpec`, the policy and a key; it
+reads no tokens. It splits documents into chunks (consecutive tokens of one document) and places the
+chunks in examples. Every token is in exactly one chunk. The policies are:
 
-    concat    documents end to end with `suffix` cells between them, cut into windows; next to no padding. A row begins
-              with text: of a separator at the cut, the end of one row has a place for it, the next row drops its cells.
-    padded    one piece an example.
-    best_fit  pieces of at most one example, packed whole by best-fit-decreasing (Ding et al. 2024, "Fewer truncations
-              improve language modeling"); each keeps its own special tokens, so that attention can stay within it.
-              Where examples have two sides, pieces are packed into both at once (`boxes`).
+    concat    Documents are joined with `suffix` positions between them, and the line is cut into
+              examples. There is next to no padding. An example starts with text: when the cut falls
+              on a separator, the next example drops the rest of it.
+    padded    One chunk for each example.
+    best_fit  Documents are split into chunks of at most one example, and chunks are packed whole by
+              best-fit-decreasing (Ding et al. 2024, "Fewer truncations improve language modeling").
+              Each chunk keeps its own special tokens, so attention can stay within it. For examples
+              with two sides, `boxes` packs both at once.
 
-Pairs of texts, as for translation, are documents already cut in two, and packed by `text_pairs`.
+For example, documents of 5, 1 and 4 tokens in examples of 6 positions, with one special token
+before the text ([) and one after it (]):
+
+    concat    [AAAA]  [A]B].  [CCCC]
+    padded    [AAAA]  [A]...  [B]...  [CCCC]
+    best_fit  [AAAA]  [CCCC]  [A][B]
+
+Pairs of texts, as for translation, are packed by `text_pairs`; rows of a task by `parts`; pairs for
+next-sentence prediction by `pairs`.
 """
 
 from __future__ import annotations
@@ -30,22 +40,24 @@ from trainer.hashing import combine, name_key
 
 Int64: TypeAlias = npt.NDArray[np.int64]
 
-PACKING_VERSION = 2  # part of every digest of a packing: raise it when `plan` gives other examples for the same input
+# Part of every digest of a packing. Raise it when `plan` returns other examples for the same input.
+PACKING_VERSION = 2
 
 _BINS = name_key("bins")
 
 
 @dataclass(frozen=True)
 class PackPlan:
-    """The N examples of one shard and their M pieces, ordered by example, then column.
+    """The N examples of a shard and their M chunks, ordered by example, then position.
 
     Attributes:
-        example_start: int64 [N + 1]; example n owns the pieces [example_start[n], example_start[n + 1]).
-        document: int64 [M], the document a piece is cut from.
-        begin: int64 [M], the piece's first token within its document.
-        length: int64 [M], tokens in the piece; at least 1.
-        column: int64 [M], the cell of the example that the piece's first token goes to.
-        random: bool [N], whether the second of an example's two pieces is from anywhere; empty unless they are pairs.
+        example_start: int64 [N + 1]; example n has chunks example_start[n] to example_start[n + 1].
+        document: int64 [M], the document of a chunk.
+        begin: int64 [M], the chunk's first token within its document.
+        length: int64 [M], tokens of the chunk; at least 1.
+        column: int64 [M], the position in the example of the chunk's first token.
+        random: bool [N], whether the second segment of a pair comes from another document; empty
+            unless the policy is `pairs`.
     """
 
     example_start: Int64
@@ -61,13 +73,17 @@ class PackPlan:
 
 
 def ranges(first: Int64, count: Int64) -> Int64:
-    """Concatenates the runs first[i], first[i] + 1, ... of count[i] numbers each."""
+    """Concatenates the runs first[i], first[i] + 1, ... of count[i] numbers each.
+
+    For example, first [10, 20] and count [2, 3] give [10, 11, 20, 21, 22].
+    """
+    # Subtracting the number of elements before a run makes one arange fit all runs.
     end = np.cumsum(count)
     return np.repeat(first - (end - count), count) + np.arange(end[-1] if len(end) else 0)
 
 
 def room_for_tokens(spec: PackSpec) -> int:
-    """Cells of an example that are left for text when it holds a single piece.
+    """Returns the positions left for text in an example with a single chunk.
 
     Raises:
         ConfigError: there are none.
@@ -75,32 +91,35 @@ def room_for_tokens(spec: PackSpec) -> int:
     room = spec.sequence_length - spec.prefix - spec.suffix
     if room < 1:
         raise ConfigError(
-            f"data.sequence_length {spec.sequence_length} leaves no cell for text beside {spec.prefix + spec.suffix} "
-            f"special tokens; use at least {spec.prefix + spec.suffix + 1}"
+            f"data.sequence_length {spec.sequence_length} leaves no position for text beside "
+            f"{spec.sequence_length - room} special tokens; use at least "
+            f"{spec.sequence_length - room + 1}"
         )
     return room
 
 
 def plan(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy, key: int = 0) -> PackPlan:
-    """Packs the documents of one shard; empty documents take no part.
+    """Packs the documents of a shard; empty documents are skipped.
 
     Args:
         lengths: int [D], tokens of each document.
-        spec: cells of an example and of its special tokens.
-        policy: see the module's docstring.
-        key: chooses which of several equally long pieces goes where, and the examples' order (`best_fit` only).
+        spec: length of examples, and number of special tokens.
+        policy: see the module's docstring; not `pairs`.
+        key: for `best_fit`, shuffles chunks of equal length, and the order of examples.
 
     Raises:
-        ConfigError: the examples are too short to hold text.
+        ConfigError: examples are too short to hold text.
     """
     assert policy != "pairs", "data_pipeline.packing.pairs makes those"
     lengths = np.asarray(lengths, dtype=np.int64)
     room = room_for_tokens(spec)
     if policy == "concat":
         return _concat(lengths, spec, room)
-    pieces = -(-lengths // room)
-    document = np.repeat(np.arange(len(lengths)), pieces)
-    begin = ranges(np.zeros_like(lengths), pieces) * room
+    # Chunks of `room` tokens, the last one of a document shorter: 10 tokens and room for 4 give the
+    # begins 0, 4, 8 and the lengths 4, 4, 2.
+    chunks = -(-lengths // room)
+    document = np.repeat(np.arange(len(lengths)), chunks)
+    begin = ranges(np.zeros_like(lengths), chunks) * room
     length = np.minimum(room, lengths[document] - begin)
     if policy == "padded":
         column = np.full(len(document), spec.prefix)
@@ -118,7 +137,7 @@ def plan(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy, key: int = 0) -
 
 
 def count_examples(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy) -> int:
-    """The number of examples of `plan`, at a small part of its cost; the arguments are the same, and no key matters."""
+    """Returns the number of examples of `plan`, much faster; it does not depend on the key."""
     lengths = np.asarray(lengths, dtype=np.int64)
     lengths = lengths[lengths > 0]
     room = room_for_tokens(spec)
@@ -126,126 +145,138 @@ def count_examples(lengths: npt.ArrayLike, spec: PackSpec, policy: Policy) -> in
         _, first_window, windows = _windows(lengths, spec, room)
         shared = first_window[1:] == (first_window + windows - 1)[:-1]
         return int(windows.sum() - shared.sum())
-    pieces = -(-lengths // room)
+    chunks = -(-lengths // room)
     if policy == "padded":
-        return int(pieces.sum())
+        return int(chunks.sum())
+    # All chunks of a document but the last one fill an example.
+    full = (chunks - 1).sum()
+    last = lengths - (chunks - 1) * room
     if spec.sides is not None:
-        length = np.concatenate((np.full((pieces - 1).sum(), room), lengths - (pieces - 1) * room))
+        length = np.concatenate((np.full(full, room), last))
         return count_boxes(np.array(spec.sides.cost)[length - 1], spec.sides.size)
-    whole = (pieces - 1).sum()  # all pieces of a document but its last one fill an example
-    last = np.bincount(
-        spec.prefix + lengths - (pieces - 1) * room + spec.suffix,
-        minlength=spec.sequence_length + 1,
-    )
-    last[spec.sequence_length] += whole
-    return sum(
-        move.examples
-        for move in _moves(last, spec.sequence_length)
-        if move.room == spec.sequence_length
-    )
+    size = spec.sequence_length
+    chunks_of_cost = np.bincount(spec.prefix + last + spec.suffix, minlength=size + 1)
+    chunks_of_cost[size] += full
+    return sum(move.examples for move in _moves(chunks_of_cost, size) if move.room == size)
 
 
 def starts(example: Int64) -> Int64:
-    """Where each example's pieces start, from the sorted examples of all pieces (numbered without holes)."""
+    """Returns where the chunks of each example start, from the sorted example of each chunk."""
     return np.concatenate(([0], np.cumsum(np.bincount(example)))).astype(np.int64)
 
 
 def _windows(lengths: Int64, spec: PackSpec, room: int) -> tuple[Int64, Int64, Int64]:
-    """Lays documents end to end; per document: the cell of its first token, that cell's window, its windows' number."""
+    """Joins documents to one line, which is cut into windows of `room` positions.
+
+    For lengths 5, 1 and 4, one separator and room for 4, the line is AAAA|A-B-|CCCC.
+
+    Returns:
+        For each document: the position of its first token on the line (0, 6, 8), the window of that
+        position (0, 1, 2), and the number of windows that it reaches into (2, 1, 1).
+    """
     occupied = np.where(lengths > 0, lengths + spec.suffix, 0)
     line = np.cumsum(occupied) - occupied
     first_window = line // room
-    return (
-        line,
-        first_window,
-        np.where(lengths > 0, (line + lengths - 1) // room - first_window + 1, 0),
-    )
+    last_window = (line + lengths - 1) // room
+    return line, first_window, np.where(lengths > 0, last_window - first_window + 1, 0)
 
 
 def _concat(lengths: Int64, spec: PackSpec, room: int) -> PackPlan:
     line, first_window, windows = _windows(lengths, spec, room)
     document = np.repeat(np.arange(len(lengths)), windows)
     window = ranges(first_window, windows)
-    cell = np.maximum(line[document], window * room)
+    # A chunk is the overlap of a document and a window.
+    begin = np.maximum(line[document], window * room)
     end = np.minimum((line + lengths)[document], (window + 1) * room)
-    # A window that holds nothing but a separator (possible when room <= suffix) is no example: number without holes.
+    # When room <= suffix, a window may hold only a separator. It is no example, so windows are
+    # renumbered without gaps.
     example = np.cumsum(np.diff(window, prepend=window[:1]) != 0)
     start = starts(example)
-    column = spec.prefix + cell - cell[start[:-1]][example]
-    return PackPlan(start, document, cell - line[document], end - cell, column)
+    # The first chunk of an example moves to its start, which drops a separator that was cut.
+    column = spec.prefix + begin - begin[start[:-1]][example]
+    return PackPlan(start, document, begin - line[document], end - begin, column)
 
 
 class _Move(NamedTuple):
-    """`pieces` pieces of one cost go into `examples` examples with `room` free cells each, as many into one as fit."""
+    """`chunks` chunks of equal cost go into `examples` examples that have `room` left."""
 
     cost: int
     room: int
     examples: int
-    pieces: int
+    chunks: int
 
 
 def _moves(members: Int64, size: int) -> Iterator[_Move]:
-    """Best-fit-decreasing: every piece goes into the fullest example that has room for it, the costliest pieces first.
+    """Best-fit-decreasing: each chunk, longest first, goes into the fullest example that has room.
 
-    Pieces of equal cost are interchangeable and so are examples with equal room, so both are moved in groups: the
-    work is per (cost, room) pair that meets, not per piece. The result is that of best-fit-decreasing done one by
-    one: an example that takes a piece becomes the fullest, and goes on taking pieces of that cost while they fit.
+    Chunks of equal cost are interchangeable, and so are examples with equal room, so both are moved
+    in groups: the work grows with the number of different (cost, room) pairs, not of chunks. The
+    result is the same as one by one: an example that takes a chunk becomes the fullest, and takes
+    further chunks of that cost while they fit.
+
+    For example, costs 4, 3, 3 and 2 in examples of 6: (cost 4, room 6) opens an example, (3, 6)
+    puts two chunks into a new one, and (2, 2) fills the first.
 
     Args:
-        members: int64 [size + 1], the number of pieces of each cost.
-        size: cells of an example; a move with this much room opens its examples.
+        members: int64 [size + 1], the number of chunks of each cost.
+        size: positions of an example; a move with this much room opens new examples.
     """
     with_room = np.zeros(size + 1, dtype=np.int64)
     for cost in np.flatnonzero(members)[::-1].tolist():
         left = int(members[cost])
+        # Rooms in ascending order, so the fullest examples come first; new examples come last.
         for room in (*(cost + np.flatnonzero(with_room[cost:size])).tolist(), size):
             fit = room // cost
             examples = -(-left // fit)
             if room < size:
                 examples = min(examples, int(with_room[room]))
                 with_room[room] -= examples
-            pieces = min(left, examples * fit)
-            filled, rest = divmod(pieces, fit)
+            chunks = min(left, examples * fit)
+            # All examples take `fit` chunks, except that the last one may take only the rest.
+            filled, rest = divmod(chunks, fit)
             with_room[room - fit * cost] += filled
             if rest:
                 with_room[room - rest * cost] += 1
-            yield _Move(cost, room, examples, pieces)
-            left -= pieces
+            yield _Move(cost, room, examples, chunks)
+            left -= chunks
             if not left:
                 break
 
 
 def _best_fit(cost: Int64, size: int, key: int) -> tuple[Int64, Int64]:
-    """Places each piece as `_moves` says.
+    """Places chunks by `_moves`.
 
     Args:
-        cost: int64 [M], cells each piece needs, its special tokens included; at most `size`.
-        size: cells of an example.
-        key: shuffles pieces of equal cost, and the examples.
+        cost: int64 [M], positions of each chunk, special tokens included; at most `size`.
+        size: positions of an example.
+        key: shuffles chunks of equal cost, and the examples.
 
     Returns:
-        example, offset: int64 [M], the example of each piece and the first of its cells there.
+        example, offset: int64 [M], the example of each chunk and its first position there.
     """
+    # The order in which moves take chunks: by descending cost, equal ones by the key.
     waiting = np.lexsort((combine(key, np.arange(len(cost))), -cost))
     example, offset = np.empty_like(cost), np.empty_like(cost)
-    with_room = [np.empty(0, dtype=np.int64)] * size  # examples by the number of their free cells
+    with_room = [np.empty(0, dtype=np.int64)] * size  # examples by their free positions
     placed = opened = 0
-    for c, room, examples, pieces in _moves(np.bincount(cost, minlength=size + 1), size):
+    for c, room, examples, chunks in _moves(np.bincount(cost, minlength=size + 1), size):
         if room == size:
             chosen = np.arange(opened, opened + examples)
             opened += examples
         else:
             chosen, with_room[room] = np.split(with_room[room], [examples])
         fit = room // c
-        piece, slot = waiting[placed : placed + pieces], np.arange(pieces)
-        placed += pieces
-        example[piece] = chosen[slot // fit]
-        offset[piece] = size - room + slot % fit * c
-        filled, rest = divmod(pieces, fit)
+        chunk, slot = waiting[placed : placed + chunks], np.arange(chunks)
+        placed += chunks
+        # Chunk number `slot` of the move is the (slot % fit)-th in its example.
+        example[chunk] = chosen[slot // fit]
+        offset[chunk] = size - room + slot % fit * c
+        filled, rest = divmod(chunks, fit)
         for group, free in ((chosen[:filled], room - fit * c), (chosen[filled:], room - rest * c)):
             if len(group):
                 with_room[free] = np.concatenate((with_room[free], group))
-    # Examples were opened from the longest piece to the shortest; number them in an order that says nothing of length.
+    # Examples were opened from the longest chunk to the shortest. Renumber them at random, so that
+    # training does not start with the longest documents.
     number = np.empty(opened, dtype=np.int64)
     number[np.argsort(combine(key, _BINS, np.arange(opened)), kind="stable")] = np.arange(opened)
     return number[example], offset

@@ -1,4 +1,4 @@
-"""What each packing policy needs, and what it makes of a shard, by the objective's `PackSpec`."""
+"""Selects the packing of a shard by the objective's `PackSpec` and `data.packing`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.examples import PackSpec, Parts, Policy
 
 
 def packing_digest(spec: PackSpec, policy: Policy) -> str:
-    """Hex digest of how documents become examples; equal digests and seeds mean equal examples."""
+    """Hex digest of a packing. With equal seeds, equal digests mean equal examples."""
     text = f"{PACKING_VERSION} {policy} {spec.sequence_length} {spec.prefix} {spec.suffix}"
     if spec.sides is not None:
         text += f" {spec.sides.size} {spec.sides.cost}"
@@ -29,35 +29,36 @@ def packing_digest(spec: PackSpec, policy: Policy) -> str:
 
 
 def _description(parts: Parts) -> str:
-    """The text that is hashed. Checkpoints and ledgers hold digests of it, so it must never change."""
+    """The text that is hashed. It must never change: checkpoints and ledgers store its digest."""
     stored = renamed.original({"settings": {"task": {"target": parts.kind}}})
     target = stored["settings"]["task"]["target"]
-    settings = f"between={parts.between}, choices={parts.choices}, stride={parts.stride}, most={parts.most}"
+    settings = f"between={parts.between}, choices={parts.choices}, "
+    settings += f"stride={parts.stride}, most={parts.most}"
     return f"Parts(target={target!r}, layout={parts.layout!r}, {settings})"
 
 
 def check_policy(manifest: Manifest, name: str, spec: PackSpec, policy: Policy) -> None:
-    """Refuses a policy that the objective or the dataset, `name` in messages, does not go with.
+    """Rejects a policy that does not fit the objective, or the dataset called `name`.
 
     Raises:
-        ConfigError: the objective needs another one.
-        DataError: the dataset was built without what it needs.
+        ConfigError: the objective needs another policy.
+        DataError: the dataset lacks what the policy needs.
     """
     if spec.text_pairs:
         if policy not in ("best_fit", "padded"):
             raise ConfigError(
-                f"the objective takes pairs of texts and data.packing is {policy}; use data.packing=best_fit, or "
-                "padded for one pair an example"
+                f"data.packing is {policy}, and the objective reads pairs of texts; use best_fit, "
+                "or padded for one pair in each example"
             )
         if manifest.target_file is None:
             raise DataError(
-                f"the objective takes pairs of texts, and {name} holds documents; build a dataset from a source of "
-                "pairs (jsonl_pairs, tsv_pairs or parallel_text)"
+                f"the objective reads pairs of texts, and {name} holds documents; build a dataset "
+                "from a source of pairs (jsonl_pairs, tsv_pairs or parallel_text)"
             )
     if spec.parts is not None:
         if policy != "padded":
             raise ConfigError(
-                f"the objective takes rows of a task, an example each, and data.packing is {policy}; use "
+                f"data.packing is {policy}, and the objective reads rows of a task; use "
                 "data.packing=padded"
             )
         found = None if manifest.task is None else manifest.task.kind
@@ -67,29 +68,29 @@ def check_policy(manifest: Manifest, name: str, spec: PackSpec, policy: Policy) 
             if found is not None:
                 holds, fix = f"rows for {found}", f"use the objective {found}"
             raise DataError(
-                f"the objective takes rows for {kind}, and {name} holds {holds}; {fix}, or build a dataset from a "
-                f"source of kind {kind}"
+                f"the objective reads rows for {kind}, and {name} holds {holds}; {fix}, or build a "
+                f"dataset from a source of kind {kind}"
             )
     if spec.pairs and policy != "pairs":
         raise ConfigError(
-            f"the objective needs pairs of segments and data.packing is {policy}; use data.packing=pairs"
+            f"data.packing is {policy}, and the objective needs pairs of segments; use pairs"
         )
     if policy == "pairs" and not manifest.has_sentences:
         raise DataError(
-            f"data.packing pairs needs to know where sentences begin, and {name} was built without; build it again "
+            f"data.packing pairs needs sentences, and {name} was built without; build it again "
             "with sentences=rules"
         )
 
 
 def needs_parts(spec: PackSpec, policy: Policy) -> bool:
-    """Whether shards must say where the parts of their documents begin (`ShardIndex.sentences`)."""
+    """Whether packing reads where the parts of documents begin (`ShardIndex.sentences`)."""
     return policy == "pairs" or spec.text_pairs or spec.parts is not None
 
 
 def plan_shard(
     shard: ShardIndex, spec: PackSpec, policy: Policy, key: int = 0, epoch: int = 0
 ) -> PackPlan:
-    """Packs the documents of a shard; `pairs` alone gives other plans in other epochs."""
+    """Packs the documents of a shard. Only the plans of `pairs` depend on the epoch."""
     if spec.text_pairs:
         return text_pairs.plan(shard, spec, policy, key)
     if spec.parts is not None:
@@ -102,10 +103,13 @@ def plan_shard(
 def count_shard(
     shard: ShardIndex, spec: PackSpec, policy: Policy, key: int, files: Sequence[str]
 ) -> int:
-    """The number of examples of `plan_shard`; `files` are those that the shard's origins count.
+    """Validates a shard and returns the number of examples of `plan_shard`.
+
+    Args:
+        files: names of the source files that `shard.origin` refers to.
 
     Raises:
-        DataError: a text does not fit into an example, or a row has another number of texts than the objective takes.
+        DataError: a text does not fit into an example, or a row has the wrong number of texts.
         ConfigError: examples are too short to hold text.
     """
     if spec.text_pairs:

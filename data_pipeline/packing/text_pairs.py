@@ -1,9 +1,10 @@
-"""Packing pairs of texts, a source and its target, into examples with two sides, as an encoder's and a decoder's.
+"""Packs pairs of texts, a source and its target, into examples with two sides.
 
-A pair is a document of two parts, and an example has two pieces for each of its pairs. Under `best_fit` both sides are
-packed at once (`boxes`), under `padded` an example is one pair. After each text there is a cell for the token that ends
-it. Where both sides are rows of a single decoder (`Sides.joined`), a pair takes the source's and the target's cells of
-the first side but for the one that ends the target, which is only predicted.
+The sides are an encoder's and a decoder's sequence. A pair is a document of two parts, and an
+example has two chunks for each of its pairs. `best_fit` packs both sides at once (`boxes`); with
+`padded`, each example is one pair. Each text is followed by an end token. For a single decoder
+(`Sides.joined`), the first side holds source and target, except for the target's end token, which
+is only predicted.
 """
 
 from __future__ import annotations
@@ -20,22 +21,20 @@ from trainer.examples import PackSpec, Policy
 
 
 def plan(shard: ShardIndex, spec: PackSpec, policy: Policy, key: int = 0) -> PackPlan:
-    """Makes the examples of a shard whose pairs passed `check`.
-
-    The column of a piece is the first of its cells on its own side.
+    """Packs the pairs of a shard that has passed `check`; columns are positions on a chunk's side.
 
     Args:
-        shard: with its parts.
-        spec: of pairs of texts.
+        shard: the pairs.
+        spec: length of both sides.
         policy: best_fit or padded.
-        key: chooses which of several pairs of equal lengths goes where, and the examples' order (`best_fit` only).
+        key: for `best_fit`, shuffles pairs of equal lengths, and the order of examples.
     """
     whole, length = _lengths(shard, spec)
     if policy == "padded":
         example, column = np.arange(len(length)), np.zeros_like(length)
     else:
         assert spec.sides is not None
-        example, column = pack_boxes(_cells(length, spec), spec.sides.size, key)
+        example, column = pack_boxes(_positions(length, spec), spec.sides.size, key)
     begin = np.zeros_like(length)
     begin[:, 1] = whole[:, 0]
     order = np.lexsort((column[:, 0], example))
@@ -44,29 +43,27 @@ def plan(shard: ShardIndex, spec: PackSpec, policy: Policy, key: int = 0) -> Pac
 
 
 def count_examples(shard: ShardIndex, spec: PackSpec, policy: Policy) -> int:
-    """The number of examples of `plan`; the arguments are the same, and no key matters."""
+    """Returns the number of examples of `plan`; it does not depend on the key."""
     if policy == "padded":
         return len(shard.length)
     assert spec.sides is not None
-    return count_boxes(_cells(_lengths(shard, spec)[1], spec), spec.sides.size)
+    return count_boxes(_positions(_lengths(shard, spec)[1], spec), spec.sides.size)
 
 
 def check(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:
-    """Refuses texts that do not fit into an example by themselves.
+    """Rejects texts that do not fit into an example.
 
     Args:
-        shard: with its parts.
-        spec: of pairs of texts.
-        files: the names of source files that `shard.origin` counts.
+        files: names of the source files that `shard.origin` refers to.
 
     Raises:
-        DataError: naming the first such text and what would fit.
+        DataError: names the first such text, and the length that would fit.
     """
     assert spec.sides is not None
-    cells, size = _cells(_lengths(shard, spec)[1], spec), spec.sides.size
+    needed, size = _positions(_lengths(shard, spec)[1], spec), spec.sides.size
     settings = ("data.sequence_length", "objective.target_length")
     for side in (1, 0):
-        wrong = np.flatnonzero(cells[:, side] > size[side])
+        wrong = np.flatnonzero(needed[:, side] > size[side])
         if not wrong.size:
             continue
         file, line = shard.origin[wrong[0]].tolist()
@@ -74,21 +71,22 @@ def check(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:
         truncated = (spec.truncate_sources, spec.truncate_targets)[side]
         cut = "" if truncated else f", set objective.truncate_{('sources', 'targets')[side]}=true"
         raise DataError(
-            f"{files[file]}:{line}: with the tokens that end texts the {name} takes {cells[wrong[0], side]} cells, and "
-            f"{settings[side]} is {size[side]} (too few for {wrong.size} of the {len(cells)} pairs of its shard); "
-            f"raise it to at least {cells[:, side].max()}{cut} or remove such pairs"
+            f"{files[file]}:{line}: the {name} has {needed[wrong[0], side]} tokens, end tokens "
+            f"included, and {settings[side]} is {size[side]} (too few for {wrong.size} of the "
+            f"{len(needed)} pairs of its shard); raise it to at least {needed[:, side].max()}{cut} "
+            "or remove such pairs"
         )
 
 
 def lengths(shard: ShardIndex) -> Int64:
-    """The tokens of the source and of the target of each pair: int64 [D, 2]."""
+    """Returns the tokens of the source and the target of each pair: int64 [D, 2]."""
     parts = shard.sentences.reshape(-1, 2)
     source = parts[:, 1] - parts[:, 0]
     return np.stack((source, shard.length - source), axis=1)
 
 
 def _lengths(shard: ShardIndex, spec: PackSpec) -> tuple[Int64, Int64]:
-    """As `lengths`, and how many of these tokens are used."""
+    """The lengths of the texts, and how many tokens are left after truncation."""
     assert spec.sides is not None
     whole = lengths(shard)
     used = whole.copy()
@@ -100,10 +98,10 @@ def _lengths(shard: ShardIndex, spec: PackSpec) -> tuple[Int64, Int64]:
     return whole, used
 
 
-def _cells(length: Int64, spec: PackSpec) -> Int64:
-    """The cells that each pair takes on either side: int64 [D, 2]."""
+def _positions(length: Int64, spec: PackSpec) -> Int64:
+    """The positions that each pair needs on either side: int64 [D, 2]."""
     assert spec.sides is not None
-    cells = length + 1
+    needed = length + 1  # the end token
     if spec.sides.joined:
-        cells[:, 0] += length[:, 1]
-    return cells
+        needed[:, 0] += length[:, 1]
+    return needed

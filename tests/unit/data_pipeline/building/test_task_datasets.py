@@ -527,7 +527,7 @@ def test_a_row_of_another_number_of_choices_is_named_when_the_run_starts(built):
     spec = PackSpec(LENGTH, 1, 1, parts=Parts("multiple_choice", choices=4))
     with pytest.raises(
         DataError,
-        match=r"multiple_choice-train.jsonl:1: the row has 4 texts and the objective takes 5",
+        match=r"multiple_choice-train.jsonl:1: the row has 4 texts and the objective reads 5",
     ):
         PackedSplit(Dataset.open(built["multiple_choice"]), "train", spec, "padded", 0)
 

@@ -87,7 +87,8 @@ def test_concat_fills_every_window_but_the_last() -> None:
     cells = lengths.sum() + len(lengths) - 1
     assert packed.examples == -(-cells // 30)
     last_cell = (packed.column + packed.length)[packed.example_start[1:] - 1]
-    # A window may end, or have begun, in the separator between two documents: a cell of padding each, never more.
+    # A window may end, or have begun, in the separator between two documents: a cell of padding
+    # each, never more.
     assert (last_cell[:-1] >= 29).all()
     assert (31 - last_cell[:-1]).mean() < 0.1
 

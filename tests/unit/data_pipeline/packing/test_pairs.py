@@ -226,7 +226,7 @@ def test_sentences_longer_than_the_room_are_cut_to_halves() -> None:
 
 
 def test_no_room_for_two_segments_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"sequence_length 4 leaves no cells .* use at least 5"):
+    with pytest.raises(ConfigError, match=r"sequence_length is 4, .* use at least 5"):
         plan([5, 5], np.array([0, 5]), PackSpec(4, 1, 1))
 
 

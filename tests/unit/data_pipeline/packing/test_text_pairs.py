@@ -59,17 +59,17 @@ def test_every_pair_is_whole_in_one_example_and_nothing_overlaps(policy, joined)
     assert np.array_equal(target[:, 1], lengths[target[:, 0], 0])
     assert np.array_equal(np.stack((source[:, 2], target[:, 2]), axis=1), lengths[source[:, 0]])
     example = np.repeat(np.arange(packed.examples), np.diff(packed.example_start) // 2)
-    cells = lengths[source[:, 0]] + 1
+    needed = lengths[source[:, 0]] + 1
     if joined:
-        cells[:, 0] += lengths[source[:, 0], 1]
+        needed[:, 0] += lengths[source[:, 0], 1]
     for side, (pieces, size) in enumerate(zip((source, target), spec.sides.size, strict=True)):
-        ends = pieces[:, 3] + cells[:, side]
+        ends = pieces[:, 3] + needed[:, side]
         same = example[1:] == example[:-1]
         assert (pieces[1:, 3][same] == ends[:-1][same]).all()
         assert (pieces[1:, 3][~same] == 0).all()
         assert ends.max() <= size
     if policy == "best_fit":
-        assert packed.examples < 1.05 * (cells.sum(axis=0) / spec.sides.size).max()
+        assert packed.examples < 1.05 * (needed.sum(axis=0) / spec.sides.size).max()
     else:
         assert np.array_equal(source[:, 0], np.arange(2000))
 
@@ -97,7 +97,7 @@ def test_texts_that_are_too_long_lose_their_end(policy, joined, targets, kept):
             spec_of((10, 7)),
             [
                 "c.tsv:2: ",
-                "source takes 41 cells, and data.sequence_length is 10",
+                "source has 41 tokens, end tokens included, and data.sequence_length is 10",
                 "too few for 1 of the 3",
             ],
         ),
@@ -109,17 +109,17 @@ def test_texts_that_are_too_long_lose_their_end(policy, joined, targets, kept):
             spec_of((50, 6)),
             [
                 "c.tsv:3: ",
-                "target takes 7 cells, and objective.target_length is 6",
+                "target has 7 tokens, end tokens included, and objective.target_length is 6",
                 "raise it to at least 7, set objective.truncate_targets=true or",
             ],
         ),
         (
             spec_of((45, 7), joined=True),
-            ["c.tsv:2: ", "pair takes 46 cells", "raise it to at least 46"],
+            ["c.tsv:2: ", "pair has 46 tokens", "raise it to at least 46"],
         ),
         (
             spec_of((6, 7), joined=True, sources=True),
-            ["c.tsv:2: ", "pair takes 7 cells", "raise it to at least 8 or"],
+            ["c.tsv:2: ", "pair has 7 tokens", "raise it to at least 8 or"],
         ),
     ],
 )
