@@ -1,4 +1,4 @@
-"""How sub-commands of `samestep` are made, so that all of them look alike, whatever package they lie in."""
+"""Builds sub-commands of `samestep`, which look alike in every package."""
 
 from __future__ import annotations
 
@@ -22,18 +22,13 @@ def add_command(
     epilog: str,
     description: str | None = None,
 ) -> argparse.ArgumentParser:
-    """Adds a sub-command.
+    """Adds a sub-command; returns its parser, for its arguments.
 
     Args:
-        commands: to which.
-        name: of the sub-command.
-        run: what it does; returns the exit code.
+        run: what the command does; returns the exit code.
         summary: a line for the list of commands, without a capital and a full stop.
-        epilog: what its own help ends with: details, an example.
-        description: what its own help begins with; None takes the summary.
-
-    Returns:
-        Its parser, for the arguments.
+        epilog: end of the command's own help: details, an example.
+        description: beginning of the command's own help; None takes the summary.
     """
     parser = commands.add_parser(
         name,
@@ -47,13 +42,19 @@ def add_command(
 
 
 def add_group(commands: Commands, name: str, summary: str) -> Commands:
-    """Adds a sub-command that has sub-commands of its own; returns these, none so far."""
+    """Adds a sub-command that has sub-commands of its own; returns these, none yet."""
     parser = commands.add_parser(name, help=summary, description=summary)
     return parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
 
 def progress_bar(total: int | None) -> Progress:
-    """A bar on stderr for so many pieces of work; hidden where that is no terminal, or None of how many it is known."""
+    """Creates a progress bar on stderr with one task.
+
+    Args:
+        total: number of units of work; None if it is unknown. The bar is hidden then, as it is
+            when stderr is no terminal.
+    """
+    # Imported here, as `samestep --help` must be fast.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 

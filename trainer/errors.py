@@ -1,28 +1,29 @@
-"""Errors a user can act on, and the exit codes the command line maps them to.
+"""Errors that a user can act on, and the exit codes of the command line.
 
-Each message says what is wrong, the offending value and the fix, in one paragraph.
-Programmer errors stay plain `assert`s and exceptions: they keep their stack trace.
+Each message names the problem, the offending value and the fix, in one paragraph. Programming
+errors stay plain `assert`s and exceptions: they keep their stack trace.
 """
 
+# Codes above 2 have the meaning of sysexits.h, except EXIT_REGROUP.
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_UNAVAILABLE = (
-    69  # too few machines have met: run it again when there are more (EX_UNAVAILABLE of sysexits.h)
+    69  # too few machines at the rendezvous: run again when there are more (EX_UNAVAILABLE)
 )
-EXIT_CRASHED = 70  # a process of a run failed in a way that starting again may cure (EX_SOFTWARE)
-EXIT_PREEMPTED = 75  # stopped on request, with a checkpoint saved: run it again (EX_TEMPFAIL)
-EXIT_REGROUP = 76  # a process of a run stopped only because others did, or because others come
+EXIT_CRASHED = 70  # a process of a run failed in a way that a restart may cure (EX_SOFTWARE)
+EXIT_PREEMPTED = 75  # stopped on request, with a checkpoint: run again (EX_TEMPFAIL)
+EXIT_REGROUP = 76  # a process of a run stopped only because others did, or because others join
 
 
 class SamestepError(Exception):
-    """A failure explained in one paragraph; `exit_code` is what a process of a run returns for it."""
+    """A failure explained in one paragraph; a run's process returns its `exit_code`."""
 
     exit_code = EXIT_FAILED
 
 
 class ConfigError(SamestepError):
-    """The description of a run is wrong: unknown key, bad value, settings that contradict each other."""
+    """A run's description is wrong: unknown key, bad value, settings that contradict each other."""
 
     exit_code = EXIT_USAGE
 
@@ -36,11 +37,11 @@ class CheckpointError(SamestepError):
 
 
 class StorageError(DataError, CheckpointError):
-    """A file cannot be read or written: data and checkpoints lie on the same disks and in the same stores."""
+    """A file cannot be read or written: data and checkpoints share disks and object stores."""
 
 
 class CorruptError(StorageError):
-    """Bytes are not those that were written, and reading them again does not help."""
+    """The content of a file has changed since it was written, and reading again does not help."""
 
 
 class ObjectNotFoundError(StorageError):
@@ -48,7 +49,10 @@ class ObjectNotFoundError(StorageError):
 
 
 class UnreachableError(StorageError):
-    """A store does not answer, though it was asked again and again; it may later, so an elastic run starts again."""
+    """An object store does not answer after many attempts.
+
+    It may answer later, so an elastic run starts again.
+    """
 
     exit_code = EXIT_CRASHED
 
@@ -58,13 +62,13 @@ class LaunchError(SamestepError):
 
 
 class RendezvousError(LaunchError):
-    """The machines of a run have not met: there are too few, or the one that hosts the meeting is not there."""
+    """The rendezvous of a run's machines failed: too few came, or its host is not there."""
 
     exit_code = EXIT_UNAVAILABLE
 
 
 class HangError(LaunchError):
-    """The processes of a run wait for each other and nothing moves; an elastic run starts again."""
+    """The processes of a run wait for each other, without progress; an elastic run restarts."""
 
     exit_code = EXIT_CRASHED
 
@@ -74,5 +78,6 @@ class MissingExtra(ConfigError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
-            f"{purpose} needs the package {package!r}; install it with: pip install 'samestep[{extra}]'"
+            f"{purpose} needs the package {package!r}; install it with: "
+            f"pip install 'samestep[{extra}]'"
         )

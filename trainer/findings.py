@@ -1,4 +1,4 @@
-"""What checks have found, as `samestep doctor` prints it: a line each, with the fix."""
+"""Findings of checks, as `samestep doctor` prints them: a line each, with the fix."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _STYLES: dict[State, str] = {"ok": "green", "warning": "yellow", "failed": "bold
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """The result of one check.
 
     Attributes:
-        subject: what was looked at.
+        subject: the thing that was checked.
         state: whether a run can rely on it.
-        found: what was seen.
-        fix: what to do about it; empty where there is nothing to do.
+        found: the observation.
+        fix: advice; empty if nothing needs to be done.
     """
 
     subject: str
@@ -35,28 +35,27 @@ class Finding:
 
 
 Check: TypeAlias = tuple[str, Callable[[], Iterator[Finding]]]
-"""The subject of a check, and the function that does it."""
+"""The subject of a check, and the function that runs it."""
 
 
 def tried(subject: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """What a check finds; one that breaks is a finding, too."""
+    """Yields the findings of a check; an exception in it is a finding, too."""
     try:
         yield from check()
-    except SamestepError as error:
-        yield Finding(subject, "failed", str(error))
     except Exception as error:
-        yield Finding(subject, "failed", f"{type(error).__name__}: {error}")
+        prefix = "" if isinstance(error, SamestepError) else f"{type(error).__name__}: "
+        yield Finding(subject, "failed", f"{prefix}{error}")
 
 
 def report(findings: Iterable[Finding], console: Console) -> bool:
     """Prints a table of findings; returns whether a run can go ahead."""
-    table, states = Table(show_header=False, box=None, padding=(0, 2, 0, 0)), []
-    with console.status("trying things out"):
+    table, sound = Table(show_header=False, box=None, padding=(0, 2, 0, 0)), True
+    with console.status("running the checks"):
         for finding in findings:
-            states.append(finding.state)
+            sound = sound and finding.state != "failed"
             text = Text(finding.found)
             if finding.fix:
                 text.append(f"\n→ {finding.fix}", style="dim" if finding.state == "ok" else "bold")
             table.add_row(Text(finding.state, style=_STYLES[finding.state]), finding.subject, text)
     console.print(table)
-    return "failed" not in states
+    return sound

@@ -1,8 +1,11 @@
-"""Counter-based randomness for the host side: every random choice is a hash of what it is about.
+"""Counter-based random numbers on the host: every random choice is a hash of its subject.
 
-Nothing here keeps state, so a choice never depends on rank, worker, process or call order
-(Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). The mixer is splitmix64's finaliser
-(Steele et al. 2014). All arithmetic is modulo 2**64 on numpy arrays.
+Nothing here keeps state, so a choice never depends on rank, worker, process or call order (Salmon
+et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). The mixer is the finalizer of
+splitmix64 (Steele et al. 2014). All arithmetic is modulo 2**64, on numpy arrays.
+
+    keys = combine(seed, name_key("masks"), example_numbers)  # one key for each example
+    is_masked = uniform(combine(keys[:, None], positions)) < 0.15
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ def mix(values: npt.ArrayLike) -> U64:
 
 
 def _scramble(x: U64) -> U64:
-    """`mix` in place; batches are made at the speed of memory, so copies count."""
+    """`mix` in place: batches are built at memory speed, so every copy costs time."""
     shifted = np.empty_like(x)
     x += _GOLDEN
     x ^= np.right_shift(x, np.uint64(30), out=shifted)
@@ -40,19 +43,24 @@ def _scramble(x: U64) -> U64:
 
 
 def combine(*parts: npt.ArrayLike) -> U64:
-    """Hashes a tuple of integers (arrays broadcast) into one 64-bit key each; order matters."""
+    """Hashes a tuple of integers (arrays broadcast) into a 64-bit key each; order matters.
+
+    combine(a, b, c) is mix(mix(mix(a) ^ b) ^ c).
+    """
+    # Leading plain integers, such as a seed and a purpose, are the same in every batch, and hashing
+    # an array of one number takes as long as one of hundreds. So their key is cached.
     constants = tuple(itertools.takewhile(lambda part: isinstance(part, int), parts))
-    key = _combine_constants(constants) if len(constants) > 1 else mix(parts[0])
-    for part in parts[len(constants) or 1 :]:
-        key = _mix_in(key, part)
-    return key
+    if len(constants) > 1:
+        key, rest = _combine_constants(constants), parts[len(constants) :]
+    else:
+        key, rest = mix(parts[0]), parts[1:]
+    return functools.reduce(_mix_in, rest, key)
 
 
 @functools.lru_cache
 def _combine_constants(parts: tuple[int, ...]) -> U64:
-    """A seed and a purpose, say: the same in every batch, and an array of one takes as long as one of hundreds."""
     key = functools.reduce(_mix_in, parts[1:], mix(parts[0]))
-    key.flags.writeable = False
+    key.flags.writeable = False  # shared by all later calls
     return key
 
 
@@ -61,10 +69,10 @@ def _mix_in(key: U64, part: npt.ArrayLike) -> U64:
 
 
 def name_key(name: str) -> int:
-    """The 64-bit key of a name (a purpose, a parameter), the same in every process and version."""
+    """The 64-bit key of a name (a purpose, a parameter), equal in every process and version."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def uniform(keys: U64) -> npt.NDArray[np.float64]:
-    """Maps keys to [0, 1) with 53 random bits."""
+    """Maps keys to [0, 1) with 53 random bits, the precision of a float64."""
     return (keys >> np.uint64(11)).astype(np.float64) * 2.0**-53

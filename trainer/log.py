@@ -1,4 +1,4 @@
-"""Logging set-up: INFO from rank 0, warnings from every rank with its number; all of it in files, where asked for."""
+"""Logging: INFO from rank 0, warnings from every rank with its number, optionally log files."""
 
 from __future__ import annotations
 
@@ -9,44 +9,40 @@ import warnings
 from pathlib import Path
 
 FILES = "SAMESTEP_LOGS"
-"""The environment variable that names a folder for a file of each rank, with its INFO, too."""
+"""Environment variable with a folder for a log file of each rank, INFO included."""
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to what `sys.stderr` is at the time: progress bars put themselves there to keep below such lines."""
+    """Writes to the current `sys.stderr`, which progress bars replace to stay below log lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             sys.stderr.write(self.format(record) + "\n")
-        except Exception:  # as in every handler: a terminal that is gone must not end the run
+        except Exception:  # as in every handler: a closed terminal must not end the run
             self.handleError(record)
 
 
 def set_up(rank: int = 0, verbose: bool = False) -> None:
-    """Sends log records to stderr; ranks other than 0 only speak from WARNING up, and say who they are."""
-    who = "" if rank == 0 else f"[rank {rank}] "
+    """Sends log records to stderr; ranks other than 0 log only warnings, with their rank."""
+    prefix = "" if rank == 0 else f"[rank {rank}] "
     level = logging.DEBUG if verbose else logging.INFO
     stderr = _StderrHandler(logging.WARNING if rank else level)
-    stderr.setFormatter(logging.Formatter(f"%(asctime)s {who}%(message)s", datefmt="%H:%M:%S"))
+    stderr.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
     handlers: list[logging.Handler] = [stderr]
-    if (
-        (folder := Path(os.environ.get(FILES, ""))).name
-        and "RANK" in os.environ
-        and folder.is_dir()
-    ):
-        handlers.append(logging.FileHandler(folder / f"rank-{rank:05}.log"))
-        handlers[-1].setFormatter(
-            logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-        )
+    folder = os.environ.get(FILES)
+    # Only workers write files: the launcher, which has no RANK, would write to that of rank 0.
+    if folder and "RANK" in os.environ and os.path.isdir(folder):
+        file = logging.FileHandler(Path(folder) / f"rank-{rank:05}.log")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handlers.append(file)
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
     for package in ("trainer", "data_pipeline", "launch"):
         logging.getLogger(package).setLevel(level)
     for noisy in ("torch.distributed", "torch.distributed.elastic"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it shows the stack of every failure
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # logs the stack of every failure
     if not verbose:
         warnings.filterwarnings("ignore", module=r"torch\..*")
-        os.environ.setdefault(
-            "TORCH_CPP_LOG_LEVEL", "ERROR"
-        )  # C++ stack traces when another process has died
+        # C++ stack traces of this process when another one has died.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

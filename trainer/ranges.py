@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def merged(ranges: Iterable[Sequence[int]]) -> list[list[int]]:
-    """The same examples in as few ranges, in order."""
+    """Returns the same examples in as few ranges as possible, in order."""
     found: list[list[int]] = []
     for first, end in sorted(map(tuple, ranges)):
         if found and first <= found[-1][1]:
@@ -17,11 +17,12 @@ def merged(ranges: Iterable[Sequence[int]]) -> list[list[int]]:
 
 
 def global_number(taken: int, excluded: Sequence[Sequence[int]]) -> int:
-    """The global example that comes after so many taken ones.
+    """Returns the number of the next global example after `taken` examples that are not excluded.
+
+    With [[2, 4]] excluded, the examples 0, 1, 4, 5, ... are taken: after 3 of them comes number 5.
 
     Args:
-        taken: how many.
-        excluded: ranges that are passed over, in order and apart.
+        excluded: ranges in order, merged.
     """
     number = taken
     for first, end in excluded:

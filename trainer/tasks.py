@@ -18,7 +18,7 @@ Layout: TypeAlias = Literal["joined", "windows", "choices"]
 
 joined: one sequence of all texts; if it is too long, the longest texts are truncated first.
 windows: the last text, after the first if there are two; a long last text becomes several examples.
-choices: a sequence for each text but the first, after the first; all of them form one example.
+choices: a sequence for each text but the first, which precedes it; together they are one example.
 """
 
 
@@ -34,7 +34,7 @@ class TaskFacts:
         constant_answer: the answer that gives the chance level when it is given to every row: one
             label, one choice, or no answer ("none"); None where every constant answer scores 0.
         pipeline: `pipeline_tag` on the Hugging Face Hub.
-        architecture: suffix of its model classes in `transformers`, as in BertForTokenClassification.
+        architecture: suffix of its `transformers` classes, as in BertForTokenClassification.
     """
 
     head: str
@@ -52,12 +52,8 @@ TASKS: Mapping[TaskKind, TaskFacts] = {
         layout="joined",
         labeled="row",
         metrics=(
-            "accuracy",
-            "f1",
-            "macro_f1",
-            "matthews",
-            "group_exact_match",
-            "group_first_right",
+            *("accuracy", "f1", "macro_f1", "matthews"),
+            *("group_exact_match", "group_first_right"),
         ),
         constant_answer="label",
         pipeline="text-classification",
@@ -96,13 +92,8 @@ TASKS: Mapping[TaskKind, TaskFacts] = {
         labeled="span",
         metrics=(
             *("exact_match", "f1"),
-            *(
-                "has_answer_exact_match",
-                "has_answer_f1",
-                "no_answer_accuracy",
-                "best_exact_match",
-                "best_f1",
-            ),
+            *("has_answer_exact_match", "has_answer_f1", "no_answer_accuracy"),
+            *("best_exact_match", "best_f1"),
         ),
         constant_answer="none",
         pipeline="question-answering",
@@ -112,5 +103,8 @@ TASKS: Mapping[TaskKind, TaskFacts] = {
 
 
 def facts_of_head(head: str) -> TaskFacts | None:
-    """The facts of a kind with this head, None for a language model; what a model card says is the same for all."""
+    """Returns the facts of a kind with this head; None for a language model.
+
+    For model cards: kinds with the same head have the same `pipeline` and `architecture`.
+    """
     return next((facts for facts in TASKS.values() if facts.head == head), None)

@@ -2,11 +2,13 @@
 
     experiment = load(Experiment, "configs/debug/bert_mini.yaml", ["optimizer.lr=1e-3"])
 
-Precedence: dataclass default < `base:` < file < override. A section whose field is annotated with `Kinds("package")`
-is decoded by the module its `kind` names (`kind: mlm` under "trainer.objectives" is `trainer/objectives/mlm.py`, a
-dotted kind is a user's own module); each such module has a frozen dataclass `Config`. No torch in here.
+Precedence: dataclass default < `base:` < file < override. A section whose field is annotated with
+`Kinds("package")` is decoded by the module that its `kind` names: `kind: mlm` under
+"trainer.objectives" is `trainer/objectives/mlm.py`, a dotted kind is a user's own module. Each such
+module has a frozen dataclass `Config`. Nothing in this package imports torch.
 """
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from trainer.config.decode import Kinds, decode
@@ -18,10 +20,10 @@ T = TypeVar("T")
 __all__ = ["Kinds", "Tree", "decode", "differences", "dump", "load", "read_tree", "to_tree"]
 
 
-def load(schema: type[T], path: str, overrides: list[str] | tuple[str, ...] = ()) -> T:
+def load(schema: type[T], path: str, overrides: Sequence[str] = ()) -> T:
     """Reads a file, its bases and the overrides into `schema`.
 
     Raises:
-        ConfigError: naming the file or the key, the value and the nearest valid key.
+        ConfigError: names the file or the key, the value and the nearest valid key.
     """
     return decode(schema, read_tree(path, overrides))

@@ -1,4 +1,4 @@
-"""Decodes a tree of plain values into frozen dataclasses, by their declared types, refusing what does not fit."""
+"""Decodes plain values into frozen dataclasses by their declared types; rejects what differs."""
 
 from __future__ import annotations
 
@@ -23,25 +23,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kinds:
-    """Marks a field whose schema is the `Config` of the module that its `kind` names, inside `package`.
+    """Marks a field whose schema is the `Config` of the module that its `kind` names in `package`.
 
-    The field is `Annotated[Protocol, Kinds(package)]`. The protocol is for the type checker: what all
-    modules' `Config` have in common. Decoding depends on `kind` alone.
-
-    A dash in a kind is an underscore in the module's name, as in Hugging Face's "openai-gpt".
+    The field is `Annotated[Base, Kinds(package)]`. The base is for the type checker: what all
+    modules' `Config` have in common. Decoding depends on `kind` alone. A dash in a kind is an
+    underscore in the module's name, as in Hugging Face's "openai-gpt".
     """
 
     package: str
 
-    def module_name(self, kind: str) -> str:
-        return kind if "." in kind else f"{self.package}.{kind.replace('-', '_')}"
-
     def kind_of(self, config: object) -> str:
-        """The inverse: the `kind` under which `config` was, or would be, decoded."""
+        """Returns the `kind` that decodes to this type of `config`."""
         return type(config).__module__.removeprefix(f"{self.package}.")
 
     def available(self) -> list[str]:
-        """Names of the package's modules that define a `Config`; those whose packages are missing count too."""
+        """Names of the modules with a `Config`, or with a missing optional package."""
         names = []
         for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__):
             try:
@@ -53,7 +49,7 @@ class Kinds:
         return sorted(names)
 
     def schema(self, kind: object, path: str) -> type[Any]:
-        """The `Config` class of a kind.
+        """Returns the `Config` class of a kind.
 
         Raises:
             ConfigError: the kind is missing, or names no module with a `Config`.
@@ -62,11 +58,13 @@ class Kinds:
             raise ConfigError(
                 f"{path}.kind must name one of: {', '.join(self.available())}; it is {kind!r}"
             )
-        name = self.module_name(kind)
+        # A dotted kind is a user's own module.
+        name = kind if "." in kind else f"{self.package}.{kind.replace('-', '_')}"
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
-            if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            # Is the module itself missing (or a parent), or one that it imports?
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             raise ConfigError(
                 f"{path}.kind: no module for {kind!r}; {_suggest(kind, self.available())}"
@@ -88,7 +86,7 @@ def _join(path: str, key: object) -> str:
 
 
 class _Mismatch(ConfigError):
-    """A value is not of the type that its key takes."""
+    """A value does not have the type of its key."""
 
     def __init__(self, path: str, value: object, expected: str) -> None:
         super().__init__(f"{path} must be {expected}, not {value!r}")
@@ -96,63 +94,69 @@ class _Mismatch(ConfigError):
 
 
 def decode(schema: TypeForm[T], value: object, path: str = "") -> T:
-    """Decodes `value` as the declared type `schema`: a dataclass, a scalar, Literal, tuple, dict, union or Kinds.
+    """Decodes a value as a declared type: dataclass, scalar, Literal, tuple, dict, union or Kinds.
+
+    Args:
+        path: dotted key of the value, for messages.
 
     Raises:
-        ConfigError: naming the key, the value and what was expected.
+        ConfigError: names the key, the value and what was expected.
     """
     return typing.cast(T, _decode(schema, value, path))
 
 
 def _decode(schema: object, value: object, path: str) -> object:
     origin, arguments = typing.get_origin(schema), typing.get_args(schema)
-    if origin is Annotated:
-        kinds = next((a for a in arguments[1:] if isinstance(a, Kinds)), None)
-        return _decode_kind(kinds, value, path) if kinds else _decode(arguments[0], value, path)
-    if isinstance(schema, type) and dataclasses.is_dataclass(schema):
-        return _decode_dataclass(schema, value, path)
     if origin in (Union, types.UnionType):
         return _decode_union(arguments, value, path)
+    if origin is Annotated:
+        return _decode_kind(kinds_of(schema), value, path)
+    if isinstance(schema, type) and dataclasses.is_dataclass(schema):
+        return _decode_dataclass(schema, value, path)
     if origin is Literal:
-        if value not in arguments or type(value) not in {type(a) for a in arguments}:
-            if (name := renamed.new_name(path, value)) is not None:
-                raise ConfigError(
-                    f"{path} is {value!r}, which is now called {name!r}; set {path}={name}"
-                )
-            raise _Mismatch(
-                path, value, "one of " * (len(arguments) > 1) + ", ".join(str(a) for a in arguments)
-            )
-        return value
+        return _decode_literal(arguments, value, path)
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
             raise _Mismatch(path, value, "a list")
         return tuple(_decode(arguments[0], item, _join(path, i)) for i, item in enumerate(value))
     if origin is dict:
-        if not isinstance(value, dict):
-            raise _Mismatch(path, value, "a section of key: value lines")
+        keys, items = arguments
         return {
-            _decode(arguments[0], k, path): _decode(arguments[1], v, _join(path, k))
-            for k, v in value.items()
+            _decode(keys, key, path): _decode(items, item, _join(path, key))
+            for key, item in _section(value, path).items()
         }
     return _decode_scalar(schema, value, path)
 
 
-def _decode_scalar(schema: object, value: object, path: str) -> object:
-    if schema is type(None) and value is None:
-        return None
-    if schema is bool and isinstance(value, bool):
+def _section(value: object, path: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise _Mismatch(path, value, "a section of key: value lines")
+    return value
+
+
+def _decode_literal(choices: tuple[object, ...], value: object, path: str) -> object:
+    # By type as well, since True == 1.
+    if any(value == choice and type(value) is type(choice) for choice in choices):
         return value
-    if schema is str and isinstance(value, str):
+    if (name := renamed.new_name(path, value)) is not None:
+        raise ConfigError(f"{path} is {value!r}, which is now called {name!r}; set {path}={name}")
+    one_of = "one of " if len(choices) > 1 else ""
+    raise _Mismatch(path, value, one_of + ", ".join(map(str, choices)))
+
+
+def _decode_scalar(schema: object, value: object, path: str) -> object:
+    if schema in (bool, str) and type(value) is schema:
         return value
     if schema in (int, float) and not isinstance(value, bool):
-        try:  # PyYAML reads 1e-4 as a string, and 1e6 is a natural way to write an integer
-            number = float(value) if isinstance(value, (str, typing.SupportsFloat)) else None
-        except (TypeError, ValueError):
-            number = None
-        if schema is float and number is not None:
-            return number
-        if isinstance(value, int):
+        if schema is int and isinstance(value, int):
             return value
+        # YAML reads 1e-4 as a string, and 1e6 is a natural way to write an integer.
+        try:
+            number = float(value) if isinstance(value, (int, float, str)) else None
+        except ValueError:
+            number = None
+        if number is not None and schema is float:
+            return number
         if number is not None and number.is_integer():
             return int(number)
     expected: dict[object, str] = {
@@ -161,10 +165,11 @@ def _decode_scalar(schema: object, value: object, path: str) -> object:
         int: "a whole number",
         float: "a number",
     }
-    raise _Mismatch(path, value, expected.get(schema, str(schema)))
+    raise _Mismatch(path, value, expected[schema])
 
 
 def _decode_union(choices: tuple[object, ...], value: object, path: str) -> object:
+    """Decodes as the first choice that accepts the value."""
     if value is None and type(None) in choices:
         return None
     errors: list[ConfigError] = []
@@ -174,15 +179,17 @@ def _decode_union(choices: tuple[object, ...], value: object, path: str) -> obje
                 return _decode(choice, value, path)
             except ConfigError as error:
                 errors.append(error)
-    expected = [
-        error.expected for error in errors if isinstance(error, _Mismatch) and error.path == path
-    ]
-    raise (
-        _Mismatch(path, value, " or ".join(expected)) if len(expected) == len(errors) else errors[0]
-    )
+    # An error inside of the value says more than a list of all that the value could be.
+    expected = []
+    for found in errors:
+        if not isinstance(found, _Mismatch) or found.path != path:
+            raise errors[0]
+        expected.append(found.expected)
+    raise _Mismatch(path, value, " or ".join(expected))
 
 
-def _decode_kind(kinds: Kinds, value: object, path: str) -> object:
+def _decode_kind(kinds: Kinds | None, value: object, path: str) -> object:
+    assert kinds is not None
     if isinstance(value, str):  # `strategy: ddp` is short for `strategy: {kind: ddp}`
         value = {"kind": value}
     if not isinstance(value, dict):
@@ -193,35 +200,30 @@ def _decode_kind(kinds: Kinds, value: object, path: str) -> object:
 
 def _decode_dataclass(schema: type[object], value: object, path: str) -> object:
     assert dataclasses.is_dataclass(schema)
-    if value is None:
-        value = {}
-    if not isinstance(value, dict):
-        raise _Mismatch(path or "the configuration", value, "a section of key: value lines")
+    section = {} if value is None else _section(value, path or "the configuration")
     hints = typing.get_type_hints(schema, include_extras=True)
     fields = {field.name: field for field in dataclasses.fields(schema)}
-    for key in value:
+    for key in section:
         if key not in fields:
             raise ConfigError(
                 f"{_join(path, key)} is not a known key; {_suggest(str(key), fields)}"
             )
-    arguments = {key: _decode(hints[key], item, _join(path, key)) for key, item in value.items()}
+    arguments = {key: _decode(hints[key], item, _join(path, key)) for key, item in section.items()}
     for name, field in fields.items():
-        required = (
-            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        )
+        required = field.default is field.default_factory is dataclasses.MISSING
         if required and name not in arguments:
             kinds = kinds_of(hints[name])
             choices = f" with a kind out of: {', '.join(kinds.available())}" if kinds else ""
             raise ConfigError(f"{_join(path, name)} is required{choices}")
     try:
         return schema(**arguments)
-    except ConfigError as error:  # a check in __post_init__: say which section it is about
+    except ConfigError as error:  # a check in __post_init__, which does not know its section
         raise ConfigError(f"{path}: {error}" if path else str(error)) from error
 
 
 def kinds_of(hint: object) -> Kinds | None:
-    """The Kinds mark of a field's type, also where it is one of `X | None`."""
+    """Returns the Kinds mark of a field's type, which may be `X | None`."""
     for part in (hint, *typing.get_args(hint)):
         if typing.get_origin(part) is Annotated:
-            return next((a for a in typing.get_args(part)[1:] if isinstance(a, Kinds)), None)
+            return next(mark for mark in typing.get_args(part)[1:] if isinstance(mark, Kinds))
     return None

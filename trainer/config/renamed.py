@@ -1,8 +1,8 @@
 """Values of settings that were renamed.
 
 Stored files (checkpoints, run folders, manifests of datasets) may hold an old name and are read
-with the new one. A user's recipe with an old name is rejected with a message that gives the new one.
-Digests that are stored and compared are computed from the old names, so they never change.
+with the new one. A user's recipe with an old name is rejected with a message that gives the new
+one. Stored digests are computed from the old names, so they never change.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _RENAMED: Mapping[str, Mapping[str, str]] = {
         "span": "question_answering",
     },
 }
-"""The new name of each old one, by setting."""
+"""Old name to new name, by setting."""
 
 
 def read_stored(path: str | Path, overrides: Iterable[str] = ()) -> Tree:
-    """Reads the config.yaml of a run with current names, then merges a user's overrides, unchanged."""
+    """Reads a run's config.yaml with current names, then merges a user's overrides unchanged."""
     tree = current(read_tree(path))
     for override in overrides:
         tree = merge(tree, parse_override(override))
@@ -34,25 +34,25 @@ def read_stored(path: str | Path, overrides: Iterable[str] = ()) -> Tree:
 
 
 def current(stored: Tree) -> Tree:
-    """Returns a stored tree with current names; does not modify the argument."""
+    """Returns a copy of a stored tree with current names."""
     for setting, names in _RENAMED.items():
         stored = _replaced(stored, setting.split("."), names)
     return stored
 
 
 def original(tree: Tree) -> Tree:
-    """Returns a tree with the original names, the inverse of `current`; for digests."""
+    """Returns a copy of a tree with the original names, the inverse of `current`; for digests."""
     for setting, names in _RENAMED.items():
-        tree = _replaced(tree, setting.split("."), {new: old for old, new in names.items()})
+        old_names = {new: old for old, new in names.items()}
+        tree = _replaced(tree, setting.split("."), old_names)
     return tree
 
 
 def new_name(setting: str, value: object) -> str | None:
     """Returns the new name of an old value of a setting, or None. `setting` may have a prefix."""
     for name, names in _RENAMED.items():
-        if isinstance(value, str) and (
-            setting == name or setting.endswith((f".{name}", f" {name}"))
-        ):
+        ends = f" {setting}".endswith((f".{name}", f" {name}"))
+        if ends and isinstance(value, str):
             return names.get(value)
     return None
 

@@ -1,4 +1,4 @@
-"""Turns decoded configuration back into plain values and YAML that decodes to the same thing."""
+"""Turns decoded configuration back into plain values and YAML that decode to the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.config.tree import Tree
 
 
 def to_tree(config: object) -> Tree:
-    """The full tree of a dataclass: every key with its value, defaults included, and each section's `kind`."""
+    """Returns all values of a dataclass by key, defaults and each section's `kind` included."""
     assert dataclasses.is_dataclass(config)
     hints = typing.get_type_hints(type(config), include_extras=True)
     tree: Tree = {}
@@ -36,5 +36,5 @@ def _plain(value: object) -> object:
 
 
 def dump(config: object) -> str:
-    """The resolved configuration as YAML, in the order of the schema."""
+    """Returns the resolved configuration as YAML, in the order of the schema."""
     return yaml.safe_dump(to_tree(config), sort_keys=False, width=120, allow_unicode=True)

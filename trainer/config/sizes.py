@@ -6,28 +6,23 @@ import re
 
 from trainer.errors import ConfigError
 
-_PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGTP]i?)?B")
-_PREFIXES = " KMGTP"
+_PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kKMGTP])(i?))?B")
 
 
 def parse_size(text: str, name: str) -> int:
-    """Bytes in a size: a number and a unit, with prefixes of 1000 (kB, MB, GB, ...) or of 1024 (KiB, MiB, GiB, ...).
+    """Converts a size to bytes: kB, MB, GB, ... are powers of 1000, KiB, MiB, ... of 1024.
 
     Args:
-        text: the size.
-        name: the setting it is the value of, for the message.
+        name: setting of this value, for the message.
 
     Raises:
-        ConfigError: it is no size, or less than a byte.
+        ConfigError: the text is no size, or it is less than a byte.
     """
-    match = _PATTERN.fullmatch(text.strip())
     size = 0
-    if match:
-        number, prefix = match[1], match[2] or " "
-        size = int(
-            float(number)
-            * (1024 if prefix.endswith("i") else 1000) ** _PREFIXES.index(prefix[0].upper())
-        )
+    if match := _PATTERN.fullmatch(text.strip()):
+        number, prefix, binary = match.groups()
+        power = " KMGTP".index(prefix.upper()) if prefix else 0
+        size = int(float(number) * (1024 if binary else 1000) ** power)
     if size < 1:
         raise ConfigError(f"{name} must be a size such as 500MB, 1.5GB or 2GiB, not {text!r}")
     return size

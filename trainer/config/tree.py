@@ -1,4 +1,4 @@
-"""YAML files, their `base:` files and `key=value` overrides, merged into one tree of plain values."""
+"""YAML files, their `base:` files and `key=value` overrides, merged into one tree of values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tree: TypeAlias = dict[str, Any]
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, which YAML parsers otherwise let the last one win."""
+    """Rejects a key given twice; PyYAML would silently take the last one."""
 
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False
@@ -39,40 +39,42 @@ def _parse(text: str, where: str) -> object:
 
 
 def merge(base: Tree, changes: Tree) -> Tree:
-    """Lays `changes` over `base`, section by section; a section of another `kind` replaces the base's whole."""
+    """Merges `changes` into a copy of `base`, section by section.
+
+    A section of another `kind` replaces the whole section of the base: the settings of one
+    optimizer mean nothing to another. `optimizer: lamb` is short for `optimizer: {kind: lamb}`, on
+    either side.
+    """
     merged = dict(base)
     for key, value in changes.items():
         below = merged.get(key)
         if isinstance(below, list) and isinstance(value, dict):  # phases.1.lr=1e-3
             value = _merge_items(key, below, value)
-        if isinstance(below, dict) and "kind" in below and isinstance(value, str):  # optimizer=lamb
+        if isinstance(below, dict) and "kind" in below and isinstance(value, str):
             value = {"kind": value}
-        if isinstance(below, str) and isinstance(
-            value, dict
-        ):  # optimizer.lr=1 where the file says `optimizer: adamw`
+        if isinstance(below, str) and isinstance(value, dict):
             below = {"kind": below}
-        if (
-            isinstance(below, dict)
-            and isinstance(value, dict)
-            and value.get("kind") in (None, below.get("kind"))
-        ):
-            value = merge(below, value)
+        if isinstance(below, dict) and isinstance(value, dict):
+            if value.get("kind") in (None, below.get("kind")):
+                value = merge(below, value)
         merged[key] = value
     return merged
 
 
 def _merge_items(name: str, items: list[object], changes: Tree) -> list[object]:
-    """Lays changes over the items of a list that they name by number, from 0."""
+    """Merges changes into the items of a list, named by their numbers from 0."""
     numbered = {str(number): item for number, item in enumerate(items)}
-    unknown = [key for key in changes if str(key) not in numbered]
-    if unknown:
-        raise ConfigError(
-            f"{name}.{unknown[0]} does not exist: {name} has {len(items)} items, numbered from 0"
-        )
-    return list(merge(numbered, {str(key): value for key, value in changes.items()}).values())
+    changed = {str(key): value for key, value in changes.items()}
+    for key in changed:
+        if key not in numbered:
+            raise ConfigError(
+                f"{name}.{key} does not exist: {name} has {len(items)} items, numbered from 0"
+            )
+    return list(merge(numbered, changed).values())
 
 
 def _read_file(path: Path, chain: tuple[Path, ...]) -> Tree:
+    """Reads a file merged into its bases; `chain` are the files that have led to it."""
     if path in chain:
         raise ConfigError(f"{path} is its own base: {' -> '.join(str(p) for p in (*chain, path))}")
     try:
@@ -87,19 +89,19 @@ def _read_file(path: Path, chain: tuple[Path, ...]) -> Tree:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold `key: value` lines, not a {type(tree).__name__}")
     bases = tree.pop("base", [])
-    merged: Tree = {}
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(
             f"base in {path} must be the name of a file, or a list of names, not {bases!r}"
         )
+    merged: Tree = {}
     for base in bases:
         merged = merge(merged, _read_file((path.parent / base).resolve(), (*chain, path)))
     return merge(merged, tree)
 
 
 def differences(before: Tree, after: Tree, path: str = "") -> dict[str, tuple[object, object]]:
-    """The values that differ between two trees, (before, after) by dotted key; None where there is none."""
+    """Returns the values that differ, (before, after) by dotted key; None for a missing one."""
     found: dict[str, tuple[object, object]] = {}
     for key in {**before, **after}:
         old, new = before.get(key), after.get(key)
@@ -113,19 +115,19 @@ def differences(before: Tree, after: Tree, path: str = "") -> dict[str, tuple[ob
 def parse_override(text: str) -> Tree:
     """Turns `a.b=value` (the value is YAML) into the tree {a: {b: value}}."""
     key, equals, value = text.partition("=")
-    if not equals or not all(key.split(".")):
+    parts = key.split(".")
+    if not equals or not all(parts):
         raise ConfigError(
             f"{text!r} is not an override; write key=value, for example optimizer.lr=1e-3"
         )
-    tree = _parse(value, f"the value of {key}")
-    for part in reversed(key.split(".")):
-        tree = {part: tree}
-    assert isinstance(tree, dict)
+    tree: Tree = {parts.pop(): _parse(value, f"the value of {key}")}
+    while parts:
+        tree = {parts.pop(): tree}
     return tree
 
 
 def read_tree(path: str | Path, overrides: Iterable[str] = ()) -> Tree:
-    """Reads a configuration file with its bases and lays the overrides over it, in order."""
+    """Reads a configuration file with its bases, and merges the overrides into it, in order."""
     tree = _read_file(Path(path).resolve(), ())
     for override in overrides:
         tree = merge(tree, parse_override(override))

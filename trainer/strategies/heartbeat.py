@@ -13,7 +13,7 @@ import platform
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -83,10 +83,17 @@ class Heartbeat:
         world: the processes of the run.
         timeout: seconds without any progress that end the run; None only lets the run go on.
         folder: gets the stacks of all living ranks then, in rank-N.txt.
+        alert: called once with an explanation, on every living rank, before any of them ends the run.
     """
 
-    def __init__(self, world: World, timeout: float | None, folder: Path) -> None:
-        self._world, self._folder = world, folder
+    def __init__(
+        self,
+        world: World,
+        timeout: float | None,
+        folder: Path,
+        alert: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._world, self._folder, self._alert = world, folder, alert
         self._interval = _BEAT_SECONDS if timeout is None else min(_BEAT_SECONDS, timeout / _LOOKS)
         self._limit = None if timeout is None else round(timeout / self._interval)
         self._step, self._patient = 0, True
@@ -200,6 +207,10 @@ class Heartbeat:
             )
         except OSError as error:
             logger.warning("the stacks cannot be written to %s: %s", self._folder, error)
+        self._alert(
+            f"{explain({mine.rank: mine}, [])}; the log's last line and the stacks in "
+            f"{self._folder} name the rank to blame"
+        )
 
 
 def explain(beats: Mapping[int, Beat], silent: Sequence[int]) -> str:

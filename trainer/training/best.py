@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -49,16 +49,6 @@ class Config:
         if self.mode is None:
             return self.metric.endswith(("loss", "perplexity", "mse"))
         return self.mode == "min"
-
-
-class BestState(TypedDict):
-    """State in a checkpoint: the criterion, the best step and score, evaluations since then."""
-
-    metric: str
-    lowest: bool
-    step: int | None
-    value: float | None
-    since: int
 
 
 class Best:
@@ -126,7 +116,7 @@ class Best:
             return "no evaluation has a finite score"
         return f"heldout/{self._config.metric} is best at step {self.step}: {self.value:.6g}"
 
-    def state_dict(self) -> dict[str, BestState]:
+    def state_dict(self) -> Meta:
         """State for a checkpoint; empty if the run has no best checkpoint."""
         if self._config is None:
             return {}

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Literal
 
 import numpy as np
 
 from trainer.errors import ConfigError, SamestepError
+from trainer.training.state import Meta
 
 _PER = 1000
 _NAMES = ("loss", "gradient norm")
@@ -58,14 +59,6 @@ class Config:
     def checks_steps(self) -> bool:
         """Whether each step is checked before its update; the host then waits for the device."""
         return self.action != "stop" or self.sigma is not None
-
-
-class FaultsState(TypedDict):
-    """State in a checkpoint: values of sound steps by name, faulty steps, faults in a row."""
-
-    sound: dict[str, list[float]]
-    steps: list[int]
-    in_a_row: int
 
 
 class Faults:
@@ -148,11 +141,12 @@ class Faults:
             "them, set training.faults.action to skip or rewind"
         )
 
-    def state_dict(self) -> FaultsState:
+    def state_dict(self) -> Meta:
+        """State for a checkpoint."""
         sound = {name: list(window) for name, window in self._sound.items()}
         return {"sound": sound, "steps": self._steps, "in_a_row": self._in_a_row}
 
-    def load_state_dict(self, state: FaultsState) -> None:
+    def load_state_dict(self, state: Meta) -> None:
         """Restores the window; faults after the checkpoint stay counted.
 
         Otherwise a run that rewinds to the same checkpoint again and again would never stop.

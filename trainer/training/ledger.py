@@ -24,7 +24,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias
 
 from trainer.monitoring.jsonl import JsonlTracker
 from trainer.ranges import merged
@@ -40,18 +40,6 @@ CorruptShard: TypeAlias = tuple[str, str, int]
 
 GENESIS = "0" * 64
 """The head of a ledger without rows."""
-
-
-class LedgerState(TypedDict, total=False):
-    """State of a ledger in a checkpoint; older ones have no `corrupt`."""
-
-    head: str
-    order: int
-    basis: str
-    fed: Sequence[int] | None
-    examples: list[list[int]]
-    excluded: list[list[int]]
-    corrupt: list[list[str | int]]
 
 
 def chain(head: str, row: Mapping[str, object]) -> str:
@@ -221,7 +209,7 @@ class Ledger:
         if self._file is not None:
             self._file.log(step, {**row, "head": self.head})
 
-    def state_dict(self) -> LedgerState:
+    def state_dict(self) -> Row:
         """State for a checkpoint; every row before it is on disk by then."""
         if self._file is not None:
             self._file.sync()
@@ -235,7 +223,7 @@ class Ledger:
             "corrupt": self._corrupt,
         }
 
-    def load_state_dict(self, state: LedgerState, step: int) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
         """Restores the state of a checkpoint; removes later rows from an open file."""
         self.head, self._order, self._basis = state["head"], state["order"], state["basis"]
         steps = state["fed"]
@@ -243,7 +231,7 @@ class Ledger:
         # Copies: this object changes its lists in place.
         self._examples = [list(part) for part in state["examples"]]
         self._excluded = [list(part) for part in state["excluded"]]
-        self._corrupt = [list(shard) for shard in state.get("corrupt", ())]
+        self._corrupt = [list(shard) for shard in state.get("corrupt", ())]  # older ones have none
         if self._path is not None:
             self.open(self._path, step)
 

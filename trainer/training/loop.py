@@ -42,6 +42,7 @@ from trainer.objectives import Objective
 from trainer.optim import groups
 from trainer.strategies import Strategy
 from trainer.strategies.fingerprint import StateCheck
+from trainer.strategies.heartbeat import Heartbeat
 from trainer.training.best import Best
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.faults import Faults
@@ -57,9 +58,9 @@ from trainer.training.passes import (
 from trainer.training.phase_loaders import PhaseLoaders
 from trainer.training.phases import Phase, phase_of
 from trainer.training.preemption import StopRequest
-from trainer.training.recorder import AlertingHeartbeat, Recorder
+from trainer.training.recorder import Recorder
 from trainer.training.settings import Config
-from trainer.training.state import Description, Meta, TrainState, changes_since
+from trainer.training.state import Meta, TrainState, changes_since
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Trainer:
         strategy: Strategy,
         loaders: PhaseLoaders,
         checkpoints: Checkpoints,
-        description: Description,
+        description: Meta,
     ) -> None:
         self.config = config
         self.model = model
@@ -91,11 +92,11 @@ class Trainer:
         self.state = TrainState()
         self.best = Best(config.best)
         self.recorder = Recorder(strategy)
-        output = str(description.config["output"])
+        output = str(description["config"]["output"])
         self.faults = Faults(config.faults, strategy.loss_scale is not None, output)
-        self.heartbeat = AlertingHeartbeat(
-            self.recorder, strategy.world, config.hang_timeout, Path(output, "stacks")
-        )
+        alert = partial(self.recorder.alert, "ERROR", "The run hangs")
+        stacks = Path(output, "stacks")
+        self.heartbeat = Heartbeat(strategy.world, config.hang_timeout, stacks, alert)
         # Reading the state in the middle of a compiled step would split its graph in two.
         every = None if strategy.accelerator.compiles else config.verify_state_every
         self.state_check = StateCheck(strategy, partial(self._tensors, frozen=True), every)
@@ -225,7 +226,7 @@ class Trainer:
             self.state_check.before_update(self.state.step)
             with self._graph("update", separate=checks):
                 for metrics in gradients.metrics:
-                    self.recorder.add(metrics)
+                    self.recorder.meter.add(metrics)
                 self.strategy.step(self.optimizer, self._grad_norm)
                 self.optimizer.zero_grad(set_to_none=True)
         self.state.step = step
@@ -304,13 +305,13 @@ class Trainer:
         step = self.state.step + 1
         for first, end in examples:
             self.loader.exclude(first, end)
-        self.recorder.exclude(step, self.phase.order, examples, reason)
+        self.recorder.ledger.exclude(step, self.phase.order, examples, reason)
         ranges = ", ".join(f"{first} to {end - 1}" for first, end in examples)
         self._warn("from step %d on, the examples %s are skipped: %s", step, ranges, reason)
 
     def record_order(self) -> None:
         """Writes to the ledger which data order the next steps consume."""
-        objective = self.description.config["objective"]
+        objective = self.description["config"]["objective"]
         self.recorder.begin_order(self.state.step, self.phase, objective, self.loader.state_dict())
 
     def evaluate(self, phase: Phase) -> dict[str, float]:
@@ -344,7 +345,7 @@ class Trainer:
             durable.settle()
             self.best.discard(durable.failed)
         meta = {
-            **self.description.to_meta(),
+            **self.description,
             "state": self.state.state_dict(),
             "order": self.phase.order,
             "data": self.loader.state_dict(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict
 
 import torch
 
@@ -15,20 +14,10 @@ from trainer.monitoring.meter import Meter
 from trainer.monitoring.resources import Resources
 from trainer.monitoring.throughput import Throughput
 from trainer.strategies import Strategy
-from trainer.strategies.heartbeat import Beat, Heartbeat, explain
-from trainer.strategies.world import World
-from trainer.training.ledger import Ledger, LedgerState, Range
-from trainer.training.passes import Loader, Metrics, MicroBatches
+from trainer.training.ledger import Ledger
+from trainer.training.passes import Loader, MicroBatches
 from trainer.training.phases import Phase
 from trainer.training.state import Meta, TrainState
-
-
-class RecorderState(TypedDict):
-    """State in a checkpoint: (sum, weight) of each metric, digest of consumed data, ledger."""
-
-    window: dict[str, tuple[float, float]]
-    digest: str
-    ledger: LedgerState
 
 
 class Recorder:
@@ -37,14 +26,18 @@ class Recorder:
     The open window is part of a checkpoint, so a run that was interrupted writes the same rows as
     one that was not. Each replica accumulates its own share; shares are summed over replicas only
     when a row or a checkpoint needs them.
+
+    Attributes:
+        meter: sums of the metrics.
+        ledger: record of the consumed data.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._trackers: Sequence[Tracker] = ()
-        self._ledger = Ledger()
+        self.ledger = Ledger()
         self._throughput: Throughput | None = None
-        self._meter = Meter(strategy.accelerator.to_device)
+        self.meter = Meter(strategy.accelerator.to_device)
         self._clock = Clock(strategy.accelerator)
         self._resources = Resources(strategy.accelerator)
         # Of this replica since the last row: the hash sum of its rows and their non-padding tokens.
@@ -61,17 +54,13 @@ class Recorder:
         """Starts the clock at `step`. Rank 0 gets trackers and a ledger file, the others none."""
         self._trackers, self._throughput = trackers, throughput
         if ledger is not None:
-            self._ledger.open(ledger, step)
+            self.ledger.open(ledger, step)
         self._strategy.accelerator.reset_peak_memory()
         self._clock = Clock(self._strategy.accelerator)
 
     def end_section(self, section: str) -> None:
         """Records the time since the last call under `section`."""
         self._clock.end_section(section)
-
-    def add(self, metrics: Metrics) -> None:
-        """Adds a micro-batch's metrics."""
-        self._meter.add(metrics)
 
     def begin_order(self, step: int, phase: Phase, objective: object, loader: LoaderState) -> None:
         """Writes to the ledger which data order the examples after `step` are counted in.
@@ -85,24 +74,20 @@ class Recorder:
         position = ("example", "excluded", "corrupt")
         order = {name: value for name, value in loader.items() if name not in position}
         basis = {"objective": objective, "sequence_length": phase.sequence_length, "data": order}
-        if self._ledger.must_close_row(phase.order, basis, phase.global_batch_size):
+        if self.ledger.must_close_row(phase.order, basis, phase.global_batch_size):
             self._close_row(self._over_replicas(self._digest)[0])
-        self._ledger.enter(step, phase.order, basis, loader.get("excluded", ()))
-
-    def exclude(self, step: int, order: int, examples: Sequence[Range], reason: str) -> None:
-        """Writes to the ledger that global examples of a data order are skipped from `step` on."""
-        self._ledger.exclude(step, order, examples, reason)
+        self.ledger.enter(step, phase.order, basis, loader.get("excluded", ()))
 
     def add_batch(self, step: int, micro_batches: MicroBatches, loader: Loader) -> None:
         """Adds the data of a step: the loader's global examples, this replica's row hashes."""
-        self._ledger.add_step(step, loader.consumed, loader.corrupt)
+        self.ledger.add_step(step, loader.consumed, loader.corrupt)
         for batch in micro_batches:
             self._digest += int(batch["digest"].sum())
             self._filled += int(batch["filled"].sum())
 
     def means(self) -> dict[str, float]:
         """Returns the metrics' means over the window and all replicas, and clears them."""
-        return self._meter.compute(self._strategy.all_reduce)
+        return self.meter.compute(self._strategy.all_reduce)
 
     def rates(self, state: TrainState) -> dict[str, float]:
         """Closes the window: writes the ledger's row, returns throughput, memory and energy."""
@@ -131,7 +116,7 @@ class Recorder:
         return rates
 
     def _close_row(self, digest: int) -> None:
-        self._ledger.close_row(_hexadecimal(digest))
+        self.ledger.close_row(_hexadecimal(digest))
         self._digest = 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -144,12 +129,12 @@ class Recorder:
         for tracker in self._trackers:
             tracker.alert(level, title, text)
 
-    def state_dict(self) -> RecorderState:
+    def state_dict(self) -> Meta:
         """The open window over all replicas, and the ledger's state. Collective."""
         return {
-            "window": self._meter.totals(self._strategy.all_reduce),
+            "window": self.meter.totals(self._strategy.all_reduce),
             "digest": _hexadecimal(self._over_replicas(self._digest)[0]),
-            "ledger": self._ledger.state_dict(),
+            "ledger": self.ledger.state_dict(),
         }
 
     def load_state_dict(self, state: Meta, tokens: int) -> None:
@@ -161,8 +146,8 @@ class Recorder:
         """
         self._logged_tokens, self._digest, self._filled = tokens, 0, 0
         if "ledger" in state:  # older versions have none
-            self._ledger.load_state_dict(state["ledger"], state["step"])
-        self._meter = Meter(self._strategy.accelerator.to_device, state["window"])
+            self.ledger.load_state_dict(state["ledger"], state["step"])
+        self.meter = Meter(self._strategy.accelerator.to_device, state["window"])
         if self._strategy.replica.index == 0:  # it is the sum over all replicas already
             self._digest = int(state["digest"], 16)
 
@@ -171,26 +156,6 @@ class Recorder:
         signed = [(value + 2**63) % 2**64 - 2**63 for value in mine]
         sums: list[int] = self._strategy.all_reduce(torch.tensor(signed)).tolist()
         return sums
-
-
-class AlertingHeartbeat(Heartbeat):
-    """A heartbeat that also alerts users to a hang, on the rank that has the trackers."""
-
-    def __init__(
-        self, recorder: Recorder, world: World, timeout: float | None, folder: Path
-    ) -> None:
-        super().__init__(world, timeout, folder)
-        self._recorder = recorder
-
-    def _write_stacks(self, mine: Beat) -> None:
-        # Every living rank writes its stacks once before any of them ends the run, so this is the
-        # place where the rank with the trackers can still send an alert.
-        super()._write_stacks(mine)
-        text = (
-            f"{explain({mine.rank: mine}, [])}; the log's last line and the stacks in "
-            f"{self._folder} name the rank to blame"
-        )
-        self._recorder.alert("ERROR", "The run hangs", text)
 
 
 def _hexadecimal(digest: int) -> str:

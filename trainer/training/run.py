@@ -42,7 +42,6 @@ from trainer.training.phase_loaders import PhaseLoaders
 from trainer.training.phases import Phase, examples_after
 from trainer.training.preemption import StopRequest
 from trainer.training.rewind import rewind
-from trainer.training.state import Description
 from trainer.training.teacher import attach_teacher
 from trainer.training.weights import base_of, load_weights, shared_identity
 
@@ -244,12 +243,14 @@ def build_trainer(
         _with_micro_batch(phase, strategy, objective, widest, measure)
         for phase in experiment.resolved_phases()
     )
-    description = Description(
-        to_tree(experiment),
-        tuple(phase.micro_batch_size for phase in phases),
-        None if teacher is None else shared_identity(teacher, world.rank, world.size),
-        base,
-    )
+    # How the run is configured, as the meta.json of every checkpoint stores it.
+    description: dict[str, object] = {"config": to_tree(experiment)}
+    if base is not None:
+        description["base"] = base
+    description["micro_batch_sizes"] = [phase.micro_batch_size for phase in phases]
+    description["teacher"] = None
+    if teacher is not None:
+        description["teacher"] = shared_identity(teacher, world.rank, world.size)
     return Trainer(
         experiment.training,
         model=wrapped,

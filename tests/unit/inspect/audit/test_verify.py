@@ -135,7 +135,7 @@ def test_a_run_with_restarts_batch_sizes_phases_and_exclusions_is_proven(
         next(feeder.loader)
         (examples,) = feeder.loader.consumed
         feeder.loader.exclude(*examples)
-        feeder.recorder.exclude(feeder.state.step + 1, 0, [examples], "for the test")
+        feeder.recorder.ledger.exclude(feeder.state.step + 1, 0, [examples], "for the test")
 
     overrides = ["training.steps=70", "data.exclude=[[100, 130]]"]
     saved = Feeder(experiment_file, folder, phases, *overrides).run(10).checkpoint()
