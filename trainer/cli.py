@@ -25,26 +25,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Failures of the machine that need no stack trace: no space, no permission, a file where a folder should be, ...
+# Failures of the machine that need no stack trace: no space, no permission, no folder, ...
 _USERS_ERRNO = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EMFILE),
 }
 
 _METRICS = (  # trainer.metrics.texts.METRICS, which takes longer to import
-    *(
-        "bleu",
-        "bleu_intl",
-        "chrf",
-        "rouge_1",
-        "rouge_2",
-        "rouge_l",
-        "rouge_lsum",
-        "accuracy",
-        "f1",
-        "macro_f1",
-    ),
-    *("matthews", "pearson", "spearman", "answer_exact_match", "answer_f1"),
+    *("bleu", "bleu_intl", "chrf", "rouge_1", "rouge_2", "rouge_l", "rouge_lsum"),
+    *("accuracy", "f1", "macro_f1", "matthews", "pearson", "spearman"),
+    *("answer_exact_match", "answer_f1"),
 )
 
 _WALK_THROUGH = """\
@@ -86,13 +76,15 @@ def _add_train(commands: Commands) -> None:
     train.add_argument(
         "--elastic",
         metavar="MIN:MAX",
-        help="when processes or machines die, go on from the newest checkpoint with the machines that are left, MIN or "
-        "more, and take in those that come, up to MAX; 1:1 is this machine alone. Type the same command on each",
+        help="when processes or machines die, continue from the newest checkpoint with the "
+        "remaining machines (MIN or more), and let others join, up to MAX; 1:1 is this machine "
+        "alone. Run the same command on each machine",
     )
     train.add_argument(
         "--rendezvous",
         metavar="HOST:PORT",
-        help="where the machines of --elastic meet: one of them, and a free port there (default: this machine alone)",
+        help="where the machines of --elastic find each other: one of them, and a free port there "
+        "(default: this machine alone)",
     )
 
 
@@ -102,9 +94,9 @@ def _add_config(commands: Commands) -> None:
         "config",
         _config,
         "print an experiment with every setting resolved",
-        "With --devices it also says what would keep the run from starting there: a batch that is too small, a\n"
-        "strategy or model that does not fit, a dataset or weights that cannot be read, a folder that cannot be\n"
-        "written.\n\n"
+        "With --devices it also checks what would keep the run from starting there: a batch\n"
+        "that is too small, an incompatible strategy or model, a dataset or weights that cannot\n"
+        "be read, a folder that cannot be written.\n\n"
         "examples:\n  samestep config configs/debug/bert_mini.yaml optimizer.lr=1e-3\n"
         "  samestep config configs/pretrain/bert_large_lamb.yaml --devices 256",
     )
@@ -112,12 +104,13 @@ def _add_config(commands: Commands) -> None:
     config.add_argument(
         "--devices",
         metavar="N[,N]",
-        help="check the run for so many devices (for each of several numbers); here: for those that this machine has",
+        help="check the run for this number of devices (or each of several numbers); here: for "
+        "the devices of this machine",
     )
     config.add_argument(
         "--elsewhere",
         action="store_true",
-        help="the run's folders are not on this machine: of its data, only addresses are looked at",
+        help="the run's folders are not on this machine: check data only if it has an address",
     )
 
 
@@ -138,7 +131,8 @@ def _add_evaluate(commands: Commands) -> None:
         "--predictions",
         type=Path,
         metavar="FILE",
-        help="a new file for what a model with a head for a task predicts of each row: .jsonl, .jsonl.gz or .jsonl.zst",
+        help="a new file for the predictions of a task's head, one line a row: .jsonl, .jsonl.gz "
+        "or .jsonl.zst",
     )
     generated = evaluate.add_argument_group("scores of generated texts, instead of the loss")
     help_ = "generate, with these settings, as beams=4"
@@ -169,7 +163,7 @@ def _add_export(commands: Commands) -> None:
     export.add_argument(
         "checkpoint",
         metavar="CKPT",
-        help="a run (its newest checkpoint), RUN/best or a step, its folder or address; or hf://NAME",
+        help="a run (its newest checkpoint), RUN/best, or a step's folder or address; or hf://NAME",
     )
     export.add_argument("folder", metavar="DIR", help="the folder to write")
     export.add_argument(
@@ -180,14 +174,15 @@ def _add_export(commands: Commands) -> None:
 
 
 def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all sub-commands, those of the other packages included.
+    """Builds the parser of all sub-commands, from this package and from entry points.
 
     Args:
-        wanted: the sub-command that is to be run. Where another package has it, nothing else is imported.
+        wanted: the sub-command to run; only the package that has it is imported.
     """
     parser = argparse.ArgumentParser(
         prog="samestep",
-        description="Pre-trains and fine-tunes Transformer language models: the same run on any number of devices.",
+        description="Pre-trains and fine-tunes Transformer language models: the same run on any "
+        "number of devices.",
         epilog=_WALK_THROUGH,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -234,7 +229,7 @@ def _config(args: argparse.Namespace) -> int:
 
 
 def _processes_to_start(args: argparse.Namespace, experiment: Experiment) -> int:
-    """How many processes are to do the work; 0 when a launcher has started them already, this one among them."""
+    """Number of processes to start; 0 if this is one of the processes of a launcher."""
     from trainer.accelerators import detect
     from trainer.elastic import agent
 
@@ -260,7 +255,7 @@ def _train(args: argparse.Namespace) -> int:
     experiment = load_experiment(args.file, args.overrides)
     if args.rendezvous and not args.elastic:
         raise ConfigError(
-            "--rendezvous is where the machines of an elastic run meet; add --elastic MIN:MAX"
+            "--rendezvous is for the machines of an elastic run; add --elastic MIN:MAX"
         )
     snapshots = experiment.checkpoint.snapshot_every is not None
     elastic = (
@@ -289,17 +284,16 @@ def _evaluate(args: argparse.Namespace) -> int:
             f"{args.run_folder} is no run (no config.yaml in it); name the output folder of a run"
         )
     experiment = decode(Experiment, read_stored(file, args.overrides))
-    experiment = dataclasses.replace(
-        experiment, output=args.run_folder
-    )  # wherever the run was when it was trained
+    # The folder may have been moved since the run was trained.
+    experiment = dataclasses.replace(experiment, output=args.run_folder)
     step = _step(args.step, experiment)
     if args.generate is not None:
         from trainer.inference import scores
 
         if args.predictions is not None:
             raise ConfigError(
-                "--predictions writes what a head predicts, and with --generate texts are written; leave one out, or "
-                "let samestep generate write texts to a file"
+                "--predictions writes the predictions of a head, and --generate writes texts; "
+                "leave one out, or let samestep generate write texts to a file"
             )
         return _print_scores(
             scores.evaluate(experiment, step, args.generate, args.metrics, args.pairs, args.limit)
@@ -319,7 +313,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _step(said: str | None, experiment: Experiment) -> int | None:
-    """The step that is to be scored; None for the newest."""
+    """Resolves --step to a number; None is the newest checkpoint."""
     if said is None or said.isdecimal():
         return None if said is None else int(said)
     if said != "best":
@@ -349,7 +343,10 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Parses the command line; overrides, texts and flags may stand anywhere, as argparse alone does not allow."""
+    """Parses the command line. Overrides, texts and flags may stand anywhere.
+
+    argparse alone wants all positional arguments in one place: it leaves the others in `rest`.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = build_parser(
         next((argument for argument in arguments if not argument.startswith("-")), None)
@@ -373,24 +370,22 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _nobody_reads() -> bool:
-    """Whether the output goes to a command that has ended, as `head`; what is left of it is dropped then."""
+    """Whether stdout is a pipe to a command that has ended, such as `head`; drops the rest then."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # or Python's own end would fail to flush, too
+        # Python flushes stdout again at exit, which must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
     return False
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a sub-command; users' mistakes become one paragraph on stderr and an exit code, not a stack trace."""
-    # Huge pages, a tenth of a small model's step on a CPU; torch looks when it is imported.
+    """Runs a sub-command; returns the exit code. Users' mistakes get one paragraph on stderr."""
+    # Huge pages save a tenth of a small model's step on a CPU. torch reads this on import.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    sys.path.append(
-        os.getcwd()
-    )  # a dotted kind may be a module of the user's own; last, so that it shadows nothing
+    # A dotted kind may be a module of the user's own. Last, so it shadows no installed package.
+    sys.path.append(os.getcwd())
     args = _parse(arguments)
     under_launcher = "RANK" in os.environ
     log.set_up(rank=int(os.environ.get("RANK", "0")), verbose=args.verbose)
@@ -398,7 +393,7 @@ def main(arguments: list[str] | None = None) -> int:
         code: int = args.run(args)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        if not under_launcher:  # which says so once for all
+        if not under_launcher:  # the launcher logs it once for all processes
             logger.error("interrupted")
         code = 128 + signal.SIGINT
     except Exception as error:
@@ -411,13 +406,11 @@ def main(arguments: list[str] | None = None) -> int:
         code = EXIT_FAILED if explained else EXIT_CRASHED
         if isinstance(error, SamestepError):
             code = error.exit_code
-        if (
-            code == EXIT_CRASHED and not under_launcher
-        ):  # the code is between workers and their agent
+        # This code is a message from a worker to its agent. A user gets the usual one.
+        if code == EXIT_CRASHED and not under_launcher:
             code = EXIT_FAILED
-    if (
-        code and under_launcher
-    ):  # other ranks may wait in a collective: leave without the farewells they'd need
+    # Other ranks may wait in a collective, and an orderly exit would wait for them.
+    if code and under_launcher:
         logging.shutdown()
         os._exit(code)
     return code

@@ -54,9 +54,12 @@ def merge(base: Tree, changes: Tree) -> Tree:
             value = {"kind": value}
         if isinstance(below, str) and isinstance(value, dict):
             below = {"kind": below}
-        if isinstance(below, dict) and isinstance(value, dict):
-            if value.get("kind") in (None, below.get("kind")):
-                value = merge(below, value)
+        if (
+            isinstance(below, dict)
+            and isinstance(value, dict)
+            and value.get("kind") in (None, below.get("kind"))
+        ):
+            value = merge(below, value)
         merged[key] = value
     return merged
 
