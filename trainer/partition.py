@@ -1,4 +1,18 @@
-"""Tensors that are split over processes, as DTensors or segments, or stacked: the part here, norms of the whole."""
+"""Tensors partitioned over ranks: where the local part lies in the whole, and norms of the whole.
+
+A tensor is partitioned in one of two ways, and optimizers and checkpoints treat both alike:
+
+    DTensor           FSDP2 splits the first dimension by the rule of torch.chunk.
+    SegmentParameter  ZeRO splits the flattened tensor anywhere, also in the middle of a row.
+
+For example, a parameter of 5 rows and 3 columns on 2 ranks:
+
+    DTensor    rank 0: rows 0 to 2     rank 1: rows 3 and 4
+    segment    rank 0: elements 0 to 7 (rows 0 and 1, and columns 0 and 1 of row 2)
+               rank 1: elements 8 to 14 (column 2 of row 2, and rows 3 and 4)
+
+A StackedParameter is not partitioned: it holds the equal parameters of several layers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +31,7 @@ from trainer.accelerators import kernels
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_LONG = 2**16  # elements, more than a bias has
+_LONG = 2**16  # elements; no bias has as many
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -32,12 +46,12 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 
 @dataclass(frozen=True)
 class Segment:
-    """A flat range of a tensor, which one process holds, as ZeRO cuts tensors: anywhere, in the middle of a row, too.
+    """A flat range of a tensor.
 
     Attributes:
         shape: of the whole tensor.
-        start: where in the flattened whole the range begins.
-        group: whose processes hold the ranges of the tensor, each another one.
+        start: first element of the range in the flattened tensor.
+        group: the ranks that hold the ranges of the tensor.
     """
 
     shape: tuple[int, ...]
@@ -46,13 +60,13 @@ class Segment:
 
 
 class SegmentParameter(nn.Parameter):
-    """The elements [start, start + numel) of a flattened parameter, [numel]. There may be none.
+    """The elements [start, start + numel) of a flattened parameter, [numel]; may be empty.
 
-    It shares the memory of `data`. What torch computes from it is a plain tensor; `state_like` says of one that it
-    lies in the same place.
+    It shares the memory of `data`. Results of torch operations on it are plain tensors;
+    `state_like` marks a result as the same range.
 
     Attributes:
-        segment: where it lies in the whole parameter.
+        segment: the range in the whole parameter.
     """
 
     segment: Segment
@@ -69,17 +83,18 @@ class SegmentParameter(nn.Parameter):
         return parameter
 
     def detach(self) -> SegmentParameter:
-        """The same elements, in the same place."""
+        """Returns the same elements, as the same range."""
         return SegmentParameter(super().detach(), self.segment, requires_grad=False)
 
 
 class StackedParameter(nn.Parameter):
-    """Equal parameters of several layers as one tensor, [layers, ...]; the optimizer updates each as it would alone.
+    """Equal parameters of several layers as one tensor, [layers, ...].
 
-    What torch computes from it is a plain tensor.
+    Optimizers update each layer as they would update it alone. Results of torch operations on it
+    are plain tensors.
 
     Attributes:
-        members: the names of the parameters.
+        members: names of the parameters.
     """
 
     members: tuple[str, ...]
@@ -93,17 +108,20 @@ class StackedParameter(nn.Parameter):
         return parameter
 
     def detach(self) -> StackedParameter:
-        """The same elements, of the same names."""
+        """Returns the same elements, with the same names."""
         return StackedParameter(super().detach(), self.members, requires_grad=False)
 
 
 def state_like(tensor: Tensor, parameter: Tensor, whole: bool = False) -> Tensor:
-    """A local tensor of the optimizer's state, described as its parameter is; itself if that is plain or a DTensor.
+    """Marks a local tensor of the optimizer's state as partitioned like its parameter.
 
     Args:
-        tensor: a segment of the place where the parameter lies, or a stack as that is.
-        parameter: what it is the state of.
-        whole: whether every process has all of it, and no segment.
+        tensor: the state of the local part.
+        parameter: its parameter.
+        whole: every rank has the whole state, so it is not a segment.
+
+    Returns:
+        A segment or a stack; `tensor` itself if the parameter is plain or a DTensor.
     """
     if isinstance(parameter, StackedParameter):
         return StackedParameter(tensor.detach(), parameter.members, requires_grad=False)
@@ -113,18 +131,18 @@ def state_like(tensor: Tensor, parameter: Tensor, whole: bool = False) -> Tensor
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of the whole tensor, whatever this process holds of it."""
+    """Returns the shape of the whole tensor, however it is partitioned."""
     return tensor.segment.shape if isinstance(tensor, SegmentParameter) else tuple(tensor.shape)
 
 
 def layer_shape(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of a whole parameter; of stacked ones that of each."""
+    """Returns the shape of a whole parameter; of a stack, the shape of each layer."""
     return whole_shape(tensor)[1:] if isinstance(tensor, StackedParameter) else whole_shape(tensor)
 
 
 @torch.no_grad()
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The parts of tensors that this process holds, as plain tensors: their own memory, to be changed in place."""
+    """Returns the local parts as plain tensors that share their memory."""
     return [_local(tensor) for tensor in tensors]
 
 
@@ -135,9 +153,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def local_rectangles(tensor: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """What this process holds of a tensor: rectangles, and where each starts in the whole one, per dimension.
+    """Returns the local part as rectangles, and the offset of each in the whole tensor.
 
-    All of a plain tensor is one, and so is the local part of a DTensor; a segment is several, or none.
+    A plain tensor and the local part of a DTensor are one rectangle. A segment is several, or none:
+    in the module's example, rank 0 holds rectangles of 2 x 3 at (0, 0) and 1 x 2 at (2, 0).
     """
     if isinstance(tensor, SegmentParameter):
         return rectangles(_local(tensor), tensor.segment.start, tensor.segment.shape)
@@ -145,10 +164,9 @@ def local_rectangles(tensor: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
 
 
 def _offset(tensor: Tensor) -> tuple[int, ...]:
-    """Where the local part of a tensor that is no segment starts in the whole one, per dimension.
+    """The offset of the local part of a plain tensor or DTensor, per dimension.
 
-    For a DTensor it is computed here, by the rule of `torch.chunk` that DTensor follows; torch's own function for it is
-    private and has moved between releases.
+    torch's own function for this is private and has moved between releases.
     """
     offset = [0] * tensor.ndim
     if not is_dtensor(tensor):
@@ -159,6 +177,7 @@ def _offset(tensor: Tensor) -> tuple[int, ...]:
     for dimension, placement in enumerate(tensor.placements):
         assert type(placement) in (Shard, Replicate), f"{placement} is not a plain split"
         if isinstance(placement, Shard):
+            # torch.chunk: equal chunks of ceil(length / ranks), the last ones shorter or empty.
             length, parts = shape[placement.dim], tensor.device_mesh.size(dimension)
             chunk = -(-length // parts)
             start = min(length, chunk * tensor.device_mesh.get_local_rank(dimension))
@@ -172,7 +191,10 @@ def _offset(tensor: Tensor) -> tuple[int, ...]:
 
 
 def flat_start(tensor: Tensor) -> int:
-    """Where in the flattened whole the part of a tensor begins that this process holds; it must be one flat range."""
+    """Returns the first element of the local part in the flattened tensor.
+
+    The local part must be one flat range.
+    """
     if isinstance(tensor, SegmentParameter):
         return tensor.segment.start
     assert _local(tensor).shape[1:] == tensor.shape[1:], (
@@ -182,14 +204,15 @@ def flat_start(tensor: Tensor) -> int:
 
 
 def block_bounds(tensor: Tensor, blocks: int) -> list[int]:
-    """Where, in the part that this process holds, each of `blocks` equal stacks of a tensor's rows begins, and its end.
+    """Splits a tensor's rows into equal blocks; returns the bounds of the blocks in the local part.
 
-    Block b is [bounds[b], bounds[b + 1]) of the local part's first dimension: rows, or of a segment elements. It is
-    empty where the block lies with other processes.
+    Block b is [bounds[b], bounds[b + 1]) of the local part's first dimension, which is rows, or
+    elements of a segment. It is empty if other ranks hold the block. For example, 6 rows in 3
+    blocks, of which this rank holds rows 3 to 5, have the bounds 0, 0, 1, 3.
     """
     (rows, *row), part = whole_shape(tensor), _local(tensor)
     assert rows % blocks == 0, f"{rows} rows are not {blocks} equal blocks"
-    unit = math.prod(part.shape[1:])
+    unit = math.prod(part.shape[1:])  # elements of one index of the local part
     size, start = rows // blocks * math.prod(row) // unit, flat_start(tensor) // unit
     return [min(max(block * size - start, 0), len(part)) for block in range(blocks + 1)]
 
@@ -197,15 +220,15 @@ def block_bounds(tensor: Tensor, blocks: int) -> list[int]:
 def rectangles(
     part: Tensor, start: int, shape: Sequence[int]
 ) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """Cuts a flat range of a tensor of n dimensions into rectangles of it: at most 2n - 1.
+    """Splits a flat range of a tensor of n dimensions into at most 2n - 1 rectangles.
 
     Args:
         part: the elements of the flattened tensor from `start` on: [numel], or whole rows.
-        start: where the range begins.
-        shape: of the tensor.
+        start: first element of the range.
+        shape: shape of the tensor.
 
     Returns:
-        Views of `part` with n dimensions, and where each starts in the tensor, per dimension; in the order of memory.
+        Views of `part` with n dimensions, and the offset of each in the tensor; in memory order.
     """
     found = list(_cut(tuple(shape), start, start + part.numel()))
     lengths = [math.prod(size) // math.prod(part.shape[1:]) for _, size in found]
@@ -216,7 +239,11 @@ def rectangles(
 def _cut(
     shape: tuple[int, ...], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The offset and size of each rectangle of [start, stop): of a row's end, whole rows, and a row's beginning."""
+    """Yields offset and size of each rectangle of the flat range [start, stop).
+
+    The range is the end of a row, then whole rows, then the beginning of a row; each may be empty.
+    The ends are ranges of a row, which has one dimension less.
+    """
     if start == stop:
         return
     if not shape:
@@ -236,15 +263,16 @@ def _cut(
 
 @torch.no_grad()
 def squared_norms(parts: list[Tensor], counts: Sequence[int] | None = None) -> Tensor:
-    """The squared L2 norms of local parts: [number of parts], fp64; of a part that is a stack those of each in it.
+    """Returns the squared L2 norms of local parts: [number of parts], fp64.
+
+    A norm must not depend on the partition, so squares are summed in fp64. Where that is slow, each
+    row is summed in fp32. For a whole matrix, fp32 would be wrong by 1e-3, because torch's kernel
+    adds up millions of squares one after another.
 
     Args:
-        parts: the tensors.
-        counts: how many tensors of equal numbers of rows each part is a stack of; None: all are single ones.
-
-    They must not depend on how a tensor is split, so squares are summed in fp64. Where that is slow,
-    those of a row are summed in fp32; of a whole matrix that would be wrong by 1e-3, as torch's
-    kernel adds up millions of squares one after another.
+        parts: the local parts.
+        counts: number of equally sized matrices stacked in each part, whose norms are returned one
+            by one; None: 1 each.
     """
     if kernels.has_fast_fp64(parts[0].device):
         assert counts is None or max(counts) == 1, "stacks are for devices that compile graphs"
@@ -259,7 +287,10 @@ def squared_norms(parts: list[Tensor], counts: Sequence[int] | None = None) -> T
 
 
 def _row_norms(part: Tensor) -> Tensor:
-    """Norms of rows, or of a flat part's elements; of a long one, a segment, of 1024 elements at a time."""
+    """Norms of rows.
+
+    A short flat part is returned as it is; of a long one, norms of 1024 elements.
+    """
     if part.ndim > 1:
         norms: Tensor = torch.linalg.vector_norm(part, dim=-1)
         return norms
@@ -270,14 +301,11 @@ def _row_norms(part: Tensor) -> Tensor:
 
 
 def add_up(values: Tensor, like: Tensor) -> Tensor:
-    """Adds up numbers, in place, over the processes that a tensor is split over; one collective.
+    """Sums values over the ranks that a tensor is partitioned over, in place; one collective.
 
     Args:
-        values: this process's numbers, of local parts.
-        like: a tensor that is split as those are; of one that is not split the numbers are whole already.
-
-    Returns:
-        `values`, now equal in all processes.
+        values: numbers of this rank, computed from local parts.
+        like: a tensor with the same partition. If it is not partitioned, nothing is summed.
     """
     if isinstance(like, SegmentParameter):
         dist.all_reduce(values, group=like.segment.group)
@@ -291,14 +319,11 @@ def add_up(values: Tensor, like: Tensor) -> Tensor:
 def whole_norms(
     tensors: Iterable[Tensor], like: Tensor, counts: Sequence[int] | None = None
 ) -> Tensor:
-    """The L2 norms of whole tensors, with one collective for all of them.
+    """Returns the L2 norms of whole tensors, [number of tensors], fp64; one collective for all.
 
     Args:
-        tensors: DTensors or local parts, all of them split alike.
-        like: a tensor that is split as those are.
-        counts: as of `squared_norms`.
-
-    Returns:
-        [number of tensors], fp64.
+        tensors: DTensors or local parts, all with the same partition.
+        like: a tensor with that partition.
+        counts: see `squared_norms`.
     """
     return add_up(squared_norms(local_parts(tensors), counts), like).sqrt()

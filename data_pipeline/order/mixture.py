@@ -89,8 +89,8 @@ def check_sources(sources: Sequence[Source], changes: Sequence[Weights]) -> None
             )
         if not names or set(change.weights) != set(names):
             raise ConfigError(
-                f"weights of step {change.step} name {', '.join(change.weights) or 'no source'}; name "
-                f"all sources: {', '.join(names) or 'none, since data.path is a single dataset'}"
+                f"weights of step {change.step} name {', '.join(change.weights) or 'no source'}; "
+                f"name all sources: {', '.join(names) or 'none, since data.path is one dataset'}"
             )
         round_weights(change.weights)
 

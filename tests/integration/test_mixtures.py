@@ -45,7 +45,7 @@ def test_a_mixture_trains_changes_and_is_proven(
     other = ("training.steps=15", *common, sources(parts, a=1, c=1))
     refused = samestep("train", experiment_file, f"output={cut}", *other)
     assert refused.code == 1
-    assert "set data.on_change=accept to go on with the new one from example 372" in refused.message
+    assert "set data.on_change=accept to use the new mixture from example 372" in refused.message
     accepted = samestep("train", experiment_file, f"output={cut}", *other, "data.on_change=accept")
     assert accepted.code == 0, accepted.err
     assert max(losses(cut)) == 15

@@ -278,7 +278,7 @@ def test_the_objective_and_the_dataset_must_be_of_the_same_task():
     with pytest.raises(ConfigError, match=r"data.packing is concat, .*; use data.packing=padded"):
         check_policy(manifest_of("classification"), "data", spec, "concat")
     with pytest.raises(
-        DataError, match=r"takes rows for classification, and data holds documents without labels"
+        DataError, match=r"reads rows for classification, and data holds documents without labels"
     ):
         check_policy(manifest_of(None), "data", spec, "padded")
     with pytest.raises(
