@@ -2,8 +2,8 @@
 
     python -m benchmarks.build --corpus corpus/*.jsonl.zst
 
-All start from JSON Lines and the same tokenizer, and use one process for the work. The packages of others are imported
-where they are used, because our worker processes import this module again.
+All start from JSON Lines and the same tokenizer, and use one process for the work. The packages of
+others are imported where they are used, because our worker processes import this module again.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def peak_memory(corpus: Path, tokenizer: Path, folder: Path) -> float:
         "workers=1",
     ]
     command = ["data", "build", "configs/data/jsonl.yaml", *settings, f"shard_bytes={_SHARD_BYTES}"]
-    # A process's peak counts that of the one that started it, so a small one stands between the build and this one.
+    # A process's peak counts that of the one that started it, so a small one stands between the
+    # build and this one.
     program = [sys.executable, "-c", _PEAK_OF_CHILD, sys.executable, "-m", "trainer.cli", *command]
     done = subprocess.run(
         program, cwd=_ROOT, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL

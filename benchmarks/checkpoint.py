@@ -2,9 +2,9 @@
 
     python -m benchmarks.checkpoint
 
-Two processes train a model with AdamW under DDP and save now and then, once in the background and once in place; the
-figures are read from what the runs write to metrics.jsonl. The first save of a run, which takes its memory for the
-first time, is told apart from those after it.
+Two processes train a model with AdamW under DDP and save now and then, once in the background and
+once in place; the figures are read from what the runs write to metrics.jsonl. The first save of a
+run, which takes its memory for the first time, is told apart from those after it.
 """
 
 from __future__ import annotations

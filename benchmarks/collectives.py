@@ -1,8 +1,8 @@
 """Counts what processes exchange in a training step, collective by collective, as the strategies call for them.
 
-For FSDP2 and HSDP it takes one process: the strategy's own code runs as one rank of many, in PyTorch's fake process
-group, whose collectives return at once, and on tensors without memory. So a step of T5-11B on 512 ranks can be counted
-on a laptop.
+For FSDP2 and HSDP it takes one process: the strategy's own code runs as one rank of many, in
+PyTorch's fake process group, whose collectives return at once, and on tensors without memory. So a
+step of T5-11B on 512 ranks can be counted on a laptop.
 """
 
 from __future__ import annotations

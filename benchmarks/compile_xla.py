@@ -2,7 +2,8 @@
 
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python -m benchmarks.compile_xla
 
-Runs where torch-xla is installed. Each step is compiled in a process of its own, for the devices of that machine.
+Runs where torch-xla is installed. Each step is compiled in a process of its own, for the devices of
+that machine.
 """
 
 from __future__ import annotations

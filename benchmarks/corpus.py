@@ -33,8 +33,8 @@ def data_arguments(description: str | None) -> argparse.ArgumentParser:
 def write_corpus(paths: list[str], megabytes: float, file: Path) -> float:
     """Writes the first documents of a corpus as JSON Lines, and returns their text's size in MB.
 
-    Without paths it is Python's documentation, its sentences shuffled anew for each time that they are needed. That has
-    few different words for its size.
+    Without paths it is Python's documentation, its sentences shuffled anew for each time that they
+    are needed. That has few different words for its size.
     """
     texts = _texts(jsonl.Config(tuple(paths)).build() if paths else python_docs.Config().build())
     if not paths:

@@ -2,9 +2,10 @@
 
     python -m benchmarks.finetune datasets/sst2 --model mini
 
-Both sides train the same model on batches of the dataset grouped by length, each as wide as its longest row, by AdamW
-with clipped gradients and dropout of 0.1, in fp32 on the CPU. Ours is the real trainer and makes its batches as it
-goes; theirs finds them ready in memory. Each side is a process, and they take turns of some steps.
+Both sides train the same model on batches of the dataset grouped by length, each as wide as its
+longest row, by AdamW with clipped gradients and dropout of 0.1, in fp32 on the CPU. Ours is the
+real trainer and makes its batches as it goes; theirs finds them ready in memory. Each side is a
+process, and they take turns of some steps.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python -m benchmarks.generation
 
-T5-mini (v1.1, 4 + 4 layers of 256) with random weights in fp32 on the CPU: sources of 16 to 128 tokens, 32 new ones for
-each. No text ends before, so that both do the same work; that they are equal is checked first.
+T5-mini (v1.1, 4 + 4 layers of 256) with random weights in fp32 on the CPU: sources of 16 to 128
+tokens, 32 new ones for each. No text ends before, so that both do the same work; that they are
+equal is checked first.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python -m benchmarks.loader --corpus corpus/*.jsonl.zst
 
-All read the same examples, shuffled, without worker processes, and mask them anew each time. "Our masking" is that of
-`trainer.objectives.mlm`. Hugging Face's collator spends most of its time on looking for special tokens; "Hugging Face's
-masking" is its rest, with the special tokens found in one go.
+All read the same examples, shuffled, without worker processes, and mask them anew each time. "Our
+masking" is that of `trainer.objectives.mlm`. Hugging Face's collator spends most of its time on
+looking for special tokens; "Hugging Face's masking" is its rest, with the special tokens found in
+one go.
 """
 
 from __future__ import annotations

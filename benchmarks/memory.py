@@ -2,9 +2,10 @@
 
     python -m benchmarks.memory
 
-Four processes train a BERT of 110 million parameters for some steps, save, and restore what they have saved. Of each
-process the resident memory is read from /proc every few milliseconds. glibc keeps what is freed, which would hide that
-partitions are smaller than the whole; MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ make it give memory back.
+Four processes train a BERT of 110 million parameters for some steps, save, and restore what they
+have saved. Of each process the resident memory is read from /proc every few milliseconds. glibc
+keeps what is freed, which would hide that partitions are smaller than the whole;
+MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ make it give memory back.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class Held:
 def held(strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer) -> Held:
     """Looks at the tensors of a process; gradients must be there, as after a backward pass."""
     parameters = list(strategy.parameters.values())
-    # Under ZeRO the model's own tensors are others than those that are updated; in stage 3, partitions and few whole.
+    # Under ZeRO the model's own tensors are others than those that are updated; in stage 3,
+    # partitions and few whole.
     copies = list(model.parameters())
     copies += [each.ds_tensor for each in copies if hasattr(each, "ds_tensor")]
     state = [

@@ -1,8 +1,9 @@
 """Paired measurements: ours and others do the same work in turn, so that a busy machine slows all of them alike.
 
-Each round runs every contender once, every other round in reverse; a figure is the median over the rounds, and a ratio
-is the median of the rounds' own ratios. Data pipelines are compared by CPU time, child processes included, which
-other programs on the machine disturb little; training steps by wall time, because a device works beside the CPU.
+Each round runs every contender once, every other round in reverse; a figure is the median over the
+rounds, and a ratio is the median of the rounds' own ratios. Data pipelines are compared by CPU
+time, child processes included, which other programs on the machine disturb little; training steps
+by wall time, because a device works beside the CPU.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Contender:
 
     Attributes:
         name: what the tables call it.
-        work: does a fixed piece of work and returns its amount; called once before the measured rounds.
+        work: does a fixed piece of work and returns its amount; called once before the measured
+            rounds.
     """
 
     name: str

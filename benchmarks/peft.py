@@ -2,9 +2,10 @@
 
     python -m benchmarks.peft sst2.yaml mrpc.yaml [key=value ...]
 
-Each file is an experiment with `init_from` (docs/peft.md); each method fine-tunes it in a process of its own, on
-one device, from the same weights and with the same batches. Memory is the most that the accelerator's allocator held
-or, on a CPU, the most resident memory of the process, libraries included.
+Each file is an experiment with `init_from` (docs/peft.md); each method fine-tunes it in a process
+of its own, on one device, from the same weights and with the same batches. Memory is the most that
+the accelerator's allocator held or, on a CPU, the most resident memory of the process, libraries
+included.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python -m benchmarks.recovery
 
-An elastic run trains a model with AdamW under FSDP2, takes a snapshot, or else saves a checkpoint, every few steps, and
-loses a worker to SIGKILL again and again. The figures are read from what it writes to metrics.jsonl.
+An elastic run trains a model with AdamW under FSDP2, takes a snapshot, or else saves a checkpoint,
+every few steps, and loses a worker to SIGKILL again and again. The figures are read from what it
+writes to metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Recoveries:
     Attributes:
         seconds: from each kill to the next step done.
         redone: steps that were taken again after each.
-        stalls: seconds that each snapshot or checkpoint held training up; the first, which takes memory, left out.
+        stalls: seconds that each snapshot or checkpoint held training up; the first, which takes
+            memory, left out.
     """
 
     seconds: list[float] = field(default_factory=list)

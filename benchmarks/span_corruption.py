@@ -2,7 +2,8 @@
 
     python -m benchmarks.span_corruption
 
-Both get the same rows of 568 tokens from memory, and give sources, targets and the decoder's inputs.
+Both get the same rows of 568 tokens from memory, and give sources, targets and the decoder's
+inputs.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ VOCABULARY = Vocabulary(
 class PublishedCollator:
     """The collator of run_t5_mlm_flax.py, in numpy.
 
-    Written from the algorithm of `FlaxDataCollatorForT5MLM` in
-    huggingface/transformers, examples/flax/language-modeling/run_t5_mlm_flax.py (Apache License 2.0), whose mask is
-    `random_spans_noise_mask` of google-research/text-to-text-transfer-transformer (Apache License 2.0): a mask for each
-    row in turn, from shuffled indicators of where segments begin; then sentinels and filtering for all rows at once.
+    Written from the algorithm of `FlaxDataCollatorForT5MLM` in huggingface/transformers,
+    examples/flax/language-modeling/run_t5_mlm_flax.py (Apache License 2.0), whose mask is
+    `random_spans_noise_mask` of google-research/text-to-text-transfer-transformer (Apache License
+    2.0): a mask for each row in turn, from shuffled indicators of where segments begin; then
+    sentinels and filtering for all rows at once.
 
     Args:
         seed: of its random numbers.

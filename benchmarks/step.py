@@ -3,11 +3,12 @@
     python -m benchmarks.step --device cpu    BERT-mini and BERT-base at length 128, in fp32
     python -m benchmarks.step --device cuda   BERT-base and BERT-large at 128 and 512, in bf16
 
-Both sides train the same model on the same micro-batches with the same masks, by AdamW, with gradients clipped and
-dropout 0.1 of hidden states (0 of attention probabilities, so that both may take PyTorch's fused attention). Ours is
-the real trainer and makes its batches as it goes; theirs finds them ready in memory. Each side is a process, and they
-take turns of some steps. On a GPU our layers are compiled; theirs runs both ways. Model FLOPs utilisation counts for
-all sides the FLOPs that ours needs.
+Both sides train the same model on the same micro-batches with the same masks, by AdamW, with
+gradients clipped and dropout 0.1 of hidden states (0 of attention probabilities, so that both may
+take PyTorch's fused attention). Ours is the real trainer and makes its batches as it goes; theirs
+finds them ready in memory. Each side is a process, and they take turns of some steps. On a GPU our
+layers are compiled; theirs runs both ways. Model FLOPs utilisation counts for all sides the FLOPs
+that ours needs.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ class Turns:
     Attributes:
         steps: taken in all turns but the first, which warms up.
         seconds: that they took.
-        cpu_seconds: that they took of all threads, which other programs on the machine disturb less.
+        cpu_seconds: that they took of all threads, which other programs on the machine disturb
+            less.
     """
 
     def __init__(self, job: Job, commands: Connection) -> None:

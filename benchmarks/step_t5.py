@@ -2,9 +2,10 @@
 
     python -m benchmarks.step_t5
 
-T5-mini (v1.1, 4 + 4 layers of 256) in fp32 on the CPU, span corruption with 512 cells of sources and 114 of targets,
-without padding. Each side computes the loss and all gradients: without dropout, as in v1.1's pre-training, and with 0.1
-of hidden states and 0 of attention probabilities. That the losses agree without dropout is checked first.
+T5-mini (v1.1, 4 + 4 layers of 256) in fp32 on the CPU, span corruption with 512 cells of sources
+and 114 of targets, without padding. Each side computes the loss and all gradients: without dropout,
+as in v1.1's pre-training, and with 0.1 of hidden states and 0 of attention probabilities. That the
+losses agree without dropout is checked first.
 """
 
 from __future__ import annotations

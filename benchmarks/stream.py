@@ -2,8 +2,9 @@
 
     python -m benchmarks.stream --corpus corpus/*.jsonl.zst
 
-The store is a process of its own (moto), which takes CPU time from what it serves, so this says less about the network
-than about what downloading, checking and caching cost. Wall time of a whole pass over the data.
+The store is a process of its own (moto), which takes CPU time from what it serves, so this says
+less about the network than about what downloading, checking and caching cost. Wall time of a whole
+pass over the data.
 """
 
 from __future__ import annotations

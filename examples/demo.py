@@ -1,7 +1,7 @@
 """The main job in a few minutes on a CPU: text -> tokenizer -> shards -> training, killed and resumed -> export.
 
-Run with `make demo`. Every part is the ordinary `samestep` command; this file only types it, kills it, and reads what
-the run wrote.
+Run with `make demo`. Every part is the ordinary `samestep` command; this file only types it, kills
+it, and reads what the run wrote.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """`samestep data build`: raw text to a dataset folder of shards, in parallel, resumable and the same every time.
 
-One coordinator reads the source in order and cuts it into units (`units`); worker processes turn each unit into its
-shards and leave its outcome in `DIR/.build`. A build that was stopped, at any moment and by anything, goes on with the
-units that have no outcome of the same input and settings. The manifest gathers the outcomes and is written last.
+One coordinator reads the source in order and cuts it into units (`units`); worker processes turn
+each unit into its shards and leave its outcome in `DIR/.build`. A build that was stopped, at any
+moment and by anything, goes on with the units that have no outcome of the same input and settings.
+The manifest gathers the outcomes and is written last.
 
 The units may also be shared out among several builds at once, on one machine or many (`slices`).
 """
@@ -55,15 +56,17 @@ class Config:
         source: where the raw text comes from.
         tokenizer: the tokenizer, and how `samestep data tokenizer` trains it.
         output: the dataset's folder.
-        heldout_fraction: share of the documents, chosen by the hash of their text, that is kept for evaluation; not
-            used where the source names files for that.
+        heldout_fraction: share of the documents, chosen by the hash of their text, that is kept for
+            evaluation; not used where the source names files for that.
         shard_bytes: raw text that goes into one shard, which is also the unit of work.
-        limit: how much of the source is read, decompressed, such as "1GB": its first documents; None means all of it.
-        sentences: how documents are split into sentences, which `packing: pairs` needs: "rules" (marks and blank lines)
-            or "lines" (each line is a sentence); None leaves boundaries out.
+        limit: how much of the source is read, decompressed, such as "1GB": its first documents;
+            None means all of it.
+        sentences: how documents are split into sentences, which `packing: pairs` needs: "rules"
+            (marks and blank lines) or "lines" (each line is a sentence); None leaves boundaries
+            out.
         workers: processes; None means one a core.
-        on_error: what a record that holds no document does: "stop" the build, or be counted, listed and left out
-            ("skip").
+        on_error: what a record that holds no document does: "stop" the build, or be counted, listed
+            and left out ("skip").
     """
 
     source: Annotated[SourceConfig, Kinds("data_pipeline.sources")]
@@ -109,7 +112,8 @@ def build(config: Config, force: bool = False) -> Manifest:
 
     Raises:
         ConfigError: the source has no files.
-        DataError: a record is bad and `on_error` is "stop", the folder is not free for this, or it cannot be written.
+        DataError: a record is bad and `on_error` is "stop", the folder is not free for this, or it
+            cannot be written.
     """
     built = _Build(config).run(force)
     assert built is not None
@@ -130,11 +134,13 @@ def build_slice(config: Config, part: Slice) -> Manifest | None:
     """Builds a slice of a dataset; the one that finds the units of all others there makes the dataset of them.
 
     Returns:
-        The manifest, also where the finished dataset was there already; None where others still have units to make.
+        The manifest, also where the finished dataset was there already; None where others still
+        have units to make.
 
     Raises:
         ConfigError: the source has no files.
-        DataError: as `build`; or the same slice is being built by another process, or the finished dataset is damaged.
+        DataError: as `build`; or the same slice is being built by another process, or the finished
+            dataset is damaged.
     """
     return _Build(config, part).run()
 
@@ -168,7 +174,8 @@ class _Build:
                     f"sentences is {config.sentences}, and rows of a task have none; leave it out"
                 )
             self.settings["task"] = {"target": self.source.kind, "labels": list(self.source.labels)}
-        # Not the signatures of addresses: datasets are passed on, and the next signature names the same text.
+        # Not the signatures of addresses: datasets are passed on, and the next signature names the
+        # same text.
         self.files = tuple(map(shown, self.source.files))
         self.source_tree: Tree = to_tree(config)["source"]
         for name in [
@@ -199,8 +206,9 @@ class _Build:
         with Claim(self.folder, self.part) as claim:
             with claim.door():
                 alone = claim.enter()
-                # Finished while this one waited, or by one killed before all was tidy. Listed, since a network file
-                # system asks its server for a list, and may remember of a single name that it was missing.
+                # Finished while this one waited, or by one killed before all was tidy. Listed,
+                # since a network file system asks its server for a list, and may remember of a
+                # single name that it was missing.
                 if not force and MANIFEST in os.listdir(self.folder):
                     found = self._finished_already()
                     if alone:

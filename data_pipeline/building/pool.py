@@ -1,7 +1,8 @@
 """Worker processes fed one item at a time through a pipe each.
 
-Not `concurrent.futures`: there, items queue up in memory, on Python before 3.12 a worker that dies while an item is
-being sent can hang the whole pool, and workers outlive a parent that is killed. A pipe per worker has none of these.
+Not `concurrent.futures`: there, items queue up in memory, on Python before 3.12 a worker that dies
+while an item is being sent can hang the whole pool, and workers outlive a parent that is killed. A
+pipe per worker has none of these.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def process(
     first: deque[Item] = deque()
     busy: dict[_Worker[Item, Result], Item] = {}
     try:
-        # Sending an item waits for the worker to read it, so all of them start, and import, before the first is sent.
+        # Sending an item waits for the worker to read it, so all of them start, and import, before
+        # the first is sent.
         for drawn in itertools.islice(items, workers):
             first.append(drawn)
             started.append(_Worker(start))
@@ -79,7 +81,8 @@ class _Worker(Generic[Item, Result]):
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, start), daemon=True)
-        # Ctrl-C reaches the whole group; the parent decides. A mask holds from a process's birth, imports included.
+        # Ctrl-C reaches the whole group; the parent decides. A mask holds from a process's birth,
+        # imports included.
         resource_tracker.ensure_running()  # starting it would unblock the signal
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self._process.start()

@@ -1,7 +1,8 @@
 """`samestep data push`: copies a finished dataset to an object store.
 
-The manifest is written last, under its own name: without it there is no dataset at the address. It is written first
-as `manifest.partial.json`, which says for whom the shards there are, so that a push that was stopped can go on.
+The manifest is written last, under its own name: without it there is no dataset at the address. It
+is written first as `manifest.partial.json`, which says for whom the shards there are, so that a
+push that was stopped can go on.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def push(folder: Path, url: str, force: bool = False) -> None:
 
     Raises:
         ConfigError: nothing can be written at such an address.
-        DataError: the dataset is unfinished or damaged, something else is at the address, or a transfer fails.
+        DataError: the dataset is unfinished or damaged, something else is at the address, or a
+            transfer fails.
     """
     if not storage.is_url(url) or not storage.is_writable(url):
         raise ConfigError(

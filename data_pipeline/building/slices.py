@@ -2,16 +2,18 @@
 
 A slice is one of N shares of a build's units. Locks on files in `DIR/.build` keep builds apart:
 
-- `door` is held for a moment by whoever begins or ends, whole build or slice, so that this happens one at a time;
-- `lock` is held while units are made, by a whole build for itself and by slices in common. Its content is the digest of
-  the build that they make, so that slices of another build stay out;
+- `door` is held for a moment by whoever begins or ends, whole build or slice, so that this happens
+    one at a time;
+- `lock` is held while units are made, by a whole build for itself and by slices in common. Its
+  content is the digest of the build that they make, so that slices of another build stay out;
 - `slice-3-of-8` is held by this slice, so that it does not run twice at once.
 
-Exactly one slice merges. One that ends gives up its part of `lock` behind the door and then asks for the whole of it.
-If that is refused, somebody is at work, who comes to the door later and sees all that this one sees. If it is granted,
-nobody is at work or begins before the door opens, so it can look at the outcomes in peace. Of slices that are done at
-the same moment, the last one through the door therefore finds the outcomes of all. One that is killed before it gets
-there has failed, and merges when it is run again.
+Exactly one slice merges. One that ends gives up its part of `lock` behind the door and then asks
+for the whole of it. If that is refused, somebody is at work, who comes to the door later and sees
+all that this one sees. If it is granted, nobody is at work or begins before the door opens, so it
+can look at the outcomes in peace. Of slices that are done at the same moment, the last one through
+the door therefore finds the outcomes of all. One that is killed before it gets there has failed,
+and merges when it is run again.
 """
 
 from __future__ import annotations
@@ -57,7 +59,10 @@ class Slice:
         return cls(int(match[1]), int(match[2]))
 
     def has(self, unit: int) -> bool:
-        """Whether the slice makes the unit of this index. By turns: units are alike, and so slices are equal."""
+        """Whether the slice makes the unit of this index.
+
+        By turns: units are alike, and so slices are equal.
+        """
         return unit % self.count == self.index - 1
 
     def __str__(self) -> str:
@@ -94,7 +99,8 @@ class Claim:
         """Waits until nobody else begins or ends, and sees to it that nobody does.
 
         Raises:
-            DataError: the folder holds something else, or it cannot be written or, for a slice, locked.
+            DataError: the folder holds something else, or it cannot be written or, for a slice,
+                locked.
         """
         while True:
             with self._open_door() as file:
@@ -113,7 +119,8 @@ class Claim:
         """Comes in, behind the door; returns whether nobody else is at work.
 
         Raises:
-            DataError: a process is at work on the same slice, or the folder cannot be written or locked.
+            DataError: a process is at work on the same slice, or the folder cannot be written or
+                locked.
         """
         try:
             if self._part is not None:

@@ -24,7 +24,8 @@ class Encoded:
     Attributes:
         tokens: [T], of all its texts end to end.
         parts: int64 [texts], where each text begins.
-        labels: float32 [K], as `trainer.examples.Labels.values`; empty where it is no row of a task.
+        labels: float32 [K], as `trainer.examples.Labels.values`; empty where it is no row of a
+            task.
         row: the row, with the `offsets` of its last text where labels belong to tokens.
     """
 

@@ -21,7 +21,8 @@ def train_tokenizer(config: Config, force: bool = False) -> Tokenizer:
     """Trains the tokenizer of a dataset on its source and saves it.
 
     Raises:
-        DataError: there is one already and not `force`; or a record is bad and `on_error` is "stop".
+        DataError: there is one already and not `force`; or a record is bad and `on_error` is
+            "stop".
     """
     folder = Path(config.tokenizer.path)
     if is_hub_path(config.tokenizer.path):

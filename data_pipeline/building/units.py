@@ -1,7 +1,8 @@
 """The units of work of a build: a run of records that becomes one shard of each split.
 
-Where one unit ends and the next begins, and all that comes out of one, depends on the input alone, so any number of
-processes in any order make the same dataset, and a finished unit never needs to be made again.
+Where one unit ends and the next begins, and all that comes out of one, depends on the input alone,
+so any number of processes in any order make the same dataset, and a finished unit never needs to be
+made again.
 """
 
 from __future__ import annotations
@@ -176,7 +177,8 @@ class UnitWriter:
         Raises:
             DataError: the disk does not take them.
         """
-        # From the first shard on, what an earlier build of other settings said about this unit would be wrong.
+        # From the first shard on, what an earlier build of other settings said about this unit
+        # would be wrong.
         outcome_path(self._folder, unit.index).unlink(missing_ok=True)
         parsed, rejected = list[_Parsed](), list[tuple[int, int, str]]()
         for record in unit.records:

@@ -1,6 +1,7 @@
 """The manifest of a built dataset: which shards it has, what is in them and what they were made from.
 
-It is written last, so a folder with a manifest is a finished dataset and a folder without one is not a dataset.
+It is written last, so a folder with a manifest is a finished dataset and a folder without one is
+not a dataset.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Manifest:
         dtype: of the tokens in the shards, "uint16" or "uint32".
         source: the resolved source section of the build's configuration.
         files: the source files; the first column of a shard's `origin` indexes it.
-        documents_in: records read; the sum of the documents in all shards and of `documents_rejected`.
+        documents_in: records read; the sum of the documents in all shards and of
+            `documents_rejected`.
         documents_rejected: reason -> number of records.
         splits: "train" and "heldout" -> shards, in order.
         settings: the other settings of the build that shape the shards.

@@ -16,9 +16,10 @@ Of rows of a task these are their texts, and what is to be predicted of them com
     000000.label_offsets.npy  int64 [d + 1], those of document i are labels[label_offsets[i]:label_offsets[i + 1]]
     000000.rows.jsonl         of held-out shards: the rows, a JSON object each, in the documents' order
 
-Tar members start at multiples of 512 bytes and .npy data at multiples of 64 behind that, so a whole shard can be seen
-as one array of tokens in which every document is a plain slice. Members are written with `tarfile` because importing
-webdataset imports torch, which each build worker would pay for in seconds and memory.
+Tar members start at multiples of 512 bytes and .npy data at multiples of 64 behind that, so a whole
+shard can be seen as one array of tokens in which every document is a plain slice. Members are
+written with `tarfile` because importing webdataset imports torch, which each build worker would pay
+for in seconds and memory.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ from trainer.errors import CorruptError, DataError
 from trainer.examples import TaskRow
 from trainer.storage import atomic_write
 
-# numpy parses headers as Python. In CPython 3.11.7, threads that do so at a time now and then fail with a SystemError,
-# "AST constructor recursion depth mismatch", and a sound shard would pass for a damaged one.
+# numpy parses headers as Python. In CPython 3.11.7, threads that do so at a time now and then fail
+# with a SystemError, "AST constructor recursion depth mismatch", and a sound shard would pass for a
+# damaged one.
 _PARSER = threading.Lock()
 
 Tokens: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
@@ -72,7 +74,8 @@ def write_shard(
         documents: D arrays of tokens.
         origin: [D, 2], the (source file, line) of each document.
         dtype: of the stored tokens.
-        sentences: D arrays of the ascending offsets, within a document, of its sentences' first tokens; the first is 0.
+        sentences: D arrays of the ascending offsets, within a document, of its sentences' first
+            tokens; the first is 0.
         labels: of rows of a task, D arrays of what is to be predicted.
         rows: D rows of a task, to be kept for scores.
 
@@ -83,7 +86,8 @@ def write_shard(
     offsets = np.concatenate(
         ([0], np.cumsum([len(document) for document in documents], dtype=np.int64))
     )
-    # Documents belong to the chunk in which they begin, so a chunk is as long as its last document makes it.
+    # Documents belong to the chunk in which they begin, so a chunk is as long as its last document
+    # makes it.
     bounds = [*np.flatnonzero(np.diff(offsets[:-1] // CHUNK_TOKENS, prepend=-1)), len(documents)]
     with atomic_write(path) as file:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
@@ -150,10 +154,12 @@ class ShardIndex:
         start: int64 [D], the place of each document's first token in the file, counted in tokens.
         length: int64 [D], tokens of each document.
         origin: uint32 [D, 2], the (source file, line) of each document.
-        sentences: int64 [K], where sentences begin, counted in tokens through all documents; empty unless asked for.
-        labels: float32 [K], what is to be predicted of all documents, where they are rows of a task.
-        label_start: int64 [D + 1], those of document i are `labels[label_start[i] : label_start[i + 1]]`; like `labels`
-            empty unless asked for.
+        sentences: int64 [K], where sentences begin, counted in tokens through all documents; empty
+            unless asked for.
+        labels: float32 [K], what is to be predicted of all documents, where they are rows of a
+            task.
+        label_start: int64 [D + 1], those of document i are `labels[label_start[i] : label_start[i +
+            1]]`; like `labels` empty unless asked for.
     """
 
     start: npt.NDArray[np.int64]
@@ -197,7 +203,8 @@ class Shard(ShardIndex):
     """A shard opened for reading; nothing but its index is read before tokens are used.
 
     Attributes:
-        tokens: 1-D memory map of the whole file as tokens; document i is `tokens[start[i] : start[i] + length[i]]`.
+        tokens: 1-D memory map of the whole file as tokens; document i is `tokens[start[i] :
+            start[i] + length[i]]`.
     """
 
     tokens: Tokens = field(kw_only=True)
@@ -213,7 +220,8 @@ class Shard(ShardIndex):
     ) -> Shard:
         """Maps a shard whose tokens are of type `dtype`, with or without its `sentences` and `labels`.
 
-        With a `sha256`, which its bytes must have, it is read through before: a CPU does 0.3 to 2 GB a second.
+        With a `sha256`, which its bytes must have, it is read through before: a CPU does 0.3 to 2
+            GB a second.
 
         Raises:
             CorruptError: it is cut short, damaged or of another type.
@@ -301,7 +309,8 @@ def _read_chunks(
     file: BinaryIO, dtype: np.dtype[np.generic], with_sentences: bool, with_labels: bool
 ) -> Iterator[tuple[npt.NDArray[np.generic], ...]]:
     """Yields the columns of a `ShardIndex` for each chunk; raises ValueError for what is no shard."""
-    # A tar ends with two blocks of zeros: without them the file was cut short, perhaps between two members.
+    # A tar ends with two blocks of zeros: without them the file was cut short, perhaps between two
+    # members.
     size = file.seek(0, io.SEEK_END)
     file.seek(max(0, size - 2 * tarfile.BLOCKSIZE))
     if size == 0 or size % tarfile.BLOCKSIZE or any(file.read()):

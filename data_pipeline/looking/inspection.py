@@ -56,11 +56,13 @@ class Inspection:
 
     Attributes:
         dataset: the dataset.
-        split: what the rest is about: the training split, or the held-out one where there is no other.
-        histogram: int64 [k], documents of 0, 1, 2-3, 4-7, ... tokens: entry i > 0 counts [2**(i-1), 2**i).
+        split: what the rest is about: the training split, or the held-out one where there is no
+            other.
+        histogram: int64 [k], documents of 0, 1, 2-3, 4-7, ... tokens: entry i > 0 counts [2**(i-1),
+            2**i).
         forecasts: of each sequence length and policy, for documents.
-        text_lengths: the tokens of the sources and of the targets, for pairs of texts; for rows of a task, of the first
-            texts, the second ones, ...; else empty.
+        text_lengths: the tokens of the sources and of the targets, for pairs of texts; for rows of
+            a task, of the first texts, the second ones, ...; else empty.
     """
 
     dataset: Dataset

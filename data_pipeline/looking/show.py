@@ -119,7 +119,8 @@ def show(
         if spec.sides is not None:
             _print_pairs(row, sources, tokenizer, console)
             continue
-        # A piece is shown with the special tokens around it: up to where the next piece, or its prefix, begins.
+        # A piece is shown with the special tokens around it: up to where the next piece, or its
+        # prefix, begins.
         prefix = spec.prefix if examples.isolated else 0
         begin = [0, *(examples.column[1:] - prefix).tolist()]
         for name, first, end, (file, line) in zip(

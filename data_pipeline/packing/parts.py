@@ -4,8 +4,7 @@ A sequence is the special tokens of the `prefix`, the texts with `between` speci
 them, and those of the `suffix`. `Parts.layout` says what a row becomes:
 
     joined    One sequence of all texts. While it is too long, the longest text loses its last
-    token,
-              the later one of two equal texts: `_truncate_seq_pair` of google-research/bert.
+              token, the later one of two equal texts: `_truncate_seq_pair` of google-research/bert.
     windows   If the last text is too long, several sequences, each with the first text and a window
               of the last one. Windows start `stride` tokens apart until one reaches the end, as in
               BERT's `run_squad.py`.

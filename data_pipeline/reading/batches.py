@@ -111,7 +111,8 @@ class BatchMaker:
         )
         self._batch_size, self._replica = layout.global_batch_size, layout.replica
         self._micro_batches, self._rows = layout.micro_batches, layout.rows
-        # Numpy is slow with small arrays and wants memory for large ones: rows are made in blocks of micro-batches.
+        # Numpy is slow with small arrays and wants memory for large ones: rows are made in blocks
+        # of micro-batches.
         together = max(1, _BLOCK_CELLS // (self._rows * row_cells))
         self._block_rows = together * self._rows
         self.most_steps = max(1, together // self._micro_batches)

@@ -1,14 +1,16 @@
 """Downloaded shards on the local disk: a folder of bounded size that the processes of a node share.
 
-A file is named by the SHA-256 of its content, so a shard of another dataset, or of an earlier build at the same
-address, is never taken for the right one. Locks are `flock`s on the files themselves: the system drops them with the
-process that holds them, however it ends, so a killed one leaves nothing that others wait for.
+A file is named by the SHA-256 of its content, so a shard of another dataset, or of an earlier build
+at the same address, is never taken for the right one. Locks are `flock`s on the files themselves:
+the system drops them with the process that holds them, however it ends, so a killed one leaves
+nothing that others wait for.
 
     HASH.tar      a whole shard, verified, and again whenever it is opened. Who reads or maps it holds a shared lock
-                  (a map keeps the lock of the file that it was made of); who removes it needs an exclusive one,
-                  unless it is damaged.
+                  (a map keeps the lock of the file that it was made of); who removes it needs an
+                  exclusive one, unless it is damaged.
     HASH.partial  a shard being downloaded, under an exclusive lock. It has its final size from the start, which
-                  reserves the space. Without a lock it was left by a process that died, and is removed.
+                  reserves the space. Without a lock it was left by a process that died, and is
+                  removed.
     room.lock     held while room is made, and while a file gets its final name.
 """
 
@@ -58,7 +60,8 @@ class ShardCache:
 
     Attributes:
         folder: where they are kept.
-        limit: bytes they may take together. Only shards that are all in use at a time may exceed it.
+        limit: bytes they may take together. Only shards that are all in use at a time may exceed
+            it.
     """
 
     folder: Path
@@ -186,7 +189,8 @@ class ShardCache:
     def _reserve(self, file: BinaryIO, size: int, needed: bool) -> None:
         """Gives a partial file its final size, once shards that nobody has used for longest have made room for it.
 
-        Where all others are in use, one that is `needed` exceeds the limit and one that is not is refused.
+        Where all others are in use, one that is `needed` exceeds the limit and one that is not is
+        refused.
         """
         with locked(self.folder / _ROOM):
             files = [f for f in self._files() if f.path.suffix != ".partial" or not _remove(f.path)]
@@ -235,8 +239,8 @@ class ShardCache:
 def locked(path: Path) -> Iterator[BinaryIO]:
     """Opens a file, new if there is none, under an exclusive lock.
 
-    It asks again and again: who waits in the system for a partial file would still wait for it when it has become a
-    whole one, which is locked for as long as it is in use.
+    It asks again and again: who waits in the system for a partial file would still wait for it when
+    it has become a whole one, which is locked for as long as it is in use.
     """
     while True:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b")

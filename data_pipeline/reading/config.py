@@ -19,28 +19,34 @@ class Config:
     """The `data` section of an experiment.
 
     Attributes:
-        path: folder of a built dataset, or its address (s3://, gs://, http://, https://); shards of a remote one are
-            downloaded when they are needed.
+        path: folder of a built dataset, or its address (s3://, gs://, http://, https://); shards of
+            a remote one are downloaded when they are needed.
         sources: several datasets to mix, instead of `path`.
         weights: other weights of the sources, from steps on.
-        on_change: what to do when a run that goes on finds other datasets, or other weights for where it stands, than
-            it was stopped with: error refuses; accept goes on with the new ones from there.
+        on_change: what to do when a run that goes on finds other datasets, or other weights for
+            where it stands, than it was stopped with: error refuses; accept goes on with the new
+            ones from there.
         sequence_length: cells of an example, special tokens included.
         packing: how documents become examples: concat, best_fit, padded or pairs.
-        lanes: independent readers that the order deals examples from; part of the order, so fixed for a run.
-        window: shards' worth of examples that a lane shuffles together; part of the order, so fixed for a run.
-        group_by_length: for rows of tasks: takes examples of about the same length in groups of so many, best the
-            global batch size, and makes rows no wider than the longest of a batch; part of the order. None: all rows
-            are of sequence_length cells, as compilers like it.
+        lanes: independent readers that the order deals examples from; part of the order, so fixed
+            for a run.
+        window: shards' worth of examples that a lane shuffles together; part of the order, so fixed
+            for a run.
+        group_by_length: for rows of tasks: takes examples of about the same length in groups of so
+            many, best the global batch size, and makes rows no wider than the longest of a batch;
+            part of the order. None: all rows are of sequence_length cells, as compilers like it.
         threads: threads that make batches; 0 makes them in the training thread.
-        prefetch: steps of batches that threads keep ready, or blocks of several steps where those are small.
-        cache: folder of the local disk for downloaded shards, which all processes and runs of a node may share; null is
-            SAMESTEP_CACHE from the environment, or ~/.cache/samestep.
-        cache_size: how much of them is kept, such as 500GB or 2TiB; less where the disk has no more to give.
-        on_corrupt: what to do about a shard whose bytes are not those that were built, even when they are read or
-            fetched again: stop ends the run; skip passes over the rest of its examples.
-        exclude: ranges [first, end] of global examples, counted from 0, that a run passes over (end itself is not among
-            them); of the first data order, where phases begin several.
+        prefetch: steps of batches that threads keep ready, or blocks of several steps where those
+            are small.
+        cache: folder of the local disk for downloaded shards, which all processes and runs of a
+            node may share; null is SAMESTEP_CACHE from the environment, or ~/.cache/samestep.
+        cache_size: how much of them is kept, such as 500GB or 2TiB; less where the disk has no more
+            to give.
+        on_corrupt: what to do about a shard whose bytes are not those that were built, even when
+            they are read or fetched again: stop ends the run; skip passes over the rest of its
+            examples.
+        exclude: ranges [first, end] of global examples, counted from 0, that a run passes over (end
+            itself is not among them); of the first data order, where phases begin several.
     """
 
     path: str | None = None
@@ -95,7 +101,8 @@ class Config:
         """Opens the dataset at `path`, or the `sources`.
 
         Raises:
-            DataError: there is none, it is unfinished or damaged, or sources have different tokenizers.
+            DataError: there is none, it is unfinished or damaged, or sources have different
+                tokenizers.
             ConfigError: two sources are the same dataset.
         """
         cache, whole = (

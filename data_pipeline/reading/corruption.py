@@ -25,11 +25,12 @@ class CorruptShardError(DataError):
 class CorruptShards:
     """From which global example on each shard is passed over; immutable, so that threads may share it.
 
-    Rows of its examples stay where they are and carry no weight. So no other example changes its place, and however
-    many examples are gone, a run has to remember the shard only.
+    Rows of its examples stay where they are and carry no weight. So no other example changes its
+    place, and however many examples are gone, a run has to remember the shard only.
 
     Attributes:
-        found: (digest of the dataset, name of the shard, global example) of each, in the order of the examples.
+        found: (digest of the dataset, name of the shard, global example) of each, in the order of
+            the examples.
 
     Args:
         shards: (digest of the dataset, name) of all shards, by their numbers.

@@ -55,8 +55,8 @@ _EXAMPLE = name_key("example")
 def max_open_shards() -> int:
     """How many shards of a split this process keeps open: `MAX_OPEN_SHARDS`, or what the system allows.
 
-    Each holds a file descriptor, of which processes begin with as few as 256; the first call asks for as many as it
-    takes to train and to evaluate, with as many again for all else.
+    Each holds a file descriptor, of which processes begin with as few as 256; the first call asks
+    for as many as it takes to train and to evaluate, with as many again for all else.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = (
@@ -97,7 +97,8 @@ class Dataset:
         """Opens a dataset.
 
         Args:
-            path: its folder, of which every shard is looked at, or its address on an object store or web server.
+            path: its folder, of which every shard is looked at, or its address on an object store
+                or web server.
             cache: where shards of a remote dataset are kept; None is the default one.
             whole: refuses a local dataset of which a shard is cut short.
 
@@ -206,10 +207,12 @@ class Dataset:
     def rows(self, split: str, without: Collection[str] = ()) -> list[TaskRow]:
         """The rows of a task that a split keeps for scores, which the held-out one does, by their document numbers.
 
-        Those of the shards `without` are empty. They are read once: a run scores them again and again.
+        Those of the shards `without` are empty. They are read once: a run scores them again and
+            again.
 
         Raises:
-            DataError: it has none, a shard is missing or damaged, or a remote one cannot be downloaded.
+            DataError: it has none, a shard is missing or damaged, or a remote one cannot be
+                downloaded.
         """
         if self.manifest.task is None:
             raise DataError(
@@ -237,7 +240,8 @@ class Dataset:
     def small_file(self, name: str) -> Iterator[Path]:
         """Where a file that goes with the dataset is, or is to be made; it may be missing.
 
-        Other processes of this node that use the same remote dataset wait, for it to be fetched or made once.
+        Other processes of this node that use the same remote dataset wait, for it to be fetched or
+        made once.
         """
         if self.remote is None:
             yield self.path / name
@@ -249,7 +253,8 @@ class Dataset:
 class PackedSplit:
     """The examples of one split under one packing, addressed by (shard, index in the shard).
 
-    Opened shards and their plans are kept, the least recently used dropped first. Threads may share an object.
+    Opened shards and their plans are kept, the least recently used dropped first. Threads may share
+    an object.
 
     Attributes:
         counts: int64 [shards], examples in each shard.
@@ -324,8 +329,8 @@ class PackedSplit:
     def read(self, at: Location, weight: npt.NDArray[np.float32]) -> Examples:
         """Gathers examples.
 
-        Tokens are copied piece by piece: slices need no index of every token, which would take several times as long to
-        make and to follow.
+        Tokens are copied piece by piece: slices need no index of every token, which would take
+        several times as long to make and to follow.
 
         Args:
             at: places of B examples.

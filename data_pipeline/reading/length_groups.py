@@ -1,9 +1,10 @@
 """Groups of examples of about the same length, so that little of a batch is padding.
 
-Pools of consecutive examples of a pass are sorted by length and cut into groups, which are taken in a random order.
-A pure function of the order and the seed, like the order itself: the size of batches and the number of devices have no
-part in it, but batches that are as large as a group, or a part of it, have the least padding. Where a pass ends within
-a batch, the shortest examples of both passes meet in it.
+Pools of consecutive examples of a pass are sorted by length and cut into groups, which are taken in
+a random order. A pure function of the order and the seed, like the order itself: the size of
+batches and the number of devices have no part in it, but batches that are as large as a group, or a
+part of it, have the least padding. Where a pass ends within a batch, the shortest examples of both
+passes meet in it.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class LengthGroups:
         """The numbers, in the order that is grouped, of a pool's examples."""
         number = np.arange(first, end)
         by_length = number[np.argsort(self._cells(self._order.locate(number)), kind="stable")]
-        # Groups begin at multiples of their size, as batches do; other passes may share the first and the last one.
+        # Groups begin at multiples of their size, as batches do; other passes may share the first
+        # and the last one.
         head = min(-first % self._size, len(number))
         tail = (len(number) - head) % self._size
         groups = by_length[head + tail :].reshape(-1, self._size)

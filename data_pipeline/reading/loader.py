@@ -1,7 +1,8 @@
 """The training loop's source of batches: the same global batches at any number of replicas and threads.
 
-A step's batch is a pure function of its first global example number; threads only make batches earlier, never
-different ones. So the loader's state is one number, beside the names of what that number counts.
+A step's batch is a pure function of its first global example number; threads only make batches
+earlier, never different ones. So the loader's state is one number, beside the names of what that
+number counts.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ class SplitOrder:
 class StreamingLoader:
     """Yields one optimizer step's micro-batches at a time, for one replica.
 
-    Every replica gets the same number of micro-batches of the same shape, no larger than the largest share of a global
-    batch needs: rows that a share does not fill are copies of an example with weight 0. To what `collate` gives, each
-    micro-batch of B rows adds
+    Every replica gets the same number of micro-batches of the same shape, no larger than the
+    largest share of a global batch needs: rows that a share does not fill are copies of an example
+    with weight 0. To what `collate` gives, each micro-batch of B rows adds
 
         dropout_key   int32 [B], key of the row's dropout, by global example number; of rows of several sequences,
                       [B, sequences]
@@ -82,8 +83,8 @@ class StreamingLoader:
         column        int64 [B], the cell where that token stands
         length        int64 [B], the tokens of that piece
 
-    A row of a corrupt shard that is passed over has its names, and is of weight, digest and filled 0 and of document
-    -1: another example stands in for it.
+    A row of a corrupt shard that is passed over has its names, and is of weight, digest and filled
+    0 and of document -1: another example stands in for it.
 
     Attributes:
         micro_batches: micro-batches in every step, the same on all replicas.
@@ -95,9 +96,10 @@ class StreamingLoader:
         order: which split is read, and how.
         layout: how a global batch is divided.
         pack_spec: the objective's cells, for `config.sequence_length`.
-        collate: the objective's; makes the arrays of a micro-batch from its examples and `pack_spec.sequence_length`.
-        largest: the largest of the numbers that replicas call it with, told to all of them; they do so before each
-            step where `config.on_corrupt` is skip.
+        collate: the objective's; makes the arrays of a micro-batch from its examples and
+            `pack_spec.sequence_length`.
+        largest: the largest of the numbers that replicas call it with, told to all of them; they do
+            so before each step where `config.on_corrupt` is skip.
 
     Raises:
         ConfigError: fewer examples in the split than lanes, or more shards to read from at a time
@@ -344,8 +346,8 @@ class StreamingLoader:
     def exclude(self, first: int, end: int) -> None:
         """Passes over the global examples [first, end) from now on.
 
-        They are of the step taken last, or come after it. Those of that step count as if they had never been taken: it
-        is taken again, with the examples that follow.
+        They are of the step taken last, or come after it. Those of that step count as if they had
+        never been taken: it is taken again, with the examples that follow.
         """
         assert self._fed_from <= first < end
         self._excluded |= Exclusions([(first, end)])
@@ -367,11 +369,12 @@ class StreamingLoader:
 
         Args:
             state: as `state_dict` gives it.
-            as_recorded: mixes the sources from there on as that loader would have, whatever the configuration says.
+            as_recorded: mixes the sources from there on as that loader would have, whatever the
+                configuration says.
 
         Raises:
-            DataError: the state counts examples of another order or mixture, or has taken some that `data.exclude`
-                excludes.
+            DataError: the state counts examples of another order or mixture, or has taken some that
+                `data.exclude` excludes.
         """
         for name, value in self._identity.items():
             if state.get(name) != value:

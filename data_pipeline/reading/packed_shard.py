@@ -23,12 +23,14 @@ class PackedShard:
     Attributes:
         tokens: [T], the whole file as tokens.
         start: [N + 1], `example_start` of the `PackPlan`.
-        pieces: [3 * M], per piece the index of its first token in `tokens`, its length and its column.
+        pieces: [3 * M], per piece the index of its first token in `tokens`, its length and its
+            column.
         random: bool [N], as in `PackPlan`.
         labels: [K], those of the shard's documents where they are rows of a task; else empty.
-        rows: int64 [N, 6], where documents are rows of a task: per example the first of its labels and the one after
-            its last, its document's number in the split, its last piece's first token within that, how many examples
-            there are of the document, and the cells up to that piece's end.
+        rows: int64 [N, 6], where documents are rows of a task: per example the first of its labels
+            and the one after its last, its document's number in the split, its last piece's first
+            token within that, how many examples there are of the document, and the cells up to that
+            piece's end.
     """
 
     tokens: memoryview

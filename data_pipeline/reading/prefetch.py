@@ -24,11 +24,12 @@ _TOUCH_SECONDS = 1.0
 class Prefetcher:
     """Brings shards of a split into the cache, as many as this process's part of it holds.
 
-    Its threads do not hold up the end of the process. An error of theirs is not one of the run: who needs the shard
-    tries again, and says so if it fails.
+    Its threads do not hold up the end of the process. An error of theirs is not one of the run: who
+    needs the shard tries again, and says so if it fails.
 
     Args:
-        shards: those of the split, and where they are; None for those that are on this machine anyway.
+        shards: those of the split, and where they are; None for those that are on this machine
+            anyway.
         working_set: how many of them this process reads from at a time.
 
     Raises:

@@ -92,8 +92,8 @@ class RowMaker:
 def _digest(source: npt.NDArray[np.uint64], arrays: Batch, padding: bool) -> Int64:
     """Hashes each row's name and input tokens [B, ...]: int64 [B], to be summed modulo 2**64 over a batch.
 
-    Each column has an odd factor of its own, so that no change of a single token leaves a row's sum as it was. Without
-    `padding` it does not depend on how wide the rows are.
+    Each column has an odd factor of its own, so that no change of a single token leaves a row's sum
+    as it was. Without `padding` it does not depend on how wide the rows are.
     """
     sums = []
     for name in ("tokens", "target_tokens"):

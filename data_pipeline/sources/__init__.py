@@ -1,7 +1,8 @@
 """Where raw text comes from: each module reads one kind of source and has a `Config` (`kind` is the module's name).
 
-A source works in two places. The coordinator of a build calls `records`, which only decompresses and splits, so that
-one process keeps many workers busy. The workers call `parse`, which decodes and checks.
+A source works in two places. The coordinator of a build calls `records`, which only decompresses
+and splits, so that one process keeps many workers busy. The workers call `parse`, which decodes and
+checks.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class PairSource(Source):
 
     Attributes:
         prefix: what each source begins with, as T5's "translate English to German: ".
-        first_heldout: index into `files` of the first one whose pairs are the held-out split; None: there is none, and
-            the split is chosen by hash.
+        first_heldout: index into `files` of the first one whose pairs are the held-out split; None:
+            there is none, and the split is chosen by hash.
     """
 
     prefix: str
@@ -134,9 +135,10 @@ class TaskSource(Source):
 
     Attributes:
         kind: of the task.
-        labels: the names of the classes or tags, or of the number; none where choices or spans are predicted.
-        first_heldout: index into `files` of the first one whose rows are the held-out split; None: there is none, and
-            the split is chosen by hash.
+        labels: the names of the classes or tags, or of the number; none where choices or spans are
+            predicted.
+        first_heldout: index into `files` of the first one whose rows are the held-out split; None:
+            there is none, and the split is chosen by hash.
     """
 
     kind: ClassVar[TaskKind]

@@ -32,15 +32,16 @@ class Config(TemplateConfig):
     """Where the rows are, and which columns they have.
 
     Attributes:
-        texts: the texts, in their order in the sequence: columns, in whose names dots reach into nested objects, or
-            templates, as "{passage} {question}".
-        label: the column of the class: one of `labels`, or where these are no numbers its index among them, or a list
-            of a probability for each of them, as of a teacher.
+        texts: the texts, in their order in the sequence: columns, in whose names dots reach into
+            nested objects, or templates, as "{passage} {question}".
+        label: the column of the class: one of `labels`, or where these are no numbers its index
+            among them, or a list of a probability for each of them, as of a teacher.
         labels: the classes.
-        group: a column, or a template, of what rows share that are scored together, such as the question whose answers
-            they are.
-        each: a column with a list, each item of which makes a row that has it in the list's place. The row is of the
-            second of two `labels` where the item is in the list of the column `label`, else of the first.
+        group: a column, or a template, of what rows share that are scored together, such as the
+            question whose answers they are.
+        each: a column with a list, each item of which makes a row that has it in the list's place.
+            The row is of the second of two `labels` where the item is in the list of the column
+            `label`, else of the first.
         ignore: what stands in `label` of rows that are left out, such as the "-" of SNLI.
     """
 

@@ -33,7 +33,8 @@ def row_of(data: bytes) -> Row:
 def column(row: Row, name: str) -> object:
     """What a row has in a column.
 
-    Dots in the name reach into nested objects, and by number, from 0, into lists, unless a column has them in its own.
+    Dots in the name reach into nested objects, and by number, from 0, into lists, unless a column
+    has them in its own.
 
     Raises:
         BadRecord: there is no such column.

@@ -54,8 +54,8 @@ def read_records(
 ) -> Iterator[Record]:
     """Yields the records of each file, which `split` cuts into (line, bytes) pairs.
 
-    An empty file, and the part of a file behind damage, come as one record with a `problem` each; `split` may raise
-    BadRecord to name it.
+    An empty file, and the part of a file behind damage, come as one record with a `problem` each;
+    `split` may raise BadRecord to name it.
 
     Raises:
         DataError: a file cannot be opened or read.

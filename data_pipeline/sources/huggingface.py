@@ -20,11 +20,13 @@ class Config:
     """Which dataset.
 
     Attributes:
-        path: the repository, OWNER/NAME, or a folder: one that `save_to_disk` wrote, or one of data files.
+        path: the repository, OWNER/NAME, or a folder: one that `save_to_disk` wrote, or one of data
+            files.
         name: the subset, where there are several.
         split: the part to read.
         field: the column of the text; dots reach into nested columns.
-        revision: a commit, tag or branch of the repository. Name a commit: anything else may change between two builds.
+        revision: a commit, tag or branch of the repository. Name a commit: anything else may change
+            between two builds.
     """
 
     path: str

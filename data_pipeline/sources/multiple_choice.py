@@ -19,9 +19,10 @@ class Config(TemplateConfig):
     """Where the rows are, and which columns they have.
 
     Attributes:
-        context: the text that all choices share: a column, in whose name dots reach into nested objects, or a template,
-            as "{first} {second}".
-        question: a text that each choice begins with, such as SWAG's "sent2"; a blank stands between them.
+        context: the text that all choices share: a column, in whose name dots reach into nested
+            objects, or a template, as "{first} {second}".
+        question: a text that each choice begins with, such as SWAG's "sent2"; a blank stands
+            between them.
         choices: the texts of the choices, or the column that holds a list of them.
         label: the column of the right choice: its number, or a letter from "A" on.
         first: the number of the first choice.
@@ -94,7 +95,8 @@ class MultipleChoice(TableSource, TaskSource):
         question = (
             "" if self.config.question is None else self._write(row, self.config.question).rstrip()
         )
-        # A blank choice stays blank, to be refused; a blank question, as in parts of HellaSwag, is none.
+        # A blank choice stays blank, to be refused; a blank question, as in parts of HellaSwag, is
+        # none.
         begun = (
             f"{question} {choice}" if question and choice.strip() else choice for choice in choices
         )

@@ -18,8 +18,10 @@ class Config:
     """Where the pairs are.
 
     Attributes:
-        source_paths: files, glob patterns or URLs of the sources; `.gz` and `.zst` are decompressed.
-        target_paths: those of the targets, as many and in the same order (within a pattern, that of the names).
+        source_paths: files, glob patterns or URLs of the sources; `.gz` and `.zst` are
+            decompressed.
+        target_paths: those of the targets, as many and in the same order (within a pattern, that of
+            the names).
         prefix: what each source begins with, as "translate English to German: ".
     """
 
@@ -45,7 +47,8 @@ class Config:
         """Finds the files.
 
         Raises:
-            ConfigError: a pattern matches nothing, or there are more files of one kind than of the other.
+            ConfigError: a pattern matches nothing, or there are more files of one kind than of the
+                other.
         """
         sources, targets = (
             [file for path in paths for file in find((path,))]

@@ -18,13 +18,14 @@ class Config(TableConfig):
     """Where the rows are, and which columns they have.
 
     Attributes:
-        paths: files, glob patterns or URLs of the rows to train on: .jsonl, .json, which may be SQuAD's own, of nested
-            articles, .csv, .tsv (both with a line of names; .tsv without quoting) or .parquet; `.gz` and `.zst` are
-            decompressed.
+        paths: files, glob patterns or URLs of the rows to train on: .jsonl, .json, which may be
+            SQuAD's own, of nested articles, .csv, .tsv (both with a line of names; .tsv without
+            quoting) or .parquet; `.gz` and `.zst` are decompressed.
         question: the column of the question; dots reach into nested objects.
         context: the column of the text that answers are spans of.
-        answers: the column of the answers: a list of {text, answer_start}, or both lists, {text: [], answer_start: []};
-            answer_start counts characters. An empty list says that there is no answer.
+        answers: the column of the answers: a list of {text, answer_start}, or both lists, {text:
+            [], answer_start: []}; answer_start counts characters. An empty list says that there is
+            no answer.
         id: the column that names the question, if there is one.
     """
 

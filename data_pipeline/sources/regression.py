@@ -20,8 +20,8 @@ class Config(TemplateConfig):
     """Where the rows are, and which columns they have.
 
     Attributes:
-        texts: the texts, in their order in the sequence: columns, in whose names dots reach into nested objects, or
-            templates, as "{passage} {question}".
+        texts: the texts, in their order in the sequence: columns, in whose names dots reach into
+            nested objects, or templates, as "{passage} {question}".
         label: the column of the number.
     """
 

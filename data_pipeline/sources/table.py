@@ -1,7 +1,7 @@
 """Rows of tasks in tables: JSON Lines, JSON, CSV, TSV and Parquet files, and datasets of the Hugging Face Hub.
 
-This is what the kinds for tasks share, such as `classification`: where rows are, and how files become rows. The kinds
-say what the columns mean.
+This is what the kinds for tasks share, such as `classification`: where rows are, and how files
+become rows. The kinds say what the columns mean.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ class HubDataset:
     """A dataset of the Hugging Face Hub, or in a folder, in any format that `datasets` (extra `hf`) reads.
 
     Attributes:
-        path: the repository, OWNER/NAME, or a folder: one that `save_to_disk` wrote, or one of data files.
+        path: the repository, OWNER/NAME, or a folder: one that `save_to_disk` wrote, or one of data
+            files.
         name: the subset, where there are several.
         split: the part to train on; None for a dataset that is only evaluated on.
-        heldout: the part whose rows are held out, such as "validation"; None: `heldout_fraction` of the other one.
-        revision: a commit, tag or branch of the repository. Name a commit: anything else may change between two builds.
+        heldout: the part whose rows are held out, such as "validation"; None: `heldout_fraction` of
+            the other one.
+        revision: a commit, tag or branch of the repository. Name a commit: anything else may change
+            between two builds.
     """
 
     path: str
@@ -97,10 +100,11 @@ class TableConfig:
     """Where the rows are.
 
     Attributes:
-        paths: files, glob patterns or URLs of the rows to train on: .jsonl, .json, .csv, .tsv (both with a line of
-            names; .tsv without quoting) or .parquet; `.gz` and `.zst` are decompressed. None for a dataset that is only
-            evaluated on.
-        heldout: the same, of the rows that are held out; with none, `heldout_fraction` chooses among all rows.
+        paths: files, glob patterns or URLs of the rows to train on: .jsonl, .json, .csv, .tsv (both
+            with a line of names; .tsv without quoting) or .parquet; `.gz` and `.zst` are
+            decompressed. None for a dataset that is only evaluated on.
+        heldout: the same, of the rows that are held out; with none, `heldout_fraction` chooses
+            among all rows.
         dataset: a Hugging Face dataset instead of files.
     """
 
@@ -120,7 +124,8 @@ class TableConfig:
         """Finds the files, or names the splits.
 
         Raises:
-            ConfigError: a pattern matches nothing, a file is both trained on and held out, or is of no known format.
+            ConfigError: a pattern matches nothing, a file is both trained on and held out, or is of
+                no known format.
             MissingExtra: what reads them is not installed.
         """
         if self.dataset is not None:

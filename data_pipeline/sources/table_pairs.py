@@ -15,10 +15,10 @@ class Config(TemplateConfig):
     """Where the rows are, and how sources and targets are made of their columns.
 
     Attributes:
-        source: the source: a template, as "mnli hypothesis: {hypothesis} premise: {premise}", or a column, in whose
-            name dots reach into nested objects.
-        target: the target, in the same way; where there are `labels`, the column of the class: one of them, or where
-            these are no numbers its index among them.
+        source: the source: a template, as "mnli hypothesis: {hypothesis} premise: {premise}", or a
+            column, in whose name dots reach into nested objects.
+        target: the target, in the same way; where there are `labels`, the column of the class: one
+            of them, or where these are no numbers its index among them.
         labels: all targets that there are. A generated text that is none of them is a wrong answer.
         prefix: what each source begins with, as "translate English to German: ".
     """

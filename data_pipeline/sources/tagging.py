@@ -1,7 +1,8 @@
 """Tables of sentences, in words, with a tag for each word, as CoNLL-2003 for named entities, in its own format as well.
 
-Tags are BIO: "B-x" begins an x, "I-x" goes on with it, "O" is in none. An "I-x" behind an "O" or another kind, which
-begins an x in IOB1 data such as the original CoNLL-2003, is taken as it is; it is for the scores to say what it means.
+Tags are BIO: "B-x" begins an x, "I-x" goes on with it, "O" is in none. An "I-x" behind an "O" or
+another kind, which begins an x in IOB1 data such as the original CoNLL-2003, is taken as it is; it
+is for the scores to say what it means.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ class Config(TableConfig):
     """Where the rows are, and which columns they have.
 
     Attributes:
-        paths: files, glob patterns or URLs of the rows to train on: .jsonl, .json, .csv, .tsv (both with a line of
-            names; .tsv without quoting) or .parquet; or .conll: a word a line, its tag in the last of the columns,
-            which blanks separate, and a blank line behind each sentence. `.gz` and `.zst` are decompressed.
+        paths: files, glob patterns or URLs of the rows to train on: .jsonl, .json, .csv, .tsv (both
+            with a line of names; .tsv without quoting) or .parquet; or .conll: a word a line, its
+            tag in the last of the columns, which blanks separate, and a blank line behind each
+            sentence. `.gz` and `.zst` are decompressed.
         tokens: the column of the list of words; dots reach into nested objects.
         tags: the column of the list of their tags, each one of `labels`, or its index among them.
         labels: the tags, "O" among them, the others as "B-PER" and "I-PER".

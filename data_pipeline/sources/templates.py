@@ -35,8 +35,8 @@ class TemplateConfig(TableConfig):
     """Where the rows are, and how texts are made of their columns.
 
     Attributes:
-        words: what is written for the values of a column, as {question: {cause: "Why?", effect: "And then?"}}; of the
-            column of classes, the label that they mean.
+        words: what is written for the values of a column, as {question: {cause: "Why?", effect:
+            "And then?"}}; of the column of classes, the label that they mean.
     """
 
     words: dict[str, dict[str, str]] = field(default_factory=dict)

@@ -16,7 +16,8 @@ class Config:
 
     Attributes:
         paths: files, glob patterns or URLs; `.gz` and `.zst` are decompressed.
-        document: what one document is: a whole "file", or a "paragraph", which ends at a blank line.
+        document: what one document is: a whole "file", or a "paragraph", which ends at a blank
+            line.
     """
 
     paths: tuple[str, ...]

@@ -1,4 +1,7 @@
-"""Tab-separated pairs of texts: a pair a line, as Tatoeba and many corpora of sentences come. There is no quoting."""
+"""Tab-separated pairs of texts: a pair a line, as Tatoeba and many corpora of sentences come.
+
+There is no quoting.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ class Config:
     """Where the pairs are.
 
     Attributes:
-        paths: files, glob patterns or URLs; `.gz` and `.zst` are decompressed. They have no line of names.
+        paths: files, glob patterns or URLs; `.gz` and `.zst` are decompressed. They have no line of
+            names.
         source: the column of the source, counted from 1.
         target: the column of the target.
         prefix: what each source begins with, as "translate English to German: ".

@@ -17,8 +17,8 @@ class Config:
 
     Attributes:
         paths: tar files, glob patterns or URLs; `.tar.gz` and `.tar.zst` are decompressed.
-        member: the suffix of the members that are documents, as WebDataset counts it: of `a/0001.text.json` it is
-            `text.json`. All other members are passed over.
+        member: the suffix of the members that are documents, as WebDataset counts it: of
+            `a/0001.text.json` it is `text.json`. All other members are passed over.
         field: the key of the text where members end in `json`; dots reach into nested objects.
     """
 

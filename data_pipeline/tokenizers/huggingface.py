@@ -230,7 +230,10 @@ def _wordpiece(vocab: dict[str, int], lowercase: bool) -> tokenizers.Tokenizer:
 
 
 def _byte_level_bpe(model: models.BPE) -> tokenizers.Tokenizer:
-    """As GPT-2's tokenizer (Radford et al. 2019): every byte is in the vocabulary, so nothing is unknown."""
+    """As GPT-2's tokenizer (Radford et al.
+
+    2019): every byte is in the vocabulary, so nothing is unknown.
+    """
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -31,7 +31,8 @@ _protocol: ModuleType = sentencepiece_model_pb2  # their classes are made when t
 _encoded: ModuleType = sentencepiece_pb2
 _SPACE = "▁"  # begins the first piece of a word
 _SENTINELS_OF_T5 = 100
-# Classes of transformers. Others than these shift the ids of their model, or change the text before.
+# Classes of transformers. Others than these shift the ids of their model, or change the text
+# before.
 _OF_T5 = ("T5Tokenizer", "T5TokenizerFast")
 _OF_ANY = "PreTrainedTokenizerFast"
 _LONGEST_LINE = 2**30  # bytes; SentencePiece leaves out longer ones, its own default being 4,192
@@ -56,14 +57,17 @@ def train(
         vocab_size: pieces, of which 0 is <pad>, 1 </s> and 2 <unk>.
         lowercase: fold the case of the text, here and whenever the model is used.
         character_coverage: share of the text's characters that get a piece, the most frequent ones.
-        byte_fallback: spell other characters as bytes, for which there are 256 pieces, instead of <unk>.
+        byte_fallback: spell other characters as bytes, for which there are 256 pieces, instead of
+            <unk>.
         sample_bytes: text that is used; all of it is in memory at a time.
 
     Raises:
-        ConfigError: the text has too few different pieces, or too many different characters, for such a vocabulary.
+        ConfigError: the text has too few different pieces, or too many different characters, for
+            such a vocabulary.
         DataError: there is no text.
     """
-    # In lines, the usual input of SentencePiece: no piece is made of a word that is followed by a space throughout.
+    # In lines, the usual input of SentencePiece: no piece is made of a word that is followed by a
+    # space throughout.
     lines = itertools.chain.from_iterable(text.splitlines() for text in sample(texts, sample_bytes))
     content = io.BytesIO()
     try:
@@ -91,7 +95,8 @@ def sample(texts: Iterable[str], size: int) -> list[str]:
     """Chooses texts by their hashes, those with the lowest, up to `size` bytes together; but one at least.
 
     Returns:
-        The texts in the order of their hashes, so that it does not depend on the order in which they came.
+        The texts in the order of their hashes, so that it does not depend on the order in which
+        they came.
     """
     chosen, total, bound = list[tuple[int, str]](), 0, -(2**64)
     for text in texts:
@@ -128,15 +133,16 @@ def _explained(reason: str) -> Exception:
 class SentencePiece:
     """A SentencePiece model and the sentinels on top of it; see `data_pipeline.tokenizers.tokenizer.Backend`.
 
-    As in T5, <extra_id_0> has the highest id and the other sentinels follow downwards. How many there are is
-    `extra_ids` in the settings.
+    As in T5, <extra_id_0> has the highest id and the other sentinels follow downwards. How many
+    there are is `extra_ids` in the settings.
 
     Args:
         content: of the model's file.
         settings: the tokenizer_config.json beside it.
 
     Raises:
-        DataError: the file is damaged, or the model is of a kind that transformers does not use as it is.
+        DataError: the file is damaged, or the model is of a kind that transformers does not use as
+            it is.
     """
 
     def __init__(self, content: bytes, settings: Tree) -> None:
@@ -191,7 +197,8 @@ class SentencePiece:
         ).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        # Word by word, as `words` does it, is half as fast: the library itself is quicker than looking words up.
+        # Word by word, as `words` does it, is half as fast: the library itself is quicker than
+        # looking words up.
         return [
             np.array(ids, self._dtype) for ids in self._processor.encode(list(texts), num_threads=1)
         ]
@@ -215,11 +222,13 @@ class SentencePiece:
             [(piece.id, piece.begin, piece.end) for piece in pieces], dtype=np.int64
         ).reshape(-1, 3)
         ids = table[:, 0]
-        # It counts bytes of UTF-8, of which those that go on with a character begin with the bits 10.
+        # It counts bytes of UTF-8, of which those that go on with a character begin with the bits
+        # 10.
         is_first = np.frombuffer(text.encode(), dtype=np.uint8) & 0xC0 != 0x80
         whole = np.concatenate(([0], np.cumsum(is_first)))[table[:, 1:]]
         spans = trim(text, whole)
-        # Of the pieces of a character, which are bytes or what it is normalised to, the library gives it to the last.
+        # Of the pieces of a character, which are bytes or what it is normalised to, the library
+        # gives it to the last.
         spaces, of_bytes = self._kinds
         is_space = spaces[ids] | (of_bytes[ids] & (whole[:, 0] < whole[:, 1]))
         part = (spans[:, 0] == spans[:, 1]) & ~is_space

@@ -1,7 +1,7 @@
 """Splits documents into sentences, which the segments of `packing: pairs` are made of.
 
-A splitter reads text alone, so any tokenizer goes with it. What it does is fixed by its name and version, which the
-manifest records: boundaries are part of a dataset.
+A splitter reads text alone, so any tokenizer goes with it. What it does is fixed by its name and
+version, which the manifest records: boundaries are part of a dataset.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _FULL_WIDTH = (
 _MARKS = f".!?\u2026{_FULL_WIDTH}"
 _CLOSING = "\"'\u2019\u201d\xbb)\\]\u300d\u300f"
 _OPENING = "\"'\u2018\u201c\xab(["
-# Where a sentence may end: marks and what closes behind them, or a line's end, and the white space that follows.
+# Where a sentence may end: marks and what closes behind them, or a line's end, and the white space
+# that follows.
 _END = re.compile(rf"[{_MARKS}\n][{_MARKS}{_CLOSING}]*\s*")
 _NEXT_LINE = re.compile(r"\n\s*")
 _WORD = re.compile(r"[^\W\d_]+\Z")
@@ -44,13 +45,14 @@ def splitter_version(splitter: Splitter) -> str:
 def split(text: str, splitter: Splitter) -> list[str]:
     """Cuts a text into sentences, none empty unless the text is; end to end they are the text.
 
-    `lines` takes every line that is not blank for a sentence, as BERT's own data preparation does. `rules` ends one at
-    a blank line, and at . ! ? or an ellipsis before white space, unless the next letter is in lower case, or the full
-    stop belongs to an initial or an abbreviation. The full-width marks of Chinese and Japanese need no space.
+    `lines` takes every line that is not blank for a sentence, as BERT's own data preparation does.
+    `rules` ends one at a blank line, and at . ! ? or an ellipsis before white space, unless the
+    next letter is in lower case, or the full stop belongs to an initial or an abbreviation. The
+    full-width marks of Chinese and Japanese need no space.
 
-    Of the white space between two sentences the last character goes to the second one. So tokenizers that keep words
-    apart by white space (WordPiece) or begin them with it (byte-level BPE) make the same tokens of the sentences as of
-    the whole text.
+    Of the white space between two sentences the last character goes to the second one. So
+    tokenizers that keep words apart by white space (WordPiece) or begin them with it (byte-level
+    BPE) make the same tokens of the sentences as of the whole text.
     """
     firsts = _after_lines(text) if splitter == "lines" else _after_marks(text)
     cuts = [first - text[first - 1].isspace() for first in firsts]

@@ -27,17 +27,19 @@ class Config:
 
     Attributes:
         path: its folder, a SentencePiece model, or hf://NAME[@REVISION] on the Hugging Face Hub.
-        algorithm: "wordpiece" (BERT); "bpe" (byte-level, RoBERTa and GPT-2); or SentencePiece's "unigram" (T5) or
-            "sentencepiece_bpe".
+        algorithm: "wordpiece" (BERT); "bpe" (byte-level, RoBERTa and GPT-2); or SentencePiece's
+            "unigram" (T5) or "sentencepiece_bpe".
         vocab_size: number of ids, special tokens included, but not `sentinels`.
         lowercase: lower-case the text and, for WordPiece, strip its accents (BERT "uncased").
         min_frequency: pieces seen less often are not merged; not for SentencePiece.
         sample: share of the documents, chosen by hash, that it is trained on.
-        sample_size: for SentencePiece, which has its text in memory: most text that it is trained on, chosen by hash.
-        character_coverage: for SentencePiece: share of the text's characters that get a piece, the most frequent ones;
-            0.98 to 1.
+        sample_size: for SentencePiece, which has its text in memory: most text that it is trained
+            on, chosen by hash.
+        character_coverage: for SentencePiece: share of the text's characters that get a piece, the
+            most frequent ones; 0.98 to 1.
         byte_fallback: for SentencePiece: spell other characters as bytes instead of <unk>.
-        sentinels: for SentencePiece: tokens <extra_id_0>, ... that stand for spans of text, as T5's objective needs.
+        sentinels: for SentencePiece: tokens <extra_id_0>, ... that stand for spans of text, as T5's
+            objective needs.
     """
 
     path: str
@@ -71,8 +73,8 @@ class Config:
     def train(self, texts: Iterable[str]) -> Tokenizer:
         """Trains a tokenizer.
 
-        Two trainings on the same text may differ (`tokenizers` counts in parallel and breaks ties by chance), so a
-        tokenizer is an input of a dataset, never made on the side.
+        Two trainings on the same text may differ (`tokenizers` counts in parallel and breaks ties
+        by chance), so a tokenizer is an input of a dataset, never made on the side.
 
         Raises:
             ConfigError: SentencePiece cannot make so many pieces of the text, or so few.
@@ -148,8 +150,9 @@ class Tokenizer:
         """Reads a tokenizer.
 
         Args:
-            path: a folder with tokenizer.json (Hugging Face), vocab.txt (BERT), vocab.json and merges.txt (GPT-2), or
-                spiece.model (T5), the first of these that is there; a SentencePiece model; or hf://NAME.
+            path: a folder with tokenizer.json (Hugging Face), vocab.txt (BERT), vocab.json and
+                merges.txt (GPT-2), or spiece.model (T5), the first of these that is there; a
+                SentencePiece model; or hf://NAME.
 
         Raises:
             DataError: there is none of these, or it cannot be read.
@@ -201,9 +204,10 @@ class Tokenizer:
         """The ids of each text as `encode_batch` gives them, and the characters that its tokens stand for.
 
         Returns:
-            For each text its T ids and int64 [T, 2], the (begin, end) of each token as indices of the text, without
-            white space around it. Tokens that share a character have the same one; of those that stand for nothing but
-            white space begin and end are equal. Both are ascending.
+            For each text its T ids and int64 [T, 2], the (begin, end) of each token as indices of
+            the text, without white space around it. Tokens that share a character have the same
+            one; of those that stand for nothing but white space begin and end are equal. Both are
+            ascending.
         """
         return self._backend.encode_aligned(texts)
 

@@ -1,8 +1,9 @@
 r"""Tokenising each distinct word once: text repeats its words, and looking one up is quicker than tokenising it.
 
-A word here is what `\s*\S+` matches, white space included. WordPiece with BERT's pre-tokenizer and byte-level BPE
-never form a token across the end of such a word, so the ids of a text are those of its words, end to end. Nothing is
-assumed of any other tokenizer, nor of text with control characters on whose nature Python and `tokenizers` disagree.
+A word here is what `\s*\S+` matches, white space included. WordPiece with BERT's pre-tokenizer and
+byte-level BPE never form a token across the end of such a word, so the ids of a text are those of
+its words, end to end. Nothing is assumed of any other tokenizer, nor of text with control
+characters on whose nature Python and `tokenizers` disagree.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class WordEncoder:
     """Encodes text as `backend` would, remembering the ids of words.
 
     Args:
-        backend: a tokenizer of which `ends_tokens_with_words` is true; it finds no special tokens in text.
+        backend: a tokenizer of which `ends_tokens_with_words` is true; it finds no special tokens
+            in text.
         dtype: of the ids.
     """
 

@@ -28,7 +28,8 @@ class Outcome:
         redone: steps that were taken again.
         excluded: examples that the run passed over, by name, in its ledger.
         lost, repeated: examples that were, by the ledger.
-        goodput: the share of the time from the first step to the last that went into steps that stand.
+        goodput: the share of the time from the first step to the last that went into steps that
+            stand.
     """
 
     fault: str

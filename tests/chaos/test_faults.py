@@ -203,7 +203,8 @@ def test_a_failing_store(
     survived: Survived,
 ) -> None:
     """Of the dataset and of the checkpoints, while shards come and checkpoints go."""
-    # Of a closed connection we may never hear: the client asks again on another one by itself if it had kept it.
+    # Of a closed connection we may never hear: the client asks again on another one by itself if it
+    # had kept it.
     sign = None if fault in ("delay", "drop") else "trying again in"
     observer = Observer(f"object store {name}", run.folder, sign)
     process = run.train(*remote)

@@ -26,8 +26,8 @@ class Event:
     """Something that happens to a run, and how the run goes on.
 
     Attributes:
-        what: `worker` is killed, and replaced; all processes are killed (`kill`) or asked to stop (`stop`), and the
-            command is given again.
+        what: `worker` is killed, and replaced; all processes are killed (`kill`) or asked to stop
+            (`stop`), and the command is given again.
         steps: that the run takes first, after the event before; with 0 it may not even have begun.
         seconds: that then pass.
         victim: which worker is killed, as a share of them all.

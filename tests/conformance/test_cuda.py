@@ -1,7 +1,7 @@
 """The same step on GPUs as in a single process on the CPU; skipped where there are none.
 
-Batches are equal. Losses of 30 steps agree within 1e-4 relative in fp32 without TF32, where only the order of sums
-differs, and within 2e-2 in bf16, which rounds each factor of a product to 8 bits.
+Batches are equal. Losses of 30 steps agree within 1e-4 relative in fp32 without TF32, where only
+the order of sums differs, and within 2e-2 in bf16, which rounds each factor of a product to 8 bits.
 """
 
 import os
@@ -56,7 +56,10 @@ def settings(output: Path, packing: str) -> list[str]:
 def on_cpu(
     experiment_file: str, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, Record]]:
-    """The run's folder and what its only process saw, by packing. Rows of `concat` need no mask, those of others do."""
+    """The run's folder and what its only process saw, by packing.
+
+    Rows of `concat` need no mask, those of others do.
+    """
     runs = {}
     for packing in ("concat", "best_fit"):
         folder = tmp_path_factory.mktemp(packing)

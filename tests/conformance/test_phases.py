@@ -61,7 +61,8 @@ def test_a_step_that_would_change_its_phase_is_refused(
 ) -> None:
     other = "phases=[{steps: 13, sequence_length: 16}, {steps: 1, sequence_length: 32}]"
     with pytest.raises(
-        AssertionError, match=f"{CheckpointError.__name__}: the checkpoint of step 12 .* data order 1"
+        AssertionError,
+        match=f"{CheckpointError.__name__}: the checkpoint of step 12 .* data order 1",
     ):
         run_ranks(1, run_once, experiment_file, [f"output={whole[0]}", *SETTINGS, other], 12)
 

@@ -1,12 +1,12 @@
 """The images, built and run: on a base of their own, without a registry, a daemon or, when they run, a network.
 
-Each takes ten minutes and 30 GB of disk for a while, so they are built only on request, by root, where buildah and
-debootstrap are:
+Each takes ten minutes and 30 GB of disk for a while, so they are built only on request, by root,
+where buildah and debootstrap are:
 
     SAMESTEP_TEST_IMAGES=cuda,tpu pytest tests/docker
 
-pip installs with the configuration of this machine: a mirror, a folder of wheels. SAMESTEP_TORCH_INDEX may name an
-index of torch's builds for CPUs.
+pip installs with the configuration of this machine: a mirror, a folder of wheels.
+SAMESTEP_TORCH_INDEX may name an index of torch's builds for CPUs.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def test_losses_are_those_of_the_cpu(
 ) -> None:
     """From a checkpoint of the CPU on: two micro-batches a step, evaluations whose last batch is not full, saves.
 
-    Everything is compiled once: the update that makes the optimizer's state, what the checkpoint gives, the step, the
-    reading of metrics, and the evaluation. Nothing falls back to the CPU.
+    Everything is compiled once: the update that makes the optimizer's state, what the checkpoint
+    gives, the step, the reading of metrics, and the evaluation. Nothing falls back to the CPU.
     """
     file = t5_experiment if kind in ("t5", "gpt2") else experiment_file
     model = {"packed roberta": PACKED, "gpt2": DECODER}.get(kind, ("model.layers=3",))

@@ -74,10 +74,12 @@ class Accelerator(ABC):
 
     Attributes:
         device: where parameters and batches live.
-        collective_backend: what torch.distributed uses between the processes of a run on such devices.
+        collective_backend: what torch.distributed uses between the processes of a run on such
+            devices.
         precisions: what it computes matrix products with.
-        compiles: whether it records operations into graphs and compiles these, which then must not change from step to
-            step: neither in their shapes nor in their numbers that are not tensors.
+        compiles: whether it records operations into graphs and compiles these, which then must not
+            change from step to step: neither in their shapes nor in their numbers that are not
+            tensors.
         compilations: of each graph by its name, so far; at most 1 each, or the run would not go on.
     """
 

@@ -11,7 +11,8 @@ from trainer.accelerators import Precision
 DEVICES, PCI = Path("/dev"), Path("/sys/bus/pci/devices")
 _GOOGLE = "0x1ae0"
 # Of each chip, by its number on the PCI bus: its name, and the dense TFLOP/s in bf16 of a device
-# (docs.cloud.google.com/tpu/docs: v4, v5p, v5e, v6e, tpu7x). A chip is a device; of TPU7x, a half of one.
+# (docs.cloud.google.com/tpu/docs: v4, v5p, v5e, v6e, tpu7x). A chip is a device; of TPU7x, a half
+# of one.
 _CHIPS = {
     "0x0027": ("v2 or v3", None),
     "0x005e": ("v4", 275),
@@ -27,9 +28,9 @@ class Products(accelerators.Config):
     """What is set about matrix products, by whatever way to TPUs.
 
     Attributes:
-        bf16_products: rounds the factors of fp32 matrix products to bfloat16, as TPUs do it by themselves: several
-            times as fast, with 8 bits of mantissa. Off, because it leaves the tolerance within which runs on
-            different hardware agree.
+        bf16_products: rounds the factors of fp32 matrix products to bfloat16, as TPUs do it by
+            themselves: several times as fast, with 8 bits of mantissa. Off, because it leaves the
+            tolerance within which runs on different hardware agree.
     """
 
     bf16_products: bool = False

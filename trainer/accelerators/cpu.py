@@ -16,7 +16,8 @@ class Config(accelerators.Config):
     """Runs on the CPU, also where GPUs are.
 
     Attributes:
-        threads: threads of each process's matrix products; None leaves it to torch and OMP_NUM_THREADS.
+        threads: threads of each process's matrix products; None leaves it to torch and
+            OMP_NUM_THREADS.
     """
 
     threads: int | None = None

@@ -18,7 +18,8 @@ from trainer import accelerators
 from trainer.accelerators import Accelerator, Precision, local_device
 from trainer.errors import ConfigError
 
-# Dense TFLOP/s in bf16 and fp16 from NVIDIA's data sheets, by a part of the device's name; the first match counts.
+# Dense TFLOP/s in bf16 and fp16 from NVIDIA's data sheets, by a part of the device's name; the
+# first match counts.
 _TFLOPS = {
     "B200": 2250,
     "H200 NVL": 835,
@@ -40,8 +41,8 @@ class Config(accelerators.Config):
     """Runs on the GPU with this process's local rank.
 
     Attributes:
-        tf32: lets fp32 matrix products use TensorFloat-32: faster, with 10 bits of mantissa. Off, because it
-            leaves the tolerance within which runs on different hardware agree.
+        tf32: lets fp32 matrix products use TensorFloat-32: faster, with 10 bits of mantissa. Off,
+            because it leaves the tolerance within which runs on different hardware agree.
     """
 
     tf32: bool = False

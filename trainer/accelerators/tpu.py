@@ -1,7 +1,8 @@
 """TPUs under TorchTPU, one chip a process: tensors as on a GPU, and collectives, so that ddp and fsdp work as they are.
 
-Written from the package torch_tpu 0.2.0 and its documentation; it has never run on a chip. What could not be known
-without one is left out: how much memory there is and is used, and how long the device takes for a part of a step.
+Written from the package torch_tpu 0.2.0 and its documentation; it has never run on a chip. What
+could not be known without one is left out: how much memory there is and is used, and how long the
+device takes for a part of a step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 from trainer.accelerators import Accelerator, Precision, chips, local_device, version_of
 from trainer.errors import ConfigError
 
-# What TorchTPU's processes find each other's chips by; without them a process aborts when it first uses its chip.
+# What TorchTPU's processes find each other's chips by; without them a process aborts when it first
+# uses its chip.
 _LAUNCH = ("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY")
 
 
@@ -32,7 +34,8 @@ class Config(chips.Products):
                 "accelerator: tpu was asked for and TorchTPU finds no chip on this machine; on a TPU VM look at "
                 "/dev/vfio, and do not set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
             )
-        # A process may see its own chip only, so those of the machine are counted where there is something to count.
+        # A process may see its own chip only, so those of the machine are counted where there is
+        # something to count.
         local_device(chips.count() or torch.accelerator.device_count(), "TPU chip")
         missing = [variable for variable in _LAUNCH if variable not in os.environ]
         if missing and int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -27,8 +27,8 @@ _ADVICE = "what a step computes may not depend on its data; docs/tpu.md, on reco
 class Config(chips.Products):
     """Runs on the devices of XLA: TPU chips or, with PJRT_DEVICE=CPU, parts of this machine's processor.
 
-    One process drives all devices of a machine, with strategy=xla_spmd. CPU_NUM_DEVICES says how many the processor is
-    to be.
+    One process drives all devices of a machine, with strategy=xla_spmd. CPU_NUM_DEVICES says how
+    many the processor is to be.
     """
 
     def build(self) -> XlaAccelerator:
@@ -123,7 +123,8 @@ class XlaAccelerator(Accelerator):
         """Records what it surrounds as one graph, compiles that if it is new, and has it computed.
 
         Raises:
-            SamestepError: it is another graph than the last one of that name: it would be compiled again and again.
+            SamestepError: it is another graph than the last one of that name: it would be compiled
+                again and again.
             torch.OutOfMemoryError: it does not fit into the devices.
         """
         import torch_xla

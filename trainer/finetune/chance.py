@@ -17,11 +17,12 @@ from trainer.tasks import TASKS
 def chance(objective: Any, dataset: Dataset, score: str) -> float:
     """The best score of a constant answer on the held-out rows: the largest class's, say.
 
-    Where questions may have no answer, it is never to give one. It is 0 where there is no such answer, as for tags, or
-    where it scores nothing, as for correlations.
+    Where questions may have no answer, it is never to give one. It is 0 where there is no such
+    answer, as for tags, or where it scores nothing, as for correlations.
 
     Args:
-        objective: a `trainer.objectives.Task`, or one of pairs of texts, whose answers are labels or anything.
+        objective: a `trainer.objectives.Task`, or one of pairs of texts, whose answers are labels
+            or anything.
         dataset: of the task.
         score: one of its metrics.
 

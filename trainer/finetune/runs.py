@@ -50,12 +50,13 @@ class Run:
         experiment: all its settings, but for `init_from` where there is a `start`.
         digest: of all that its result depends on, but for the code.
         score: the metric that it is compared by.
-        metrics: all that the objective or, where answers are texts, the task names; the score is one of them.
+        metrics: all that the objective or, where answers are texts, the task names; the score is
+            one of them.
         chance: what that is for a model that always says the same.
         start: the digests of runs of another task, of which it starts from the best.
         scratch: whether it starts from random weights.
-        evaluations: arguments of `samestep evaluate` that score it when it is over, by what comes before the names of
-            these scores.
+        evaluations: arguments of `samestep evaluate` that score it when it is over, by what comes
+            before the names of these scores.
     """
 
     task: str
@@ -103,8 +104,8 @@ def list_runs(
         seeds: how many of them, from 0.
         whole_grid: whether every point of the tasks' grids is tried.
         overrides: settings of all runs, as on the command line; one that a grid has is not varied.
-        scratch: whether there are as many runs from random weights of the checkpoint's architecture, too, of the tasks
-            that start from the checkpoint.
+        scratch: whether there are as many runs from random weights of the checkpoint's
+            architecture, too, of the tasks that start from the checkpoint.
 
     Returns:
         The runs; those of a task behind those that it starts from.

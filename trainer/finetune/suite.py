@@ -34,7 +34,8 @@ class Result:
 
     Attributes:
         task, run, settings, seed, digest: of the `Run`, by its name.
-        scores: of the held-out rows by name, at its end or, where it is evaluated several times, when they were best.
+        scores: of the held-out rows by name, at its end or, where it is evaluated several times,
+            when they were best.
         steps: optimizer steps by then.
         seconds: that it took, without what ran before an interruption.
     """
@@ -62,7 +63,8 @@ class Suite:
     Args:
         folder: which.
         runs: those that there are to be.
-        keep: whether all finished runs keep their checkpoints, rather than the best one of each task alone.
+        keep: whether all finished runs keep their checkpoints, rather than the best one of each
+            task alone.
     """
 
     def __init__(self, folder: Path, runs: Sequence[Run], keep: bool = False) -> None:

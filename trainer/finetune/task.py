@@ -31,14 +31,18 @@ class Config(TaskData):
         epochs: passes over the rows to train on.
         warmup: share of the steps in which the learning rate rises.
         sequence_length: cells of an example.
-        metrics: of `samestep evaluate --metrics`, where answers are texts, which finished runs generate.
-        grid: settings of the experiment to try, each with its values; the first of each is taken unless all are asked
-            for.
-        evaluations: how many a run has, evenly spread; of several, its scores are those of the best one.
-        patience: a run ends after so many of them in a row without a better one; null trains to the last step.
-        start: another task of the suite: the runs of this one start from its best run, as those of RTE from MNLI's
-            (Phang et al. 2018); null: from the suite's checkpoint.
-        published: scores of others, by name of the metric, to compare with; NAME/METRIC is of the further set NAME.
+        metrics: of `samestep evaluate --metrics`, where answers are texts, which finished runs
+            generate.
+        grid: settings of the experiment to try, each with its values; the first of each is taken
+            unless all are asked for.
+        evaluations: how many a run has, evenly spread; of several, its scores are those of the best
+            one.
+        patience: a run ends after so many of them in a row without a better one; null trains to the
+            last step.
+        start: another task of the suite: the runs of this one start from its best run, as those of
+            RTE from MNLI's (Phang et al. 2018); null: from the suite's checkpoint.
+        published: scores of others, by name of the metric, to compare with; NAME/METRIC is of the
+            further set NAME.
         published_by: who they are of.
     """
 
@@ -99,10 +103,10 @@ class Task:
         name: of its file.
         config: what the file says.
         experiment: settings of its runs that are not the defaults, as the file gives them.
-        also: sources of further held-out rows, by name, that finished runs are scored on; in the file, settings in
-            which they differ from the task's own.
-        generation: settings of `generation.Config` that finished runs write texts with; max_new_tokens is the
-            objective's target_length where they do not have it.
+        also: sources of further held-out rows, by name, that finished runs are scored on; in the
+            file, settings in which they differ from the task's own.
+        generation: settings of `generation.Config` that finished runs write texts with;
+            max_new_tokens is the objective's target_length where they do not have it.
     """
 
     name: str
@@ -117,7 +121,8 @@ class Task:
 
         Args:
             path: which.
-            recipe: epochs, warmup, grid and experiment, in place of the file's own as far as it has them.
+            recipe: epochs, warmup, grid and experiment, in place of the file's own as far as it has
+                them.
 
         Raises:
             ConfigError: it describes no task.
@@ -170,7 +175,8 @@ def find_tasks(names: Sequence[str], recipe: str | None = None) -> list[Task]:
 
     Args:
         names: of them.
-        recipe: how they are fine-tuned, in place of their own way: a file, or the name of one in configs/tasks.
+        recipe: how they are fine-tuned, in place of their own way: a file, or the name of one in
+            configs/tasks.
 
     Raises:
         ConfigError: a name means nothing, or two tasks have the same.

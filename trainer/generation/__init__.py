@@ -29,14 +29,15 @@ _SAMPLE = name_key("generation.sample")
 class Generator:
     """Generates a text for each source.
 
-    The texts are those that `transformers` generates from the same weights, but for sampled ones: these are a function
-    of the source, its number and the seed, whatever is generated beside them.
+    The texts are those that `transformers` generates from the same weights, but for sampled ones:
+    these are a function of the source, its number and the seed, whatever is generated beside them.
 
     Attributes:
         end: the token that ends a text.
 
     Args:
-        model: an encoder-decoder, or a causal model. Whether it is in training mode does not matter.
+        model: an encoder-decoder, or a causal model. Whether it is in training mode does not
+            matter.
         vocabulary: of its tokenizer.
         config: how tokens are chosen.
         device: where the model is.
@@ -90,8 +91,9 @@ class Generator:
         """Generates in batches, those of the longest sources first.
 
         Args:
-            sources: the tokens that the model reads, those that begin and end a source included; none is empty. Of
-                sources that are too long for a table of positions, the last tokens are read.
+            sources: the tokens that the model reads, those that begin and end a source included;
+                none is empty. Of sources that are too long for a table of positions, the last
+                tokens are read.
             first: number of the first source.
 
         Returns:

@@ -15,15 +15,17 @@ class Config:
     Attributes:
         max_new_tokens: the most tokens of a generated text, the one that ends it included.
         min_new_tokens: tokens before the one that may end it.
-        beams: unfinished texts that beam search keeps of each; 1 takes the likeliest token each time.
-        length_penalty: beam search ranks finished texts by log-probability / length ** length_penalty (Wu et al. 2016
-            without their offset); T5 takes 0.6.
-        early_stopping: beam search ends when it has as many finished texts as beams (true), when texts of the present
-            length cannot be better (false), or when none can be (never).
+        beams: unfinished texts that beam search keeps of each; 1 takes the likeliest token each
+            time.
+        length_penalty: beam search ranks finished texts by log-probability / length **
+            length_penalty (Wu et al. 2016 without their offset); T5 takes 0.6.
+        early_stopping: beam search ends when it has as many finished texts as beams (true), when
+            texts of the present length cannot be better (false), or when none can be (never).
         sample: draw each token from the model's distribution.
         temperature: what the logits are divided by, in sampling.
         top_k: sample among so many likeliest tokens; None: all.
-        top_p: sample among the likeliest tokens that together have this probability (Holtzman et al. 2020).
+        top_p: sample among the likeliest tokens that together have this probability (Holtzman et
+            al. 2020).
         seed: of sampling.
         batch_size: texts that are generated together, those of similar length.
     """

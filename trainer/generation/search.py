@@ -29,7 +29,8 @@ def one_by_one(
         cache: of the model.
         end: the token that ends a text.
         config: how tokens are chosen.
-        drawn: fp64 [B, max_new_tokens] in [0, 1), what `sample` takes for each; None takes the likeliest.
+        drawn: fp64 [B, max_new_tokens] in [0, 1), what `sample` takes for each; None takes the
+            likeliest.
 
     Returns:
         int64 [B, max_new_tokens], filled up with `end`.
@@ -82,8 +83,8 @@ def _gather(tokens: Tensor, places: Tensor) -> Tensor:
 def beam_search(model: Generates, logits: Tensor, cache: Cache, end: int, config: Config) -> Tensor:
     """Goes on with the `config.beams` likeliest unfinished texts of each source, and returns the best finished one.
 
-    As `transformers` has it: a text may finish among the first `beams` candidates only, and a source is done as
-    `config.early_stopping` says. Arguments and result as of `one_by_one`.
+    As `transformers` has it: a text may finish among the first `beams` candidates only, and a
+    source is done as `config.early_stopping` says. Arguments and result as of `one_by_one`.
     """
     beams, longest = config.beams, config.max_new_tokens
     texts = logits.new_full((len(logits), longest), end, dtype=torch.int64)
@@ -104,7 +105,8 @@ def beam_search(model: Generates, logits: Tensor, cache: Cache, end: int, config
             torch.cat([finished.scores, scores], 1),
         ).best(beams)
         texts[rows] = finished.tokens[:, 0]
-        # A running text ends in one way, so half of twice as many candidates as beams are left to go on with.
+        # A running text ends in one way, so half of twice as many candidates as beams are left to
+        # go on with.
         scores, places = candidates.scores.masked_fill(ends, -torch.inf).topk(beams)
         running = _Beams(_gather(candidates.tokens, places), scores)
         parents = parents.gather(1, places)
@@ -125,14 +127,17 @@ def _extend(
 ) -> tuple[_Beams, Tensor]:
     """The `count` likeliest texts of a token more for each source, and the row int64 [B, count] that each comes from.
 
-    logits: fp32 [B * N, V]; length: of the new texts, in tokens; forbidden: a token that is not to be the next.
+    logits: fp32 [B * N, V]; length: of the new texts, in tokens; forbidden: a token that is not to
+        be the next.
     """
     highest = logits.amax(-1, keepdim=True)
-    # Less than e^-80 adds nothing to a sum of at least 1, and on CPUs denormal numbers take ten times as long.
+    # Less than e^-80 adds nothing to a sum of at least 1, and on CPUs denormal numbers take ten
+    # times as long.
     total = highest + (logits - highest).clamp_(min=-80).exp_().sum(-1, keepdim=True).log()
     if forbidden is not None:
         logits[:, forbidden] = -torch.inf
-    # Those of a source are among the likeliest of each of its rows, which takes less than to score all.
+    # Those of a source are among the likeliest of each of its rows, which takes less than to score
+    # all.
     likeliest, tokens = logits.topk(count)
     sources, rows = running.scores.shape
     scores = (likeliest - total).view(sources, rows, count) + running.scores[..., None]

@@ -1,4 +1,7 @@
-"""Multi-head attention (Vaswani et al. 2017, section 3.2): of a sequence to itself, and to the encoder's output."""
+"""Multi-head attention (Vaswani et al.
+
+2017, section 3.2): of a sequence to itself, and to the encoder's output.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from trainer.models.stack import Context
 def segment_mask(segments: Tensor, causal: bool = False, prefix: Tensor | None = None) -> Tensor:
     """Lets each cell attend to the cells of its own segment: [B, S] -> bool [B, 1, S, S].
 
-    Padding is a segment like any other, so no row of the mask is empty and no softmax gives NaN. `causal` leaves out
-    the cells after it, except those in `prefix`, bool [B, S].
+    Padding is a segment like any other, so no row of the mask is empty and no softmax gives NaN.
+    `causal` leaves out the cells after it, except those in `prefix`, bool [B, S].
     """
     same = segments[:, None, :, None] == segments[:, None, None, :]
     if not causal:

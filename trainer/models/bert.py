@@ -82,10 +82,12 @@ class Config(Family):
         causal: whether a token attends to those before it only (a left-to-right language model).
         tied: whether the head shares the matrix of the token embeddings.
         initializer_range: standard deviation of the initial weights.
-        nsp: adds a pooler and a head that says whether the second of two segments follows the first (BERT).
-        head: what the model predicts: tokens (`language_model`); or, fine-tuned for a task, the class of a text or pair
-            of texts (`classification`), which of several texts is right (`multiple_choice`), a tag for each token
-            (`tagging`), or the first and last token of an answer (`question_answering`).
+        nsp: adds a pooler and a head that says whether the second of two segments follows the first
+            (BERT).
+        head: what the model predicts: tokens (`language_model`); or, fine-tuned for a task, the
+            class of a text or pair of texts (`classification`), which of several texts is right
+            (`multiple_choice`), a tag for each token (`tagging`), or the first and last token of an
+            answer (`question_answering`).
         labels: the names of classes or tags; a `classification` of one label predicts a number.
     """
 
@@ -184,9 +186,10 @@ class Config(Family):
 
         Args:
             config: the content.
-            tensors: names of the checkpoint's tensors, which alone tell whether it has a next-sentence head: many
-                checkpoints hold one that their `architectures` do not mention. A task's head that these do mention is
-                one if it is there; without any names it is taken to be.
+            tensors: names of the checkpoint's tensors, which alone tell whether it has a
+                next-sentence head: many checkpoints hold one that their `architectures` do not
+                mention. A task's head that these do mention is one if it is there; without any
+                names it is taken to be.
 
         Raises:
             ConfigError: it describes another kind of model, or lacks a key.
@@ -324,7 +327,8 @@ class Config(Family):
     def _drop_copies(self, found: dict[str, Tensor]) -> None:
         """Drops what checkpoints hold twice: the matrix of a tied head, and the head's bias.
 
-        transformers adds `decoder.bias`: the same tensor as `bias` in a tied model, and the one in use in others.
+        transformers adds `decoder.bias`: the same tensor as `bias` in a tied model, and the one in
+            use in others.
         """
         decoder, bias = self.head_names["decoder"], self.head_names["bias"]
         copy = found.pop(f"{decoder}.bias", None)

@@ -13,7 +13,8 @@ class Memory(NamedTuple):
 
     Attributes:
         hidden: [B, S, D], the encoder's output.
-        mask: bool, broadcasts to [B, 1, T, S]: which of its cells each cell of the decoder may attend to; None: all.
+        mask: bool, broadcasts to [B, 1, T, S]: which of its cells each cell of the decoder may
+            attend to; None: all.
     """
 
     hidden: Tensor
@@ -25,7 +26,8 @@ class LayerCache:
 
     Attributes:
         length: cells so far.
-        memory: keys and values of the encoder's output, [B, H, S, K] each; None until they are first needed.
+        memory: keys and values of the encoder's output, [B, H, S, K] each; None until they are
+            first needed.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -98,8 +100,9 @@ class Cache:
 
         Args:
             rows: int64 [B'], of the decoder.
-            sources: of the encoder, int64 [B''] or `slice(None)` for all as they are, where B' is a multiple of B'':
-                each has as many rows, one after the other, which share its keys and values. None: one row each.
+            sources: of the encoder, int64 [B''] or `slice(None)` for all as they are, where B' is a
+                multiple of B'': each has as many rows, one after the other, which share its keys
+                and values. None: one row each.
         """
         sources = rows if sources is None else sources
         for layer in self.layers:

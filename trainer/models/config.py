@@ -33,17 +33,20 @@ class TransformerConfig(ModelConfig):
     with another attention overrides one method.
 
     Attributes:
-        vocab_size: rows of the token table; at least the tokenizer's size. A multiple of 64 is quicker on GPUs.
+        vocab_size: rows of the token table; at least the tokenizer's size. A multiple of 64 is
+            quicker on GPUs.
         layers: number of layers.
         width: D, of the hidden states.
         heads: H, attention heads of width / heads each.
         ffn_width: inner width of the feed-forward network.
         dropout: probability for embeddings and the output of each branch.
-        attention_dropout: probability for attention probabilities; 0 allows the fused attention kernels in training.
+        attention_dropout: probability for attention probabilities; 0 allows the fused attention
+            kernels in training.
         norm_eps: added to the variance in norms.
         activation: of the feed-forward network.
-        peft: parameter-efficient fine-tuning (a module of trainer/models/peft): what is added to a model that starts
-            from weights, and trained with a task's head, while the rest is frozen; None trains all.
+        peft: parameter-efficient fine-tuning (a module of trainer/models/peft): what is added to a
+            model that starts from weights, and trained with a task's head, while the rest is
+            frozen; None trains all.
     """
 
     vocab_size: int

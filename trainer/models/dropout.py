@@ -1,8 +1,8 @@
 """Dropout whose masks are a pure function of a key per row, so that they do not depend on how a batch is split.
 
-A 32-bit integer hash decides about each element: the same bits on every device, eager or compiled. The mixer is
-Wellons' lowbias32 (https://nullprogram.com/blog/2018/07/31/). int32 products wrap around; where a right shift must be
-logical, its sign bits are masked off.
+A 32-bit integer hash decides about each element: the same bits on every device, eager or compiled.
+The mixer is Wellons' lowbias32 (https://nullprogram.com/blog/2018/07/31/). int32 products wrap
+around; where a right shift must be logical, its sign bits are masked off.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def dropout(x: Tensor, p: float, key: Tensor | None, cells: Tensor | None = None
     Args:
         x: [B, ...], at most 2**31 elements a row.
         p: in [0, 1), rounded to a multiple of 2**-32.
-        key: int32 [B], from `split_key`; row b's mask depends on key[b] and the position in the row only. None: no
-            dropout.
-        cells: int [B, P], where x is [B, P, D], taken from these cells of a larger [B, S, D]: each element is treated
-            as it would have been there. None: x is whole.
+        key: int32 [B], from `split_key`; row b's mask depends on key[b] and the position in the row
+            only. None: no dropout.
+        cells: int [B, P], where x is [B, P, D], taken from these cells of a larger [B, S, D]: each
+            element is treated as it would have been there. None: x is whole.
     """
     threshold = round(p * 2**32) - 2**31
     if key is None or threshold == -(2**31):
@@ -61,12 +61,14 @@ def dropout(x: Tensor, p: float, key: Tensor | None, cells: Tensor | None = None
     else:
         width = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
         place = (cells.int()[..., None] * x.shape[-1] + width).flatten(1)
-    # Places are hashed once for all rows; with both inputs well mixed, half the mixer does for each element: the
-    # comparison looks at the high bits first, which the last product leaves best mixed.
+    # Places are hashed once for all rows; with both inputs well mixed, half the mixer does for each
+    # element: the comparison looks at the high bits first, which the last product leaves best
+    # mixed.
     bits = _mix(place) ^ key[:, None]
     bits *= _MIX_1
     bits ^= _shift(bits, 15).bitwise_and_(0x1FFFF)
     bits *= _MIX_2
-    # 1 where bits >= threshold, else 0, by arithmetic: comparisons and masked_fill are several times slower on CPUs.
+    # 1 where bits >= threshold, else 0, by arithmetic: comparisons and masked_fill are several
+    # times slower on CPUs.
     keep = bits.clamp_(threshold - 1, threshold).sub_(threshold - 1)
     return (x * keep.view(x.shape).to(x.dtype)).mul_(1 / (1 - p))

@@ -16,8 +16,8 @@ from trainer.models.dropout import dropout
 class _Lookup(torch.autograd.Function):
     """Rows of a matrix, and the matrix for its second use in the head.
 
-    One node for both adds their gradients in place. Two would fill a matrix of zeros for the rows, and sum two matrices
-    into a third: 4 % of a step of BERT-base on a CPU.
+    One node for both adds their gradients in place. Two would fill a matrix of zeros for the rows,
+    and sum two matrices into a third: 4 % of a step of BERT-base on a CPU.
     """
 
     @staticmethod

@@ -46,11 +46,11 @@ class Config(Family):
 
     Attributes:
         max_positions: the longest sequence, in tokens.
-        initializer_range: standard deviation of the initial weights; that of projections into the residual stream is
-            divided by the root of their number, 2 * layers.
-        head: what the model predicts: tokens (`language_model`); or, fine-tuned for a task, from the last cell of a
-            sequence the class of its texts (`classification`), or a score that is compared with those of other texts
-            (`multiple_choice`).
+        initializer_range: standard deviation of the initial weights; that of projections into the
+            residual stream is divided by the root of their number, 2 * layers.
+        head: what the model predicts: tokens (`language_model`); or, fine-tuned for a task, from
+            the last cell of a sequence the class of its texts (`classification`), or a score that
+            is compared with those of other texts (`multiple_choice`).
         labels: the names of classes; a `classification` of one label predicts a number.
     """
 
@@ -109,7 +109,8 @@ class Config(Family):
 
         Args:
             config: the content.
-            tensors: names of the checkpoint's tensors; a task's head that the content mentions is one if it is there.
+            tensors: names of the checkpoint's tensors; a task's head that the content mentions is
+                one if it is there.
 
         Raises:
             ConfigError: it describes another kind of model, or lacks a key.

@@ -1,4 +1,7 @@
-"""Output heads. All take the hidden states, the token embeddings, and keys for dropout, as some have it."""
+"""Output heads.
+
+All take the hidden states, the token embeddings, and keys for dropout, as some have it.
+"""
 
 from __future__ import annotations
 

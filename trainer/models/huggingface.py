@@ -67,8 +67,8 @@ def read_task(
 
     Args:
         config: the content of its `config.json`.
-        tensors: the names of its tensors: a head that the content mentions is one if it is there. Without any names it
-            is taken to be.
+        tensors: the names of its tensors: a head that the content mentions is one if it is there.
+            Without any names it is taken to be.
         heads: of each head the architecture that has it, and one of its tensors.
 
     Raises:
@@ -131,7 +131,8 @@ def join_tensors(found: Mapping[str, Tensor], names: Names, config: Family) -> d
         for theirs in names[ours]:
             expected[theirs] = (shape[0] // len(names[ours]), *shape[1:])
     _check(found, expected, config)
-    # What needs no joining is not copied: a large model's tensors stay on the disk until they are used.
+    # What needs no joining is not copied: a large model's tensors stay on the disk until they are
+    # used.
     parts = {ours: [found[name] for name in theirs] for ours, theirs in names.items()}
     return {ours: torch.cat(found) if len(found) > 1 else found[0] for ours, found in parts.items()}
 

@@ -20,8 +20,9 @@ def initial_values(
 ) -> Tensor:
     """Elements [start, stop) of a flattened parameter: fp32 [stop - start].
 
-    Biases are 0 and the weights of norms 1. All else is drawn from a normal distribution of standard deviation `std`
-    before it is truncated at `bound` of them: two as in BERT (`truncated_normal_initializer`), or many.
+    Biases are 0 and the weights of norms 1. All else is drawn from a normal distribution of
+    standard deviation `std` before it is truncated at `bound` of them: two as in BERT
+    (`truncated_normal_initializer`), or many.
     """
     module, _, kind = name.rpartition(".")
     if kind == "bias":
@@ -33,7 +34,8 @@ def initial_values(
     for first in range(start, stop, _BLOCK):
         last = min(first + _BLOCK, stop)
         u = torch.from_numpy(uniform(combine(seed, name_key(name), np.arange(first, last))))
-        # The inverse of the truncated distribution; in fp64, so that rounding to fp32 hides libraries' last bits.
+        # The inverse of the truncated distribution; in fp64, so that rounding to fp32 hides
+        # libraries' last bits.
         values[first - start : last - start] = torch.erfinv((2 * u - 1) * inside) * (
             math.sqrt(2) * std
         )

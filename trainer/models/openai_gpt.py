@@ -1,4 +1,7 @@
-"""GPT (Radford et al. 2018, now called GPT-1): GPT-2 with norms after the residual sums and fewer positions."""
+"""GPT (Radford et al.
+
+2018, now called GPT-1): GPT-2 with norms after the residual sums and fewer positions.
+"""
 
 from __future__ import annotations
 

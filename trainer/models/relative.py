@@ -1,4 +1,7 @@
-"""T5's relative positions (Raffel et al. 2020, section 2.1): a learned bias of the attention scores by distance."""
+"""T5's relative positions (Raffel et al.
+
+2020, section 2.1): a learned bias of the attention scores by distance.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ from trainer.accelerators.kernels import autocast_dtype
 class RelativeBias(nn.Module):
     """One bias for each head and bucket of distances, shared by the layers of a stack.
 
-    Half of the buckets are for one distance each, the others for ranges that grow up to `max_distance`, and the last
-    one for all beyond (`_relative_position_bucket` of mesh-tensorflow). `bidirectional` gives half of them to cells
-    after the one that attends; otherwise these share the bucket of distance 0.
+    Half of the buckets are for one distance each, the others for ranges that grow up to
+    `max_distance`, and the last one for all beyond (`_relative_position_bucket` of
+    mesh-tensorflow). `bidirectional` gives half of them to cells after the one that attends;
+    otherwise these share the bucket of distance 0.
     """
 
     def __init__(self, buckets: int, max_distance: int, heads: int, bidirectional: bool) -> None:
@@ -28,22 +32,26 @@ class RelativeBias(nn.Module):
     def forward(self, queries: int, keys: int, mask: Tensor | None, before: int = 0) -> Tensor:
         """The scores to add for `queries` cells that come after `before` others, and for `keys` cells from the first.
 
-        A distance between cells is one between positions as long as both are in one segment, and others are masked.
+        A distance between cells is one between positions as long as both are in one segment, and
+        others are masked.
 
         Args:
             queries, keys: T, S.
-            mask: bool, broadcasts to [B, 1, T, S]; False becomes minus infinity. None masks nothing.
+            mask: bool, broadcasts to [B, 1, T, S]; False becomes minus infinity. None masks
+                nothing.
             before: cells before the first query.
 
         Returns:
-            [B, H, T, S], or [1, H, T, S] without a batch in the mask, in the precision of matrix products.
+            [B, H, T, S], or [1, H, T, S] without a batch in the mask, in the precision of matrix
+            products.
         """
         distance = torch.arange(1 - queries - before, keys - before, device=self.weight.device)
         by_distance = F.embedding(self._bucket(distance), self.weight).T  # [H, T + S - 1]
         if (dtype := autocast_dtype(by_distance.device)) is not None:
             by_distance = by_distance.to(dtype)
-        # Each row is the one above, moved by one: so are rows of n cells that are read as rows of n - 1. (`unfold` says
-        # the same, takes longer forwards and backwards together, and is not known to XLA.)
+        # Each row is the one above, moved by one: so are rows of n cells that are read as rows of n
+        # - 1. (`unfold` says the same, takes longer forwards and backwards together, and is not
+        # known to XLA.)
         ring = F.pad(by_distance, (0, 1)).roll(1 - queries, 1)
         rows = ring[:, None].expand(-1, queries, -1).flatten(1)[:, : queries * len(distance)]
         bias = rows.view(1, len(by_distance), queries, -1)[..., :keys]

@@ -1,4 +1,7 @@
-"""RoBERTa (Liu et al. 2019): BERT with one token type, other names for its heads, and positions that start at 2."""
+"""RoBERTa (Liu et al.
+
+2019): BERT with one token type, other names for its heads, and positions that start at 2.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from trainer.models.config import Activation
 
 @dataclass(frozen=True)
 class Config(bert.Config):
-    """RoBERTa-base. Position p is row p + 2 of the table, as in fairseq, where rows up to the padding id are unused."""
+    """RoBERTa-base.
+
+    Position p is row p + 2 of the table, as in fairseq, where rows up to the padding id are unused.
+    """
 
     position_offset: ClassVar[int] = 2
     model_type: ClassVar[str] = "roberta"

@@ -1,4 +1,7 @@
-"""T5 (Raffel et al. 2020) and T5 v1.1 (Shazeer 2020), and the names they have in Hugging Face checkpoints."""
+"""T5 (Raffel et al.
+
+2020) and T5 v1.1 (Shazeer 2020), and the names they have in Hugging Face checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -75,19 +78,21 @@ class Config(Family):
     Attributes:
         heads: H, attention heads.
         head_width: K, the width of an attention head; heads need not fill the width.
-        dropout: probability for embeddings, inside the feed-forward network, for the output of each branch and after
-            the last norm.
+        dropout: probability for embeddings, inside the feed-forward network, for the output of each
+            branch and after the last norm.
         decoder_layers: layers of the decoder, if it has other than `layers`.
-        architecture: that of section 3.2.1. `shared_encoder_decoder` uses the same layers in both, `language_model`
-            and `prefix_lm` have a decoder only; the latter knows distances to later cells.
-        tied: whether the head shares the matrix of the token embeddings, and scales hidden states by width ** -0.5
-            (v1.0); v1.1 does neither.
+        architecture: that of section 3.2.1. `shared_encoder_decoder` uses the same layers in both,
+            `language_model` and `prefix_lm` have a decoder only; the latter knows distances to
+            later cells.
+        tied: whether the head shares the matrix of the token embeddings, and scales hidden states
+            by width ** -0.5 (v1.0); v1.1 does neither.
         relative_buckets: of the relative positions, for each head.
         max_distance: the distance from which on all share a bucket.
-        head: what the model predicts: tokens (`language_model`); or, fine-tuned for a task, from the decoder, which
-            reads a sequence once more, its class (`classification`), a score that is compared with those of other texts
-            (`multiple_choice`), or the first and last token of an answer (`question_answering`); or from the
-            encoder, without any decoder, a tag for each token (`tagging`).
+        head: what the model predicts: tokens (`language_model`); or, fine-tuned for a task, from
+            the decoder, which reads a sequence once more, its class (`classification`), a score
+            that is compared with those of other texts (`multiple_choice`), or the first and last
+            token of an answer (`question_answering`); or from the encoder, without any decoder, a
+            tag for each token (`tagging`).
         labels: the names of classes or tags; a `classification` of one label predicts a number.
     """
 
@@ -248,7 +253,8 @@ class Config(Family):
 
         Args:
             config: the content.
-            tensors: names of the checkpoint's tensors; a task's head that the content mentions is one if it is there.
+            tensors: names of the checkpoint's tensors; a task's head that the content mentions is
+                one if it is there.
 
         Raises:
             ConfigError: it describes another kind of model, or lacks a key.

@@ -146,12 +146,12 @@ class Strategy(ABC):
     """Splits a training step over the processes of a run, without changing what the step computes.
 
     Attributes:
-        parameters: by their own names, whatever wraps the model; the partitions that the optimizer updates, and frozen
-            ones, which require no gradient. (Asking an FSDP2 module instead gives its gathered parameters when it
-            happens to hold them.)
+        parameters: by their own names, whatever wraps the model; the partitions that the optimizer
+            updates, and frozen ones, which require no gradient. (Asking an FSDP2 module instead
+            gives its gathered parameters when it happens to hold them.)
         loss_scale: under fp16, what keeps small gradients from vanishing; else None.
-        partitions: how many parts the state is split into. Rank r holds part r % partitions of it, and all ranks that
-            hold the same part are replicas of each other.
+        partitions: how many parts the state is split into. Rank r holds part r % partitions of it,
+            and all ranks that hold the same part are replicas of each other.
         kind: its name in the configuration.
         compiles: whether it is for accelerators that do.
     """
@@ -211,7 +211,8 @@ class Strategy(ABC):
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Scales gradients down to a global norm of `max_norm` (None: leaves them); returns the norm before.
 
-        Under fp16, both norms are those without the loss scale, which stays in the gradients until `step`.
+        Under fp16, both norms are those without the loss scale, which stays in the gradients until
+        `step`.
         """
         trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
@@ -241,7 +242,8 @@ class Strategy(ABC):
             op: what is taken.
 
         Returns:
-            The result, where collectives take place: of what is on the host that may be the device, too.
+            The result, where collectives take place: of what is on the host that may be the device,
+                too.
         """
         value = value.to(self.accelerator.device, non_blocking=True)
         dist.all_reduce(value, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
@@ -263,7 +265,8 @@ class Strategy(ABC):
         """State as it can be saved, and overwritten when it is restored: itself, where the host reaches it in place.
 
         Args:
-            tensors: parameters and optimizer state by name, split and stacked as `prepare` has made them.
+            tensors: parameters and optimizer state by name, split and stacked as `prepare` has made
+                them.
             copy: whether values matter; if not, nothing is copied.
 
         Returns:

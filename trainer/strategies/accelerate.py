@@ -1,11 +1,12 @@
 """A run inside Hugging Face Accelerate: split as `accelerate launch`, or a file of `accelerate config`, asks for.
 
-Accelerate decides who takes part and how the run is split; what a step computes stays with the experiment. So neither
-loader, optimizer nor loss is handed to it, and what it would do to them does not happen: dealing out batches, dividing
-the loss by the steps of accumulation, clipping, its autocast around the model, equal random numbers for all processes.
-Plain data parallelism is its own. Sharding is that of the strategies `fsdp` and `deepspeed` with its settings, because
-it would have processes hold the whole model first, find layers by the class names of transformers, and sum gradients
-in 16 bits.
+Accelerate decides who takes part and how the run is split; what a step computes stays with the
+experiment. So neither loader, optimizer nor loss is handed to it, and what it would do to them does
+not happen: dealing out batches, dividing the loss by the steps of accumulation, clipping, its
+autocast around the model, equal random numbers for all processes. Plain data parallelism is its
+own. Sharding is that of the strategies `fsdp` and `deepspeed` with its settings, because it would
+have processes hold the whole model first, find layers by the class names of transformers, and sum
+gradients in 16 bits.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _KINDS = (*_DDP, "FSDP", "DEEPSPEED")
 _MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 _DEEPSPEED_JSON = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
-# What a run here cannot do, by the variable that asks for it: the values that ask for nothing, and what to do instead.
+# What a run here cannot do, by the variable that asks for it: the values that ask for nothing, and
+# what to do instead.
 _DATA_PARALLEL = (("1",), "leave it out; a run is data parallel only")
 _REFUSED = {
     "ACCELERATE_DYNAMO_BACKEND": (
@@ -68,8 +70,8 @@ class Config(strategies.Config):
     """Splits the run as Hugging Face Accelerate is asked to: DDP, FSDP or DeepSpeed.
 
     Attributes:
-        config: a file that `accelerate config` has written; None takes what `accelerate launch` hands on, and DDP where
-            it was not used.
+        config: a file that `accelerate config` has written; None takes what `accelerate launch`
+            hands on, and DDP where it was not used.
     """
 
     config: str | None = None
@@ -263,7 +265,10 @@ def _make(kind: str, accelerator: Accelerator, world: World) -> accelerate.Accel
 
 
 def _fsdp(made: accelerate.Accelerator, world: World) -> fsdp.Config:
-    """FSDP's settings. Version 1 is run as version 2, which cuts parameters otherwise and computes the same."""
+    """FSDP's settings.
+
+    Version 1 is run as version 2, which cuts parameters otherwise and computes the same.
+    """
     plugin, parallelism = made.state.fsdp_plugin, made.parallelism_config
     if plugin.fsdp_version == 2:
         return fsdp.Config(

@@ -1,7 +1,8 @@
 """Silent corruption: parameters and optimizer state whose bits have changed although nobody has written to them.
 
-Replicas hold the same bits as long as all is well: they start from the same values, and make the same updates with the
-same all-reduced gradients. So they compare with each other. A partition that no other process holds can be compared
+Replicas hold the same bits as long as all is well: they start from the same values, and make the
+same updates with the same all-reduced gradients. So they compare with each other. A partition that
+no other process holds can be compared
 with itself only: nothing writes to it from one update to the next.
 """
 
@@ -35,7 +36,8 @@ class StateCheck:
 
     Args:
         strategy: says which processes are replicas of each other.
-        tensors: gives the state by name, fp32 or 16 bits; of each, this process holds all or a part.
+        tensors: gives the state by name, fp32 or 16 bits; of each, this process holds all or a
+            part.
         every: steps between checks; None never checks.
     """
 
@@ -127,9 +129,10 @@ class StateCheck:
 def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
     """Hashes the bits of the local part of each fp32 or 16-bit tensor, on its device: int64 [number of tensors].
 
-    The bits of an element are an integer. Integers are summed modulo 2**32 in 128 columns, at the speed of memory, and
-    the sums, each multiplied by an odd number of its own, modulo 2**64. So a change of one element always shows;
-    several go unnoticed with a probability of about 2**-32, unless they cancel in one column.
+    The bits of an element are an integer. Integers are summed modulo 2**32 in 128 columns, at the
+    speed of memory, and the sums, each multiplied by an odd number of its own, modulo 2**64. So a
+    change of one element always shows; several go unnoticed with a probability of about 2**-32,
+    unless they cancel in one column.
     """
     of_each = [_column_sums(part) for part in local_parts(tensors)]
     sums = torch.stack(

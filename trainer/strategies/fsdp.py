@@ -1,7 +1,8 @@
 """Fully sharded data parallel (FSDP2), and hybrid sharding (HSDP) over a two-dimensional mesh.
 
-Parameters, gradients and optimizer state are split over devices; a layer's parameters are gathered for its forward
-and backward pass and freed again (Zhao et al. 2023, "PyTorch FSDP"; the idea is ZeRO-3, Rajbhandari et al. 2020).
+Parameters, gradients and optimizer state are split over devices; a layer's parameters are gathered
+for its forward and backward pass and freed again (Zhao et al. 2023, "PyTorch FSDP"; the idea is
+ZeRO-3, Rajbhandari et al. 2020).
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class Config(strategies.ShardedConfig):
     """Splits the model over all devices, or over groups of them.
 
     Attributes:
-        replicas: copies of the whole model (HSDP): each is split over world_size / replicas devices, and gradients
-            are all-reduced between copies. 1 splits one copy over all devices; the number of nodes keeps the
-            gathering of parameters inside a node.
-        reshard_after_forward: frees a layer's gathered parameters after its forward pass (ZeRO-3); false keeps them
-            until its backward pass (ZeRO-2: more memory, half the gathering).
+        replicas: copies of the whole model (HSDP): each is split over world_size / replicas
+            devices, and gradients are all-reduced between copies. 1 splits one copy over all
+            devices; the number of nodes keeps the gathering of parameters inside a node.
+        reshard_after_forward: frees a layer's gathered parameters after its forward pass (ZeRO-3);
+            false keeps them until its backward pass (ZeRO-2: more memory, half the gathering).
     """
 
     reshard_after_forward: bool = True
@@ -70,8 +71,9 @@ class FullyShardedDataParallel(Strategy):
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        # In 16 bits, layers are gathered so, too: half the traffic, and autocast makes no copies of weights, which
-        # autograd would keep whole until the backward pass. Gradients are summed in fp32.
+        # In 16 bits, layers are gathered so, too: half the traffic, and autocast makes no copies of
+        # weights, which autograd would keep whole until the backward pass. Gradients are summed in
+        # fp32.
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         if self.precision != "fp32":
             policy = MixedPrecisionPolicy(

@@ -1,7 +1,7 @@
 """Hung runs: which rank is it, and what is it doing? Each process tells the others where it is; who waits, looks it up.
 
-Hardware, drivers and collectives are asked nothing: a thread looks at the main thread's Python stack, so it works with
-any back-end, and still does when everything else has stopped.
+Hardware, drivers and collectives are asked nothing: a thread looks at the main thread's Python
+stack, so it works with any back-end, and still does when everything else has stopped.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Beat:
         collective: the collective that it is in, or "".
         seconds: since when it is there.
         what: the address that it has asked for longest, while it waits for data; else "".
-        patient: whether it may take its time: in the first step of a phase, or to compile, or for a checkpoint.
+        patient: whether it may take its time: in the first step of a phase, or to compile, or for a
+            checkpoint.
     """
 
     rank: int
@@ -71,11 +72,12 @@ class Beat:
 class Heartbeat:
     """A thread that publishes where the main thread is, and ends a run that hangs with one line about who is to blame.
 
-    A process hangs when neither its step nor the place in its program has changed for the time-out, looked at once a
-    second. It then reads what the others have published. A rank without a sign of life is to blame (a stopped process,
-    a dead machine); otherwise the rank that is furthest behind among those that are in no collective. The first step
-    of a phase, which compiles, other compilations, and checkpoints, which wait for storage, are waited for while all
-    ranks live; what is wrong there ends at the time-outs of collectives and checkpoints.
+    A process hangs when neither its step nor the place in its program has changed for the time-out,
+    looked at once a second. It then reads what the others have published. A rank without a sign of
+    life is to blame (a stopped process, a dead machine); otherwise the rank that is furthest behind
+    among those that are in no collective. The first step of a phase, which compiles, other
+    compilations, and checkpoints, which wait for storage, are waited for while all ranks live; what
+    is wrong there ends at the time-outs of collectives and checkpoints.
 
     Use as a context manager, in the thread that trains, around nothing but `Trainer.fit`.
 
@@ -83,7 +85,8 @@ class Heartbeat:
         world: the processes of the run.
         timeout: seconds without any progress that end the run; None only lets the run go on.
         folder: gets the stacks of all living ranks then, in rank-N.txt.
-        alert: called once with an explanation, on every living rank, before any of them ends the run.
+        alert: called once with an explanation, on every living rank, before any of them ends the
+            run.
     """
 
     def __init__(
@@ -134,7 +137,8 @@ class Heartbeat:
             step, place = now = self._step, place_of(self._main)
             if spot != (step, place.doing, place.collective):
                 spot, since = (step, place.doing, place.collective), time.monotonic()
-            # Beats are counted, and not seconds: a process that was stopped for a while has not been hanging.
+            # Beats are counted, and not seconds: a process that was stopped for a while has not
+            # been hanging.
             still, last = still + 1 if now == last else 0, now
             mine = self._beat(step, place, time.monotonic() - since)
             if store is not None:

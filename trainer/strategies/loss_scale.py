@@ -1,4 +1,7 @@
-"""Dynamic loss scaling (Micikevicius et al. 2018): gradients that would vanish in fp16 are kept in its range."""
+"""Dynamic loss scaling (Micikevicius et al.
+
+2018): gradients that would vanish in fp16 are kept in its range.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ _INITIAL, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000  # as to
 class LossScale:
     """A factor of the loss: halved when gradients overflow, doubled after 2,000 updates without.
 
-    All of it is on the device, so that no step waits. Whether gradients have overflowed is read off their global norm,
-    which all ranks know and which is not finite if any gradient is not; so they take and skip the same steps.
+    All of it is on the device, so that no step waits. Whether gradients have overflowed is read off
+    their global norm, which all ranks know and which is not finite if any gradient is not; so they
+    take and skip the same steps.
 
     Attributes:
         factor: what the loss is multiplied by, a scalar.
@@ -32,8 +36,8 @@ class LossScale:
     def step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
         """Makes an update with gradients that are `factor` times too large, unless their norm is not finite.
 
-        A skipped step leaves weights and moments as they are. It counts as a step of the run all the same: in the
-        learning rate, in bias correction and in checkpoints.
+        A skipped step leaves weights and moments as they are. It counts as a step of the run all
+        the same: in the learning rate, in bias correction and in checkpoints.
         """
         overflow = (~grad_norm.isfinite()).float()
         device = optimizer.param_groups[0]["params"][

@@ -22,7 +22,8 @@ _KEEPALIVE = {
 class Neighbour:
     """Each rank connects to the next, so that together they watch each other. Nothing is sent over the connections.
 
-    Nor are they accepted: the kernel completes them as long as there is a listener, and resets them when it goes.
+    Nor are they accepted: the kernel completes them as long as there is a listener, and resets them
+        when it goes.
 
     Args:
         store: where ranks say how they can be reached.

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-# Functions that stand for a part of the loop, in the order of a step; of those on a stack, the innermost counts.
+# Functions that stand for a part of the loop, in the order of a step; of those on a stack, the
+# innermost counts.
 PARTS = {
     ("data_pipeline.reading.loader", "StreamingLoader.__next__"): "data fetch",
     ("trainer.training.passes", "accumulate_gradients"): "forward",
@@ -36,8 +37,9 @@ class Place:
 
     Attributes:
         doing: the part of the loop.
-        collective: the collective that it is in; "" if there is none. (What DDP waits for in a backward pass, and a
-            GPU in any, is in no Python stack: it shows as "backward", or as what next waits for the device.)
+        collective: the collective that it is in; "" if there is none. (What DDP waits for in a
+            backward pass, and a GPU in any, is in no Python stack: it shows as "backward", or as
+            what next waits for the device.)
         exact: each function on the stack, and the instruction that it has got to.
     """
 

@@ -102,16 +102,18 @@ class World:
             self.store.add(_ENDING, 1)
         dist.barrier()  # rank 0 may host the store: nobody may take its end for a failure
         self._over.set()
-        # A module of DDP holds the group too. Were it the last to, the group would end when the module does, under the
-        # interpreter's lock, for which the group's threads may wait to let go of tensors: neither would ever end.
+        # A module of DDP holds the group too. Were it the last to, the group would end when the
+        # module does, under the interpreter's lock, for which the group's threads may wait to let
+        # go of tensors: neither would ever end.
         _LEFT.append(dist.group.WORLD)
         dist.destroy_process_group()
 
     def failed(self, error: BaseException) -> None:
         """Tells the other ranks that this one stops, unless one of them was first.
 
-        Returns when the caller is to report `error` itself. When another rank failed first, `error` is most likely
-        only the broken collective that followed from it: the process then ends here, in silence.
+        Returns when the caller is to report `error` itself. When another rank failed first, `error`
+        is most likely only the broken collective that followed from it: the process then ends here,
+        in silence.
         """
         explained = isinstance(error, SamestepError)
         if self.store is None or explained:
@@ -145,7 +147,8 @@ class World:
     def _watch(self, store: Store) -> None:
         """Ends this process when another rank has failed or died, or with what started it, or hosts the store.
 
-        Otherwise a collective's time-out would have to, and without its agent this process would train on unseen.
+        Otherwise a collective's time-out would have to, and without its agent this process would
+        train on unseen.
         """
         parent = os.getppid()
         try:

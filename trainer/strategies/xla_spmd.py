@@ -17,13 +17,15 @@ class Config(strategies.ShardedConfig):
     """Splits the model over all devices of a TPU slice, or over groups of them.
 
     Attributes:
-        replicas: copies of the whole model: each is split over devices / replicas. 1 splits one copy over all; the
-            number of slices keeps the gathering of parameters inside a slice.
-        scan_layers: holds equal parameters of all layers in one tensor, and runs the layers as a loop of the graph, so
-            that it compiles as fast for 24 as for 2; false writes all of them out.
-        flash_attention_from: tokens of a sequence from which on attention is JAX's Pallas kernel, where that fits:
-            TPUs, `torch-xla[pallas]`, precision bf16, multiples of 128 tokens, layers as a loop, no dropout of
-            attention probabilities and no relative positions. null never uses it.
+        replicas: copies of the whole model: each is split over devices / replicas. 1 splits one
+            copy over all; the number of slices keeps the gathering of parameters inside a slice.
+        scan_layers: holds equal parameters of all layers in one tensor, and runs the layers as a
+            loop of the graph, so that it compiles as fast for 24 as for 2; false writes all of them
+            out.
+        flash_attention_from: tokens of a sequence from which on attention is JAX's Pallas kernel,
+            where that fits: TPUs, `torch-xla[pallas]`, precision bf16, multiples of 128 tokens,
+            layers as a loop, no dropout of attention probabilities and no relative positions. null
+            never uses it.
     """
 
     scan_layers: bool = True

@@ -1,4 +1,7 @@
-"""Settings of ZeRO, and what a DeepSpeed JSON may say beside an experiment. No DeepSpeed is needed for that."""
+"""Settings of ZeRO, and what a DeepSpeed JSON may say beside an experiment.
+
+No DeepSpeed is needed for that.
+"""
 
 from __future__ import annotations
 

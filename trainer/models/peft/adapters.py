@@ -1,8 +1,9 @@
 """Adapters (Houlsby et al. 2019, arXiv 1902.00751): two small networks in each layer, with skip-connections.
 
-One is behind the output projection of attention, the other behind that of the feed-forward network, before dropout and
-the residual sum (the paper's code has dropout before them). A decoder's attention to the encoder, which the paper's
-BERT has not, gets one, too. Norms are trained with them, those behind the last layer included.
+One is behind the output projection of attention, the other behind that of the feed-forward network,
+before dropout and the residual sum (the paper's code has dropout before them). A decoder's
+attention to the encoder, which the paper's BERT has not, gets one, too. Norms are trained with
+them, those behind the last layer included.
 """
 
 from __future__ import annotations

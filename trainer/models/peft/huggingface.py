@@ -115,9 +115,10 @@ def export_adapter(
 def can_export(config: AnyConfig) -> bool:
     """Whether the library computes what a model does with what was added to it.
 
-    A prompt's embeddings go where tokens would: T5's heads need these, and a GPT's then reads the last cell, be it
-    padding. A prefix goes where keys and values are cached, which GPT-1 has no place for and T5 another. Both are
-    passed over where the library has no name for the task, as for multiple choice and masked words.
+    A prompt's embeddings go where tokens would: T5's heads need these, and a GPT's then reads the
+    last cell, be it padding. A prefix goes where keys and values are cached, which GPT-1 has no
+    place for and T5 another. Both are passed over where the library has no name for the task, as
+    for multiple choice and masked words.
     """
     if isinstance(config.peft, lora.Config):
         return True

@@ -1,7 +1,8 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685): the change of a matrix as the product of two narrow ones.
 
-A projection y = W x + b becomes y = W x + b + (alpha / rank) B A x. Where a matrix of ours is several of the paper's
-(queries, keys and values are one), each of them that is a target has an A and a B of its own.
+A projection y = W x + b becomes y = W x + b + (alpha / rank) B A x. Where a matrix of ours is
+several of the paper's (queries, keys and values are one), each of them that is a target has an A
+and a B of its own.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ class Config(Added):
     Attributes:
         rank: r, of each change.
         alpha: changes are multiplied by alpha / rank.
-        targets: the projections of each layer that are changed: of query, key, value, out, up, down; gate, of gated
-            feed-forward networks; cross_query, cross_key, cross_value and cross_out, of decoders.
+        targets: the projections of each layer that are changed: of query, key, value, out, up,
+            down; gate, of gated feed-forward networks; cross_query, cross_key, cross_value and
+            cross_out, of decoders.
     """
 
     rank: int = 8

@@ -1,7 +1,8 @@
 """Prefix tuning (Li & Liang 2021, arXiv 2101.00190): keys and values before those of the text, in every layer.
 
-They are parameters themselves, as in P-tuning v2 (Liu et al. 2021), where the paper has a network make them. The text
-has the positions after theirs, as in Hugging Face's `peft`; T5's learned biases of distances are 0 for them.
+They are parameters themselves, as in P-tuning v2 (Liu et al. 2021), where the paper has a network
+make them. The text has the positions after theirs, as in Hugging Face's `peft`; T5's learned biases
+of distances are 0 for them.
 """
 
 from __future__ import annotations

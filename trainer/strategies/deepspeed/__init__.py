@@ -1,8 +1,9 @@
 """DeepSpeed's ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054): state, gradients and parameters in flat partitions.
 
-DeepSpeed gathers parameters and reduces gradients. The update is ours: the optimizers, norms and checkpoints of the
-other strategies, on the segments of tensors that a partition holds (`trainer.partition`). So LAMB's trust ratios and
-Adafactor's rows are those of whole tensors, which they are not where ZeRO hands an optimizer its flat partition.
+DeepSpeed gathers parameters and reduces gradients. The update is ours: the optimizers, norms and
+checkpoints of the other strategies, on the segments of tensors that a partition holds
+(`trainer.partition`). So LAMB's trust ratios and Adafactor's rows are those of whole tensors, which
+they are not where ZeRO hands an optimizer its flat partition.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ class Config(strategies.Config):
 
     Attributes:
         stage: what is split: 1 the optimizer's state; 2 gradients, too; 3 parameters, too.
-        offload_optimizer: keeps the optimizer's state, the fp32 parameters and gradients in host memory, and updates
-            there.
-        offload_parameters: keeps parameters in host memory until a pass needs them; with stage 3 only.
-        config: a JSON of DeepSpeed with settings of its communication; what contradicts the experiment is refused.
+        offload_optimizer: keeps the optimizer's state, the fp32 parameters and gradients in host
+            memory, and updates there.
+        offload_parameters: keeps parameters in host memory until a pass needs them; with stage 3
+            only.
+        config: a JSON of DeepSpeed with settings of its communication; what contradicts the
+            experiment is refused.
     """
 
     stage: Literal[1, 2, 3] = 2
@@ -131,7 +134,10 @@ class DeepSpeed(Strategy):
         self._reached.add(name)
 
     def _settings(self, model: nn.Module) -> Tree:
-        """What DeepSpeed is told. It takes no step, so it needs to know nothing of batches and clipping."""
+        """What DeepSpeed is told.
+
+        It takes no step, so it needs to know nothing of batches and clipping.
+        """
         config = self._config
         bucket = min(
             BUCKET,

@@ -1,7 +1,7 @@
 """ZeRO's partitions as segments: all that is touched of DeepSpeed's internals, which are those of versions 0.19.
 
-DeepSpeed gathers the parameters that a pass needs, and reduces gradients into the partition of each process. Updates
-are not its business: the optimizer that it is given never takes a step.
+DeepSpeed gathers the parameters that a pass needs, and reduces gradients into the partition of each
+process. Updates are not its business: the optimizer that it is given never takes a step.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 def _partition(model: nn.Module, dtype: torch.dtype, device: torch.device, settings: Tree) -> None:
     """Gives a meta model its partitions, module by module, so that no process ever holds it whole.
 
-    From then on `torch.nn.functional.linear` is DeepSpeed's in this process: torch's own would keep a view of each
-    gathered weight, and so the whole model, until the backward pass.
+    From then on `torch.nn.functional.linear` is DeepSpeed's in this process: torch's own would keep
+    a view of each gathered weight, and so the whole model, until the backward pass.
     """
     first: nn.Parameter | None = None
     for module in reversed(list(model.modules())):

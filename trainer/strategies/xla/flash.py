@@ -1,7 +1,7 @@
 """Attention by JAX's Pallas kernel for TPUs: blocks of scores stay on the chip (Dao et al. 2022, "FlashAttention").
 
-The kernel is compiled by XLA with the rest of a graph, which needs its computation only. So JAX, which comes with
-`torch-xla[pallas]`, is asked for nothing but that, and never sees the chips.
+The kernel is compiled by XLA with the rest of a graph, which needs its computation only. So JAX,
+which comes with `torch-xla[pallas]`, is asked for nothing but that, and never sees the chips.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class FlashAttention:
     ) -> Tensor:
         """[B, H, S, K] each -> [B, H, S, K].
 
-        attn_mask: int [B, S], a cell attends to the cells of the same number; or as the function that it replaces
-            takes it.
+        attn_mask: int [B, S], a cell attends to the cells of the same number; or as the function
+            that it replaces takes it.
         """
         segments = attn_mask if attn_mask is not None and attn_mask.dtype == torch.int32 else None
         (_, _, cells, width), alike = (

@@ -1,7 +1,8 @@
 """Loops inside a compiled graph, JAX's `lax.scan`, by the means of `torch_xla.experimental.scan` of torch-xla 2.9.
 
-That records and builds the loops of every call anew, which takes the host longer than all the rest of a step, and asks
-JAX how gradients are to be split. Here each loop is built once, and whoever calls says how tensors are split.
+That records and builds the loops of every call anew, which takes the host longer than all the rest
+of a step, and asks JAX how gradients are to be split. Here each loop is built once, and whoever
+calls says how tensors are split.
 """
 
 from __future__ import annotations

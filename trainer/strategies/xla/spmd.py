@@ -1,7 +1,7 @@
 """XLA's SPMD: one process a machine computes with whole tensors, which XLA splits over all devices of a slice.
 
-Parameters, gradients and optimizer state are split by their rows, as FSDP2 splits them, and batches by examples; XLA
-derives from that what is to be gathered and reduced (Xu et al. 2021, "GSPMD").
+Parameters, gradients and optimizer state are split by their rows, as FSDP2 splits them, and batches
+by examples; XLA derives from that what is to be gathered and reduced (Xu et al. 2021, "GSPMD").
 """
 
 from __future__ import annotations
@@ -182,7 +182,8 @@ class XlaSpmd(Strategy):
     ) -> StackedParameter:
         """Equal parameters of all layers, with their values, on the devices.
 
-        Of rows that other machines' devices hold there are no values here, and so no memory is touched for them.
+        Of rows that other machines' devices hold there are no values here, and so no memory is
+        touched for them.
         """
         whole, axes = torch.empty(len(names), *each.shape), self._rows(each.shape)
         first, stop = self._range(len(each)) if axes[0] else (0, len(each))

@@ -95,7 +95,8 @@ class XlaTrial:
             size: its bytes.
 
         Returns:
-            Whether the sum was right on all devices of this machine, and the bus bandwidth as nccl-tests define it.
+            Whether the sum was right on all devices of this machine, and the bus bandwidth as
+            nccl-tests define it.
         """
         numbers = torch.arange(1, self.devices + 1, dtype=torch.float32).to(self._device)
         parts = self._computed(numbers.unsqueeze(1).expand(-1, size // 4) * 1, "shard")

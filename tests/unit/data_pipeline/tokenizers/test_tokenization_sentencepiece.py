@@ -27,8 +27,9 @@ from trainer.checkpoint.huggingface import save_folder
 from trainer.errors import ConfigError, DataError
 
 TEXTS = [topics[name] for name in sorted(topics)]
-# Short texts without runs of a character: transformers adds up scores in fp64, and by words, so that it cuts one of two
-# ways that score the same, or nearly so in a long text, where SentencePiece may cut the other.
+# Short texts without runs of a character: transformers adds up scores in fp64, and by words, so
+# that it cuts one of two ways that score the same, or nearly so in a long text, where SentencePiece
+# may cut the other.
 LINES = [re.sub(r"(.)\1{2,}", r"\1", line) for text in TEXTS for line in text.splitlines()]
 WHITE = "".join(chr(c) for c in range(0x3001) if chr(c).isspace()) + "\u180e\u200b\u2060\ufeff▁"
 # Combining marks, joiners, characters that NFKC spells with a space or as several, other scripts.

@@ -15,7 +15,8 @@ from data_pipeline.tokenizers.tokenizer import Config, Tokenizer
 from data_pipeline.tokenizers.words import WordEncoder, ends_tokens_with_words
 
 TEXTS = [topics[name] for name in sorted(topics)]
-# All that either side takes for white space, controls, combining marks, joiners, digits, quotes, other scripts.
+# All that either side takes for white space, controls, combining marks, joiners, digits, quotes,
+# other scripts.
 WHITE = "".join(chr(c) for c in range(0x3001) if chr(c).isspace()) + "\u180e\u200b\u2060\ufeff"
 HARD = (
     WHITE
