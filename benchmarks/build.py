@@ -1,4 +1,5 @@
-"""Text to tokens on disk: `samestep data build`, Hugging Face `datasets`, and a bare loop around the tokenizer.
+"""Text to tokens on disk: `samestep data build`, Hugging Face `datasets`, and a bare loop around
+the tokenizer.
 
     python -m benchmarks.build --corpus corpus/*.jsonl.zst
 

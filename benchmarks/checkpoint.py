@@ -1,4 +1,6 @@
-"""What checkpoints cost training: the stall of a save in the background beside one in place, and the steps meanwhile.
+"""What checkpoints cost training.
+
+The stall of a save in the background beside one in place, and the steps meanwhile.
 
     python -m benchmarks.checkpoint
 
@@ -85,7 +87,10 @@ strategy: ddp
 
 
 def compare(runs: dict[str, Run]) -> list[Comparison]:
-    """The stalls of both ways of saving, first saves apart; and steps beside a save in the background and alone."""
+    """The stalls of both ways of saving, first saves apart.
+
+    And steps beside a save in the background and alone.
+    """
     background, _ = runs.values()
     kinds = {
         "The stall of the first save": slice(0, 1),

@@ -1,4 +1,5 @@
-"""Counts what processes exchange in a training step, collective by collective, as the strategies call for them.
+"""Counts what processes exchange in a training step, collective by collective, as the strategies
+call for them.
 
 For FSDP2 and HSDP it takes one process: the strategy's own code runs as one rank of many, in
 PyTorch's fake process group, whose collectives return at once, and on tensors without memory. So a
@@ -47,7 +48,8 @@ _LARGE = (
 
 
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the tensors of the collectives that are called while it is on, but for norms and counts.
+    """Adds up the tensors of the collectives that are called while it is on, but for norms and
+    counts.
 
     Attributes:
         nbytes: by kind.
@@ -77,7 +79,9 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def count_step(
     experiment: Experiment, phase: Phase, strategy: Strategy, rows: int, micro_batches: int
 ) -> dict[Kind, int]:
-    """Takes two steps with a strategy's own code; returns the bytes of the collectives in the second, by kind.
+    """Takes two steps with a strategy's own code.
+
+    Returns the bytes of the collectives in the second, by kind.
 
     In the first, ZeRO's stage 3 does not know yet in which order parameters are needed.
 
@@ -118,7 +122,8 @@ def _zeros(_name: str, start: int, stop: int) -> Tensor:
 def count_fake(
     experiment: Experiment, phase: Phase, strategy: Any, devices: int, micro_batches: int
 ) -> dict[Kind, int]:
-    """Counts a step of FSDP2 or HSDP, with micro-batches of one example, as rank 0 of processes that are not there.
+    """Counts a step of FSDP2 or HSDP, with micro-batches of one example, as rank 0 of processes
+    that are not there.
 
     Args:
         experiment, phase, micro_batches: as for `count_step`.

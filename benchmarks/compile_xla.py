@@ -1,4 +1,5 @@
-"""How long XLA compiles a training step of BERT, by its number of layers, with layers as a loop and written out.
+"""How long XLA compiles a training step of BERT, by its number of layers, with layers as a loop and
+written out.
 
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python -m benchmarks.compile_xla
 

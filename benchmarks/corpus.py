@@ -54,7 +54,9 @@ def _texts(source: Source) -> Iterator[str]:
 
 
 def shuffled(text: str) -> Iterator[str]:
-    """Documents without end, of the sentences of a text in an order that changes each time that all have been used."""
+    """Documents without end, of the sentences of a text in an order that changes each time that all
+    have been used.
+    """
     sentences = [sentence for sentence in re.split(r"(?<=[.:])\s+", text) if sentence]
     turn = 0
     while True:

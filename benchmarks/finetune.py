@@ -1,4 +1,5 @@
-"""Fine-tuning beside Hugging Face `Trainer` with `BertForSequenceClassification`, on the same batches.
+"""Fine-tuning beside Hugging Face `Trainer` with `BertForSequenceClassification`, on the same
+batches.
 
     python -m benchmarks.finetune datasets/sst2 --model mini
 

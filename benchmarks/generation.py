@@ -1,4 +1,5 @@
-"""Greedy decoding and beam search of T5 beside `transformers`' generate(), from the same weights on the same sources.
+"""Greedy decoding and beam search of T5 beside `transformers`' generate(), from the same weights on
+the same sources.
 
     python -m benchmarks.generation
 

@@ -1,4 +1,6 @@
-"""Batches for masked language modelling: our loader, webdataset, litdata, and an array in memory as the limit.
+"""Batches for masked language modelling.
+
+Our loader, webdataset, litdata, and an array in memory as the limit.
 
     python -m benchmarks.loader --corpus corpus/*.jsonl.zst
 
@@ -141,7 +143,9 @@ def _endless(batches: Iterable[object]) -> Iterator[object]:
 
 
 def masking(dataset: Dataset) -> tuple[Collate, Collate, Collate]:
-    """Makes batches of rows with our masking, with Hugging Face's collator, and with its masking alone."""
+    """Makes batches of rows with our masking, with Hugging Face's collator, and with its masking
+    alone.
+    """
     import transformers
 
     objective = mlm.MaskedLM(mlm.Config(), dataset.tokenizer.vocabulary)

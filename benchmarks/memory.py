@@ -1,4 +1,5 @@
-"""What strategies take of memory, beside what `samestep plan` says, and what a save and a restore cost under each.
+"""What strategies take of memory, beside what `samestep plan` says, and what a save and a restore
+cost under each.
 
     python -m benchmarks.memory
 
@@ -194,7 +195,8 @@ def table(found: dict[str, list[dict[str, float]]], file: str) -> str:
     """What was measured, beside the plan, as Markdown; of the process that has most of each."""
     step, nothing = Step(load(Experiment, file), on_cpu=True), Activations(0, 0, 0, 0)
     lines = [
-        "| strategy | parameters | gradients | optimizer | planned | off by | steady RSS | peak RSS | stall | save "
+        "| strategy | parameters | gradients | optimizer | planned | off by | steady RSS | peak "
+        "RSS | stall | save "
         "| save, RSS | restore | restore, RSS |",
         f"|---{12 * '|---:'}|",
     ]
@@ -267,7 +269,8 @@ checkpoint: {{every: 1000000}}
 """)
         found = {name: measure(folder, file, name, args.processes) for name in args.strategies}
         print(
-            f"{date.today()}, {args.processes} processes on {os.cpu_count()} cores, {platform.machine()}; MB, seconds\n"
+            f"{date.today()}, {args.processes} processes on {os.cpu_count()} cores, "
+            f"{platform.machine()}; MB, seconds\n"
         )
         print(table(found, str(file)))
 

@@ -1,4 +1,5 @@
-"""Paired measurements: ours and others do the same work in turn, so that a busy machine slows all of them alike.
+"""Paired measurements: ours and others do the same work in turn, so that a busy machine slows all
+of them alike.
 
 Each round runs every contender once, every other round in reverse; a figure is the median over the
 rounds, and a ratio is the median of the rounds' own ratios. Data pipelines are compared by CPU

@@ -1,4 +1,5 @@
-"""What parameter-efficient fine-tuning costs and yields, beside full fine-tuning, on tasks of one's own.
+"""What parameter-efficient fine-tuning costs and yields, beside full fine-tuning, on tasks of one's
+own.
 
     python -m benchmarks.peft sst2.yaml mrpc.yaml [key=value ...]
 
@@ -29,7 +30,8 @@ from typing import Any
 from trainer.training.run import build_trainer, open_checkpointer, open_strategy
 from trainer.training.starting import load_experiment
 
-METHODS = {  # with learning rates of the size that each is known to need in models as large as BERT-base
+# with learning rates of the size that each is known to need in models as large as BERT-base
+METHODS = {
     "full": (3e-5, "model.peft=null"),
     "head": (1e-4, "frozen=[embeddings, layers]"),
     "lora": (4e-4, "model.peft={kind: lora, rank: 8, targets: [query, value]}"),

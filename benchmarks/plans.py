@@ -1,4 +1,6 @@
-"""Prints tables of large models, as Markdown: what they take of each device, and what FSDP2 and HSDP exchange.
+"""Prints tables of large models, as Markdown.
+
+What they take of each device, and what FSDP2 and HSDP exchange.
 
     python -m benchmarks.plans           # what `samestep plan` says: a few minutes
     python -m benchmarks.plans --count   # the collectives of 512 ranks, one by one
@@ -67,7 +69,9 @@ def plans() -> str:
 
 
 def counts() -> str:
-    """The collectives of a step of 512 ranks as FSDP2 calls for them, and as the plan has them, in GiB."""
+    """The collectives of a step of 512 ranks as FSDP2 calls for them, and as the plan has them, in
+    GiB.
+    """
     lines = ["| model | strategy | collective | counted | planned |", "|---|---|---|---:|---:|"]
     for name in RECIPES:
         experiment, phase = recipe(name)

@@ -1,4 +1,5 @@
-"""Going on after a death: from the kill of one of several workers to the next step done, from memory and from disk.
+"""Going on after a death: from the kill of one of several workers to the next step done, from
+memory and from disk.
 
     python -m benchmarks.recovery
 
@@ -109,7 +110,9 @@ checkpoint: {{{checkpoint}}}
 
 
 def _rows_until(metrics: Path, step: int, most: float = math.inf, since: float = 0.0) -> list[Row]:
-    """The rows up to the first of a step from `step` to `most` that ended after `since`, once it is there."""
+    """The rows up to the first of a step from `step` to `most` that ended after `since`, once it is
+    there.
+    """
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < deadline:
         rows = list(read_rows(metrics)) if metrics.exists() else []
@@ -121,7 +124,10 @@ def _rows_until(metrics: Path, step: int, most: float = math.inf, since: float =
 
 
 def stalls(rows: Sequence[Row], reached: int, every: int) -> list[float]:
-    """Seconds of the saves since a step, but for the first; what follows step n is in the row of step n + 1."""
+    """Seconds of the saves since a step, but for the first.
+
+    What follows step n is in the row of step n + 1.
+    """
     found = [
         (now["time"] - before["time"]) * now["time/checkpoint"]
         for before, now in pairwise(rows)
@@ -162,7 +168,8 @@ def main(given: Sequence[str] | None = None) -> None:
     )
     for way, run in runs.items():
         compared.notes[way] = (
-            f"{1 / compared.rate(way):.2f} s each, {max(run.redone)} of at most {args.every} steps redone, "
+            f"{1 / compared.rate(way):.2f} s each, {max(run.redone)} of at most {args.every} steps "
+            "redone, "
             f"{statistics.median(run.stalls):.3f} s a save"
         )
     publish([compared], args.json)

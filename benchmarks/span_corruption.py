@@ -1,4 +1,6 @@
-"""T5's span corruption, 512 cells of sources and 114 of targets: ours and the collator of Hugging Face's run_t5_mlm.
+"""T5's span corruption, 512 cells of sources and 114 of targets.
+
+Ours and the collator of Hugging Face's run_t5_mlm.
 
     python -m benchmarks.span_corruption
 

@@ -56,7 +56,8 @@ def bert(model: str) -> str:
     """The `model` section of an experiment."""
     layers, width = SHAPES[model]
     return (
-        f"{{kind: bert, vocab_size: {VOCAB_SIZE}, layers: {layers}, width: {width}, heads: {width // 64}, "
+        f"{{kind: bert, vocab_size: {VOCAB_SIZE}, layers: {layers}, width: {width}, heads: "
+        f"{width // 64}, "
         f"ffn_width: {4 * width}, attention_dropout: 0.0}}"
     )
 
@@ -84,7 +85,9 @@ class Job:
     folder: str
 
     def experiment(self) -> Experiment:
-        """Our side's configuration; its masks are BERT's 20 predictions at length 128 and 80 at 512."""
+        """Our side's configuration; its masks are BERT's 20 predictions at length 128 and 80 at
+        512.
+        """
         on_gpu = self.device == "cuda"
         file = Path(self.folder) / f"{self.model}_{self.length}.yaml"
         file.write_text(f"""

@@ -1,4 +1,5 @@
-"""Forward and backward passes of T5 beside Hugging Face's, from the same weights on the same batches.
+"""Forward and backward passes of T5 beside Hugging Face's, from the same weights on the same
+batches.
 
     python -m benchmarks.step_t5
 

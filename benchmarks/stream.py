@@ -1,4 +1,6 @@
-"""Streaming from an object store on this machine, from a cold cache: its share of the speed of local files.
+"""Streaming from an object store on this machine, from a cold cache.
+
+Its share of the speed of local files.
 
     python -m benchmarks.stream --corpus corpus/*.jsonl.zst
 

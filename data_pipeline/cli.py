@@ -39,9 +39,11 @@ def add_tokenizer(commands: Commands) -> None:
         "tokenizer",
         _tokenizer,
         "train the tokenizer of a dataset on its source",
-        "It is written to tokenizer.path, where `samestep data build` and `transformers` find it. Training twice\n"
+        "It is written to tokenizer.path, where `samestep data build` and `transformers` find it. "
+        "Training twice\n"
         "gives two tokenizers, so a dataset never trains its own.\n\n"
-        "example:\n  samestep data tokenizer configs/data/python_docs.yaml tokenizer.vocab_size=16384",
+        "example:\n  samestep data tokenizer configs/data/python_docs.yaml "
+        "tokenizer.vocab_size=16384",
     )
     add_config(parser)
     parser.add_argument("--force", action="store_true", help="replace the tokenizer that is there")
@@ -54,13 +56,18 @@ def add_build(commands: Commands) -> None:
         "build",
         _build,
         "tokenise raw text into a dataset of shards",
-        "Stopped at any moment, even by kill -9, it goes on where it was when it is run again. The result depends\n"
+        "Stopped at any moment, even by kill -9, it goes on where it was when it is run again. The "
+        "result depends\n"
         "on the text and the settings only, not on the number of workers.\n\n"
-        "With --slice I/N, for I from 1 to N, commands on any machines that share the folder share the work, in any\n"
-        "order, at once or not. The last one to be done merges and verifies; the result is that of one build.\n\n"
-        "examples:\n  samestep data build configs/data/python_docs.yaml output=datasets/docs workers=4\n"
+        "With --slice I/N, for I from 1 to N, commands on any machines that share the folder share "
+        "the work, in any\n"
+        "order, at once or not. The last one to be done merges and verifies; the result is that of "
+        "one build.\n\n"
+        "examples:\n  samestep data build configs/data/python_docs.yaml output=datasets/docs "
+        "workers=4\n"
         "  samestep data build configs/data/python_docs.yaml output=/shared/docs --slice 3/8\n"
-        "  samestep data build configs/tasks/glue/cola.yaml tokenizer.path=runs/bert/tokenizer output=datasets/cola",
+        "  samestep data build configs/tasks/glue/cola.yaml tokenizer.path=runs/bert/tokenizer "
+        "output=datasets/cola",
     )
     add_config(parser)
     parser.add_argument(
@@ -96,8 +103,10 @@ def add_inspect(commands: Commands) -> None:
         "inspect",
         _inspect,
         "show what is in a dataset and how it would pack",
-        "Prints documents, tokens and lengths, and for each packing how many examples an epoch has and how much of\n"
-        "them is text. Packings are compared with one special token before and one after each piece.\n\n"
+        "Prints documents, tokens and lengths, and for each packing how many examples an epoch has "
+        "and how much of\n"
+        "them is text. Packings are compared with one special token before and one after each "
+        "piece.\n\n"
         "example:\n  samestep data inspect datasets/python_docs --plot lengths.png",
     )
     parser.add_argument("folder", metavar="DIR", help="the dataset's folder or address")
@@ -111,7 +120,8 @@ def add_show(commands: Commands) -> None:
         "show",
         _show,
         "print examples as the model sees them",
-        "The objective, packing, order and seed are those of an experiment; what is predicted is marked, and each\n"
+        "The objective, packing, order and seed are those of an experiment; what is predicted is "
+        "marked, and each\n"
         "piece of text is preceded by the file and line it comes from.\n\n"
         "example:\n  samestep data show datasets/python_docs data.packing=best_fit "
         "--objective configs/debug/bert_mini.yaml --index 1000",
@@ -143,8 +153,10 @@ def add_push(commands: Commands) -> None:
         "push",
         _push,
         "copy a dataset to an object store, from where runs can stream it",
-        "Stopped at any moment, it goes on with what is missing when it is run again. The manifest comes last, so\n"
-        "nobody can train on a part. Endpoint and credentials are those of the store's own tools.\n\n"
+        "Stopped at any moment, it goes on with what is missing when it is run again. The manifest "
+        "comes last, so\n"
+        "nobody can train on a part. Endpoint and credentials are those of the store's own "
+        "tools.\n\n"
         "example:\n  samestep data push datasets/python_docs s3://bucket/python_docs",
     )
     parser.add_argument("folder", metavar="DIR", help="the dataset's folder")
@@ -174,7 +186,8 @@ def _build(args: argparse.Namespace) -> int:
     part = None if args.slice is None else Slice.parse(args.slice)
     if part is not None and args.force:
         raise ConfigError(
-            f"--force does not go with --slice {part}: each slice would remove what the others have made; replace the "
+            f"--force does not go with --slice {part}: each slice would remove what the others "
+            "have made; replace the "
             f"finished dataset with one samestep data build --force, or choose another output=DIR"
         )
     config = load_recipe(args.config, args.overrides)
@@ -200,7 +213,8 @@ def _verify(args: argparse.Namespace) -> int:
         console.print(problem)
     if problems:
         console.print(
-            f"{location} is damaged ({len(problems)} problems): copy it again, or build it again (--force)"
+            f"{location} is damaged ({len(problems)} problems): copy it again, or build it again "
+            "(--force)"
         )
         return EXIT_FAILED
     manifest = load_manifest(location)

@@ -1,4 +1,6 @@
-"""The main job in a few minutes on a CPU: text -> tokenizer -> shards -> training, killed and resumed -> export.
+"""The main job in a few minutes on a CPU.
+
+Text -> tokenizer -> shards -> training, killed and resumed -> export.
 
 Run with `make demo`. Every part is the ordinary `samestep` command; this file only types it, kills
 it, and reads what the run wrote.
@@ -61,7 +63,10 @@ def kill_at_step(agent: subprocess.Popen[bytes], step: int) -> None:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that have come of it: the command, the server that forks its workers, and these."""
+    """A process and all that have come of it.
+
+    The command, the server that forks its workers, and these.
+    """
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(process for child in children for process in family(int(child)))]
 
@@ -113,7 +118,8 @@ def main() -> int:
     console.print(summary(time.monotonic() - began))
     if not HELDOUT_RANGE[0] <= heldout_losses()[-1] <= HELDOUT_RANGE[1]:
         sys.exit(
-            f"the demo fails: the held-out loss must end between {HELDOUT_RANGE[0]} and {HELDOUT_RANGE[1]}"
+            f"the demo fails: the held-out loss must end between {HELDOUT_RANGE[0]} and "
+            f"{HELDOUT_RANGE[1]}"
         )
     return 0
 

@@ -1,4 +1,7 @@
-"""What tests of several packages share: a small real dataset, an experiment on it, and the `samestep` command."""
+"""What tests of several packages share.
+
+A small real dataset, an experiment on it, and the `samestep` command.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ def make_dataset(
     algorithm: Literal["wordpiece", "unigram"] = "wordpiece",
     vocabulary: int = VOCAB_SIZE,
 ) -> Path:
-    """About 1,300 paragraphs of English in 5 train shards and 1 held-out shard, WordPiece tokens, with sentences.
+    """About 1,300 paragraphs of English in 5 train shards and 1 held-out shard, WordPiece tokens,
+    with sentences.
 
     A `unigram` tokenizer has 100 sentinels besides.
     """
@@ -112,7 +116,10 @@ def experiment_file(dataset_folder: Path) -> str:
 
 
 def write_t5_experiment(dataset: Path, path: Path) -> str:
-    """A run that takes two seconds: a T5 v1.1 of 2 + 2 layers of 32, with Adafactor. Give it output=FOLDER."""
+    """A run that takes two seconds: a T5 v1.1 of 2 + 2 layers of 32, with Adafactor.
+
+    Give it output=FOLDER.
+    """
     path.write_text(
         f"""
 output: set-by-the-test
@@ -142,7 +149,10 @@ def t5_experiment(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def parts(dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The shards of the dataset as three datasets of one tokenizer; the first has all held-out documents."""
+    """The shards of the dataset as three datasets of one tokenizer.
+
+    The first has all held-out documents.
+    """
     from data_pipeline.format.manifest import Manifest
 
     parent, whole, made = tmp_path_factory.mktemp("parts"), Manifest.load(dataset_folder), {}
@@ -211,7 +221,10 @@ def s3_proxy(s3_server: str) -> Iterator[FaultyProxy]:
 
 @pytest.fixture
 def faulty_s3(s3_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> FaultyProxy:
-    """The S3 server behind a proxy that fails as it is told; clients do not wait long before they try again."""
+    """The S3 server behind a proxy that fails as it is told.
+
+    Clients do not wait long before they try again.
+    """
     import fsspec
 
     s3_proxy.behave()
@@ -239,7 +252,10 @@ def samestep(capsys: pytest.CaptureFixture[str]) -> Iterator[Samestep]:
 
 @pytest.fixture(scope="session")
 def finished_run(experiment_file: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an uninterrupted run of 12 steps with checkpoints of steps 8 and 12; do not change it."""
+    """The folder of an uninterrupted run of 12 steps with checkpoints of steps 8 and 12.
+
+    Do not change it.
+    """
     folder = tmp_path_factory.mktemp("finished") / "run"
     overrides = ["checkpoint.every=4", "training.evaluate_every=12", "data.threads=0"]
     with _logging_restored():
@@ -249,7 +265,9 @@ def finished_run(experiment_file: str, tmp_path_factory: pytest.TempPathFactory)
 
 @contextmanager
 def _logging_restored() -> Iterator[None]:
-    """Undoes the logging set-up of `main`, whose handler would outlive the captured stderr that it writes to."""
+    """Undoes the logging set-up of `main`, whose handler would outlive the captured stderr that it
+    writes to.
+    """
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:

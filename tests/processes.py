@@ -1,4 +1,7 @@
-"""Runs a function in several real processes that form one gloo world, quickly: forked from a server that has torch."""
+"""Runs a function in several real processes that form one gloo world, quickly.
+
+Forked from a server that has torch.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ _CONTEXT.set_forkserver_preload(
 def run_ranks(
     world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 200
 ) -> list[Any]:
-    """Calls `function(*arguments)` in every process, RANK and WORLD_SIZE set; returns the results by rank.
+    """Calls `function(*arguments)` in every process, RANK and WORLD_SIZE set.
+
+    Returns the results by rank.
 
     `function` must be importable by name. Raises the first failure, with the child's own traceback. The processes end
     with their groups: one that destroys its group before a DDP module is gone may hang (see `World.close`).
@@ -62,7 +67,9 @@ def run_ranks(
 
 
 def fork() -> int:
-    """`os.fork` for tests: the child does not collect the garbage of former ones, some of which had threads there."""
+    """`os.fork` for tests: the child does not collect the garbage of former ones, some of which had
+    threads there.
+    """
     gc.freeze()
     child = os.fork()
     if child:

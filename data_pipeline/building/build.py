@@ -1,4 +1,5 @@
-"""`samestep data build`: raw text to a dataset folder of shards, in parallel, resumable and the same every time.
+"""`samestep data build`: raw text to a dataset folder of shards, in parallel, resumable and the
+same every time.
 
 One coordinator reads the source in order and cuts it into units (`units`); worker processes turn
 each unit into its shards and leave its outcome in `DIR/.build`. A build that was stopped, at any
@@ -82,7 +83,8 @@ class Config:
     def __post_init__(self) -> None:
         if not 0 <= self.heldout_fraction < 1:
             raise ConfigError(
-                f"heldout_fraction is a share of the documents in [0, 1), not {self.heldout_fraction}"
+                "heldout_fraction is a share of the documents in [0, 1), not "
+                f"{self.heldout_fraction}"
             )
         if self.shard_bytes < 1:
             raise ConfigError(
@@ -131,7 +133,9 @@ def check(config: Config) -> None:
 
 
 def build_slice(config: Config, part: Slice) -> Manifest | None:
-    """Builds a slice of a dataset; the one that finds the units of all others there makes the dataset of them.
+    """Builds a slice of a dataset.
+
+    The one that finds the units of all others there makes the dataset of them.
 
     Returns:
         The manifest, also where the finished dataset was there already; None where others still
@@ -228,7 +232,8 @@ class _Build:
         self._report(built, meter, _cpu_seconds() - before)
         if self.part is not None and (problems := verify(self.folder)):
             raise DataError(
-                f"{self.folder} is damaged ({len(problems)} problems): {problems[0]}; build it again with --force"
+                f"{self.folder} is damaged ({len(problems)} problems): {problems[0]}; build it "
+                "again with --force"
             )
         return built
 
@@ -237,7 +242,8 @@ class _Build:
         same = (found.tokenizer_fingerprint, found.source, found.settings, found.files)
         if same != (self.tokenizer.fingerprint, self.source_tree, self.settings, self.files):
             raise DataError(
-                f"{self.folder} holds a finished dataset that was built from another source, tokenizer or settings; "
+                f"{self.folder} holds a finished dataset that was built from another source, "
+                "tokenizer or settings; "
                 f"choose another folder with output=DIR, or replace it with --force"
             )
         logger.info(
@@ -291,7 +297,9 @@ class _Build:
                 yield unit
 
     def _outcome(self, index: int) -> Outcome | None:
-        """The outcome on disk of a unit if it is what the unit would give now, and its shards are whole."""
+        """The outcome on disk of a unit if it is what the unit would give now, and its shards are
+        whole.
+        """
         outcome = Outcome.load(outcome_path(self.folder, index))
         if outcome is None or (outcome.build, outcome.digest) != (self.digest, self.units[index]):
             return None
@@ -311,7 +319,9 @@ class _Build:
             raise rejection(self.source, *min(self.stopped_by)[1])
 
     def _is_last(self, alone: bool) -> bool:
-        """Whether this slice finds all units there and nobody else at work, and so merges; if not, says why.
+        """Whether this slice finds all units there and nobody else at work, and so merges.
+
+        If not, says why.
 
         Raises:
             DataError: a unit of another slice has a bad record.
@@ -370,12 +380,14 @@ class _Build:
             )
             names = ", ".join(self.files[first_heldout : first_heldout + _MOST_NAMED])
             raise DataError(
-                f"the source's files of held-out rows give none: {names}{' ...' * (len(self.files) > _MOST_NAMED)} "
+                "the source's files of held-out rows give none: "
+                f"{names}{' ...' * (len(self.files) > _MOST_NAMED)} "
                 f"({counts}); correct them{limit} or leave them out"
             )
         if not splits["train"] and first_heldout != 0:  # unless it was given nothing to train on
             raise DataError(
-                f"the source holds no document to train on: {counts}; correct source or heldout_fraction"
+                f"the source holds no document to train on: {counts}; correct source or "
+                "heldout_fraction"
             )
         vocab_size = self.tokenizer.vocabulary.size
         return Manifest(
@@ -392,7 +404,9 @@ class _Build:
         )
 
     def _tidy(self, built: Manifest) -> None:
-        """Removes the outcomes, and shards and temporary files that stopped builds of other settings or input left."""
+        """Removes the outcomes, and shards and temporary files that stopped builds of other
+        settings or input left.
+        """
         names = {shard.name for shard in built.shards}
         for path in self.folder.iterdir():
             if path.name.endswith(".tmp") or (
@@ -409,8 +423,10 @@ class _Build:
         tokens = sum(shard.tokens for shard in built.shards)
         if self.unknown > _MANY_UNKNOWN * tokens:
             logger.warning(
-                "%.2f %% of the tokens stand for text that the tokenizer does not know (%s): a model cannot learn it; "
-                "look with samestep data show, and use a tokenizer of text like this, or for one of SentencePiece "
+                "%.2f %% of the tokens stand for text that the tokenizer does not know (%s): a "
+                "model cannot learn it; "
+                "look with samestep data show, and use a tokenizer of text like this, or for one "
+                "of SentencePiece "
                 "a larger tokenizer.character_coverage or byte_fallback",
                 100 * self.unknown / tokens,
                 f"{self.unknown:,}",
@@ -441,7 +457,8 @@ def _original_settings(settings: Tree) -> Tree:
 def rejection(source: Source, file: int, line: int, reason: str) -> DataError:
     """The error that names a record which holds no document."""
     return DataError(
-        f"{shown(source.files[file])}:{line}: {reason}; correct it, or leave such documents out with on_error=skip, "
+        f"{shown(source.files[file])}:{line}: {reason}; correct it, or leave such documents out "
+        "with on_error=skip, "
         f"which counts and lists them"
     )
 

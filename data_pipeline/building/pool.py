@@ -113,8 +113,10 @@ class _Worker(Generic[Item, Result]):
     def _killed(self) -> DataError:
         self._process.join()
         return DataError(
-            f"a worker process ended without an answer (exit code {self._process.exitcode}; -9 often means that memory "
-            f"ran out); what was finished is kept: run the same command again, with fewer workers if memory is short"
+            f"a worker process ended without an answer (exit code {self._process.exitcode}; -9 "
+            "often means that memory "
+            "ran out); what was finished is kept: run the same command again, with fewer workers "
+            "if memory is short"
         )
 
 

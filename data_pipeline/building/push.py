@@ -28,7 +28,9 @@ _TRANSFERS = 8  # at a time
 
 
 def push(folder: Path, url: str, force: bool = False) -> None:
-    """Copies a dataset to `url`, or goes on with that; shards that are there already are not sent again.
+    """Copies a dataset to `url`, or goes on with that.
+
+    Shards that are there already are not sent again.
 
     Args:
         folder: the dataset.
@@ -42,7 +44,8 @@ def push(folder: Path, url: str, force: bool = False) -> None:
     """
     if not storage.is_url(url) or not storage.is_writable(url):
         raise ConfigError(
-            f"nothing can be pushed to {storage.shown(url)}; name a folder of an object store, such as s3://BUCKET/NAME"
+            f"nothing can be pushed to {storage.shown(url)}; name a folder of an object store, "
+            "such as s3://BUCKET/NAME"
         )
     url = url.rstrip("/")
     dataset = Dataset.open(folder)
@@ -121,6 +124,7 @@ def _send(folder: Path, url: str, shard: ShardInfo) -> bool:
     if storage.upload(folder / shard.name, address).sha256 != shard.sha256:
         storage.remove(address)
         raise DataError(
-            f"the bytes of {folder / shard.name} have changed (SHA-256 differs); build the dataset again"
+            f"the bytes of {folder / shard.name} have changed (SHA-256 differs); build the dataset "
+            "again"
         )
     return True

@@ -61,7 +61,8 @@ def load_recipe(path: str, overrides: Sequence[str] = ()) -> Config:
         tree = merge(tree, parse_override(override))
     if is_task and not {"tokenizer", "output"} <= tree.keys():
         raise ConfigError(
-            f"{path} is a task file, which names no tokenizer and no output. Add tokenizer.path=FOLDER, "
+            f"{path} is a task file, which names no tokenizer and no output. Add "
+            "tokenizer.path=FOLDER, "
             "the tokenizer of the model to fine-tune, and output=FOLDER"
         )
     config: Config = decode(Config, tree)

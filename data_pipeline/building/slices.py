@@ -1,4 +1,6 @@
-"""Who may write a dataset's folder: one whole build, or the slices of one, at the same time and on several machines.
+"""Who may write a dataset's folder.
+
+One whole build, or the slices of one, at the same time and on several machines.
 
 A slice is one of N shares of a build's units. Locks on files in `DIR/.build` keep builds apart:
 
@@ -39,7 +41,10 @@ _FORM = re.compile(r"(\d{1,9})/(\d{1,9})", re.ASCII)
 
 @dataclass(frozen=True)
 class Slice:
-    """One of `count` equal shares of the units of a build; `index` counts from 1, as job arrays do."""
+    """One of `count` equal shares of the units of a build.
+
+    `index` counts from 1, as job arrays do.
+    """
 
     index: int
     count: int
@@ -54,7 +59,8 @@ class Slice:
         match = _FORM.fullmatch(text)
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
             raise ConfigError(
-                f"--slice takes I/N, the I-th of N slices with I from 1 to N, such as 3/8; not {text!r}"
+                "--slice takes I/N, the I-th of N slices with I from 1 to N, such as 3/8; not "
+                f"{text!r}"
             )
         return cls(int(match[1]), int(match[2]))
 
@@ -111,7 +117,8 @@ class Claim:
                 try:
                     yield
                 finally:
-                    if not self._stays:  # given up before the door opens: the next one shall not see somebody at work
+                    # given up before the door opens: the next one shall not see somebody at work
+                    if not self._stays:
                         self._held.close()
                 return
 
@@ -129,7 +136,8 @@ class Claim:
                 )
                 if not self._lock(own, fcntl.LOCK_EX | fcntl.LOCK_NB):
                     raise DataError(
-                        f"slice {self._part} of {self._folder} is being built by another process; wait for that one, "
+                        f"slice {self._part} of {self._folder} is being built by another process; "
+                        "wait for that one, "
                         f"or end it"
                     )
             self._file = self._held.enter_context(self._open("lock"))
@@ -138,7 +146,9 @@ class Claim:
         return self._lock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def stay(self, build: str, alone: bool) -> None:
-        """Keeps the folder when the door opens, to make units: a slice together with others of the same build.
+        """Keeps the folder when the door opens, to make units.
+
+        A slice together with others of the same build.
 
         Args:
             build: digest of the build.
@@ -160,12 +170,14 @@ class Claim:
         )
         if not fits:
             raise DataError(
-                f"another build is writing {self._folder}; wait for it, or choose another output=DIR"
+                f"another build is writing {self._folder}; wait for it, or choose another "
+                "output=DIR"
             )
         self._file.seek(0)
         if self._file.read() != build.encode():
             raise DataError(
-                f"slices of another source, tokenizer or settings are being built in {self._folder}; wait for them, or "
+                "slices of another source, tokenizer or settings are being built in "
+                f"{self._folder}; wait for them, or "
                 f"choose another output=DIR"
             )
         self._stays = True
@@ -197,7 +209,8 @@ class Claim:
             and not (self._folder / MANIFEST).exists()
         ):
             raise DataError(
-                f"{self._folder} is neither empty nor a dataset; choose another folder with output=DIR"
+                f"{self._folder} is neither empty nor a dataset; choose another folder with "
+                "output=DIR"
             )
 
     def _open(self, name: str) -> BinaryIO:
@@ -213,7 +226,8 @@ class Claim:
         except OSError as error:  # some network file systems have no locks
             if self._part is not None:
                 raise DataError(
-                    f"{self._folder} cannot be locked ({error.strerror}), which slices need; choose an output=DIR "
+                    f"{self._folder} cannot be locked ({error.strerror}), which slices need; "
+                    "choose an output=DIR "
                     f"where files can be locked, or build it in one process, without --slice"
                 ) from error
             if self._is_lockable:

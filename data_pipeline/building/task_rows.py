@@ -1,4 +1,7 @@
-"""Rows of a task as documents: the tokens of their texts, and as numbers what is to be predicted of them."""
+"""Rows of a task as documents.
+
+The tokens of their texts, and as numbers what is to be predicted of them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,9 @@ class Encoded:
 
 
 def encode(rows: Sequence[TaskRow], tokenizer: Tokenizer, kind: TaskKind) -> list[Encoded | str]:
-    """Tokenises rows; where one has nothing to predict, or to predict it from, the reason stands in its place."""
+    """Tokenises rows; where one has nothing to predict, or to predict it from, the reason stands in
+    its place.
+    """
     texts = list(itertools.chain.from_iterable(row.texts for row in rows))
     encoded: list[tuple[Tokens, Int64 | None]]
     if TASKS[kind].labeled != "row":
@@ -115,7 +120,9 @@ def _encode(
 
 
 def _tokens_of(offsets: Int64, begin: Int64, end: Int64) -> tuple[Int64, Int64]:
-    """The first and the last token that share a character with each span; the last is before the first if none does.
+    """The first and the last token that share a character with each span.
+
+    The last is before the first if none does.
 
     Args:
         offsets: int64 [T, 2], the characters of each token, ascending.

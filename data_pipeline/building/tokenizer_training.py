@@ -27,11 +27,13 @@ def train_tokenizer(config: Config, force: bool = False) -> Tokenizer:
     folder = Path(config.tokenizer.path)
     if is_hub_path(config.tokenizer.path):
         raise DataError(
-            f"tokenizer.path {config.tokenizer.path} is trained already; go on with: samestep data build"
+            f"tokenizer.path {config.tokenizer.path} is trained already; go on with: samestep data "
+            "build"
         )
     if not force and folder.exists() and any(folder.iterdir()):
         raise DataError(
-            f"{folder} is there already, and datasets may have been built with it; choose another tokenizer.path, or "
+            f"{folder} is there already, and datasets may have been built with it; choose another "
+            "tokenizer.path, or "
             f"replace it with --force"
         )
     with Meter("reading") as meter:

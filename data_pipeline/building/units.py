@@ -51,7 +51,10 @@ class Unit:
 
 
 def limited(records: Iterable[Record], limit: int | None) -> Iterator[Record]:
-    """The records up to the one with which `limit` bytes are reached, that one included; None means all of them."""
+    """The records up to the one with which `limit` bytes are reached, that one included.
+
+    None means all of them.
+    """
     if limit is None:
         yield from records
         return
@@ -64,7 +67,10 @@ def limited(records: Iterable[Record], limit: int | None) -> Iterator[Record]:
 
 
 def cut(records: Iterable[Record], size: int) -> Iterator[Unit]:
-    """Cuts a source into units of `size` bytes; each ends with the record that reaches it, so a unit is never empty."""
+    """Cuts a source into units of `size` bytes.
+
+    Each ends with the record that reaches it, so a unit is never empty.
+    """
     index, gathered, total, read = 0, list[Record](), 0, 0.0
     for record in records:
         gathered.append(record)
@@ -85,7 +91,9 @@ def _digest(records: list[Record]) -> str:
 
 
 def hashed_share(text: str, purpose: str) -> float:
-    """Maps a text to [0, 1), uniformly, the same in every process; equal texts go to the same place."""
+    """Maps a text to [0, 1), uniformly, the same in every process; equal texts go to the same
+    place.
+    """
     digest = hashlib.blake2b(text.encode(), digest_size=8, person=purpose.encode()).digest()
     return int.from_bytes(digest, "little") / 2**64
 
@@ -139,7 +147,9 @@ def outcome_path(folder: Path, index: int) -> Path:
 
 
 class _Parsed(NamedTuple):
-    """What a record holds: texts that are tokenised each by itself, and for a task the row that they are of."""
+    """What a record holds: texts that are tokenised each by itself, and for a task the row that
+    they are of.
+    """
 
     file: int
     line: int
@@ -159,7 +169,10 @@ class UnitWriter:
         build: str,
         splitter: sentences.Splitter | None = None,
     ) -> None:
-        """Loads the dataset's tokenizer; `build` is the digest of the settings, stored with every outcome."""
+        """Loads the dataset's tokenizer.
+
+        `build` is the digest of the settings, stored with every outcome.
+        """
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
         self._tokenizer = Tokenizer.load(folder / "tokenizer")
         self._dtype = token_dtype(self._tokenizer.vocabulary.size)
@@ -271,7 +284,9 @@ def _join(texts: list[Tokens]) -> Encoded:
 
 
 def _batches(documents: list[_Parsed]) -> Iterator[list[_Parsed]]:
-    """Groups documents by about a million characters, to bound the memory of the tokenizer's answer."""
+    """Groups documents by about a million characters, to bound the memory of the tokenizer's
+    answer.
+    """
     batch, characters = list[_Parsed](), 0
     for document in documents:
         batch.append(document)

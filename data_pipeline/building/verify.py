@@ -20,7 +20,9 @@ from trainer.errors import DataError
 
 
 def verify(location: str | Path) -> list[str]:
-    """Reads every byte of a dataset and returns what is wrong, a sentence each; an empty list is a whole dataset.
+    """Reads every byte of a dataset and returns what is wrong, a sentence each.
+
+    An empty list is a whole dataset.
 
     Args:
         location: its folder or address.

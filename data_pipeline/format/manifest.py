@@ -1,4 +1,6 @@
-"""The manifest of a built dataset: which shards it has, what is in them and what they were made from.
+"""The manifest of a built dataset.
+
+Which shards it has, what is in them and what they were made from.
 
 It is written last, so a folder with a manifest is a finished dataset and a folder without one is
 not a dataset.
@@ -84,7 +86,10 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 over what determines the content: tokenizer, dtype and every shard's checksum, in order."""
+        """Hex SHA-256 over what determines the content.
+
+        Tokenizer, dtype and every shard's checksum, in order.
+        """
         shards = {
             split: [shard.sha256 for shard in shards] for split, shards in self.splits.items()
         }
@@ -103,7 +108,9 @@ class Manifest:
 
     @property
     def target_file(self) -> int | None:
-        """For pairs of texts, how many places in `files` the file of a target stands behind its source's; else None."""
+        """For pairs of texts, how many places in `files` the file of a target stands behind its
+        source's; else None.
+        """
         return self.settings.get("target_file")
 
     @property
@@ -135,7 +142,8 @@ class Manifest:
             content = path.read_bytes()
         except FileNotFoundError:
             raise DataError(
-                f"{folder} holds no finished dataset (no {MANIFEST}); finish it with: samestep data build CONFIG "
+                f"{folder} holds no finished dataset (no {MANIFEST}); finish it with: samestep "
+                "data build CONFIG "
                 f"output={folder}"
             ) from None
         except OSError as error:
@@ -156,7 +164,8 @@ class Manifest:
         version = tree.get("format") if isinstance(tree, dict) else None
         if version != FORMAT:
             raise DataError(
-                f"{path} is of format {version!r}, this program reads {FORMAT}; build the dataset again"
+                f"{path} is of format {version!r}, this program reads {FORMAT}; build the dataset "
+                "again"
             )
         try:
             splits = {

@@ -1,4 +1,7 @@
-"""Rows of a task as lines of JSON, as held-out shards keep them: what scores compare predictions with."""
+"""Rows of a task as lines of JSON, as held-out shards keep them.
+
+What scores compare predictions with.
+"""
 
 from __future__ import annotations
 

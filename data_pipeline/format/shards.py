@@ -67,7 +67,9 @@ def write_shard(
     labels: Sequence[npt.NDArray[np.float32]] | None = None,
     rows: Sequence[TaskRow] | None = None,
 ) -> ShardInfo:
-    """Writes documents to a new shard, atomically; its bytes depend on the arguments only, not on time or machine.
+    """Writes documents to a new shard, atomically.
+
+    Its bytes depend on the arguments only, not on time or machine.
 
     Args:
         path: the shard's file.
@@ -218,7 +220,8 @@ class Shard(ShardIndex):
         sha256: str | None = None,
         labels: bool = False,
     ) -> Shard:
-        """Maps a shard whose tokens are of type `dtype`, with or without its `sentences` and `labels`.
+        """Maps a shard whose tokens are of type `dtype`, with or without its `sentences` and
+        `labels`.
 
         With a `sha256`, which its bytes must have, it is read through before: a CPU does 0.3 to 2
             GB a second.
@@ -239,7 +242,9 @@ class Shard(ShardIndex):
         sentences: bool = False,
         labels: bool = False,
     ) -> Shard:
-        """Maps an open shard; the map shares the file's locks and keeps them when the file is closed."""
+        """Maps an open shard; the map shares the file's locks and keeps them when the file is
+        closed.
+        """
         index = ShardIndex.read(file, name, dtype, sentences, labels)
         with _failure_explained(name):
             return cls(**vars(index), tokens=np.memmap(file, np.dtype(dtype), mode="r"))
@@ -247,7 +252,8 @@ class Shard(ShardIndex):
 
 @contextmanager
 def open_file(path: Path, sha256: str | None = None) -> Iterator[BinaryIO]:
-    """Opens the file of a shard; with a `sha256`, which its bytes must have, it is read through before.
+    """Opens the file of a shard; with a `sha256`, which its bytes must have, it is read through
+    before.
 
     Raises:
         CorruptError: its bytes are others.
@@ -295,12 +301,14 @@ def _failure_explained(name: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             raise DataError(
-                f"cannot open the shard {name}: too many files are open (this process may open {limit}); raise the "
+                f"cannot open the shard {name}: too many files are open (this process may open "
+                f"{limit}); raise the "
                 f"limit with ulimit -n, or start a run with smaller data.lanes or data.window"
             ) from error
         explained = DataError if isinstance(error, OSError) else CorruptError
         raise explained(
-            f"the shard {name} is cut short or damaged ({error}); copy it again, or build the dataset again, and "
+            f"the shard {name} is cut short or damaged ({error}); copy it again, or build the "
+            "dataset again, and "
             f"check the rest with: samestep data verify {name.rpartition('/')[0]}"
         ) from error
 
@@ -308,7 +316,10 @@ def _failure_explained(name: str) -> Iterator[None]:
 def _read_chunks(
     file: BinaryIO, dtype: np.dtype[np.generic], with_sentences: bool, with_labels: bool
 ) -> Iterator[tuple[npt.NDArray[np.generic], ...]]:
-    """Yields the columns of a `ShardIndex` for each chunk; raises ValueError for what is no shard."""
+    """Yields the columns of a `ShardIndex` for each chunk.
+
+    Raises ValueError for what is no shard.
+    """
     # A tar ends with two blocks of zeros: without them the file was cut short, perhaps between two
     # members.
     size = file.seek(0, io.SEEK_END)

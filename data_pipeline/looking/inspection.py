@@ -1,4 +1,7 @@
-"""What is in a dataset and how its documents would pack: the tables and the plot of `samestep data inspect`."""
+"""What is in a dataset and how its documents would pack.
+
+The tables and the plot of `samestep data inspect`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ _BAR_CELLS = 40
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one packing makes of the training split, with one special token before and one after each piece.
+    """What one packing makes of the training split, with one special token before and one after
+    each piece.
 
     Attributes:
         sequence_length: cells of an example.
@@ -46,7 +50,10 @@ class Forecast:
 
     @property
     def real_share(self) -> float:
-        """The share of cells that hold a token of a document; the rest is padding and special tokens."""
+        """The share of cells that hold a token of a document.
+
+        The rest is padding and special tokens.
+        """
         return self.tokens / (self.examples * self.sequence_length)
 
 
@@ -115,7 +122,8 @@ def inspect(dataset: Dataset) -> Inspection:
     totals = np.sum(totals_of, axis=0).tolist()
     if not histogram[1:].any():
         raise DataError(
-            f"the documents of {dataset.name} hold no tokens; check the source and build the dataset again"
+            f"the documents of {dataset.name} hold no tokens; check the source and build the "
+            "dataset again"
         )
     forecasts = (
         Forecast(*setting, *total) for setting, total in zip(settings, totals, strict=True)

@@ -61,7 +61,8 @@ class _View:
 def show(
     folder: str, experiment: str, overrides: Iterable[str], index: int, count: int, console: Console
 ) -> None:
-    """Prints what a run of `experiment` on the dataset in `folder` consumes as global example index, index + 1, ...
+    """Prints what a run of `experiment` on the dataset in `folder` consumes as global example
+    index, index + 1, ...
 
     Raises:
         ConfigError: the experiment is wrong, or the dataset too small for it.
@@ -106,7 +107,8 @@ def show(
             )
             names = ["A  ", "B  "]
         console.print(
-            f"\nexample {number}: epoch {at.epoch[0]}, {len(examples.tokens)} tokens, {predicted} predicted, "
+            f"\nexample {number}: epoch {at.epoch[0]}, {len(examples.tokens)} tokens, {predicted} "
+            "predicted, "
             f"{spec.positions - cells} cells of padding{relation}",
             style="bold",
             highlight=False,
@@ -141,7 +143,9 @@ def _print_row(
     tokenizer: Tokenizer,
     console: Console,
 ) -> None:
-    """Prints the texts of a row of a task, a line each, and what is to be predicted, in them or below them."""
+    """Prints the texts of a row of a task, a line each, and what is to be predicted, in them or
+    below them.
+    """
     labels: Any = row.get("labels")
     texts = [
         [(tokens, "")] for tokens in np.split(examples.tokens, np.cumsum(examples.length)[:-1])

@@ -31,7 +31,8 @@ def check_batch(global_batch_size: int, devices: int) -> None:
     """
     if global_batch_size < devices:
         raise ConfigError(
-            f"global_batch_size {global_batch_size} is less than the {devices} data-parallel devices, so "
+            f"global_batch_size {global_batch_size} is less than the {devices} data-parallel "
+            "devices, so "
             f"some would have nothing to do; use at least {devices}, or fewer devices"
         )
 
@@ -157,7 +158,10 @@ class BatchMaker:
     def _blocks(
         self, starts: Sequence[int], rows: int, excluded: Exclusions
     ) -> Iterator[tuple[slice, int | None]]:
-        """The parts of so many rows of steps that are made at a time, and how wide; None is as wide as rows can be."""
+        """The parts of so many rows of steps that are made at a time, and how wide.
+
+        None is as wide as rows can be.
+        """
         if not isinstance(self.order, LengthGroups):
             for first in range(0, rows, self._block_rows):
                 yield slice(first, first + self._block_rows), None
@@ -178,7 +182,9 @@ class BatchMaker:
         return self.order.rows(excluded.take(start, self._batch_size))
 
     def _share(self, start: int, excluded: Exclusions) -> tuple[Int64, npt.NDArray[np.bool_]]:
-        """The numbers of the replica's rows of the global batch from example `start`, and which do not only pad."""
+        """The numbers of the replica's rows of the global batch from example `start`, and which do
+        not only pad.
+        """
         batch = self._batch(start, excluded)
         mine = batch[share(len(batch), self._replica.index, self._replica.count)]
         rows = self._micro_batches * self._rows if len(batch) else 0

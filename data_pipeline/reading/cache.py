@@ -44,7 +44,10 @@ _TRIES = 2  # of a shard that the disk damages
 
 
 def default_folder() -> Path:
-    """Where downloads are kept unless a setting says otherwise: SAMESTEP_CACHE, or ~/.cache/samestep."""
+    """Where downloads are kept unless a setting says otherwise.
+
+    SAMESTEP_CACHE, or ~/.cache/samestep.
+    """
     return Path(os.environ.get("SAMESTEP_CACHE") or "~/.cache/samestep").expanduser()
 
 
@@ -137,7 +140,8 @@ class ShardCache:
                         )  # whoever maps it keeps what was whole when it was opened
                 file.close()
         raise DataError(
-            f"{path} was damaged on this disk {damaged} times in a row; set data.cache to a folder of another"
+            f"{path} was damaged on this disk {damaged} times in a row; set data.cache to a folder "
+            "of another"
         )
 
     def fetch(self, url: str, sha256: str, size: int) -> None:
@@ -187,7 +191,8 @@ class ShardCache:
                 raise
 
     def _reserve(self, file: BinaryIO, size: int, needed: bool) -> None:
-        """Gives a partial file its final size, once shards that nobody has used for longest have made room for it.
+        """Gives a partial file its final size, once shards that nobody has used for longest have
+        made room for it.
 
         Where all others are in use, one that is `needed` exceeds the limit and one that is not is
         refused.

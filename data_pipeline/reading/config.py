@@ -68,8 +68,10 @@ class Config:
     def __post_init__(self) -> None:
         if (self.path is None) == (not self.sources):
             raise ConfigError(
-                f"path is {self.path or 'null'} and there are {len(self.sources)} sources; set path to a dataset, or "
-                "sources to a list of {path, weight}, and leave the other one out (path=null, sources=[])"
+                f"path is {self.path or 'null'} and there are {len(self.sources)} sources; set "
+                "path to a dataset, or "
+                "sources to a list of {path, weight}, and leave the other one out (path=null, "
+                "sources=[])"
             )
         check_sources(self.sources, self.weights)
         for name, least in (

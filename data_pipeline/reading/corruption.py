@@ -15,7 +15,10 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class CorruptShardError(DataError):
-    """The bytes of a shard are not those that were built; `shard` is its number in its split, or in a mixture."""
+    """The bytes of a shard are not those that were built.
+
+    `shard` is its number in its split, or in a mixture.
+    """
 
     def __init__(self, message: str, shard: int) -> None:
         super().__init__(message)
@@ -23,7 +26,9 @@ class CorruptShardError(DataError):
 
 
 class CorruptShards:
-    """From which global example on each shard is passed over; immutable, so that threads may share it.
+    """From which global example on each shard is passed over.
+
+    Immutable, so that threads may share it.
 
     Rows of its examples stay where they are and carry no weight. So no other example changes its
     place, and however many examples are gone, a run has to remember the shard only.
@@ -71,7 +76,9 @@ class CorruptShards:
         return shard[self._first[shard] == _NEVER] if len(self._first) else shard
 
     def stand_in(self, at: Location, gone: npt.NDArray[np.bool_], counts: Int64) -> Location:
-        """The places to read for examples at `at`, of which some are gone: for those, an example of a sound shard.
+        """The places to read for examples at `at`, of which some are gone.
+
+        For those, an example of a sound shard.
 
         Args:
             at: places of B examples.

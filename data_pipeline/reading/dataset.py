@@ -1,4 +1,7 @@
-"""A built dataset, opened for training: its examples under one packing, gathered from memory-mapped shards."""
+"""A built dataset, opened for training.
+
+Its examples under one packing, gathered from memory-mapped shards.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,9 @@ _EXAMPLE = name_key("example")
 
 @functools.cache
 def max_open_shards() -> int:
-    """How many shards of a split this process keeps open: `MAX_OPEN_SHARDS`, or what the system allows.
+    """How many shards of a split this process keeps open.
+
+    `MAX_OPEN_SHARDS`, or what the system allows.
 
     Each holds a file descriptor, of which processes begin with as few as 256; the first call asks
     for as many as it takes to train and to evaluate, with as many again for all else.
@@ -119,7 +124,8 @@ class Dataset:
                     "is missing" if size is None else f"has {size} bytes instead of {shard.bytes}"
                 )
                 raise DataError(
-                    f"the shard {file} {found}; copy the dataset again, or build it again with samestep data build, "
+                    f"the shard {file} {found}; copy the dataset again, or build it again with "
+                    "samestep data build, "
                     f"and check it with: samestep data verify {folder}"
                 )
         return cls(folder, manifest)
@@ -139,8 +145,10 @@ class Dataset:
         tokenizer = Tokenizer.load(self.path / "tokenizer")
         if tokenizer.fingerprint != self.manifest.tokenizer_fingerprint:
             raise DataError(
-                f"{self.path / 'tokenizer'} is not the tokenizer that made the shards beside it (fingerprint "
-                f"{tokenizer.fingerprint[:12]}, the manifest says {self.manifest.tokenizer_fingerprint[:12]}); "
+                f"{self.path / 'tokenizer'} is not the tokenizer that made the shards beside it "
+                "(fingerprint "
+                f"{tokenizer.fingerprint[:12]}, the manifest says "
+                f"{self.manifest.tokenizer_fingerprint[:12]}); "
                 f"put the right one back or build the dataset again"
             )
         return tokenizer
@@ -170,7 +178,9 @@ class Dataset:
     def open_shard(
         self, info: ShardInfo, sentences: bool = False, verify: bool = False, labels: bool = False
     ) -> Shard:
-        """Maps one of the shards, with or without its `sentences` and `labels`; a remote one is downloaded first.
+        """Maps one of the shards, with or without its `sentences` and `labels`.
+
+        A remote one is downloaded first.
 
         To `verify` a local one is to read it through; a remote one is verified in any case.
 
@@ -205,7 +215,8 @@ class Dataset:
         return index
 
     def rows(self, split: str, without: Collection[str] = ()) -> list[TaskRow]:
-        """The rows of a task that a split keeps for scores, which the held-out one does, by their document numbers.
+        """The rows of a task that a split keeps for scores, which the held-out one does, by their
+        document numbers.
 
         Those of the shards `without` are empty. They are read once: a run scores them again and
             again.
@@ -302,7 +313,8 @@ class PackedSplit:
             )
         if alone:
             logger.warning(
-                "%d of %d %s shards hold a single document and give no pairs, which need another one for random "
+                "%d of %d %s shards hold a single document and give no pairs, which need another "
+                "one for random "
                 "segments: they are left out, %s first; a larger shard_bytes avoids it",
                 *(len(alone), len(self._shards), split, alone[0]),
             )
@@ -314,11 +326,16 @@ class PackedSplit:
         self._first_document = [0, *accumulate(shard.documents for shard in self._shards)]
 
     def ids(self, at: Location) -> Int64:
-        """The number of each example in the split, counted through the shards in the manifest's order: int64 [B]."""
+        """The number of each example in the split, counted through the shards in the manifest's
+        order: int64 [B].
+        """
         return self._first_id[at.shard] + at.index
 
     def cells(self, at: Location) -> Int64:
-        """The cells that examples which are rows of a task take, of one sequence each: int64 [B]."""
+        """The cells that examples which are rows of a task take, of one sequence each.
+
+        Int64 [B].
+        """
         opened = self._packed(np.unique(at.shard).tolist())
         ends = [
             opened[shard].rows[index, 5]
@@ -427,7 +444,8 @@ class PackedSplit:
             raise CorruptShardError(str(error), number) from error
         if len(packed.example_start) - 1 != self.counts[number]:
             raise DataError(
-                f"{self._shards[number].name} of {self._dataset.name} was damaged when its examples were counted; "
+                f"{self._shards[number].name} of {self._dataset.name} was damaged when its "
+                "examples were counted; "
                 f"remove the counts in {self._dataset.path / '.cache'} and start again"
             )
         return PackedShard.of(shard, packed, self._narrow, self._first_document[number])

@@ -45,7 +45,8 @@ def check_groups(config: Config, spec: PackSpec) -> None:
         )
     if config.on_corrupt == "skip" or config.weights or config.on_change == "accept":
         raise ConfigError(
-            "data.group_by_length looks ahead, so what comes must not change: set it to null, or data.on_corrupt=stop "
+            "data.group_by_length looks ahead, so what comes must not change: set it to null, or "
+            "data.on_corrupt=stop "
             "data.weights=[] data.on_change=error"
         )
 

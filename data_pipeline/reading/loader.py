@@ -1,4 +1,6 @@
-"""The training loop's source of batches: the same global batches at any number of replicas and threads.
+"""The training loop's source of batches.
+
+The same global batches at any number of replicas and threads.
 
 A step's batch is a pure function of its first global example number; threads only make batches
 earlier, never different ones. So the loader's state is one number, beside the names of what that
@@ -201,9 +203,12 @@ class StreamingLoader:
         needed = mixture.order.working_set(*reach)
         if needed > max_open_shards():
             raise ConfigError(
-                f"data.lanes {config.lanes} and data.window {config.window} have this process read from {needed} "
-                f"shards at a time, and it can keep {max_open_shards()} open; lower one of them (in a new run), "
-                f"use more devices, which share the lanes, or raise the limit of open files (ulimit -n)"
+                f"data.lanes {config.lanes} and data.window {config.window} have this process read "
+                f"from {needed} "
+                f"shards at a time, and it can keep {max_open_shards()} open; lower one of them "
+                "(in a new run), "
+                "use more devices, which share the lanes, or raise the limit of open files "
+                "(ulimit -n)"
             )
         of_each = [each.working_set(*reach) for each in mixture.orders.values()]
         spare = max(0, max_open_shards() - sum(of_each)) // len(of_each)
@@ -275,7 +280,10 @@ class StreamingLoader:
         return self._ahead.popleft().result()
 
     def _plan_block(self) -> tuple[list[int], Exclusions, CorruptShards]:
-        """Where the next block's steps begin; it has one at first, since many may read from many more shards."""
+        """Where the next block's steps begin.
+
+        It has one at first, since many may read from many more shards.
+        """
         starts = []
         for _ in range(self._block_steps):
             starts.append(self._planned)
@@ -307,7 +315,8 @@ class StreamingLoader:
         self._block_steps = 1
 
     def documents(self, numbers: npt.NDArray[np.int64]) -> list[list[tuple[str, int]]]:
-        """The (source file, line) of each document that global examples have pieces of, example by example.
+        """The (source file, line) of each document that global examples have pieces of, example by
+        example.
 
         Of corrupt shards that are passed over it is not known.
         """
@@ -317,7 +326,8 @@ class StreamingLoader:
         return [found.get(row, []) for row in range(len(numbers))]
 
     def task_rows(self) -> tuple[list[list[TaskRow]], tuple[str, ...]]:
-        """The rows of the split of each of the `sources`, which are rows of a task, and the names of its labels.
+        """The rows of the split of each of the `sources`, which are rows of a task, and the names
+        of its labels.
 
         Raises:
             DataError: a shard is damaged.
@@ -335,12 +345,17 @@ class StreamingLoader:
 
     @property
     def corrupt(self) -> tuple[tuple[str, str, int], ...]:
-        """The shards that are passed over: digest of the dataset, name of the shard, first global example of these."""
+        """The shards that are passed over.
+
+        Digest of the dataset, name of the shard, first global example of these.
+        """
         return self._corrupt.found
 
     @property
     def consumed(self) -> list[list[int]]:
-        """The ranges [first, end) of global examples that the step taken last had, over all replicas."""
+        """The ranges [first, end) of global examples that the step taken last had, over all
+        replicas.
+        """
         return self._excluded.kept(self._fed_from, self._position)
 
     def exclude(self, first: int, end: int) -> None:
@@ -355,7 +370,9 @@ class StreamingLoader:
             self._go_to(self._position)
 
     def state_dict(self) -> LoaderState:
-        """How many examples were taken (not merely made ahead), which were passed over, and of which order."""
+        """How many examples were taken (not merely made ahead), which were passed over, and of
+        which order.
+        """
         return {
             **self._identity,
             "mixture": self._mixture.state() if self._mixture else [],
@@ -365,7 +382,9 @@ class StreamingLoader:
         }
 
     def load_state_dict(self, state: LoaderState, as_recorded: bool = False) -> None:
-        """Continues after the steps another loader gave; batch sizes, replicas and threads may differ freely.
+        """Continues after the steps another loader gave.
+
+        Batch sizes, replicas and threads may differ freely.
 
         Args:
             state: as `state_dict` gives it.
@@ -379,15 +398,19 @@ class StreamingLoader:
         for name, value in self._identity.items():
             if state.get(name) != value:
                 raise DataError(
-                    f"the checkpoint's data order cannot be continued: its {name} is {state.get(name)!r}, this run's "
-                    f"is {value!r}; {_SAME_AGAIN[name]}, or start a new run from the checkpoint's weights"
+                    f"the checkpoint's data order cannot be continued: its {name} is "
+                    f"{state.get(name)!r}, this run's "
+                    f"is {value!r}; {_SAME_AGAIN[name]}, or start a new run from the checkpoint's "
+                    "weights"
                 )
         excluded = Exclusions(state.get("excluded", ()))
         position = excluded.after(0, int(state["example"]))
         if (excluded | self._configured).before(position) > excluded.before(position):
             raise DataError(
-                f"data.exclude {self._configured.ranges} has examples before {position}, which the run has taken "
-                f"already (it has passed over {excluded.ranges}); exclude later ones, go on from an older checkpoint, "
+                f"data.exclude {self._configured.ranges} has examples before {position}, which the "
+                "run has taken "
+                f"already (it has passed over {excluded.ranges}); exclude later ones, go on from "
+                "an older checkpoint, "
                 "or start a new run"
             )
         if self._mixture is not None:

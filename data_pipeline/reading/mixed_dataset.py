@@ -1,4 +1,7 @@
-"""The datasets of a mixture as if they were one: their shards count as one list, in the order of the sources."""
+"""The datasets of a mixture as if they were one.
+
+Their shards count as one list, in the order of the sources.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +45,15 @@ class MixedDataset:
             for other in opened.values():
                 if dataset.manifest.tokenizer_fingerprint != other.manifest.tokenizer_fingerprint:
                     raise DataError(
-                        f"{other.name} and {dataset.name} were built with different tokenizers, so their tokens mean "
-                        f"different words; build one of them again with tokenizer.path={other.path / 'tokenizer'}"
+                        f"{other.name} and {dataset.name} were built with different tokenizers, so "
+                        "their tokens mean "
+                        "different words; build one of them again with "
+                        f"tokenizer.path={other.path / 'tokenizer'}"
                     )
                 if dataset.manifest.digest == other.manifest.digest:
                     raise ConfigError(
-                        f"data.sources has the same dataset twice, {other.name} and {dataset.name}; name it once, with "
+                        f"data.sources has the same dataset twice, {other.name} and "
+                        f"{dataset.name}; name it once, with "
                         "the sum of the weights"
                     )
             opened[source.label] = dataset
@@ -169,7 +175,10 @@ class MixedSplit:
         return parts[0][1] if len(parts) == 1 else _merge(parts, weight)
 
     def _parts(self, at: Location) -> Iterator[tuple[PackedSplit, Int64, Location]]:
-        """The datasets that examples are of: each one's split, which rows are of it, and where they are in it."""
+        """The datasets that examples are of.
+
+        Each one's split, which rows are of it, and where they are in it.
+        """
         if len(self._splits) == 1:
             yield self._splits[0], np.arange(len(at.index)), at
             return

@@ -18,7 +18,8 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 @dataclass(frozen=True, eq=False)
 class PackedShard:
-    """An open shard and its plan, as buffers, whose elements and slices cost less than those of arrays.
+    """An open shard and its plan, as buffers, whose elements and slices cost less than those of
+    arrays.
 
     Attributes:
         tokens: [T], the whole file as tokens.

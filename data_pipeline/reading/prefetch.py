@@ -56,9 +56,12 @@ class Prefetcher:
                 else "its disk has no more to give"
             )
             raise ConfigError(
-                f"the cache {cache.folder} takes {capacity:,} bytes ({reason}) and is too small: this run's "
-                f"processes on this node ({processes}) read from up to {working_set} shards each at a time, "
-                f"{needed:,} bytes together; set data.cache_size to {_round_up(needed)} or more, or data.cache to a "
+                f"the cache {cache.folder} takes {capacity:,} bytes ({reason}) and is too small: "
+                "this run's "
+                f"processes on this node ({processes}) read from up to {working_set} shards each "
+                "at a time, "
+                f"{needed:,} bytes together; set data.cache_size to {_round_up(needed)} or more, "
+                "or data.cache to a "
                 f"folder of a larger disk, or lower data.lanes or data.window (in a new run)"
             )
         self._capacity = capacity // processes
@@ -71,7 +74,10 @@ class Prefetcher:
             threading.Thread(target=self._work, name="prefetch", daemon=True).start()
 
     def expect(self, shards: Int64) -> None:
-        """Says which shards will be needed, the most urgent first; it replaces what was said before."""
+        """Says which shards will be needed, the most urgent first.
+
+        It replaces what was said before.
+        """
         _, first = np.unique(shards, return_index=True)
         shards = shards[np.sort(first)]
         shards = shards[self._bytes[shards] > 0]

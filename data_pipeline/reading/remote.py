@@ -1,4 +1,6 @@
-"""A dataset on an object store or a web server: shards come into the local cache when they are needed.
+"""A dataset on an object store or a web server.
+
+Shards come into the local cache when they are needed.
 
 Its small files are kept in the cache too, so that the rest of the program finds them in a folder,
 as those of a local dataset. The index of a shard is read without the shard itself, by ranges.
@@ -58,7 +60,10 @@ class RemoteDataset:
 
     @contextmanager
     def small_file(self, folder: Path, name: str) -> Iterator[Path]:
-        """The copy in `folder` of a small file of the dataset, if it has it; meanwhile others here wait for it."""
+        """The copy in `folder` of a small file of the dataset, if it has it.
+
+        Meanwhile others here wait for it.
+        """
         file = folder / name
         with self._claimed(file.parent):
             if not file.exists():
@@ -117,7 +122,8 @@ def load_manifest(location: str) -> Manifest:
         return Manifest.load(Path(location))
     if "?" in location:
         raise ConfigError(
-            f"the address {storage.shown(location)} of a dataset has a query (?...), and the names of its files cannot "
+            f"the address {storage.shown(location)} of a dataset has a query (?...), and the names "
+            "of its files cannot "
             "be appended to that; leave it out, and give access by the store's own credentials"
         )
     path = f"{location}/{MANIFEST}"
@@ -125,7 +131,8 @@ def load_manifest(location: str) -> Manifest:
         return Manifest.parse(storage.read(path), storage.shown(path))
     except ObjectNotFoundError as error:
         raise DataError(
-            f"{error}. There is no finished dataset at that address; put one there with: samestep data push DIR URL"
+            f"{error}. There is no finished dataset at that address; put one there with: samestep "
+            "data push DIR URL"
         ) from error
 
 

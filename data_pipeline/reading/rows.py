@@ -1,4 +1,6 @@
-"""Rows of batches: what an objective makes of examples, and the columns that say which examples they are."""
+"""Rows of batches: what an objective makes of examples, and the columns that say which examples
+they are.
+"""
 
 from __future__ import annotations
 
@@ -83,14 +85,19 @@ class RowMaker:
         return arrays
 
     def _dropout_key(self, number: Int64) -> U64:
-        """A key for each sequence that the model computes: uint64 [B], or [B, choices] of rows that have several."""
+        """A key for each sequence that the model computes.
+
+        Uint64 [B], or [B, choices] of rows that have several.
+        """
         if self._spec.parts is None or self._spec.parts.choices == 1:
             return combine(self._seed, _DROPOUT, number)
         return combine(self._seed, _DROPOUT, number[:, None], np.arange(self._spec.parts.choices))
 
 
 def _digest(source: npt.NDArray[np.uint64], arrays: Batch, padding: bool) -> Int64:
-    """Hashes each row's name and input tokens [B, ...]: int64 [B], to be summed modulo 2**64 over a batch.
+    """Hashes each row's name and input tokens [B, ...].
+
+    Int64 [B], to be summed modulo 2**64 over a batch.
 
     Each column has an odd factor of its own, so that no change of a single token leaves a row's sum
     as it was. Without `padding` it does not depend on how wide the rows are.

@@ -1,4 +1,5 @@
-"""Where raw text comes from: each module reads one kind of source and has a `Config` (`kind` is the module's name).
+"""Where raw text comes from: each module reads one kind of source and has a `Config` (`kind` is the
+module's name).
 
 A source works in two places. The coordinator of a build calls `records`, which only decompresses
 and splits, so that one process keeps many workers busy. The workers call `parse`, which decodes and
@@ -35,7 +36,10 @@ class Record(NamedTuple):
 
 
 class BadRecord(Exception):
-    """A record that holds no usable document; the message is a short reason, the same for every record of its sort."""
+    """A record that holds no usable document.
+
+    The message is a short reason, the same for every record of its sort.
+    """
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,9 @@ class Source(ABC):
 
     @abstractmethod
     def records(self) -> Iterator[Record]:
-        """Every record of every file, in order; what cannot be read comes as one record with a `problem`.
+        """Every record of every file, in order.
+
+        What cannot be read comes as one record with a `problem`.
 
         Raises:
             DataError: a file is missing or unreadable.
@@ -131,7 +137,9 @@ class PairSource(Source):
 
 @dataclass(frozen=True)
 class TaskSource(Source):
-    """An ordered set of files of rows of a fine-tuning task; the bytes of a record are one row, a JSON object.
+    """An ordered set of files of rows of a fine-tuning task.
+
+    The bytes of a record are one row, a JSON object.
 
     Attributes:
         kind: of the task.

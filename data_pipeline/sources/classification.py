@@ -59,7 +59,8 @@ class Config(TemplateConfig):
         columns_of((*self.texts, self.group or ""))
         if self.each is not None and len(self.labels) != 2:
             raise ConfigError(
-                f"each is {self.each!r} and labels names {len(self.labels)}; name two, of items that are not in the "
+                f"each is {self.each!r} and labels names {len(self.labels)}; name two, of items "
+                "that are not in the "
                 "list of label and of those that are"
             )
         check_labels(self.labels, 2)

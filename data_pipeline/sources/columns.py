@@ -1,4 +1,6 @@
-"""What is in the columns of a task's row, and the reasons of rows in which it is not what it must be."""
+"""What is in the columns of a task's row, and the reasons of rows in which it is not what it must
+be.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def text(row: Row, name: str) -> str:
 
 
 def nested(row: Row, name: str) -> object:
-    """What a row has in a column; a list or an object may be there as JSON, since CSV knows nothing but text.
+    """What a row has in a column.
+
+    A list or an object may be there as JSON, since CSV knows nothing but text.
 
     Raises:
         BadRecord: there is no such column.

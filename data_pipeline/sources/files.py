@@ -1,4 +1,7 @@
-"""Files of documents, here or on an object store, plain or compressed: finding, opening, cutting into records."""
+"""Files of documents, here or on an object store, plain or compressed.
+
+Finding, opening, cutting into records.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,8 @@ def read_records(
             problem = str(error)
         except OSError as error:
             raise DataError(
-                f"cannot read {storage.shown(path)}: {error.strerror or error}; check that it is readable"
+                f"cannot read {storage.shown(path)}: {error.strerror or error}; check that it is "
+                "readable"
             ) from error
         before += weights[index]
         if problem:
@@ -93,14 +97,20 @@ def _open(path: str) -> BinaryIO:
 
 
 def _weights(files: tuple[str, ...]) -> list[int]:
-    """How much of the source each file is, for progress reports; stores are not asked about each of many objects."""
+    """How much of the source each file is, for progress reports.
+
+    Stores are not asked about each of many objects.
+    """
     if any(storage.is_url(path) for path in files):
         return [1] * len(files)
     return [os.path.getsize(path) if os.path.exists(path) else 0 for path in files]
 
 
 def decompressed(disk: BinaryIO, name: str) -> BinaryIO:
-    """The bytes of a file by its suffix, `.gz`, `.zst` or plain; reading past where they stop raises EOFError."""
+    """The bytes of a file by its suffix, `.gz`, `.zst` or plain.
+
+    Reading past where they stop raises EOFError.
+    """
     if name.endswith(".gz"):
         return cast(BinaryIO, gzip.GzipFile(fileobj=disk))
     if name.endswith(".zst"):

@@ -1,4 +1,6 @@
-"""Datasets of the Hugging Face Hub in any format that its library `datasets` (extra `hf`) reads; one row a document."""
+"""Datasets of the Hugging Face Hub in any format that its library `datasets` (extra `hf`) reads;
+one row a document.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +73,10 @@ class Config:
             )
         except Exception as error:  # of whatever package a loader of `datasets` uses
             raise DataError(
-                f"cannot open the dataset {self.path!r} (name {self.name}, split {self.split}, revision "
-                f"{self.revision}): {reason(error)}; correct the source, or, where there is no internet, get it ahead "
+                f"cannot open the dataset {self.path!r} (name {self.name}, split {self.split}, "
+                "revision "
+                f"{self.revision}): {reason(error)}; correct the source, or, where there is no "
+                "internet, get it ahead "
                 "with `samestep fetch CONFIG`"
             ) from error
 
@@ -88,7 +92,8 @@ class HuggingFace(Source):
         top, *inner = self.config.field.split(".")
         if rows.column_names is not None and top not in rows.column_names:
             raise DataError(
-                f"{self.files[0]} has no column {top!r}; set source.field to one of: {', '.join(rows.column_names)}"
+                f"{self.files[0]} has no column {top!r}; set source.field to one of: "
+                f"{', '.join(rows.column_names)}"
             )
         expected, row = row_count(rows, self.config.split), 0
         try:
@@ -101,7 +106,8 @@ class HuggingFace(Source):
                     yield Record(0, row, b"", share, f"field {self.config.field!r} is not text")
         except Exception as error:  # of whatever package a loader of `datasets` uses
             raise DataError(
-                f"cannot read {self.files[0]} after row {row}: {reason(error)}; run the same command again to go on"
+                f"cannot read {self.files[0]} after row {row}: {reason(error)}; run the same "
+                "command again to go on"
             ) from error
         if row < expected:
             yield Record(0, row + 1, b"", 1.0, f"the split ends before row {expected}")

@@ -1,4 +1,7 @@
-"""JSON Lines of pairs of texts: one JSON object a line, with the source and the target in two of its fields."""
+"""JSON Lines of pairs of texts.
+
+One JSON object a line, with the source and the target in two of its fields.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tables of a text and several ways to go on with it, or answers to a question about it, as SWAG and RACE."""
+"""Tables of a text and several ways to go on with it, or answers to a question about it, as SWAG
+and RACE.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,14 @@ class Config(TemplateConfig):
         super().__post_init__()
         if not self.choices:
             raise ConfigError(
-                "choices is empty; name the columns of the choices, or the one that holds a list of them"
+                "choices is empty; name the columns of the choices, or the one that holds a list "
+                "of them"
             )
         columns_of(self._texts)
         if len(self.choices) == 1 and "{" in self.choices[0]:
             raise ConfigError(
-                f"choices is {self.choices[0]!r} alone; name two or more, or the column with a list of them"
+                f"choices is {self.choices[0]!r} alone; name two or more, or the column with a "
+                "list of them"
             )
 
     @property
@@ -68,7 +72,9 @@ class Config(TemplateConfig):
 
 @dataclass(frozen=True)
 class MultipleChoice(TableSource, TaskSource):
-    """Reads a row's context, its choices, each with the question before it, and the index of the right one."""
+    """Reads a row's context, its choices, each with the question before it, and the index of the
+    right one.
+    """
 
     kind: ClassVar[TaskKind] = "multiple_choice"
     config: Config
@@ -90,7 +96,8 @@ class MultipleChoice(TableSource, TaskSource):
         if right is None or not 0 <= right < len(choices):
             first, last = self.config.first, self.config.first + len(choices) - 1
             raise BadRecord(
-                f"{self.config.label} {brief(label)} is not the number of a choice, {first} to {last}, nor its letter"
+                f"{self.config.label} {brief(label)} is not the number of a choice, {first} to "
+                f"{last}, nor its letter"
             )
         question = (
             "" if self.config.question is None else self._write(row, self.config.question).rstrip()

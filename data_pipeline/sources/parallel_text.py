@@ -1,4 +1,6 @@
-"""Parallel text: two files, as train.en and train.de, in which line n of one goes with line n of the other."""
+"""Parallel text: two files, as train.en and train.de, in which line n of one goes with line n of
+the other.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class Config:
         half, odd = divmod(len(paths), 2)
         if odd:
             raise ConfigError(
-                f"parallel text takes files of sources and as many of targets, as test.en test.de; these are "
+                "parallel text takes files of sources and as many of targets, as test.en test.de; "
+                "these are "
                 f"{len(paths)} files"
             )
         return replace(self, source_paths=paths[:half], target_paths=paths[half:])
@@ -56,7 +59,8 @@ class Config:
         )
         if len(sources) != len(targets) or not sources:
             raise ConfigError(
-                f"source_paths are {len(sources)} files and target_paths {len(targets)}; name a file of targets for "
+                f"source_paths are {len(sources)} files and target_paths {len(targets)}; name a "
+                "file of targets for "
                 "each file of sources"
             )
         return ParallelText(
@@ -87,8 +91,10 @@ class ParallelText(PairSource):
                 lines = alone.line + sum(1 for _ in both[longer])
                 names = [shown(path) for path in self.files[file : file + 2]]
                 raise DataError(
-                    f"{names[longer]} has {lines} lines and {names[1 - longer]} {alone.line - 1}: line {alone.line} of "
-                    f"{names[longer]} has no partner; correct them, since a line goes with that of the same number in "
+                    f"{names[longer]} has {lines} lines and {names[1 - longer]} {alone.line - 1}: "
+                    f"line {alone.line} of "
+                    f"{names[longer]} has no partner; correct them, since a line goes with that of "
+                    "the same number in "
                     "the other file"
                 )
             for number, record in ((file, source), (file + 1, target)):

@@ -45,7 +45,10 @@ class Config:
 
 @dataclass(frozen=True)
 class Parquet(Source):
-    """Reads one column, part of a row group at a time; a record's line is its row, counted from 1."""
+    """Reads one column, part of a row group at a time.
+
+    A record's line is its row, counted from 1.
+    """
 
     field: str
 

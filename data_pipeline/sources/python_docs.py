@@ -1,4 +1,6 @@
-"""The documentation that comes with Python: docstrings of the standard library and the topics of `help()`.
+"""The documentation that comes with Python.
+
+Docstrings of the standard library and the topics of `help()`.
 
 About two megabytes of English that every machine has. Modules are parsed, never imported.
 """
@@ -44,7 +46,9 @@ class Config:
 
 @dataclass(frozen=True)
 class PythonDocs(Source):
-    """One document for each module's docstring, each top-level definition with all inside it, and each topic."""
+    """One document for each module's docstring, each top-level definition with all inside it, and
+    each topic.
+    """
 
     def records(self) -> Iterator[Record]:
         for index, name in enumerate(self.files):

@@ -1,4 +1,5 @@
-"""Rows of tasks in tables: JSON Lines, JSON, CSV, TSV and Parquet files, and datasets of the Hugging Face Hub.
+"""Rows of tasks in tables: JSON Lines, JSON, CSV, TSV and Parquet files, and datasets of the
+Hugging Face Hub.
 
 This is what the kinds for tasks share, such as `classification`: where rows are, and how files
 become rows. The kinds say what the columns mean.
@@ -34,7 +35,8 @@ _BUFFER = 2**22  # bytes of Parquet read at a time
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A dataset of the Hugging Face Hub, or in a folder, in any format that `datasets` (extra `hf`) reads.
+    """A dataset of the Hugging Face Hub, or in a folder, in any format that `datasets` (extra `hf`)
+    reads.
 
     Attributes:
         path: the repository, OWNER/NAME, or a folder: one that `save_to_disk` wrote, or one of data
@@ -71,7 +73,8 @@ class HubDataset:
         """
         if self.heldout is not None and Path(self.path, "state.json").is_file():
             raise ConfigError(
-                f"{self.path} holds a single split, so that {self.heldout!r} is not in it; leave heldout out, or save "
+                f"{self.path} holds a single split, so that {self.heldout!r} is not in it; leave "
+                "heldout out, or save "
                 "a DatasetDict of both"
             )
         splits = [split for split in (self.split, self.heldout) if split is not None]
@@ -88,7 +91,9 @@ class HubDataset:
 
 
 class Found(NamedTuple):
-    """What a source is made of: its files, the first held-out one among them, and the splits that they stand for."""
+    """What a source is made of: its files, the first held-out one among them, and the splits that
+    they stand for.
+    """
 
     files: tuple[str, ...]
     first_heldout: int | None
@@ -116,8 +121,10 @@ class TableConfig:
     def __post_init__(self) -> None:
         if bool(self.paths or self.heldout) == (self.dataset is not None):
             raise ConfigError(
-                f"there are {len(self.paths + self.heldout)} paths and dataset is {self.dataset and self.dataset.path};"
-                " name files in paths, or a Hugging Face dataset in dataset, and leave the other one out"
+                f"there are {len(self.paths + self.heldout)} paths and dataset is "
+                f"{self.dataset and self.dataset.path};"
+                " name files in paths, or a Hugging Face dataset in dataset, and leave the other "
+                "one out"
             )
 
     def find(self) -> Found:
@@ -139,12 +146,14 @@ class TableConfig:
         heldout = find(self.heldout, "source.heldout") if self.heldout else ()
         if both := {*map(_place, train)} & {*map(_place, heldout)}:
             raise ConfigError(
-                f"{shown(min(both))} is both in paths and in heldout; make the pattern of one narrower"
+                f"{shown(min(both))} is both in paths and in heldout; make the pattern of one "
+                "narrower"
             )
         for file in (*train, *heldout):
             if suffix(file) not in self.formats:
                 raise ConfigError(
-                    f"{shown(file)} is of no known format; its name must end in {', '.join(self.formats)}, and then "
+                    f"{shown(file)} is of no known format; its name must end in "
+                    f"{', '.join(self.formats)}, and then "
                     ".gz or .zst where it is compressed"
                 )
         if any(suffix(file) == ".parquet" for file in (*train, *heldout)):
@@ -177,7 +186,9 @@ class Problem(bytes):
 
 @dataclass(frozen=True)
 class TableSource(Source):
-    """Reads the rows of each file, by its suffix; a record's line is where the row begins, or its number.
+    """Reads the rows of each file, by its suffix.
+
+    A record's line is where the row begins, or its number.
 
     Attributes:
         parts: the splits of a Hugging Face dataset that `files` name; none where these are files.
@@ -280,7 +291,8 @@ class TableSource(Source):
                 yield _record(index, row, encoded(columns), (index + share) / len(self.parts))
         except Exception as error:  # of whatever package a loader of `datasets` uses
             raise DataError(
-                f"cannot read {name} after row {row}: {huggingface.reason(error)}; run the same command again to go on"
+                f"cannot read {name} after row {row}: {huggingface.reason(error)}; run the same "
+                "command again to go on"
             ) from error
         if row < max(1, expected):
             problem = f"the split ends before row {expected}" if expected else "empty split"
@@ -350,7 +362,10 @@ def _cells(file: BinaryIO, delimiter: str, quoting: Literal[0, 3]) -> Iterator[t
 
 
 def _batch_rows(batch: Any) -> Iterator[bytes]:
-    """The rows of an Arrow batch, which is as good as its worst text: one of invalid UTF-8 is a row of its own."""
+    """The rows of an Arrow batch, which is as good as its worst text.
+
+    One of invalid UTF-8 is a row of its own.
+    """
     try:
         yield from map(encoded, batch.to_pylist())
     except UnicodeDecodeError:
@@ -370,5 +385,8 @@ def encoded(row: object, problem: str = "invalid Unicode") -> bytes:
 
 
 def _plain(value: object) -> str | None:
-    """What stands for a value that JSON has no name for: a date or a decimal fraction is its text, bytes are not."""
+    """What stands for a value that JSON has no name for.
+
+    A date or a decimal fraction is its text, bytes are not.
+    """
     return None if isinstance(value, bytes) else str(value)

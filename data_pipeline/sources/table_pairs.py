@@ -1,4 +1,7 @@
-"""Tables whose rows are made into pairs of texts by templates: tasks as T5 reads and writes them (text to text)."""
+"""Tables whose rows are made into pairs of texts by templates.
+
+Tasks as T5 reads and writes them (text to text).
+"""
 
 from __future__ import annotations
 

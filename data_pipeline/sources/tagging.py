@@ -1,4 +1,5 @@
-"""Tables of sentences, in words, with a tag for each word, as CoNLL-2003 for named entities, in its own format as well.
+"""Tables of sentences, in words, with a tag for each word, as CoNLL-2003 for named entities, in its
+own format as well.
 
 Tags are BIO: "B-x" begins an x, "I-x" goes on with it, "O" is in none. An "I-x" behind an "O" or
 another kind, which begins an x in IOB1 data such as the original CoNLL-2003, is taken as it is; it
@@ -100,7 +101,10 @@ class Tagging(TableSource, TaskSource):
         return index_of(tag, self.labels, "tag")
 
     def _sentences(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-        """The sentences of a .conll file, each at its first line; one with a bad line is that line instead."""
+        """The sentences of a .conll file, each at its first line.
+
+        One with a bad line is that line instead.
+        """
         words, tags = list[str](), list[str]()
         first, bad = 0, None
         for number, line in enumerate(itertools.chain(file, [b""]), start=1):

@@ -1,4 +1,6 @@
-"""Texts that are made of a row's columns: a column by its name, or a template as "{question} passage: {passage}".
+"""Texts that are made of a row's columns.
+
+A column by its name, or a template as "{question} passage: {passage}".
 
 A template is not Python's: it looks columns up and knows three formats, and nothing in it is run.
 """
@@ -51,7 +53,10 @@ class _Piece(NamedTuple):
 
 
 class _Format(NamedTuple):
-    """What a format does, one of: mark a word, put a column in the place of something, round a number."""
+    """What a format does, one of.
+
+    Mark a word, put a column in the place of something, round a number.
+    """
 
     marked: str | None = None
     replaced: tuple[str, str] | None = None
@@ -74,7 +79,8 @@ def _pieces(template: str) -> tuple[_Piece, ...]:
     for _, name, _, conversion in parsed:
         if name is not None and (conversion or not name or "[" in name):
             raise ConfigError(
-                f"{template!r} is not a template: write the name of a column in braces, as {{question}}"
+                f"{template!r} is not a template: write the name of a column in braces, as "
+                "{question}"
             )
     pieces = tuple(_Piece(literal, name, form or "") for literal, name, form, _ in parsed)
     for piece in pieces:
@@ -94,7 +100,8 @@ def _format(form: str) -> _Format:
     if re.fullmatch(r"\d+(\.\d+)?", form) and float(form) > 0:
         return _Format(step=float(form))
     raise ConfigError(
-        f"{form!r} is not a format of a template; there are {{text:*index}}, {{query:@placeholder=entity}} and "
+        f"{form!r} is not a format of a template; there are {{text:*index}}, "
+        "{query:@placeholder=entity} and "
         "{score:0.2}"
     )
 

@@ -34,7 +34,8 @@ class Config:
     def __post_init__(self) -> None:
         if min(self.source, self.target) < 1 or self.source == self.target:
             raise ConfigError(
-                f"source and target are columns counted from 1, and not the same; they are {self.source} and "
+                "source and target are columns counted from 1, and not the same; they are "
+                f"{self.source} and "
                 f"{self.target}"
             )
 

@@ -1,4 +1,7 @@
-"""Tables of texts, or pairs of them, that a model is to label; read as those of `classification`, all columns kept."""
+"""Tables of texts, or pairs of them, that a model is to label.
+
+Read as those of `classification`, all columns kept.
+"""
 
 from __future__ import annotations
 

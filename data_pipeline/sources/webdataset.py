@@ -37,7 +37,10 @@ class Config:
 
 @dataclass(frozen=True)
 class WebDataset(jsonl.JsonLines):
-    """Reads the members `*.{member}` of each tar; a record's line is the document's number in the file."""
+    """Reads the members `*.{member}` of each tar.
+
+    A record's line is the document's number in the file.
+    """
 
     member: str
 

@@ -11,7 +11,9 @@ _SPACES = np.array(
 
 
 def trim(text: str, spans: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Leaves out the white space at both ends of spans of a text; of white space alone, nothing is left.
+    """Leaves out the white space at both ends of spans of a text.
+
+    Of white space alone, nothing is left.
 
     Args:
         text: the text.

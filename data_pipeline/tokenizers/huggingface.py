@@ -1,4 +1,7 @@
-"""Tokenizers that Hugging Face's package `tokenizers` runs: WordPiece and byte-level BPE, or any other of theirs."""
+"""Tokenizers that Hugging Face's package `tokenizers` runs.
+
+WordPiece and byte-level BPE, or any other of theirs.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +170,10 @@ def _special_token(backend: tokenizers.Tokenizer, settings: Tree, role: str) -> 
 
 
 def _continuing(backend: tokenizers.Tokenizer, vocab: dict[str, int]) -> tuple[int, ...] | None:
-    """The ids of the tokens that go on with a word; None where neither they nor those that begin one are marked."""
+    """The ids of the tokens that go on with a word.
+
+    None where neither they nor those that begin one are marked.
+    """
     if isinstance(backend.model, models.WordLevel):
         return ()
     if isinstance(backend.model, models.WordPiece):
@@ -216,7 +222,9 @@ def read(folder: Path, settings: Tree) -> tokenizers.Tokenizer:
 
 
 def _mask_token(name: str) -> tokenizers.AddedToken:
-    """RoBERTa's mask takes the place of a word with the space before it, which its vocabulary counts as the word's."""
+    """RoBERTa's mask takes the place of a word with the space before it, which its vocabulary
+    counts as the word's.
+    """
     return tokenizers.AddedToken(name, lstrip=True, special=True)
 
 
@@ -241,7 +249,10 @@ def _byte_level_bpe(model: models.BPE) -> tokenizers.Tokenizer:
 
 
 def _set_template(backend: tokenizers.Tokenizer) -> None:
-    """Sets how `transformers` wraps a sequence in special tokens; the pipeline leaves that to the objectives."""
+    """Sets how `transformers` wraps a sequence in special tokens.
+
+    The pipeline leaves that to the objectives.
+    """
     for cls, sep, template in (
         ("[CLS]", "[SEP]", processors.BertProcessing),
         ("<s>", "</s>", processors.RobertaProcessing),
@@ -253,7 +264,10 @@ def _set_template(backend: tokenizers.Tokenizer) -> None:
 
 
 def _between(backend: tokenizers.Tokenizer) -> int:
-    """How many special tokens the tokenizer's own template puts between two texts; 1 where it has none."""
+    """How many special tokens the tokenizer's own template puts between two texts.
+
+    1 where it has none.
+    """
     if backend.post_processor is None:
         return 1
     settings = json.loads(backend.post_processor.__getstate__())
@@ -268,7 +282,10 @@ def _between(backend: tokenizers.Tokenizer) -> int:
 
 
 def _explicit(settings: object) -> object:
-    """Leaves out what is null, false or empty text, at any depth: so new versions write settings that old ones lack."""
+    """Leaves out what is null, false or empty text, at any depth.
+
+    So new versions write settings that old ones lack.
+    """
     if isinstance(settings, dict):
         return {
             k: _explicit(v) for k, v in settings.items() if not (v is None or v is False or v == "")

@@ -1,4 +1,7 @@
-"""SentencePiece (Kudo and Richardson 2018): the tokenizers of T5, trained and run by Google's own library."""
+"""SentencePiece (Kudo and Richardson 2018).
+
+The tokenizers of T5, trained and run by Google's own library.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,8 @@ def train(
     byte_fallback: bool,
     sample_bytes: int,
 ) -> bytes:
-    """Trains a model with T5's normalisation (NFKC, white space as single spaces) and special tokens.
+    """Trains a model with T5's normalisation (NFKC, white space as single spaces) and special
+    tokens.
 
     The same texts, in any order, give the same model.
 
@@ -92,7 +96,9 @@ def train(
 
 
 def sample(texts: Iterable[str], size: int) -> list[str]:
-    """Chooses texts by their hashes, those with the lowest, up to `size` bytes together; but one at least.
+    """Chooses texts by their hashes, those with the lowest, up to `size` bytes together.
+
+    But one at least.
 
     Returns:
         The texts in the order of their hashes, so that it does not depend on the order in which
@@ -115,12 +121,14 @@ def sample(texts: Iterable[str], size: int) -> list[str]:
 def _explained(reason: str) -> Exception:
     if most := re.search(r"Vocabulary size too high \((\d+)\).* <= (\d+)", reason):
         return ConfigError(
-            f"the text has too few different pieces for vocab_size {most[1]}; use at most {most[2]}, or train on more "
+            f"the text has too few different pieces for vocab_size {most[1]}; use at most "
+            f"{most[2]}, or train on more "
             "text (sample, sample_size, limit)"
         )
     if least := re.search(r"smaller than required_chars\. (\d+) vs (\d+)", reason):
         return ConfigError(
-            f"vocab_size {least[1]} is too small for the characters of the text, which with the special tokens are "
+            f"vocab_size {least[1]} is too small for the characters of the text, which with the "
+            "special tokens are "
             f"{least[2]}; raise it, or lower character_coverage"
         )
     if "sentences_.empty()" in reason:
@@ -131,7 +139,9 @@ def _explained(reason: str) -> Exception:
 
 
 class SentencePiece:
-    """A SentencePiece model and the sentinels on top of it; see `data_pipeline.tokenizers.tokenizer.Backend`.
+    """A SentencePiece model and the sentinels on top of it.
+
+    See `data_pipeline.tokenizers.tokenizer.Backend`.
 
     As in T5, <extra_id_0> has the highest id and the other sentinels follow downwards. How many
     there are is `extra_ids` in the settings.
@@ -150,7 +160,8 @@ class SentencePiece:
         kind = settings.get("tokenizer_class")
         if kind not in (None, _OF_ANY, *_OF_T5):
             raise DataError(
-                f"{kind} of transformers changes the ids of its {MODEL}; convert it to tokenizer.json, with "
+                f"{kind} of transformers changes the ids of its {MODEL}; convert it to "
+                "tokenizer.json, with "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(DIR), and name that folder"
             )
         self._content = content

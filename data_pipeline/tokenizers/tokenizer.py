@@ -1,4 +1,6 @@
-"""Tokenizers: WordPiece, byte-level BPE and SentencePiece trained here, or any that their libraries can run."""
+"""Tokenizers: WordPiece, byte-level BPE and SentencePiece trained here, or any that their libraries
+can run.
+"""
 
 from __future__ import annotations
 
@@ -119,10 +121,14 @@ class Backend(Protocol):
     def fingerprint(self) -> str: ...
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """The ids of each text, without special tokens, in the narrowest unsigned type that holds the vocabulary."""
+        """The ids of each text, without special tokens, in the narrowest unsigned type that holds
+        the vocabulary.
+        """
 
     def encode_aligned(self, texts: Sequence[str]) -> list[tuple[Tokens, npt.NDArray[np.int64]]]:
-        """The ids of each text as `encode` gives them, and int64 [T, 2], the (begin, end) characters of each token."""
+        """The ids of each text as `encode` gives them, and int64 [T, 2], the (begin, end)
+        characters of each token.
+        """
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`, special tokens included."""
@@ -135,7 +141,8 @@ class Backend(Protocol):
 
 
 class Tokenizer:
-    """Text to ids and back. No text can produce a special token: "[MASK]" in a document is a word in brackets.
+    """Text to ids and back. No text can produce a special token: "[MASK]" in a document is a word
+    in brackets.
 
     Attributes:
         vocabulary: its size and special tokens, for the objectives.
@@ -169,14 +176,17 @@ class Tokenizer:
             return cls(_read_backend(path, settings))
         except FileNotFoundError:
             raise DataError(
-                f"there is no tokenizer in {path}: it holds neither tokenizer.json, nor vocab.txt, nor vocab.json "
+                f"there is no tokenizer in {path}: it holds neither tokenizer.json, nor vocab.txt, "
+                "nor vocab.json "
                 f"with merges.txt, nor spiece.model; train one with: samestep data tokenizer CONFIG"
             ) from None
         except Exception as error:  # `tokenizers` raises bare Exception for files it cannot read
             raise DataError(f"cannot read the tokenizer in {path}: {error}") from error
 
     def save(self, folder: str | Path) -> None:
-        """Writes the model, tokenizer_config.json and special_tokens_map.json, which `transformers` loads too."""
+        """Writes the model, tokenizer_config.json and special_tokens_map.json, which `transformers`
+        loads too.
+        """
         folder = Path(folder)
         files = {
             **self._backend.files(),
@@ -197,11 +207,14 @@ class Tokenizer:
         return self._backend.fingerprint
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
-        """The ids of each text, without special tokens, in the narrowest unsigned type that holds the vocabulary."""
+        """The ids of each text, without special tokens, in the narrowest unsigned type that holds
+        the vocabulary.
+        """
         return self._backend.encode(texts)
 
     def encode_aligned(self, texts: Sequence[str]) -> list[tuple[Tokens, npt.NDArray[np.int64]]]:
-        """The ids of each text as `encode_batch` gives them, and the characters that its tokens stand for.
+        """The ids of each text as `encode_batch` gives them, and the characters that its tokens
+        stand for.
 
         Returns:
             For each text its T ids and int64 [T, 2], the (begin, end) of each token as indices of

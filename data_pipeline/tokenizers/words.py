@@ -1,4 +1,6 @@
-r"""Tokenising each distinct word once: text repeats its words, and looking one up is quicker than tokenising it.
+r"""Tokenising each distinct word once.
+
+Text repeats its words, and looking one up is quicker than tokenising it.
 
 A word here is what `\s*\S+` matches, white space included. WordPiece with BERT's pre-tokenizer and
 byte-level BPE never form a token across the end of such a word, so the ids of a text are those of
@@ -26,7 +28,9 @@ _MOST_CHARACTERS = 2**21  # of known words; about 50 MB in all
 
 
 def ends_tokens_with_words(backend: tokenizers.Tokenizer) -> bool:
-    """Whether a tokenizer is of a kind of which this module knows that no token goes on from one word to the next."""
+    """Whether a tokenizer is of a kind of which this module knows that no token goes on from one
+    word to the next.
+    """
     settings: Tree = json.loads(backend.to_str())
     model, normalizer, splitter = (
         settings[part] or {} for part in ("model", "normalizer", "pre_tokenizer")

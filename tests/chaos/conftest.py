@@ -18,7 +18,9 @@ _SHARED_MEMORY = "/dev/shm"
 
 @pytest.fixture
 def nothing_left(start: Start, tmp_path: Path) -> Iterator[None]:
-    """Fails a test whose commands leave a process (and with it its ports), a temporary file or shared memory behind."""
+    """Fails a test whose commands leave a process (and with it its ports), a temporary file or
+    shared memory behind.
+    """
     temporary, before = tmp_path / "temporary", set(os.listdir(_SHARED_MEMORY))
     yield
     deadline = time.monotonic() + _PATIENCE
@@ -28,7 +30,10 @@ def nothing_left(start: Start, tmp_path: Path) -> Iterator[None]:
 
 
 def _processes(temporary: Path) -> list[str]:
-    """Those that come of a command of this test, wherever they have gone since: all of them have one TMPDIR."""
+    """Those that come of a command of this test, wherever they have gone since.
+
+    All of them have one TMPDIR.
+    """
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is somebody else's
@@ -43,7 +48,10 @@ def _files(temporary: Path) -> list[str]:
 
 
 def _shared_memory(before: set[str]) -> list[str]:
-    """What has come and nobody uses; what somebody does is another test's, or that of a process that is told of."""
+    """What has come and nobody uses.
+
+    What somebody does is another test's, or that of a process that is told of.
+    """
     new = {
         file.inode(): file.path for file in os.scandir(_SHARED_MEMORY) if file.name not in before
     }

@@ -1,4 +1,7 @@
-"""An objective for runs that faults happen to: not too fast for them, sick where asked, and a bit flips on command."""
+"""An objective for runs that faults happen to.
+
+Not too fast for them, sick where asked, and a bit flips on command.
+"""
 
 from __future__ import annotations
 

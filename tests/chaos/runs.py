@@ -1,4 +1,7 @@
-"""A run that things happen to: started through the command line, watched, and compared with one left alone."""
+"""A run that things happen to.
+
+Started through the command line, watched, and compared with one left alone.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ class Run:
 
 
 def moments(process: Process) -> Iterator[None]:
-    """Yields every hundredth of a second for as long as a command runs, and once more; fails if that takes long."""
+    """Yields every hundredth of a second for as long as a command runs, and once more.
+
+    Fails if that takes long.
+    """
     deadline = time.monotonic() + PATIENCE
     while process.popen.poll() is None:
         assert time.monotonic() < deadline, process.stderr.read_text()

@@ -1,4 +1,7 @@
-"""`python -m tests.chaos.table`: lets every fault happen, and writes what each has cost to docs/reliability.md."""
+"""`python -m tests.chaos.table`.
+
+Lets every fault happen, and writes what each has cost to docs/reliability.md.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +55,16 @@ def main() -> int:
 def render(outcomes: list[dict[str, Any]]) -> str:
     """The table, and what it was measured on."""
     rows = "".join(
-        f"| {each['fault']} | {_seconds(each['detected'])} | {_seconds(each['recovered'])} | {each['redone']} | "
+        f"| {each['fault']} | {_seconds(each['detected'])} | {_seconds(each['recovered'])} | "
+        f"{each['redone']} | "
         f"{each['lost']} | {each['repeated']} | {each['excluded']} | {each['goodput']:.0%} |\n"
         for each in outcomes
     )
     return (
-        f"{_HEAD}{rows}\n{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} CPU cores ({platform.machine()}), load "
-        f"{os.getloadavg()[2]:.0f}, torch {torch.__version__}, Python {platform.python_version()}; 24 steps of "
+        f"{_HEAD}{rows}\n{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} CPU cores "
+        f"({platform.machine()}), load "
+        f"{os.getloadavg()[2]:.0f}, torch {torch.__version__}, Python {platform.python_version()}; "
+        "24 steps of "
         f"{_STEP_SECONDS} s.\n"
     )
 

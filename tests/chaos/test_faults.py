@@ -1,4 +1,6 @@
-"""One fault after another happens to a small run; each ends as if it had not, or without what it says it left out.
+"""One fault after another happens to a small run.
+
+Each ends as if it had not, or without what it says it left out.
 
 `python -m tests.chaos.table` runs all of them and writes what each has cost to docs/reliability.md.
 """
@@ -30,7 +32,10 @@ AGAIN = "starting again from the newest checkpoint"
 LONG = pytest.mark.chaos
 
 Survived = Callable[..., str]
-"""Waits for the end of a run, and shows that it has got over its fault; returns what it has said."""
+"""Waits for the end of a run, and shows that it has got over its fault.
+
+Returns what it has said.
+"""
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -64,7 +69,10 @@ def survived(
     record_property: Callable[[str, object], None],
     undisturbed: dict[tuple[str, ...], Path],
 ) -> Survived:
-    """Compares with a run of one process, with settings, to which nothing happens; records what the fault has cost."""
+    """Compares with a run of one process, with settings, to which nothing happens.
+
+    Records what the fault has cost.
+    """
 
     def check(observer: Observer, process: Process, *settings: str) -> str:
         result = observer.end(process)
@@ -232,7 +240,9 @@ def remote(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[str, ...]:
-    """Settings of a run on a dataset in the store, with a cache of four of its five shards, and checkpoints there."""
+    """Settings of a run on a dataset in the store, with a cache of four of its five shards, and
+    checkpoints there.
+    """
     assert samestep("data", "push", dataset_folder, f"{s3_folder}/dataset").code == 0
     s3_proxy.behave()
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_proxy.url)
@@ -361,7 +371,10 @@ def test_a_gradient_that_is_not_a_number(
 
 @LONG
 def test_a_flipped_bit(run: Run, tmp_path: Path, survived: Survived) -> None:
-    """In the weights of one of two replicas: it is not saved, and the same command goes on from before."""
+    """In the weights of one of two replicas.
+
+    It is not saved, and the same command goes on from before.
+    """
     name = (
         "bit flipped in the weights of one of two replicas, `verify_state_every: 2`, started again"
     )

@@ -1,4 +1,7 @@
-"""Random events, one after another, happen to a run over a mixture; it ends as the run of one process left alone."""
+"""Random events, one after another, happen to a run over a mixture.
+
+It ends as the run of one process left alone.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,9 @@ def way(generator: random.Random) -> tuple[str, ...]:
 
 
 def mixture(parts: dict[str, Path], steps: int) -> tuple[str, ...]:
-    """Settings: three sources whose weights change after a sixth and a third of the steps, and odd batches."""
+    """Settings: three sources whose weights change after a sixth and a third of the steps, and odd
+    batches.
+    """
     weights = [
         {"a": 0.5, "b": 0.3, "c": 0.2},
         {"a": 0.1, "b": 0.2, "c": 0.7},
@@ -104,7 +109,9 @@ def test_random_events(
     pace: float,
     each: dict[str, int],
 ) -> None:
-    """Workers and runs that are killed or stopped at any moment, and go on with other numbers of everything."""
+    """Workers and runs that are killed or stopped at any moment, and go on with other numbers of
+    everything.
+    """
     settings = mixture(parts, steps)
     paced = f"objective={{kind: tests.chaos.paced, seconds: {pace}}}"
     run = Run(tmp_path / "run", experiment_file, (*settings, paced, "--elastic=1"), start)
@@ -147,7 +154,9 @@ def happen(event: Event, run: Run, process: Process) -> Process:
 
 
 def wait_for_steps(run: Run, process: Process, steps: int, event: float) -> None:
-    """Returns when a run has started again since an event (at a time in seconds since 1970) and taken so many steps."""
+    """Returns when a run has started again since an event (at a time in seconds since 1970) and
+    taken so many steps.
+    """
     for _ in moments(process):
         starts, rows = (
             [row["time"] for row in read_rows(run.folder / name)]
@@ -162,7 +171,10 @@ def wait_for_steps(run: Run, process: Process, steps: int, event: float) -> None
 @pytest.mark.chaos
 @pytest.mark.timeout(3600)
 def test_cycles(start: Start, samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
-    """One process after another of an elastic run is killed; the agent's ports of one round do not outlive it."""
+    """One process after another of an elastic run is killed.
+
+    The agent's ports of one round do not outlive it.
+    """
     victims = (*["worker"] * 8, "agent", "server") * 10
     settings = (
         f"training.steps={6 * len(victims) + 20}",

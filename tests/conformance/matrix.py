@@ -47,7 +47,10 @@ BACKENDS = dict.fromkeys((2, 3), ("zero-1", "zero-2", "zero-3", "accelerate"))
 
 
 def compare(ranks: list[Record], reference: Record) -> float:
-    """The largest relative difference of a loss from the single process's; infinity when any batch differs."""
+    """The largest relative difference of a loss from the single process's.
+
+    Infinity when any batch differs.
+    """
     digests = np.sum([record.digests for record in ranks], axis=0, dtype=np.uint64)
     if not np.array_equal(digests, reference.digests) or len(ranks[0].losses) != len(
         reference.losses
@@ -145,7 +148,8 @@ def measure(groups: list[Group], kept: Path) -> None:
 def render(worst: dict[Group, list[float]]) -> str:
     """The page: one row for each objective, world size and strategy."""
     rows = [
-        f"| `{task}` | {size} | {strategy} | {sum(value <= RELATIVE for value in values)} of {len(values)} "
+        f"| `{task}` | {size} | {strategy} | {sum(value <= RELATIVE for value in values)} of "
+        f"{len(values)} "
         f"| {max(values):.1e} |"
         for (task, size, strategy), values in worst.items()
     ]

@@ -1,4 +1,6 @@
-"""Pairs with next-sentence prediction are the same run at any world size, too, with both loss terms."""
+"""Pairs with next-sentence prediction are the same run at any world size, too, with both loss
+terms.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""A LAMB run of two phases, from one dataset: the same at any world size, and when it is cut in either phase."""
+"""A LAMB run of two phases, from one dataset.
+
+The same at any world size, and when it is cut in either phase.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from trainer.errors import CheckpointError
 
 PHASES = (
     "phases=[{steps: 8, sequence_length: 16, global_batch_size: 12},"
-    " {steps: 6, sequence_length: 32, global_batch_size: 5, lr: 2e-3, schedule: {decay: linear, warmup_steps: 2}}]"
+    " {steps: 6, sequence_length: 32, global_batch_size: 5, lr: 2e-3, schedule: {decay: linear, "
+    "warmup_steps: 2}}]"
 )
 LAMB = "optimizer={kind: lamb, lr: 5e-3}"
 SETTINGS = [
@@ -92,7 +96,10 @@ def test_the_checkpoint_says_which_order_it_is_in(whole: tuple[Path, list[float]
 def test_phases_of_one_length_are_one_pass_over_the_data(
     experiment_file: str, tmp_path: Path
 ) -> None:
-    """Two phases that differ in nothing are no phases; so the second goes on with the examples after the first."""
+    """Two phases that differ in nothing are no phases.
+
+    So the second goes on with the examples after the first.
+    """
     common = ["strategy=single", "training.steps=8", "checkpoint.every=4", LAMB]
     one = run_ranks(1, run_once, experiment_file, [f"output={tmp_path / 'one'}", *common])[0]
     cut = [f"output={tmp_path / 'two'}", *common, "phases=[{steps: 4}, {steps: 4}]"]

@@ -1,4 +1,6 @@
-"""The same step at any world size, strategy, micro-batch and number of threads: a covering set of the full matrix.
+"""The same step at any world size, strategy, micro-batch and number of threads.
+
+A covering set of the full matrix.
 
 `make conformance` runs the whole product and writes docs/conformance.md.
 """
@@ -97,7 +99,9 @@ def test_another_seed_is_another_run(experiment_file: str, tmp_path: Path) -> No
 
 
 def test_resume_at_another_world_size(experiment_file: str, tmp_path: Path) -> None:
-    """Saved at 4 ranks of FSDP2 and continued elsewhere, a run has the losses that it would have had."""
+    """Saved at 4 ranks of FSDP2 and continued elsewhere, a run has the losses that it would have
+    had.
+    """
     overrides = [f"output={tmp_path}", "training.steps=15", "checkpoint.keep_last=9"]
     whole = run_ranks(4, run_once, experiment_file, [*overrides, "checkpoint.every=5"])[0]
     assert len(whole) == 15

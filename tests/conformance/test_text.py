@@ -1,4 +1,6 @@
-"""T5's span corruption and GPT-2's language modelling are the same run at any world size, too, with Adafactor."""
+"""T5's span corruption and GPT-2's language modelling are the same run at any world size, too, with
+Adafactor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a rank of the same-step matrix runs: the real loader and the real Trainer, and a record of what they did."""
+"""What a rank of the same-step matrix runs.
+
+The real loader and the real Trainer, and a record of what they did.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,14 @@ TASKS = {
     "span_corruption": [],
     "causal_lm": [
         "objective=causal_lm",
-        "model={kind: gpt2, vocab_size: 700, layers: 2, width: 32, heads: 2, ffn_width: 64, max_positions: 64,"
+        "model={kind: gpt2, vocab_size: 700, layers: 2, width: 32, heads: 2, ffn_width: 64, "
+        "max_positions: 64,"
         " attention_dropout: 0.0}",
     ],
 }
-"""What the experiment file of those called mlm, a BERT's, and that of the others, a T5's, are changed by."""
+"""What the experiment file of those called mlm, a BERT's, and that of the others, a T5's, are
+changed by.
+"""
 
 STRATEGIES = {
     "hsdp": "{kind: fsdp, replicas: 2}",

@@ -1,4 +1,7 @@
-"""A run inside Hugging Face Accelerate: the same step, and no settings that it drops or changes in silence."""
+"""A run inside Hugging Face Accelerate.
+
+The same step, and no settings that it drops or changes in silence.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Checkpoints over several real processes: split, replicated and both, restored however the run is split next.
+"""Checkpoints over several real processes.
+
+Split, replicated and both, restored however the run is split next.
 
 Run as a script, this file is one rank of a scenario.
 """
@@ -53,7 +55,9 @@ def logical_tensors() -> dict[str, Tensor]:
 
 
 def split(mesh: DeviceMesh | None, fill: bool) -> dict[str, Tensor]:
-    """The same tensors as FSDP2 splits them over a mesh (None: plain), holding their values or zeros."""
+    """The same tensors as FSDP2 splits them over a mesh (None: plain), holding their values or
+    zeros.
+    """
     tensors = {
         name: tensor if fill else torch.zeros_like(tensor)
         for name, tensor in logical_tensors().items()
@@ -165,7 +169,9 @@ def damage(folder: Path) -> None:
 
 
 def late_folder(folder: Path) -> None:
-    """Rank 1 sees the folder of a step only some time after rank 0 has made it, as on a network file system."""
+    """Rank 1 sees the folder of a step only some time after rank 0 has made it, as on a network
+    file system.
+    """
     folder /= "late_folder"
     folder.mkdir(exist_ok=True)
     mine = folder if dist.get_rank() == 0 else folder.with_name("late_alias")
@@ -178,7 +184,10 @@ def late_folder(folder: Path) -> None:
 
 
 def unshared_folder(folder: Path) -> None:
-    """Each rank has a folder of its own: all of them hear it at once, and before there is anything to save."""
+    """Each rank has a folder of its own.
+
+    All of them hear it at once, and before there is anything to save.
+    """
     folder /= "unshared_folder"
     checkpointer(folder).check_shared()
     assert list(folder.iterdir()) == [], "nothing stays behind"
@@ -193,7 +202,9 @@ def unshared_folder(folder: Path) -> None:
 
 
 def run_ranks(folder: Path, *scenarios: str) -> None:
-    """Runs scenarios, "name:world size", one after the other, and shows what the ranks that fail have to say."""
+    """Runs scenarios, "name:world size", one after the other, and shows what the ranks that fail
+    have to say.
+    """
     script = subprocess.run(
         [sys.executable, __file__, str(folder), *scenarios],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},

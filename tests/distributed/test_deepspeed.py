@@ -1,4 +1,6 @@
-"""ZeRO takes the steps of a single process, in any stage, with any optimizer, and goes on from any strategy's state."""
+"""ZeRO takes the steps of a single process, in any stage, with any optimizer, and goes on from any
+strategy's state.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ JSON = {
     },
 }
 SHARED = (
-    "model={kind: t5, vocab_size: 700, layers: 2, width: 32, heads: 2, head_width: 16, ffn_width: 64, dropout: 0.1,"
+    "model={kind: t5, vocab_size: 700, layers: 2, width: 32, heads: 2, head_width: 16, ffn_width: "
+    "64, dropout: 0.1,"
     " attention_dropout: 0.0, architecture: shared_encoder_decoder}"
 )
 SETTINGS = {  # each is compared with the run of one process that differs in the strategy alone
@@ -87,7 +90,10 @@ EACH = 5  # steps of each link
 def train(
     file: str, overrides: list[str], world: World, sick: bool = False, ledger: Path | None = None
 ) -> Losses:
-    """The losses of a run, from its newest checkpoint on; with `sick`, step 3 has a gradient that is not finite."""
+    """The losses of a run, from its newest checkpoint on.
+
+    With `sick`, step 3 has a gradient that is not finite.
+    """
     experiment = load(Experiment, file, overrides)
     trainer = make_trainer(experiment, world)
     backward = trainer.strategy.backward
@@ -184,7 +190,9 @@ class Partial(nn.Module):
 
 
 def partitions(folder: Path, size: int) -> None:
-    """What a process holds of parameters and of gradients that differ in each element, process and micro-batch."""
+    """What a process holds of parameters and of gradients that differ in each element, process and
+    micro-batch.
+    """
     world = World.start(60)
     world.connect("gloo")
     found: dict[str, Any] = {}
@@ -238,7 +246,9 @@ def as_rank(
 
 
 def main(folder: Path, jobs: list[tuple[int, Callable[..., None], list[str]]]) -> int:
-    """Runs scenarios in worlds of processes that are forked from this one, which has imported all that they need."""
+    """Runs scenarios in worlds of processes that are forked from this one, which has imported all
+    that they need.
+    """
     assert "deepspeed" not in sys.modules, (
         "it takes seconds to import, so runs with other strategies must not"
     )
@@ -265,7 +275,9 @@ def main(folder: Path, jobs: list[tuple[int, Callable[..., None], list[str]]]) -
 
 
 def run(folder: Path, *jobs: str) -> None:
-    """Runs scenarios, "size:name:arguments", one after the other, and shows what the ranks that fail have to say."""
+    """Runs scenarios, "size:name:arguments", one after the other, and shows what the ranks that
+    fail have to say.
+    """
     script = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, str(folder), *jobs],
         env=os.environ
@@ -345,7 +357,9 @@ def test_partitions_cover_each_parameter_once(ranks: list[dict[str, Any]]) -> No
 
 
 def test_gradients_are_summed_once_and_forgotten(ranks: list[dict[str, Any]]) -> None:
-    """2 replicas of 2 micro-batches of 2 rows, each loss divided by 4, although the step came twice."""
+    """2 replicas of 2 micro-batches of 2 rows, each loss divided by 4, although the step came
+    twice.
+    """
     weight = SCORES[:, None] * INPUT.sum(0) * (1 + 2) * (1 + 2) / 4
     expected = {"used.weight": weight, "used.bias": SCORES * 2}
     for found in ranks:

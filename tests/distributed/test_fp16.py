@@ -1,4 +1,6 @@
-"""fp16: a run is that of fp32, ranks skip the same steps, and the loss scale lives on at another world size."""
+"""fp16: a run is that of fp32, ranks skip the same steps, and the loss scale lives on at another
+world size.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Layers that serve as encoder and decoder are gathered, and their gradients reduced, twice in a step."""
+"""Layers that serve as encoder and decoder are gathered, and their gradients reduced, twice in a
+step.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def build() -> EncoderDecoder:
 
 
 def gradients(strategy: str) -> dict[str, float]:
-    """The largest relative difference of each gradient from that of one process with the whole batch."""
+    """The largest relative difference of each gradient from that of one process with the whole
+    batch.
+    """
     dist.init_process_group("gloo")
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 97, (4, 20), generator=generator)

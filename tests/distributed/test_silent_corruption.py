@@ -1,4 +1,6 @@
-"""A bit that flips in one process's weights is noticed, with the name of the process, before anything is saved."""
+"""A bit that flips in one process's weights is noticed, with the name of the process, before
+anything is saved.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ FLIP = "objective={kind: tests.distributed.mishaps, mishap: bit flips}"
             2,
             "ddp",
             2,
-            "silent corruption on rank 0 ({node}) and rank 1 ({node}), one of them: after the update",
+            "silent corruption on rank 0 ({node}) and rank 1 ({node}), one of them: after the "
+            "update",
         ),
         (2, "fsdp", 1, "since the update of step 2 the bits of model/"),
     ],

@@ -1,4 +1,7 @@
-"""Checkpoints in the memory of other processes: any world size reads them, and one of two machines may be lost."""
+"""Checkpoints in the memory of other processes.
+
+Any world size reads them, and one of two machines may be lost.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The images, built and run: on a base of their own, without a registry, a daemon or, when they run, a network.
+"""The images, built and run: on a base of their own, without a registry, a daemon or, when they
+run, a network.
 
 Each takes ten minutes and 30 GB of disk for a while, so they are built only on request, by root,
 where buildah and debootstrap are:
@@ -92,7 +93,10 @@ class Image:
         uid: int = 0,
         entrypoint: bool = True,
     ) -> Process:
-        """Runs the image on these arguments: process 1 of its own, no network but the loopback, the image's user."""
+        """Runs the image on these arguments.
+
+        Process 1 of its own, no network but the loopback, the image's user.
+        """
         user = f"{uid}:{uid}" if uid else self.config["User"]
         inside = [
             "env",
@@ -181,7 +185,9 @@ def store() -> Iterator[Store]:
 
 
 def pip_configuration(folder: Path) -> list[str]:
-    """Volumes that give a build this machine's configuration of pip, with the files and folders that it names."""
+    """Volumes that give a build this machine's configuration of pip, with the files and folders
+    that it names.
+    """
     command = [sys.executable, "-m", "pip", "config", "list"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     settings = {}
@@ -264,7 +270,10 @@ def test_any_user_may_be_named(image: Image):
 
 
 def test_training_goes_on_after_a_stop(image: Image):
-    """The demo's commands, offline: a dataset, a training that is stopped as by `docker stop`, and the rest of it."""
+    """The demo's commands, offline.
+
+    A dataset, a training that is stopped as by `docker stop`, and the rest of it.
+    """
     tokenizer, data = "tokenizer.path=demo/tokenizer", "configs/data/python_docs.yaml"
     image.run("data", "tokenizer", data, tokenizer)
     image.run("data", "build", data, tokenizer, "output=demo/dataset")
@@ -283,7 +292,9 @@ def test_training_goes_on_after_a_stop(image: Image):
 
 
 def test_sigterm_ends_what_has_no_handler(image: Image):
-    """The reason for tini: without it the kernel drops the signal, and only the end of the grace period helps."""
+    """The reason for tini: without it the kernel drops the signal, and only the end of the grace
+    period helps.
+    """
     for entrypoint, ended in ((True, True), (False, False)):
         process = image.start("bash", "-c", "echo here; exec sleep 5", entrypoint=entrypoint)
         process.wait_for("here")

@@ -61,7 +61,10 @@ class Process:
 
     @property
     def workers(self) -> list[int]:
-        """The processes that train, by local rank: children of the agent's fork server, or of torchrun."""
+        """The processes that train, by local rank.
+
+        Children of the agent's fork server, or of torchrun.
+        """
         (first, *others) = children(self.popen.pid)
         return [first, *others] if others else children(first)
 

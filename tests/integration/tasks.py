@@ -1,4 +1,7 @@
-"""Small tasks that a tiny model learns in seconds: files of rows, and the sections of configurations that read them."""
+"""Small tasks that a tiny model learns in seconds.
+
+Files of rows, and the sections of configurations that read them.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +171,10 @@ def write_experiment(kind: str, folder: Path, checkpoint: Path, steps: int = 60)
 
 
 def tune(kind: str, folder: Path, checkpoint: Path, tokenizer: Path, *overrides: str) -> Path:
-    """Builds the data of a task and fine-tunes a checkpoint on it, beside each other; returns the experiment's file."""
+    """Builds the data of a task and fine-tunes a checkpoint on it, beside each other.
+
+    Returns the experiment's file.
+    """
     assert main(["data", "build", str(write_build(kind, folder, tokenizer))]) == 0
     experiment = write_experiment(kind, folder, checkpoint)
     assert main(["train", str(experiment), *overrides]) == 0

@@ -1,4 +1,6 @@
-"""What bad input gets: one paragraph that names the thing and the fix, an exit code, and no stack trace."""
+"""What bad input gets: one paragraph that names the thing and the fix, an exit code, and no stack
+trace.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,9 @@ def test_missing_shard(
 def test_corrupt_shard(
     samestep: Samestep, experiment_file: str, dataset_copy: Path, tmp_path: Path, threads: int
 ) -> None:
-    """Damage that leaves the size as it was is noticed at the latest when the tokens are read, in any thread."""
+    """Damage that leaves the size as it was is noticed at the latest when the tokens are read, in
+    any thread.
+    """
     shard = dataset_copy / "train-000001.tar"
     content = bytearray(shard.read_bytes())
     content[4096:20480] = b"\xff" * 16384
@@ -154,7 +158,9 @@ def test_corrupt_shard(
 def test_another_tokenizer(
     samestep: Samestep, experiment_file: str, finished_run: Path, dataset_copy: Path, tmp_path: Path
 ) -> None:
-    """Neither tokens that the tokenizer beside them did not make, nor weights that know other tokens, are used."""
+    """Neither tokens that the tokenizer beside them did not make, nor weights that know other
+    tokens, are used.
+    """
     file = dataset_copy / "tokenizer" / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -198,7 +204,10 @@ def test_empty_heldout_split_is_refused_before_training(
 def test_checkpoint_of_another_model(
     samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path
 ) -> None:
-    """A run is not continued with another model, nor started from another one's weights; its checkpoint stays."""
+    """A run is not continued with another model, nor started from another one's weights.
+
+    Its checkpoint stays.
+    """
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
     result = samestep(
         "train", experiment_file, f"output={run}", "model.width=64", "training.steps=13"

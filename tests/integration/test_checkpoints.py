@@ -1,4 +1,7 @@
-"""What is done with the checkpoints of real runs: they are scored, opened by several ranks together, exported."""
+"""What is done with the checkpoints of real runs.
+
+They are scored, opened by several ranks together, exported.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ ROBERTA = "{kind: roberta, vocab_size: 600, layers: 1, width: 32, heads: 2, ffn_
 def test_one_process_scores_what_two_trained(
     samestep: Samestep, finished_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a run that only several processes could train; the training documents are not even looked at."""
+    """Of a run that only several processes could train.
+
+    The training documents are not even looked at.
+    """
     opened, init = [], PackedSplit.__init__
 
     def record(self: PackedSplit, dataset: object, split: str, *arguments: object) -> None:
@@ -159,7 +165,9 @@ def test_a_run_goes_on_while_saves_fail_but_does_not_end_well_without_its_last(
 def test_padding_that_would_shift_positions_is_refused(
     samestep: Samestep, experiment_file: str, tmp_path: Path
 ) -> None:
-    """transformers counts RoBERTa's positions from the padding's id, and WordPiece has its padding at 0."""
+    """transformers counts RoBERTa's positions from the padding's id, and WordPiece has its padding
+    at 0.
+    """
     run = tmp_path / "run"
     overrides = [f"output={run}", f"model={ROBERTA}", "training.steps=4"]
     assert samestep("train", experiment_file, *overrides).code == 0

@@ -39,7 +39,9 @@ KINDS = [(package, kind) for package in PACKAGES for kind in Kinds(package).avai
 def test_from_training_to_a_filled_mask(
     start: Start, samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path
 ) -> None:
-    """A run that went back to its last but one checkpoint scores, exports and fills as one that never stopped."""
+    """A run that went back to its last but one checkpoint scores, exports and fills as one that
+    never stopped.
+    """
     run = tmp_path / "run"
     overrides = [f"output={run}", "checkpoint.every=4", "training.evaluate_every=12"]
     assert start("train", experiment_file, *overrides).wait().code == 0
@@ -98,7 +100,9 @@ def test_moved_run(samestep: Samestep, finished_run: Path, tmp_path: Path) -> No
 def test_start_from_weights(
     samestep: Samestep, experiment_file: str, finished_run: Path, tmp_path: Path
 ) -> None:
-    """A new run starts from a run's weights or from their Hugging Face export, and both are the same start."""
+    """A new run starts from a run's weights or from their Hugging Face export, and both are the
+    same start.
+    """
     exported = tmp_path / "exported"
     assert samestep("export", finished_run, exported).code == 0
     started = {}
@@ -138,7 +142,9 @@ def test_named_configuration(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("package", "kind"), KINDS)
 def test_kind(package: str, kind: str) -> None:
-    """A module that `kind` can name has a frozen `Config`, which comes back from the tree that it is written as."""
+    """A module that `kind` can name has a frozen `Config`, which comes back from the tree that it
+    is written as.
+    """
     schema = importlib.import_module(f"{package}.{kind}").Config
     assert schema.__dataclass_params__.frozen
     required = {

@@ -105,7 +105,10 @@ def train(
 
 @pytest.fixture(scope="module")
 def reference() -> dict[str, dict[str, Tensor]]:
-    """Weights and moments of our names after the steps before the checkpoint: transformers and torch in one process."""
+    """Weights and moments of our names after the steps before the checkpoint.
+
+    Transformers and torch in one process.
+    """
     import transformers
 
     torch.manual_seed(1)
@@ -128,7 +131,9 @@ def reference() -> dict[str, dict[str, Tensor]]:
 
 
 def continued(checkpoints: Path) -> list[float]:
-    """The losses of our model and optimizer, restored from a checkpoint, on the batches that the script had next."""
+    """The losses of our model and optimizer, restored from a checkpoint, on the batches that the
+    script had next.
+    """
     model = MODEL.build()
     optimizer = ADAMW.build(model.named_parameters())
     groups.prime(optimizer)
@@ -190,7 +195,9 @@ def test_a_plain_deepspeed_run_is_taken_over(
 def test_masters_of_a_bf16_run_are_taken_over(
     plain: Plain, reference: dict[str, dict[str, Tensor]], stage: int
 ) -> None:
-    """They are in fp32, and what they were trained to differs by the rounding of passes from what fp32 gives."""
+    """They are in fp32, and what they were trained to differs by the rounding of passes from what
+    fp32 gives.
+    """
     folder = deepspeed.step_folder(plain.folder / f"bf16-{stage}")
     assert folder is not None
     assert next(folder.glob("bf16_zero_pp_rank_1_*")).is_file()
@@ -222,8 +229,8 @@ def test_the_run_goes_on_from_it_and_its_ledger_begins_there(
     verified = samestep("ledger", "verify", tmp_path)
     assert verified.code == 0, verified.out
     assert (
-        "after 3 steps of another program, of which the ledger says nothing, 2 steps consumed 20 examples"
-        in verified.out
+        "after 3 steps of another program, of which the ledger says nothing, 2 steps consumed 20 "
+        "examples" in verified.out
     )
 
 

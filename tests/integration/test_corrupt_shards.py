@@ -1,4 +1,7 @@
-"""A shard whose bytes have changed, through the command line: the run stops, or passes over it and can prove that."""
+"""A shard whose bytes have changed, through the command line.
+
+The run stops, or passes over it and can prove that.
+"""
 
 import json
 import shutil

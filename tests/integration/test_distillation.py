@@ -1,4 +1,7 @@
-"""Students that learn from a teacher, through the real command: at any world size, and refusing what does not fit."""
+"""Students that learn from a teacher, through the real command.
+
+At any world size, and refusing what does not fit.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,9 @@ STUDENT = {"kind": "bert", "vocab_size": 600, "layers": 1, "width": 16, "heads":
 def taught(
     finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A folder with a teacher that was fine-tuned (run-classification), and an experiment for its student."""
+    """A folder with a teacher that was fine-tuned (run-classification), and an experiment for its
+    student.
+    """
     folder = tmp_path_factory.mktemp("taught")
     tokenizer = dataset_folder / "tokenizer"
     experiment = tasks.tune(
@@ -53,7 +58,8 @@ def taught(
 def distilled_mlm(teacher: Path) -> list[str]:
     """Settings that make a student with DistilBERT's loss of the experiment of the fixtures."""
     return [
-        f"objective={{kind: distillation, teacher: {teacher}, of: mlm, soft: 5.0, hard: 2.0, cosine: 1.0, cells: all}}",
+        f"objective={{kind: distillation, teacher: {teacher}, of: mlm, soft: 5.0, hard: 2.0, "
+        "cosine: 1.0, cells: all}",
         "model.layers=1",
     ]
 
@@ -210,7 +216,10 @@ def test_a_teacher_of_another_vocabulary_is_refused(
 
 
 def test_the_recipe_of_distilbert_is_that_of_its_released_code() -> None:
-    """README and train.py of transformers' research_projects/distillation; 66 million parameters, in its paper."""
+    """README and train.py of transformers' research_projects/distillation.
+
+    66 million parameters, in its paper.
+    """
     recipe = load(Experiment, "configs/distill/distilbert.yaml")
     loss = {"temperature": 2.0, "soft": 5.0, "hard": 2.0, "mse": 0.0, "cosine": 1.0, "cells": "all"}
     assert {name: getattr(recipe.objective, name) for name in loss} == loss

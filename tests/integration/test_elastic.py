@@ -1,4 +1,6 @@
-"""Runs that go on: workers and agents die, agents come, signals ask to stop; and the losses are those of any other run.
+"""Runs that go on: workers and agents die, agents come, signals ask to stop.
+
+And the losses are those of any other run.
 
 An objective of the test's own waits at a step for as long as there is a file `hold-STEP`.
 """
@@ -99,7 +101,10 @@ def pending(pid: int) -> set[int]:
 def test_agents_go_and_come(
     train: Callable[..., Process], hold: Callable[[int], Path], finished_run: Path, tmp_path: Path
 ) -> None:
-    """Whichever agent dies, the host of the meeting too, the others go on; one that comes back costs no step."""
+    """Whichever agent dies, the host of the meeting too, the others go on.
+
+    One that comes back costs no step.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -136,7 +141,10 @@ def test_preemption(
     experiment_file: str,
     tmp_path: Path,
 ) -> None:
-    """The step is finished and saved, by all ranks; the command exits with 75, and goes on from there."""
+    """The step is finished and saved, by all ranks.
+
+    The command exits with 75, and goes on from there.
+    """
     held = hold(7)
     run = train("--elastic", "1:1", "--processes", 2)
     run.wait_for_step(tmp_path / "run", 6)

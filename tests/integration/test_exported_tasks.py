@@ -1,4 +1,6 @@
-"""What is exported gives, with its tokenizer, the numbers in `transformers` that the model was scored by here."""
+"""What is exported gives, with its tokenizer, the numbers in `transformers` that the model was
+scored by here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Processes that fail, are killed or are interrupted: nobody hangs, nothing is left behind, and the run goes on.
+"""Processes that fail, are killed or are interrupted.
+
+Nobody hangs, nothing is left behind, and the run goes on.
 
 A run is brought to a certain point by an objective of the test's own (a dotted kind) that stalls there on all ranks,
 or raises on one.
@@ -94,7 +96,10 @@ def test_killed_worker(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While a run goes on its folder is refused to others; a killed worker ends it with an explanation."""
+    """While a run goes on its folder is refused to others.
+
+    A killed worker ends it with an explanation.
+    """
     monkeypatch.setattr(lock, "_WAIT_SECONDS", 0.3)
     second = samestep("train", experiment_file, *overrides(tmp_path))
     assert second.code == 2
@@ -119,7 +124,9 @@ def test_killed_agent_and_resume(
     finished_run: Path,
     tmp_path: Path,
 ) -> None:
-    """Workers end with their agent, leave nothing behind, and under torchrun the run comes to the same end."""
+    """Workers end with their agent, leave nothing behind, and under torchrun the run comes to the
+    same end.
+    """
     workers = stalled.workers
     os.kill(stalled.popen.pid, signal.SIGKILL)
     result = stalled.wait()
@@ -143,7 +150,9 @@ def test_killed_with_frozen_weights_and_resumed(
     finished_run: Path,
     tmp_path: Path,
 ) -> None:
-    """Killed two steps after a checkpoint, which leaves out what is frozen, a run with LoRA comes to the same end."""
+    """Killed two steps after a checkpoint, which leaves out what is frozen, a run with LoRA comes
+    to the same end.
+    """
     run, whole = tmp_path / "run", tmp_path / "whole"
     settings = [
         *overrides(tmp_path),

@@ -1,4 +1,6 @@
-"""Numerical faults: the run goes on as if the examples had been excluded from the start, whatever the world size."""
+"""Numerical faults: the run goes on as if the examples had been excluded from the start, whatever
+the world size.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,10 @@ def test_skipped_spike(experiment_file: str, tmp_path: Path, without: Any) -> No
 
 
 def test_rewind(experiment_file: str, tmp_path: Path, without: Any) -> None:
-    """From step 8 to step 6, the newest from before step 7; and so it stays when the run is resumed elsewhere."""
+    """From step 8 to step 6, the newest from before step 7.
+
+    And so it stays when the run is resumed elsewhere.
+    """
     settings = overrides(tmp_path, "training.faults={action: rewind, around: 1}")
     train(experiment_file, [*settings, "strategy=fsdp"], world_size=2)
     assert_same_losses(tmp_path, without("[[60, 90]]"))

@@ -1,4 +1,6 @@
-"""`samestep fetch` and hf:// addresses, with a Hub and an S3 server on loopback that are then unplugged."""
+"""`samestep fetch` and hf:// addresses, with a Hub and an S3 server on loopback that are then
+unplugged.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Fine-tuning through the real command: every kind of task from files to scores, and what bad input gets."""
+"""Fine-tuning through the real command.
+
+Every kind of task from files to scores, and what bad input gets.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ from trainer.training.experiment import Experiment
 def tuned(
     finished_run: Path, dataset_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A folder with a classifier that was fine-tuned from the BERT of `finished_run`: data, experiment, run."""
+    """A folder with a classifier that was fine-tuned from the BERT of `finished_run`.
+
+    Data, experiment, run.
+    """
     folder = tmp_path_factory.mktemp("tuned")
     often = ("checkpoint.every=20", "checkpoint.keep_last=5")
     tasks.tune("classification", folder, finished_run, dataset_folder / "tokenizer", *often)
@@ -90,7 +96,10 @@ Lines = list[dict[str, Any]]
 
 
 def check_numbers(rows: Lines, given: Lines, threshold: float) -> dict[str, float]:
-    """Checks lines of predictions against the rows of the file that was built; gives the scores that they have."""
+    """Checks lines of predictions against the rows of the file that was built.
+
+    Gives the scores that they have.
+    """
     assert [(row["texts"], row["label"]) for row in rows] == [
         ([row["a"], row["b"]], row["score"]) for row in given
     ]
@@ -119,7 +128,10 @@ def check_tags(rows: Lines, given: Lines, threshold: float) -> dict[str, float]:
 
 
 def check_answers(rows: Lines, given: Lines, threshold: float) -> dict[str, float]:
-    """Names of questions are kept; "" is predicted where it is that much better than the best of the n best."""
+    """Names of questions are kept.
+
+    "" is predicted where it is that much better than the best of the n best.
+    """
     for row, source in zip(rows, given, strict=True):
         assert (row["id"], row["texts"]) == (source["id"], [source["question"], source["context"]])
         assert row["answers"] == [answer["text"] for answer in source["answers"]]
@@ -192,7 +204,9 @@ def test_a_run_without_a_task_has_no_predictions_of_rows(
 def test_any_number_of_processes_makes_the_same_steps(
     finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
-    """Every kind of task has the same losses from the start, with rows grouped by length, and the same scores."""
+    """Every kind of task has the same losses from the start, with rows grouped by length, and the
+    same scores.
+    """
     files = {}
     for kind in tasks.SOURCES:
         assert (
@@ -238,7 +252,9 @@ def traces(files: dict[str, str], strategy: str) -> dict[str, list[float]]:
 def test_datasets_with_the_same_labels_are_mixed(
     tuned: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
-    """One process and two take the same steps, and all held-out rows are scored, each by its own label."""
+    """One process and two take the same steps, and all held-out rows are scored, each by its own
+    label.
+    """
     rows = [
         {**row, "label": 1 - tasks.LABELS.index(row["label"])}
         for row in tasks.classification(90, 500)

@@ -27,7 +27,10 @@ def t5_run(t5_experiment: str, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_texts_from_files_arguments_and_standard_input(
     samestep: Samestep, t5_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever way they come and whatever is beside them, a text for each, in order; options may come first."""
+    """Whichever way they come and whatever is beside them, a text for each, in order.
+
+    Options may come first.
+    """
     texts = [
         "the statement of a loop",
         "a",

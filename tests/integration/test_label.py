@@ -1,4 +1,7 @@
-"""`samestep label`: a fine-tuned model labels rows, which a student learns from; stopped, it goes on where it was."""
+"""`samestep label`: a fine-tuned model labels rows, which a student learns from.
+
+Stopped, it goes on where it was.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,9 @@ def rows(run: Path) -> list[dict[str, object]]:
 def test_a_run_that_went_back_has_the_head_of_one_that_did_not(
     samestep: Samestep, experiment_file: str, finished_run: Path, run: Path
 ) -> None:
-    """In other micro-batches. The head, which is in the checkpoint, too, says that both were fed the same."""
+    """In other micro-batches. The head, which is in the checkpoint, too, says that both were fed
+    the same.
+    """
     shutil.rmtree(run / "checkpoints" / "step-00000012")
     overrides = [
         "checkpoint.every=4",

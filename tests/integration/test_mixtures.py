@@ -1,4 +1,7 @@
-"""A run over several datasets, through the command line: changed, refused, accepted, resized and proven."""
+"""A run over several datasets, through the command line.
+
+Changed, refused, accepted, resized and proven.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""The card that goes with an exported model: it says what the run says, runs as it stands, and gives nothing away."""
+"""The card that goes with an exported model.
+
+It says what the run says, runs as it stands, and gives nothing away.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,9 @@ def scores(text: str) -> dict[str, dict[str, str]]:
 def test_a_card_of_a_fine_tuned_run_has_the_scores_of_its_task(
     finished_run: Path, dataset_folder: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
-    """Those of training, and those of further rows that this checkpoint was scored on, the newest of each."""
+    """Those of training, and those of further rows that this checkpoint was scored on, the newest
+    of each.
+    """
     short = (
         "training.steps=8",
         "schedule.warmup_steps=2",
@@ -129,7 +134,10 @@ def test_a_card_of_a_fine_tuned_run_has_the_scores_of_its_task(
 def test_what_is_not_known_is_not_said(
     finished_run: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
-    """Scores that are newer than the checkpoint; those of a run that is not there; a dataset that has moved."""
+    """Scores that are newer than the checkpoint; those of a run that is not there.
+
+    A dataset that has moved.
+    """
     assert (
         samestep(
             "export", finished_run / "checkpoints" / "step-00000008", tmp_path / "earlier"
@@ -205,7 +213,10 @@ def test_the_example_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As it stands in the card, beside the exported folder; whatever labels are called, they stay in their cell."""
+    """As it stands in the card, beside the exported folder.
+
+    Whatever labels are called, they stay in their cell.
+    """
     from trainer.checkpoint.huggingface import save_folder
 
     config = MODELS[task]

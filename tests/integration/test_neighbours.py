@@ -32,7 +32,10 @@ def unit(vector: np.ndarray) -> np.ndarray:
 def test_cosines(
     finished_run: Path, tmp_path: Path, samestep: Samestep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against vectors made of `samestep features` and of the exported table; the word is one of several pieces."""
+    """Against vectors made of `samestep features` and of the exported table.
+
+    The word is one of several pieces.
+    """
     monkeypatch.setenv("COLUMNS", "200")
     query = "it defines the prefixes"
     (tmp_path / "corpus.txt").write_text(

@@ -39,7 +39,10 @@ def test_a_run_lives_on_in_the_store(
     s3_proxy: FaultyProxy,
     tmp_path: Path,
 ) -> None:
-    """Killed, continued by one process, scored, exported and fine-tuned from: all as if it were on the disk."""
+    """Killed, continued by one process, scored, exported and fine-tuned from.
+
+    All as if it were on the disk.
+    """
     run, cache, checkpoints = tmp_path / "run", tmp_path / "cache", f"{s3_folder}/checkpoints"
     data = [f"data.path={remote_dataset}", f"data.cache={cache}", "data.cache_size=10MB"]
     settings = [*data, f"output={run}", f"checkpoint.folder={checkpoints}", "checkpoint.every=4"]

@@ -127,7 +127,10 @@ def test_a_run_continues_and_is_exported(
 
 
 def test_digests_of_runs_of_a_suite_have_not_changed(both: Sequence[Path], tmp_path: Path) -> None:
-    """Results of a suite are found by digest: with another one, a finished suite would run again."""
+    """Results of a suite are found by digest.
+
+    With another one, a finished suite would run again.
+    """
     task = Task.read(tasks.write_task(NEW, tmp_path))
     weights = load_weights(both[1] / f"run-{NEW}")
     tuned, new = list_runs(weights.path, [task], tmp_path / "suite", 1, False, [], scratch=True)

@@ -1,4 +1,6 @@
-"""The example of docs/new_architecture.md, in a package of its own, trains the same under every strategy."""
+"""The example of docs/new_architecture.md, in a package of its own, trains the same under every
+strategy.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ def test_outside_model(package: Path, experiment_file: str, tmp_path: Path) -> N
 
 
 def train(package: Path, file: str, runs: list[tuple[list[str], int | None]]) -> list[list[float]]:
-    """The losses of runs with a model of another package: their settings, and the step to resume from."""
+    """The losses of runs with a model of another package.
+
+    Their settings, and the step to resume from.
+    """
     sys.path.insert(0, str(package))
     world = World.start(60)
     world.connect("gloo")

@@ -1,4 +1,7 @@
-"""Parameter-efficient fine-tuning through the real command: what is trained, kept, resumed, exported and refused."""
+"""Parameter-efficient fine-tuning through the real command.
+
+What is trained, kept, resumed, exported and refused.
+"""
 
 from __future__ import annotations
 
@@ -196,7 +199,10 @@ def run_all(
 def test_what_is_frozen_has_no_gradients_and_no_state(
     short: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Where a step of each strategy is taken: the memory of gradients, buffers included, is that of what is trained."""
+    """Where a step of each strategy is taken.
+
+    The memory of gradients, buffers included, is that of what is trained.
+    """
     weights = load_weights(short["lora"])
     trained = {name for name in weights.tensors if ".lora." in name or name.startswith("head.")}
     count = sum(math.prod(weights.tensors.shape(name)) for name in trained)
@@ -214,7 +220,10 @@ def test_what_is_frozen_has_no_gradients_and_no_state(
 
 
 def hold_all(strategies: Sequence[str], file: str, folder: str) -> list[dict[str, Any]]:
-    """What a rank holds under each strategy when gradients are there: whose, and in how many numbers."""
+    """What a rank holds under each strategy when gradients are there.
+
+    Whose, and in how many numbers.
+    """
     world = World.start(60)
     world.connect("gloo")
     found = []
@@ -283,7 +292,9 @@ def test_bf16_is_the_same_in_two_processes(short: dict[str, Path], tmp_path: Pat
 def test_exports_are_those_of_transformers_and_peft(
     tuned: Path, tmp_path: Path, samestep: Samestep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Merged, and as what was added, read as its card says beside the base, which is exported, too: the same logits.
+    """Merged, and as what was added, read as its card says beside the base, which is exported, too.
+
+    The same logits.
 
     Features read either.
     """
@@ -384,7 +395,10 @@ def test_what_does_not_fit_is_refused(
 def test_another_base_is_refused(
     tuned: Path, base: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
-    """When the run goes on, and when its checkpoint is opened; the checkpoint it began with may be named."""
+    """When the run goes on, and when its checkpoint is opened.
+
+    The checkpoint it began with may be named.
+    """
     run = Path(shutil.copytree(tuned / "run-classification", tmp_path / "run"))
     began = load_weights(run).base.folder
     other = base / "checkpoints" / "step-00000008"
@@ -412,7 +426,10 @@ def test_another_base_is_refused(
 def test_a_base_that_has_moved_is_found_beside_the_checkpoints(
     tuned: Path, base: Path, tmp_path: Path, samestep: Samestep
 ) -> None:
-    """As a link or a copy, if its content is what it was; every command and `init_from` find it there."""
+    """As a link or a copy, if its content is what it was.
+
+    Every command and `init_from` find it there.
+    """
     run = Path(shutil.copytree(tuned / "run-classification", tmp_path / "run"))
     began, beside, moved = (
         load_weights(run).base.folder,

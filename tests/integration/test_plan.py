@@ -55,7 +55,9 @@ def _measure(file: str, strategies: dict[str, str], counted: list[str]) -> Measu
 
 
 def _hold(experiment: Experiment, world: World) -> tuple[int, int, int]:
-    """Takes two steps: in the first, ZeRO's stage 3 does not know yet in which order parameters are needed."""
+    """Takes two steps: in the first, ZeRO's stage 3 does not know yet in which order parameters are
+    needed.
+    """
     objective = experiment.objective.build(stand_in(experiment.model.vocab_size))
     strategy = experiment.strategy.build(CpuAccelerator(), world, "fp32")
     with torch.device("meta"):

@@ -32,7 +32,9 @@ def decay(
     first: int = 0,
     begin: int | None = None,
 ) -> Rate:
-    """Linear warm-up to `peak`, then down to `last` of it by a power of the share of steps left since `begin`."""
+    """Linear warm-up to `peak`, then down to `last` of it by a power of the share of steps left
+    since `begin`.
+    """
     begin = warmup if begin is None else begin
 
     def rate(step: int) -> float:
@@ -255,7 +257,9 @@ def test_every_recipe_has_a_promise() -> None:
 
 @recipes
 def test_parameters_and_what_decays(name: str) -> None:
-    """The count of parameters, and matrices decay while biases and norms do not, all of them in one of two groups."""
+    """The count of parameters, and matrices decay while biases and norms do not, all of them in one
+    of two groups.
+    """
     experiment, promise = recipe(name), PROMISES[name]
     with torch.device("meta"):
         model = experiment.model.build()
@@ -371,7 +375,10 @@ def test_there_is_a_file_for_each_architecture_and_objective() -> None:
 def test_architectures_of_t5_train(
     architecture: str, objective: str, t5_experiment: str, tmp_path: Path
 ) -> None:
-    """Table 2 of Raffel et al. 2020: so many parameters, 128 texts of about 512 tokens a step. A small one trains."""
+    """Table 2 of Raffel et al. 2020: so many parameters, 128 texts of about 512 tokens a step.
+
+    A small one trains.
+    """
     file = str(ARCHITECTURES / f"{architecture}_{objective}.yaml")
     experiment = load(Experiment, file)
     with torch.device("meta"):
@@ -392,7 +399,8 @@ def test_architectures_of_t5_train(
         "data.sequence_length=64",
         "data.lanes=16",
         "model={layers: 1, width: 16, heads: 2, head_width: 8, ffn_width: 32, vocab_size: 700}",
-        "training={steps: 2, global_batch_size: 4, precision: fp32, evaluate_every: null, log_every: 1}",
+        "training={steps: 2, global_batch_size: 4, precision: fp32, evaluate_every: null, "
+        "log_every: 1}",
         "strategy=single",
         "tracking.wandb=null",
     ]

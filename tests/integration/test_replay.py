@@ -24,7 +24,10 @@ def numbers(found: dict[str, Any]) -> list[int]:
 
 
 def test_exact(samestep: Samestep, finished_run: Path) -> None:
-    """The checkpoint is that of step 8; dropout is that of the run; two processes or one make no difference."""
+    """The checkpoint is that of step 8; dropout is that of the run.
+
+    Two processes or one make no difference.
+    """
     found = replayed(samestep, finished_run, 11, "--exact")
     assert (found["step"], found["weights_of"], found["compared"]) == (11, 10, [11, 11])
     assert found["loss"] == pytest.approx(losses(finished_run)[11], rel=1e-5)
@@ -35,7 +38,10 @@ def test_exact(samestep: Samestep, finished_run: Path) -> None:
 
 
 def test_weights_of_the_checkpoint(samestep: Samestep, finished_run: Path) -> None:
-    """Right after a checkpoint they are exact; before the first, they are those that the run started from."""
+    """Right after a checkpoint they are exact.
+
+    Before the first, they are those that the run started from.
+    """
     for step, weights_of in ((9, 8), (11, 8), (1, 0)):
         found = replayed(samestep, finished_run, step)
         assert found["weights_of"] == weights_of
@@ -61,7 +67,9 @@ def test_table(samestep: Samestep, finished_run: Path) -> None:
 
 
 def test_phases_and_long_rows(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
-    """Step 11 is the third of a data order that began after the checkpoint, in a row of three steps."""
+    """Step 11 is the third of a data order that began after the checkpoint, in a row of three
+    steps.
+    """
     phases = "phases=[{steps: 8}, {steps: 4, sequence_length: 16, global_batch_size: 7}]"
     settings = [
         f"output={tmp_path}",
@@ -79,7 +87,9 @@ def test_phases_and_long_rows(samestep: Samestep, experiment_file: str, tmp_path
 
 
 def test_after_a_skip(samestep: Samestep, experiment_file: str, tmp_path: Path) -> None:
-    """The batch that step 8 was taken with, that which was skipped, and a later one, whose numbers are shifted."""
+    """The batch that step 8 was taken with, that which was skipped, and a later one, whose numbers
+    are shifted.
+    """
     settings = [
         "strategy=single",
         "data.threads=0",

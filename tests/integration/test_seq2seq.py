@@ -1,4 +1,7 @@
-"""Fine-tuning on pairs of texts through the real command: from files to scores, and what bad input gets."""
+"""Fine-tuning on pairs of texts through the real command.
+
+From files to scores, and what bad input gets.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ def sentences(count: int) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """train.en and train.de of 400 lines, and a tokenizer without sentinels beside the one with them."""
+    """train.en and train.de of 400 lines, and a tokenizer without sentinels beside the one with
+    them.
+    """
     from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 
     folder = tmp_path_factory.mktemp("corpus")
@@ -125,8 +130,8 @@ def test_from_files_to_scores(
     assert f"| token_accuracy | {trained['heldout/accuracy']:.6g} |" in card
     assert "| accuracy |" not in card
     assert (
-        "Of 7 texts generated for data, after step 6:\n\n| score | value |\n| --- | --- |\n| bleu | "
-        in card
+        "Of 7 texts generated for data, after step 6:\n\n| score | value |\n| --- | --- |\n| bleu "
+        "| " in card
     )
     assert "Of 5 texts generated for train.en, train.de, after step 6:" in card
     result = samestep("evaluate", run, "--generate", "beem=2")
@@ -176,8 +181,8 @@ def test_files_of_different_length(samestep: Samestep, build, corpus: Path, tmp_
     result = build(f"source.target_paths=[{tmp_path / 'short.de'}]")
     assert result.code == 1
     assert (
-        f"{corpus}/train.en has 400 lines and {tmp_path}/short.de 399: line 400 of {corpus}/train.en"
-        in result.message
+        f"{corpus}/train.en has 400 lines and {tmp_path}/short.de 399: line 400 of "
+        f"{corpus}/train.en" in result.message
     )
 
 

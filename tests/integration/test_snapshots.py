@@ -1,4 +1,7 @@
-"""An elastic run whose processes are killed goes on from memory: no checkpoint was ever written to the disk."""
+"""An elastic run whose processes are killed goes on from memory.
+
+No checkpoint was ever written to the disk.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ class Objective(mlm.MaskedLM):
 
 @pytest.fixture
 def arguments(tmp_path: Path, experiment_file: str) -> list[str]:
-    """A run with snapshots, and with checkpoints only in the end; while there is a file `hold`, it waits at step 11."""
+    """A run with snapshots, and with checkpoints only in the end.
+
+    While there is a file `hold`, it waits at step 11.
+    """
     (tmp_path / "own").mkdir()
     (tmp_path / "hold").touch()
     (tmp_path / "own" / "slow.py").write_text(SLOW_OBJECTIVE)

@@ -1,4 +1,7 @@
-"""Runs of T5 and GPT-2 through the commands: what they are fed, say of themselves, and become; and what is refused."""
+"""Runs of T5 and GPT-2 through the commands: what they are fed, say of themselves, and become.
+
+And what is refused.
+"""
 
 from __future__ import annotations
 

@@ -107,7 +107,9 @@ def train_all(file: str, runs: list[list[str]]) -> list[list[float]]:
 def test_fewer_heldout_examples_than_replicas(
     experiment_file: str, finished_run: Path, dataset_folder: Path, tmp_path: Path
 ) -> None:
-    """Replicas without held-out examples of their own take part, and the score is that of one process."""
+    """Replicas without held-out examples of their own take part, and the score is that of one
+    process.
+    """
     folder = Path(shutil.copytree(dataset_folder, tmp_path / "dataset"))
     manifest = Manifest.load(folder)
     whole = Shard.open(folder / manifest.splits["heldout"][0].name, manifest.token_dtype)

@@ -1,4 +1,6 @@
-"""What W&B is told in the life of a run that is cut, fails, hangs, skips steps, or is a trial of a sweep."""
+"""What W&B is told in the life of a run that is cut, fails, hangs, skips steps, or is a trial of a
+sweep.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ SWEEP = Path(__file__).parents[2] / "configs" / "sweeps" / "bert_mini.yaml"
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Tests see no W&B account of the person who runs them, start no statistics collector, and are in no job."""
+    """Tests see no W&B account of the person who runs them, start no statistics collector, and are
+    in no job.
+    """
     for name in [name for name in os.environ if name.startswith(("WANDB_", "SAMESTEP_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -110,7 +114,10 @@ def test_without_a_cluster_the_node_is_this_one(
 def test_a_failure_is_told(
     start: Start, settings: list[str], tmp_path: Path, processes: int
 ) -> None:
-    """A global batch has 10 examples: step 3 takes 20 to 29. Workers end at once, without Python's farewells."""
+    """A global batch has 10 examples: step 3 takes 20 to 29.
+
+    Workers end at once, without Python's farewells.
+    """
     sick = "objective={kind: tests.sick_objective, sick: [25]}"
     process = start(*settings, sick, "training.faults.sigma=6", "--processes", processes)
     result = process.wait()
@@ -214,7 +221,10 @@ def test_a_hang_is_told(
 def test_sweep(
     samestep: Samestep, experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """W&B's own agent runs two trials of the sweep's file; only the server that would choose them is missing."""
+    """W&B's own agent runs two trials of the sweep's file.
+
+    Only the server that would choose them is missing.
+    """
     from wandb.wandb_agent import Agent
 
     (tmp_path / "configs" / "debug").mkdir(parents=True)

@@ -1,4 +1,7 @@
-"""What the tests of heads for tasks share: a random model of `transformers`, ours from its folder, and their parity."""
+"""What the tests of heads for tasks share.
+
+A random model of `transformers`, ours from its folder, and their parity.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Writes docs/parity.md: models of shipped sizes with random weights, ours beside those of `transformers`.
+"""Writes docs/parity.md: models of shipped sizes with random weights, ours beside those of
+`transformers`.
 
 python tests/parity/table.py; it takes minutes, and 4 GB of memory.
 """

@@ -1,4 +1,6 @@
-"""GPT-1 and GPT-2 as classifiers against `transformers`, in both directions, and beside that as language models."""
+"""GPT-1 and GPT-2 as classifiers against `transformers`, in both directions, and beside that as
+language models.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,7 +81,10 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
 
 
 def rows(*lengths: int) -> dict[str, Tensor]:
-    """Texts of these lengths, each with the token that ends it, padded to 24 cells; the last of them is read."""
+    """Texts of these lengths, each with the token that ends it, padded to 24 cells.
+
+    The last of them is read.
+    """
     generator = torch.Generator().manual_seed(1)
     cells, length = torch.arange(24).expand(len(lengths), -1), torch.tensor(lengths)[:, None]
     tokens = torch.randint(3, 300, cells.shape, generator=generator)
@@ -156,7 +161,10 @@ def built(config: gpt2.Config) -> Transformer:
 
 @each_family
 def test_the_language_model_beside_a_classifier_is_that_without(family: type[gpt2.Config]):
-    """Without a parameter of its own, and with dropout as it would have been; so is the classifier."""
+    """Without a parameter of its own, and with dropout as it would have been.
+
+    So is the classifier.
+    """
     before = family(**SMALL, dropout=0.3)
     model = built(replace(before, head="classification", labels=LABELS["classification"]))
     alone = built(before)

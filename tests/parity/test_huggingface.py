@@ -1,4 +1,7 @@
-"""Our BERT and RoBERTa against `transformers`, with random small models: both directions, both families."""
+"""Our BERT and RoBERTa against `transformers`, with random small models.
+
+Both directions, both families.
+"""
 
 import logging
 from dataclasses import dataclass

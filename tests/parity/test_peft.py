@@ -1,4 +1,7 @@
-"""What is added to models, against Hugging Face's `peft`: the same parameters, the same logits, the same folders."""
+"""What is added to models, against Hugging Face's `peft`.
+
+The same parameters, the same logits, the same folders.
+"""
 
 from __future__ import annotations
 

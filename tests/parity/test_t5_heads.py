@@ -1,4 +1,6 @@
-"""Our T5 with the heads of tasks against `transformers`, with random small models, in both directions."""
+"""Our T5 with the heads of tasks against `transformers`, with random small models, in both
+directions.
+"""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -157,7 +159,10 @@ def read(batch: dict[str, Tensor], head: Head) -> dict[str, Tensor | None]:
 
 @each_head
 def test_a_row_is_scored_in_the_same_way_beside_any_others(head: Head, labels: tuple[str, ...]):
-    """In training mode, where dropout masks are those of the row's key; dropout is where transformers has it."""
+    """In training mode, where dropout masks are those of the row's key.
+
+    Dropout is where transformers has it.
+    """
     model = built(small(head, labels, dropout=0.3))
     key = torch.tensor([5, -6, 2**31 - 1, -(2**31)], dtype=torch.int32)
     batch = {**read(rows(PADDED), head), "dropout_key": key}

@@ -1,4 +1,6 @@
-"""BERT and RoBERTa with the heads of tasks against `transformers`, with random small models, in both directions."""
+"""BERT and RoBERTa with the heads of tasks against `transformers`, with random small models, in
+both directions.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path

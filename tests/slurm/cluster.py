@@ -1,4 +1,7 @@
-"""A Slurm of three virtual nodes on this machine: real daemons, in a folder of their own, without root's services."""
+"""A Slurm of three virtual nodes on this machine.
+
+Real daemons, in a folder of their own, without root's services.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +113,10 @@ class Slurm:
 
 
 def _descendants_of_steps(name: str) -> list[int]:
-    """Processes of a node's job steps, which know its name from their environment; and slurmstepd, from its own."""
+    """Processes of a node's job steps, which know its name from their environment.
+
+    And slurmstepd, from its own.
+    """
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -132,7 +138,8 @@ def started(root: Path) -> Iterator[Slurm]:
     key.chmod(0o600)
     ports = [_free_port() for _ in range(1 + len(NODES))]
     lines = [
-        f"NodeName={name} NodeHostname=localhost NodeAddr={name} Port={port} CPUs=4 RealMemory=4000 State=UNKNOWN"
+        f"NodeName={name} NodeHostname=localhost NodeAddr={name} Port={port} CPUs=4 "
+        "RealMemory=4000 State=UNKNOWN"
         for name, port in zip(NODES, ports[1:], strict=True)
     ]
     (root / "slurm.conf").write_text(

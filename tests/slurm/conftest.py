@@ -55,7 +55,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that jobs are submitted from: a git repository with an objective of its own, and a cluster's file."""
+    """The folder that jobs are submitted from.
+
+    A git repository with an objective of its own, and a cluster's file.
+    """
     folder = tmp_path / "project"
     (folder / "own").mkdir(parents=True)
     (folder / "own" / "paced.py").write_text(PACED)

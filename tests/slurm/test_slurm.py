@@ -1,4 +1,7 @@
-"""`samestep launch` on a real Slurm of three virtual nodes: limits, dead nodes, arrays, what is refused."""
+"""`samestep launch` on a real Slurm of three virtual nodes.
+
+Limits, dead nodes, arrays, what is refused.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,10 @@ def test_two_nodes_the_time_limit_and_on_from_there(
     samestep: Samestep,
     undisturbed: dict[int, float],
 ) -> None:
-    """The signal before the limit, exit 75, a requeue, the end: one run, in a folder of a name that means mischief."""
+    """The signal before the limit, exit 75, a requeue, the end.
+
+    One run, in a folder of a name that means mischief.
+    """
     run = project / STRANGE
     wandb = "tracking.wandb={project: test}"
     job = launched(f"output={json.dumps(str(run))}", *LONG, wandb, "cluster.time=1h")
@@ -102,7 +108,9 @@ def test_two_nodes_the_time_limit_and_on_from_there(
 def test_a_dead_node_and_on_with_those_that_are_left(
     slurm: Slurm, launched: Launched, project: Path, undisturbed: dict[int, float]
 ) -> None:
-    """Its power fails: the job is requeued on the two other nodes, and goes on from the newest checkpoint."""
+    """Its power fails: the job is requeued on the two other nodes, and goes on from the newest
+    checkpoint.
+    """
     run = project / "run"
     job = launched(f"output={run}", *LONG, "cluster.nodes=2-3", "tracking.wandb={project: test}")
     wait_for_step(slurm, job, run, 12)
@@ -178,7 +186,8 @@ def test_a_dataset_built_by_an_array(
     ]
     (project / "texts.jsonl").write_text("\n".join(lines))
     (project / "data.yaml").write_text(
-        f"source: {{kind: jsonl, paths: [texts.jsonl]}}\ntokenizer: {{path: {dataset_folder / 'tokenizer'}}}\n"
+        "source: {kind: jsonl, paths: [texts.jsonl]}\ntokenizer: {path: "
+        f"{dataset_folder / 'tokenizer'}}}\n"
         "output: built\nshard_bytes: 20000\nheldout_fraction: 0.1\nworkers: 1\n"
     )
     job = launched("--tasks", "3", file="data.yaml")

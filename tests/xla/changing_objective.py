@@ -1,4 +1,7 @@
-"""Masked LM with a mistake that compiled graphs cannot bear: what it computes changes after a few steps."""
+"""Masked LM with a mistake that compiled graphs cannot bear.
+
+What it computes changes after a few steps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Runs of samestep under torch-xla, in the environment that `make test-xla` sets up; here is torch 2.13."""
+"""Runs of samestep under torch-xla, in the environment that `make test-xla` sets up.
+
+Here is torch 2.13.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Runs whose Pallas kernel of attention is interpreted, as if this processor were a TPU; and the kernel for TPUs."""
+"""Runs whose Pallas kernel of attention is interpreted, as if this processor were a TPU.
+
+And the kernel for TPUs.
+"""
 
 from __future__ import annotations
 

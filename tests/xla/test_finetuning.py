@@ -1,4 +1,6 @@
-"""Fine-tuning under torch-xla's SPMD, on 4 devices, beside the same runs of one process of torch on the CPU."""
+"""Fine-tuning under torch-xla's SPMD, on 4 devices, beside the same runs of one process of torch on
+the CPU.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ TASKS = {
 def test_losses_and_scores_are_those_of_the_cpu(
     work: Work, samestep: Samestep, dataset_folder: Path, tmp_path: Path, kind: str
 ) -> None:
-    """Two micro-batches a step, and evaluations whose last batch is not full; outputs are gathered without a graph."""
+    """Two micro-batches a step, and evaluations whose last batch is not full.
+
+    Outputs are gathered without a graph.
+    """
     assert (
         samestep(
             "data", "build", tasks.write_build(kind, tmp_path, dataset_folder / "tokenizer")
@@ -89,7 +94,10 @@ def test_a_student_learns_beside_its_teacher(
 def test_lora_is_that_of_the_cpu(
     work: Work, samestep: Samestep, finished_run: Path, dataset_folder: Path, tmp_path: Path
 ) -> None:
-    """Its layers are a loop, too; frozen parameters are there, and not in what a checkpoint gets."""
+    """Its layers are a loop, too.
+
+    Frozen parameters are there, and not in what a checkpoint gets.
+    """
     assert (
         samestep(
             "data",

@@ -42,12 +42,17 @@ def test_the_doctor_tries_it_out(xla: Xla) -> None:
 def test_a_run_with_it(
     xla: Xla, work: Work, experiment_file: str, tmp_path: Path, recomputed: bool
 ) -> None:
-    """In the loop of layers, outside of it, and in an evaluation; compared with attention written out."""
+    """In the loop of layers, outside of it, and in an evaluation.
+
+    Compared with attention written out.
+    """
     settings = (
-        "model={kind: roberta, vocab_size: 600, layers: 2, width: 32, heads: 2, ffn_width: 64, max_positions: 128,"
+        "model={kind: roberta, vocab_size: 600, layers: 2, width: 32, heads: 2, ffn_width: 64, "
+        "max_positions: 128,"
         " attention_dropout: 0.0}",
         "data={sequence_length: 128, packing: concat}",
-        "training={steps: 4, global_batch_size: 8, micro_batch_size: 2, precision: bf16, evaluate_every: 2}",
+        "training={steps: 4, global_batch_size: 8, micro_batch_size: 2, precision: bf16, "
+        "evaluate_every: 2}",
         f"training.activation_checkpointing={recomputed}".lower(),
         "strategy.flash_attention_from=128",
     )

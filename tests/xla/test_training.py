@@ -1,4 +1,6 @@
-"""Runs under torch-xla's SPMD, on 4 devices, beside the same runs of one process of torch on the CPU."""
+"""Runs under torch-xla's SPMD, on 4 devices, beside the same runs of one process of torch on the
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,14 @@ RELATIVE = 1e-4
 SAVED, STEPS = 5, 35
 PACKED = (
     "data.packing=concat",
-    "model={kind: roberta, vocab_size: 600, layers: 3, width: 32, heads: 2, ffn_width: 64, max_positions: 32,"
+    "model={kind: roberta, vocab_size: 600, layers: 3, width: 32, heads: 2, ffn_width: 64, "
+    "max_positions: 32,"
     " attention_dropout: 0.0}",
 )
 DECODER = (
     "objective=causal_lm",
-    "model={kind: gpt2, vocab_size: 700, layers: 3, width: 32, heads: 2, ffn_width: 64, max_positions: 64,"
+    "model={kind: gpt2, vocab_size: 700, layers: 3, width: 32, heads: 2, ffn_width: 64, "
+    "max_positions: 64,"
     " attention_dropout: 0.0}",
 )
 
@@ -46,7 +50,9 @@ def test_losses_are_those_of_the_cpu(
     tmp_path: Path,
     kind: str,
 ) -> None:
-    """From a checkpoint of the CPU on: two micro-batches a step, evaluations whose last batch is not full, saves.
+    """From a checkpoint of the CPU on.
+
+    Two micro-batches a step, evaluations whose last batch is not full, saves.
 
     Everything is compiled once: the update that makes the optimizer's state, what the checkpoint
     gives, the step, the reading of metrics, and the evaluation. Nothing falls back to the CPU.
@@ -98,7 +104,8 @@ def test_losses_are_those_of_the_cpu(
         )
     for name in names:
         print(
-            f"{kind}: {name} is split as {report['splits'][name]}, {report['shards'][name]} on each device"
+            f"{kind}: {name} is split as {report['splits'][name]}, {report['shards'][name]} on "
+            "each device"
         )
         layers = "1," if "layers.0" in name or ".0." in name else ""
         assert report["splits"][name] == f"{{devices=[{layers}4,1]0,1,2,3}}"
@@ -112,7 +119,8 @@ def test_lamb_in_two_phases(
     settings = (
         "model.layers=3",
         "optimizer={kind: lamb, lr: 1e-2}",
-        "phases=[{steps: 6, sequence_length: 16, global_batch_size: 16}, {steps: 6, sequence_length: 32}]",
+        "phases=[{steps: 6, sequence_length: 16, global_batch_size: 16}, {steps: 6, "
+        "sequence_length: 32}]",
         "training.evaluate_every=6",
     )
     expected = on_cpu(samestep, experiment_file, tmp_path / "cpu", *settings)
@@ -127,7 +135,9 @@ def test_lamb_in_two_phases(
 def test_from_fsdp_to_xla_to_ddp(
     xla: Xla, samestep: Samestep, experiment_file: str, tmp_path: Path
 ) -> None:
-    """A run goes on under XLA with what 3 processes of FSDP2 left, and 2 of DDP go on with what XLA left."""
+    """A run goes on under XLA with what 3 processes of FSDP2 left, and 2 of DDP go on with what XLA
+    left.
+    """
     schedule = "schedule={warmup_steps: 4, decay: constant}"
     expected = on_cpu(samestep, experiment_file, tmp_path / "whole", schedule, "training.steps=30")
     common = (experiment_file, f"output={tmp_path / 'run'}", schedule, "model.layers=2")
@@ -186,7 +196,9 @@ def test_options_change_no_loss(
 def test_asked_to_stop_on_one_device_it_goes_on_on_four(
     xla: Xla, samestep: Samestep, t5_experiment: str, tmp_path: Path
 ) -> None:
-    """As before a pre-emption; encoder and decoder have the same layers, and Adafactor means of rows and columns."""
+    """As before a pre-emption; encoder and decoder have the same layers, and Adafactor means of
+    rows and columns.
+    """
     common = ("model.architecture=shared_encoder_decoder", "training.steps=60")
     expected = on_cpu(samestep, t5_experiment, tmp_path / "cpu", *common)
     command = ("train", t5_experiment, f"output={tmp_path / 'run'}", *common, *XLA)
@@ -209,7 +221,10 @@ def test_asked_to_stop_on_one_device_it_goes_on_on_four(
 def test_the_host_waits_for_the_devices_to_log_only(
     work: Work, experiment_file: str, tmp_path: Path
 ) -> None:
-    """In 100 steps with 10 rows of metrics: each reads the sums of metrics, and the norm of the gradient."""
+    """In 100 steps with 10 rows of metrics.
+
+    Each reads the sums of metrics, and the norm of the gradient.
+    """
     settings = (
         "training.steps=110",
         "training.log_every=10",

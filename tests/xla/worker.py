@@ -1,4 +1,6 @@
-"""What runs under torch-xla: a run as an experiment describes it, and afterwards what XLA says of it, as JSON."""
+"""What runs under torch-xla: a run as an experiment describes it, and afterwards what XLA says of
+it, as JSON.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ _READING = "aten::_local_scalar_dense"  # float(tensor), as for logging
 
 
 class Transfers(Losses):
-    """Keeps, besides the losses, how many transfers from the devices there had been at each row of metrics, and rows
+    """Keeps, besides the losses, how many transfers from the devices there had been at each row of
+    metrics, and rows
     of scores."""
 
     def __init__(self) -> None:

@@ -25,7 +25,8 @@ def local_rank() -> int:
     """This process's number on its machine, as the launcher says; 0 when there is only one."""
     if "LOCAL_RANK" not in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
-            "the launcher sets WORLD_SIZE and no LOCAL_RANK, so that all processes would take the same "
+            "the launcher sets WORLD_SIZE and no LOCAL_RANK, so that all processes would take the "
+            "same "
             "device; start them with samestep train or torchrun, or set LOCAL_RANK"
         )
     return int(os.environ.get("LOCAL_RANK", "0"))
@@ -43,7 +44,8 @@ def local_device(count: int, kind: str) -> int:
     """
     if local_rank() >= count:
         raise ConfigError(
-            f"process {local_rank()} of this machine has no {kind}: there are {count}; start at most that many "
+            f"process {local_rank()} of this machine has no {kind}: there are {count}; start at "
+            "most that many "
             "processes"
         )
     return local_rank()
@@ -96,37 +98,51 @@ class Accelerator(ABC):
 
     @abstractmethod
     def peak_flops(self, precision: Precision) -> float | None:
-        """The data sheet's dense FLOP/s of what this process drives, or None where there is no such figure."""
+        """The data sheet's dense FLOP/s of what this process drives, or None where there is no such
+        figure.
+        """
 
     def expected_flops(self, precision: Precision) -> float | None:
-        """FLOP/s that a training step may be expected to reach on that, for the estimate of a run's time."""
+        """FLOP/s that a training step may be expected to reach on that, for the estimate of a run's
+        time.
+        """
         peak = self.peak_flops(precision)
         return _EXPECTED_SHARE * peak if peak else None
 
     def memory(self) -> int | None:
-        """The bytes of device memory that this process may use, or None where there is none of its own to measure."""
+        """The bytes of device memory that this process may use, or None where there is none of its
+        own to measure.
+        """
         return None
 
     def peak_memory(self) -> int | None:
-        """The most bytes of it that this process has held since it began, or since `reset_peak_memory`."""
+        """The most bytes of it that this process has held since it began, or since
+        `reset_peak_memory`.
+        """
         return None
 
     def reset_peak_memory(self) -> None:  # noqa: B027
         """Gives back what is cached, and starts to measure anew."""
 
     def mark(self) -> Any:
-        """Marks the place in the device's work that has been reached so far, without waiting for the device.
+        """Marks the place in the device's work that has been reached so far, without waiting for
+        the device.
 
         By the host's clock, unless the device has one.
         """
         return time.perf_counter()
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """What the device took from one mark to another, idle time included; waits until it gets there."""
+        """What the device took from one mark to another, idle time included.
+
+        Waits until it gets there.
+        """
         return float(end - begin)
 
     def energy(self) -> float | None:
-        """Joules that the device has used since some time in the past, or None where it does not tell."""
+        """Joules that the device has used since some time in the past, or None where it does not
+        tell.
+        """
         return None
 
     def autocast(self, precision: Precision) -> AbstractContextManager[object]:
@@ -136,11 +152,15 @@ class Accelerator(ABC):
         return torch.autocast(self.device.type, dtype=DTYPES[precision])
 
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies a batch of CPU tensors to the device, without waiting for the copy where the device allows."""
+        """Copies a batch of CPU tensors to the device, without waiting for the copy where the
+        device allows.
+        """
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     def graph(self, work: str) -> AbstractContextManager[object]:
-        """Surrounds work on the device that is one graph where it `compiles`, the same one for the same name."""
+        """Surrounds work on the device that is one graph where it `compiles`, the same one for the
+        same name.
+        """
         return nullcontext()
 
 

@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class GpuAttention(TorchFunctionMode):
-    """Makes attention keep what the kernels of GPUs keep, although fake tensors are on the CPU, which they deny.
+    """Makes attention keep what the kernels of GPUs keep, although fake tensors are on the CPU,
+    which they deny.
 
     Without a mask the CPU's kernel keeps what FlashAttention does. With one, GPUs take the
     memory-efficient kernel, whose bias has a cell for each score of a row, and the CPU falls back

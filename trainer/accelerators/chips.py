@@ -1,4 +1,7 @@
-"""The TPU chips of this machine, as Linux lists them: nothing has to be imported, started or asked over the network."""
+"""The TPU chips of this machine, as Linux lists them.
+
+Nothing has to be imported, started or asked over the network.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ class Products(accelerators.Config):
 
 
 def count() -> int:
-    """How many there are that this process can reach; in a container there may be fewer than in the machine."""
+    """How many there are that this process can reach.
+
+    In a container there may be fewer than in the machine.
+    """
     if _known() is None:
         return 0
     return len([*DEVICES.glob("accel[0-9]*"), *DEVICES.glob("vfio/[0-9]*")])

@@ -40,7 +40,10 @@ class CpuAccelerator(Accelerator):
         return None
 
     def expected_flops(self, precision: Precision) -> float:
-        """Half of what a matrix product reaches right now: measured, as no data sheet tells (about 0.1 s)."""
+        """Half of what a matrix product reaches right now.
+
+        Measured, as no data sheet tells (about 0.1 s).
+        """
         size, repeats = 512, 0
         matrix = torch.ones(size, size, dtype=DTYPES[precision])
         matrix @ matrix

@@ -98,13 +98,17 @@ def unusable() -> str | None:
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return f"{found}, and CUDA_VISIBLE_DEVICES hides them; unset it"
     return (
-        f"{found}, and torch's CUDA {torch.version.cuda} cannot use them; nvidia-smi shows the newest CUDA that the "
+        f"{found}, and torch's CUDA {torch.version.cuda} cannot use them; nvidia-smi shows the "
+        "newest CUDA that the "
         "driver takes: update the driver, or install a torch for that CUDA"
     )
 
 
 def _energy_counter(device: torch.device) -> Callable[[], int] | None:
-    """What reads the GPU's counter of millijoules; None for GPUs without (before Volta) and without nvidia-ml-py."""
+    """What reads the GPU's counter of millijoules.
+
+    None for GPUs without (before Volta) and without nvidia-ml-py.
+    """
     try:
         import pynvml
     except ImportError:

@@ -33,7 +33,9 @@ def processes(config: accelerators.Config | None) -> list[dict[str, str]]:
 
 
 def for_any_shapes(config: accelerators.Config | None = None) -> Accelerator:
-    """An accelerator for work whose shapes change, as they do while text grows: the CPU in place of one that compiles.
+    """An accelerator for work whose shapes change, as they do while text grows.
+
+    The CPU in place of one that compiles.
 
     Args:
         config: the one that is asked for; None takes the best.
@@ -44,7 +46,10 @@ def for_any_shapes(config: accelerators.Config | None = None) -> Accelerator:
 
 
 def detect() -> Accelerator:
-    """The best device that this machine has; warns where that is the CPU although there are better ones."""
+    """The best device that this machine has.
+
+    Warns where that is the CPU although there are better ones.
+    """
     config = best()
     if isinstance(config, cpu.Config):
         meant = "accelerator=cpu says it is meant so"

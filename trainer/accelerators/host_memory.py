@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 def locked_by(tensors: Iterable[Tensor]) -> torch.device | None:
-    """The device that page-locks memory for copies of these tensors; None if none of them has to."""
+    """The device that page-locks memory for copies of these tensors.
+
+    None if none of them has to.
+    """
     return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
 
 

@@ -1,4 +1,6 @@
-"""TPUs under TorchTPU, one chip a process: tensors as on a GPU, and collectives, so that ddp and fsdp work as they are.
+"""TPUs under TorchTPU, one chip a process.
+
+Tensors as on a GPU, and collectives, so that ddp and fsdp work as they are.
 
 Written from the package torch_tpu 0.2.0 and its documentation; it has never run on a chip. What
 could not be known without one is left out: how much memory there is and is used, and how long the
@@ -22,7 +24,9 @@ _LAUNCH = ("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY")
 
 @dataclass(frozen=True)
 class Config(chips.Products):
-    """Runs on the TPU chip of this process, by TorchTPU (the package torch_tpu), with strategy=ddp or fsdp."""
+    """Runs on the TPU chip of this process, by TorchTPU (the package torch_tpu), with strategy=ddp
+    or fsdp.
+    """
 
     def build(self) -> TpuAccelerator:
         check_installed()
@@ -31,7 +35,8 @@ class Config(chips.Products):
         found = torch.accelerator.current_accelerator()
         if found is None or found.type != "tpu":
             raise ConfigError(
-                "accelerator: tpu was asked for and TorchTPU finds no chip on this machine; on a TPU VM look at "
+                "accelerator: tpu was asked for and TorchTPU finds no chip on this machine; on a "
+                "TPU VM look at "
                 "/dev/vfio, and do not set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
             )
         # A process may see its own chip only, so those of the machine are counted where there is
@@ -40,7 +45,8 @@ class Config(chips.Products):
         missing = [variable for variable in _LAUNCH if variable not in os.environ]
         if missing and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
-                f"{' and '.join(missing)} must be set where TorchTPU runs in several processes; before you start "
+                f"{' and '.join(missing)} must be set where TorchTPU runs in several processes; "
+                "before you start "
                 "them: eval \"$(python -m torch.tpu.distributed | sed 's/^/export /')\""
             )
         torch.set_float32_matmul_precision("medium" if self.bf16_products else "highest")
@@ -56,7 +62,8 @@ def check_installed() -> None:
     install = "in an environment of its own: pip install samestep 'torch_tpu>=0.2'"
     if (version := version_of("torch_tpu")) is None:
         raise ConfigError(
-            f"accelerator: tpu needs TorchTPU (torch 2.11 or newer), {install}; or use torch-xla: accelerator=xla"
+            f"accelerator: tpu needs TorchTPU (torch 2.11 or newer), {install}; or use torch-xla: "
+            "accelerator=xla"
         )
     if tuple(map(int, version.split(".")[:2])) < (0, 2):
         raise ConfigError(

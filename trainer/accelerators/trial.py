@@ -42,7 +42,10 @@ def software() -> str:
 
 
 def devices(wanted: accelerators.Config | None) -> Iterator[Finding]:
-    """What training would run on, given the experiment's accelerator; None leaves it to the machine."""
+    """What training would run on, given the experiment's accelerator.
+
+    None leaves it to the machine.
+    """
     if isinstance(wanted, cpu.Config):
         yield Finding("devices", "ok", "the CPU, as the experiment asks for it")
     elif torch.cuda.is_available():
@@ -72,7 +75,9 @@ def devices(wanted: accelerators.Config | None) -> Iterator[Finding]:
 
 
 def exact() -> Tensor:
-    """A matrix of -1, 0 and 1: its products, sums of 128 terms, are exact in every precision and order of summation."""
+    """A matrix of -1, 0 and 1: its products, sums of 128 terms, are exact in every precision and
+    order of summation.
+    """
     return ((7 * torch.arange(512).unsqueeze(1) + torch.arange(128) ** 2) % 3 - 1).double()
 
 

@@ -1,4 +1,6 @@
-"""TPUs under torch-xla: operations are recorded into graphs, which XLA compiles for all devices of a host together."""
+"""TPUs under torch-xla: operations are recorded into graphs, which XLA compiles for all devices of
+a host together.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _ADVICE = "what a step computes may not depend on its data; docs/tpu.md, on reco
 
 @dataclass(frozen=True)
 class Config(chips.Products):
-    """Runs on the devices of XLA: TPU chips or, with PJRT_DEVICE=CPU, parts of this machine's processor.
+    """Runs on the devices of XLA.
+
+    TPU chips or, with PJRT_DEVICE=CPU, parts of this machine's processor.
 
     One process drives all devices of a machine, with strategy=xla_spmd. CPU_NUM_DEVICES says how
     many the processor is to be.
@@ -35,7 +39,8 @@ class Config(chips.Products):
         check_installed()
         if (chosen := os.environ.get("PJRT_DEVICE")) is None and not chips.count():
             raise ConfigError(
-                "accelerator: xla finds no TPU on this machine; on a TPU VM look at /dev/accel* and /dev/vfio, which "
+                "accelerator: xla finds no TPU on this machine; on a TPU VM look at /dev/accel* "
+                "and /dev/vfio, which "
                 "another process may hold, or set PJRT_DEVICE=CPU to try XLA on the processor"
             )
         os.environ.setdefault(
@@ -66,18 +71,22 @@ def check_installed() -> None:
     """
     if (version := version_of("torch-xla")) is None:
         raise ConfigError(
-            "accelerator: xla needs torch-xla and its torch; in an environment of its own: pip install 'samestep[tpu]'"
+            "accelerator: xla needs torch-xla and its torch; in an environment of its own: pip "
+            "install 'samestep[tpu]'"
         )
     wanted, found = (".".join(each.split(".")[:2]) for each in (version, torch.__version__))
     if wanted != found:
         raise ConfigError(
-            f"torch-xla {version} works with torch {wanted} alone, and this is torch {torch.__version__}; "
+            f"torch-xla {version} works with torch {wanted} alone, and this is torch "
+            f"{torch.__version__}; "
             f"pip install 'torch=={wanted}.*' 'torch-xla=={wanted}.*'"
         )
 
 
 class XlaAccelerator(Accelerator):
-    """All devices of this machine, as one; how much fits into them is not measured, as each try would be compiled.
+    """All devices of this machine, as one.
+
+    How much fits into them is not measured, as each try would be compiled.
 
     Attributes:
         devices: how many there are in this machine.
@@ -111,7 +120,10 @@ class XlaAccelerator(Accelerator):
         return self.devices * peak if peak else None
 
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies tensors to all devices; not as `Tensor.to` does, which would be recorded in the graph."""
+        """Copies tensors to all devices.
+
+        Not as `Tensor.to` does, which would be recorded in the graph.
+        """
         from torch_xla.core.xla_model import send_cpu_data_to_device
 
         return dict(
@@ -134,7 +146,8 @@ class XlaAccelerator(Accelerator):
         self._watch()
         try:
             yield
-            torch_xla._XLAC._dynamic_shape_detector_end_session()  # refuses a graph that has become shorter
+            # refuses a graph that has become shorter
+            torch_xla._XLAC._dynamic_shape_detector_end_session()
             if work in self.compilations:
                 torch_xla.sync()
             else:
@@ -152,13 +165,17 @@ class XlaAccelerator(Accelerator):
         compiled = _compilations() - before
         if compiled > (work not in self.compilations):
             raise SamestepError(
-                f"{work} was compiled {self.compilations.get(work, 0) + compiled} times, although its operations and "
-                f"shapes are the same: a number in it has changed, or where a tensor lies; {_ADVICE}"
+                f"{work} was compiled {self.compilations.get(work, 0) + compiled} times, although "
+                "its operations and "
+                "shapes are the same: a number in it has changed, or where a tensor lies; "
+                f"{_ADVICE}"
             )
         self.compilations[work] = self.compilations.get(work, 0) + compiled
 
     def _compile(self) -> None:
-        """Has a new graph computed; it has a name of its own because `Heartbeat` looks for it: this may take long."""
+        """Has a new graph computed; it has a name of its own because `Heartbeat` looks for it: this
+        may take long.
+        """
         import torch_xla
 
         torch_xla.sync()

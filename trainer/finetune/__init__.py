@@ -1,1 +1,4 @@
-"""Fine-tuning on many tasks: each run is an experiment like any other; here they are made, run and compared."""
+"""Fine-tuning on many tasks: each run is an experiment like any other.
+
+Here they are made, run and compared.
+"""

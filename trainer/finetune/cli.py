@@ -24,13 +24,17 @@ def register(commands: Commands) -> None:
         "finetune-suite",
         _suite,
         "fine-tune a checkpoint on tasks x seeds and compare the scores",
-        "Each run is a `samestep train` of its own on one device. Stopped at any moment, the suite goes on where it\n"
-        "was when it is run again: finished runs are not made again. DIR gets data/ and runs/, results.jsonl, and the\n"
+        "Each run is a `samestep train` of its own on one device. Stopped at any moment, the suite "
+        "goes on where it\n"
+        "was when it is run again: finished runs are not made again. DIR gets data/ and runs/, "
+        "results.jsonl, and the\n"
         "table as table.html. The best run of each task keeps its checkpoint.\n\n"
         "examples:\n"
         "  samestep finetune-suite runs/bert_base --tasks glue --seeds 5\n"
-        "  samestep finetune-suite hf://google-bert/bert-base-uncased --tasks mrpc rte --grid --output runs/suite\n"
-        "  samestep finetune-suite runs/bert_mini --tasks my_task.yaml optimizer.lr=1e-4 model.dropout=0.1",
+        "  samestep finetune-suite hf://google-bert/bert-base-uncased --tasks mrpc rte --grid "
+        "--output runs/suite\n"
+        "  samestep finetune-suite runs/bert_mini --tasks my_task.yaml optimizer.lr=1e-4 "
+        "model.dropout=0.1",
     )
     parser.add_argument(
         "checkpoint", metavar="CKPT", help="a run or a step, a Hugging Face folder or hf://NAME"

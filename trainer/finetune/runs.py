@@ -173,7 +173,8 @@ def _in_order(tasks: Sequence[Task]) -> list[Task]:
         ready = [task for task in left if task.config.start in there]
         if not ready:
             raise ConfigError(
-                f"{left[0].name} starts from {left[0].config.start}, which is not among --tasks, or starts from it in "
+                f"{left[0].name} starts from {left[0].config.start}, which is not among --tasks, "
+                "or starts from it in "
                 "turn; name it, too"
             )
         ordered += ready
@@ -303,7 +304,10 @@ def _evaluations(
     generation: Sequence[str],
     also: Mapping[str, Dataset],
 ) -> Mapping[str, Sequence[str]]:
-    """How a run is scored when it is over: on further rows, and where its answers are texts, on the task's own."""
+    """How a run is scored when it is over.
+
+    On further rows, and where its answers are texts, on the task's own.
+    """
     data = {f"{name}/": [f"data.path={dataset.path}"] for name, dataset in also.items()}
     if metrics:
         length = f"max_new_tokens={predicted.task.target_length}"
@@ -314,7 +318,10 @@ def _evaluations(
 
 
 def _without_paths(experiment: Tree) -> Tree:
-    """What stays the same where a suite or its checkpoint has been moved: digests say what lies there."""
+    """What stays the same where a suite or its checkpoint has been moved.
+
+    Digests say what lies there.
+    """
     return {**experiment, "data": {**experiment["data"], "path": None}, "init_from": None}
 
 

@@ -1,4 +1,6 @@
-"""Makes the runs of a suite, each as `samestep train` in a process of its own, and keeps their results."""
+"""Makes the runs of a suite, each as `samestep train` in a process of its own, and keeps their
+results.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ class Suite:
         self._stopped = False
 
     def missing(self) -> list[Run]:
-        """The runs without a result, and those that they are to start from but whose checkpoints are gone."""
+        """The runs without a result, and those that they are to start from but whose checkpoints
+        are gone.
+        """
         results = read_results(self._folder)
         missing = [run for run in self._runs if run.digest not in results]
         starts = {run.start for run in missing if run.start and results.keys() >= set(run.start)}
@@ -215,7 +219,8 @@ class Suite:
         best = self._best(run.start, read_results(self._folder))
         if not _has_checkpoint(best):
             raise SamestepError(
-                f"{best.folder}, to start from, has no checkpoint any more; run the same command again"
+                f"{best.folder}, to start from, has no checkpoint any more; run the same command "
+                "again"
             )
         return {**run.experiment, "init_from": best.weights}
 
@@ -248,7 +253,8 @@ def _result(run: Run, seconds: float) -> Result:
         }
     if run.score not in scores:
         raise SamestepError(
-            f"{run.folder} has no score {run.score!r}; name one of objective.metrics in the task's file"
+            f"{run.folder} has no score {run.score!r}; name one of objective.metrics in the task's "
+            "file"
         )
     return Result(
         run.task,

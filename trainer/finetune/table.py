@@ -70,7 +70,9 @@ class Row:
 def summarise(
     tasks: Sequence[Task], runs: Sequence[Run], results: Mapping[str, Result]
 ) -> list[Row]:
-    """A row for each task and each of its metrics, that by which runs are compared first; then those of further rows.
+    """A row for each task and each of its metrics, that by which runs are compared first.
+
+    Then those of further rows.
 
     Args:
         tasks: in the order of the rows.
@@ -143,7 +145,9 @@ def as_table(rows: Sequence[Row]) -> Table:
 
 
 def _columns(rows: Sequence[Row]) -> list[list[str]]:
-    """The headings and the cells of each row, without columns that are empty, and without what the row above says."""
+    """The headings and the cells of each row, without columns that are empty, and without what the
+    row above says.
+    """
     lines: list[Sequence[str]] = [_HEADINGS]
     for above, row in zip([None, *rows], rows, strict=False):
         same = above is not None and (above.task, above.scratch) == (row.task, row.scratch)

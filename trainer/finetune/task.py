@@ -1,4 +1,7 @@
-"""A fine-tuning task in one file: its rows, what is predicted of them, and how BERT was fine-tuned on it."""
+"""A fine-tuning task in one file.
+
+Its rows, what is predicted of them, and how BERT was fine-tuned on it.
+"""
 
 from __future__ import annotations
 
@@ -68,11 +71,13 @@ class Config(TaskData):
             raise ConfigError(f"evaluations must be at least 1, not {self.evaluations}")
         if self.patience is not None and not 1 <= self.patience < self.evaluations:
             raise ConfigError(
-                f"patience is {self.patience} of {self.evaluations} evaluations; use 1 or more, and fewer than these"
+                f"patience is {self.patience} of {self.evaluations} evaluations; use 1 or more, "
+                "and fewer than these"
             )
         if self.metrics and not self.objective.task.writes_text:
             raise ConfigError(
-                f"metrics has {', '.join(self.metrics)}, of texts that are written, as with the objective seq2seq; "
+                f"metrics has {', '.join(self.metrics)}, of texts that are written, as with the "
+                "objective seq2seq; "
                 "name them in objective.metrics instead"
             )
         if self.objective.task.writes_text and not self.metrics:
@@ -85,11 +90,13 @@ class Config(TaskData):
             )
         if self.metrics and self.score not in self.metrics:
             raise ConfigError(
-                f"score is {self.score!r}, and metrics has {', '.join(self.metrics)}; name one of them"
+                f"score is {self.score!r}, and metrics has {', '.join(self.metrics)}; name one of "
+                "them"
             )
         if self.metrics and self.evaluations > 1:
             raise ConfigError(
-                f"evaluations is {self.evaluations}, and texts are written when a run is over; set evaluations to 1"
+                f"evaluations is {self.evaluations}, and texts are written when a run is over; set "
+                "evaluations to 1"
             )
         if empty := [name for name, values in self.grid.items() if not values]:
             raise ConfigError(f"grid.{empty[0]} has no value; name at least one, or leave it out")
@@ -171,7 +178,8 @@ def _heldout_only(source: Tree, changes: Tree, name: str) -> SourceConfig:
 
 
 def find_tasks(names: Sequence[str], recipe: str | None = None) -> list[Task]:
-    """The tasks that are named: files, folders of them, or what lies under configs/tasks, with or without its suffix.
+    """The tasks that are named: files, folders of them, or what lies under configs/tasks, with or
+    without its suffix.
 
     Args:
         names: of them.
@@ -207,7 +215,8 @@ def _files(name: str) -> list[Path]:
         {str(path.relative_to(folder)) for folder in folders for path in folder.glob("*/*.yaml")}
     )
     raise ConfigError(
-        f"no task {name!r}: it is no file or folder here, nor in {_FOLDER}; known: {', '.join(known) or 'none'}"
+        f"no task {name!r}: it is no file or folder here, nor in {_FOLDER}; known: "
+        f"{', '.join(known) or 'none'}"
     )
 
 

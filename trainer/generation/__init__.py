@@ -58,13 +58,16 @@ class Generator:
             raise ConfigError("a model of this kind writes no text; use t5 or gpt2")
         if model.config.head != "language_model":
             raise ConfigError(
-                f"this model has a {model.config.head} head, which predicts no words; use one with a head for them, "
+                f"this model has a {model.config.head} head, which predicts no words; use one with "
+                "a head for them, "
                 "as the one that it was fine-tuned from"
             )
         if not (model.config.encoder_decoder or model.config.causal):
             raise ConfigError(
-                "this model sees a text from both sides, so it cannot go on with one; use a model with an encoder and "
-                "a decoder (t5) or a causal one (gpt2, or trained with causal: true), or samestep fill"
+                "this model sees a text from both sides, so it cannot go on with one; use a model "
+                "with an encoder and "
+                "a decoder (t5) or a causal one (gpt2, or trained with causal: true), or samestep "
+                "fill"
             )
         if end is None or (model.config.encoder_decoder and vocabulary.pad is None):
             missing = (
@@ -75,12 +78,14 @@ class Generator:
             )
         if config.max_new_tokens >= model.max_sequence_length:
             raise ConfigError(
-                f"max_new_tokens is {config.max_new_tokens}, and the model takes texts of {model.max_sequence_length} "
+                f"max_new_tokens is {config.max_new_tokens}, and the model takes texts of "
+                f"{model.max_sequence_length} "
                 "tokens, what comes before included; use less"
             )
         if 2 * config.beams > vocabulary.size:
             raise ConfigError(
-                f"beams is {config.beams}; use at most half of the {vocabulary.size} tokens that there are"
+                f"beams is {config.beams}; use at most half of the {vocabulary.size} tokens that "
+                "there are"
             )
         self._model, self._config, self._device = model, config, device or torch.device("cpu")
         self.end = end
@@ -103,7 +108,8 @@ class Generator:
         reads_on = not self._model.config.encoder_decoder
         if reads_on and (cut := sum(len(source) > room for source in sources)):
             logger.warning(
-                "%d of %d texts are longer than %d tokens, which leave room for max_new_tokens=%d; they lose their "
+                "%d of %d texts are longer than %d tokens, which leave room for max_new_tokens=%d; "
+                "they lose their "
                 "beginning",
                 *(cut, len(sources), room, self._config.max_new_tokens),
             )

@@ -49,11 +49,13 @@ class Config:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
         if not 0 <= self.min_new_tokens < self.max_new_tokens:
             raise ConfigError(
-                f"min_new_tokens is {self.min_new_tokens}; use 0 to {self.max_new_tokens - 1}, below max_new_tokens"
+                f"min_new_tokens is {self.min_new_tokens}; use 0 to {self.max_new_tokens - 1}, "
+                "below max_new_tokens"
             )
         if not self.temperature > 0:
             raise ConfigError(
-                f"temperature must be above 0, not {self.temperature}; without sample, it is as if 0"
+                f"temperature must be above 0, not {self.temperature}; without sample, it is as if "
+                "0"
             )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is a probability in (0, 1], not {self.top_p}")
@@ -63,5 +65,6 @@ class Config:
             )
         if not self.sample and (self.temperature, self.top_k, self.top_p) != (1.0, None, 1.0):
             raise ConfigError(
-                "temperature, top_k and top_p have no effect without sample; add it, or leave them out"
+                "temperature, top_k and top_p have no effect without sample; add it, or leave them "
+                "out"
             )

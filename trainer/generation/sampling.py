@@ -9,7 +9,8 @@ from trainer.generation.config import Config
 
 
 def sample(logits: Tensor, drawn: Tensor, config: Config) -> Tensor:
-    """Draws a token of each row by inverting the cumulative distribution, in the order of the vocabulary.
+    """Draws a token of each row by inverting the cumulative distribution, in the order of the
+    vocabulary.
 
     Args:
         logits: fp32 [B, V].

@@ -81,7 +81,8 @@ def _gather(tokens: Tensor, places: Tensor) -> Tensor:
 
 
 def beam_search(model: Generates, logits: Tensor, cache: Cache, end: int, config: Config) -> Tensor:
-    """Goes on with the `config.beams` likeliest unfinished texts of each source, and returns the best finished one.
+    """Goes on with the `config.beams` likeliest unfinished texts of each source, and returns the
+    best finished one.
 
     As `transformers` has it: a text may finish among the first `beams` candidates only, and a
     source is done as `config.early_stopping` says. Arguments and result as of `one_by_one`.
@@ -125,7 +126,8 @@ def beam_search(model: Generates, logits: Tensor, cache: Cache, end: int, config
 def _extend(
     running: _Beams, logits: Tensor, length: int, count: int, forbidden: int | None
 ) -> tuple[_Beams, Tensor]:
-    """The `count` likeliest texts of a token more for each source, and the row int64 [B, count] that each comes from.
+    """The `count` likeliest texts of a token more for each source, and the row int64 [B, count]
+    that each comes from.
 
     logits: fp32 [B * N, V]; length: of the new texts, in tokens; forbidden: a token that is not to
         be the next.
@@ -149,7 +151,10 @@ def _extend(
 
 
 def _can_improve(running: _Beams, finished: _Beams, length: int, config: Config) -> Tensor:
-    """Whether a running text may still become one of the best finished ones of its source: bool [B]."""
+    """Whether a running text may still become one of the best finished ones of its source.
+
+    Bool [B].
+    """
     worst = finished.scores[:, -1]
     if config.early_stopping is True:
         return worst == -torch.inf

@@ -359,7 +359,10 @@ class ModelConfig(ABC):
 
     @property
     def layers(self) -> int:
-        """Number of layers (of the encoder, where there are two stacks); 0: it is not known here."""
+        """Number of layers (of the encoder, where there are two stacks).
+
+        0: it is not known here.
+        """
         return 0
 
     @property

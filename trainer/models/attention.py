@@ -38,7 +38,10 @@ def causal_mask(cells: Tensor) -> Tensor:
 
 
 def take(x: Tensor, cells: Tensor | None) -> Tensor:
-    """The hidden states of some cells, int [B, P]: [B, S, D] -> [B, P, D]; of all when `cells` is None."""
+    """The hidden states of some cells, int [B, P]: [B, S, D] -> [B, P, D].
+
+    Of all when `cells` is None.
+    """
     return x if cells is None else x.take_along_dim(cells.long()[..., None], dim=1)
 
 

@@ -224,14 +224,16 @@ class Config(Family):
         return cls.architecture.replace("MaskedLM", TASKS[head].architecture)
 
     def to_huggingface(self) -> dict[str, Any]:
-        """The content of a `config.json` from which transformers' `Auto` class for the head builds the same model.
+        """The content of a `config.json` from which transformers' `Auto` class for the head builds
+        the same model.
 
         Raises:
             ConfigError: transformers has no such model.
         """
         if self.norm != "post" or self.gated:
             raise ConfigError(
-                f"norm {self.norm} with activation {self.activation} cannot be exported: transformers' "
+                f"norm {self.norm} with activation {self.activation} cannot be exported: "
+                "transformers' "
                 f"{self.model_type} has norm post and no gated activation; train with such a model"
             )
         fields = {theirs: getattr(self, ours) for ours, theirs in _FIELDS.items()}

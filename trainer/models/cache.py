@@ -77,7 +77,10 @@ class Cache:
     def __init__(
         self, layers: int, capacity: int, is_text: Tensor, memory: Memory | None = None
     ) -> None:
-        """Makes an empty cache for `capacity` cells; is_text: bool [B, S], of those that come first."""
+        """Makes an empty cache for `capacity` cells.
+
+        Is_text: bool [B, S], of those that come first.
+        """
         self.layers = [LayerCache(capacity) for _ in range(layers)]
         self.is_text = F.pad(is_text, (0, capacity - is_text.shape[1]), value=True)
         self.memory = memory

@@ -79,21 +79,26 @@ class TransformerConfig(ModelConfig):
             )
 
     def check_task(self, *heads: Head) -> None:
-        """Refuses a task's head that is none of these, which the family has, and labels that do not go with it."""
+        """Refuses a task's head that is none of these, which the family has, and labels that do not
+        go with it.
+        """
         if self.head not in ("language_model", *heads):
             raise ConfigError(
-                f"head is {self.head}, and models of this kind have heads for {', '.join(heads)} only; use one of "
+                f"head is {self.head}, and models of this kind have heads for {', '.join(heads)} "
+                "only; use one of "
                 "these, or another kind of model, as bert"
             )
         fewest, count = FEWEST_LABELS.get(self.head), len(self.labels)
         if fewest is None and count:
             raise ConfigError(
-                f"a {self.head} head has no labels, and labels is {list(self.labels)}; leave labels empty, or set head "
+                f"a {self.head} head has no labels, and labels is {list(self.labels)}; leave "
+                "labels empty, or set head "
                 "to classification or tagging"
             )
         if fewest is not None and count < fewest:
             raise ConfigError(
-                f"labels must name at least {fewest} for a {self.head} head, not {count}; set labels to those of the "
+                f"labels must name at least {fewest} for a {self.head} head, not {count}; set "
+                "labels to those of the "
                 "dataset"
             )
         twice = [label for label in self.labels if self.labels.count(label) > 1]
@@ -253,7 +258,8 @@ class TransformerConfig(ModelConfig):
             changes |= {"head": head, "labels": labels}
         elif head != "language_model":
             raise ConfigError(
-                f"a model of kind {self.model_type} has no {head} head; use bert, roberta, t5, gpt2 or openai_gpt"
+                f"a model of kind {self.model_type} has no {head} head; use bert, roberta, t5, "
+                "gpt2 or openai_gpt"
             )
         if "nsp" in settings:
             changes["nsp"] = "next_sentence" in needs

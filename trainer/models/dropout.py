@@ -1,4 +1,5 @@
-"""Dropout whose masks are a pure function of a key per row, so that they do not depend on how a batch is split.
+"""Dropout whose masks are a pure function of a key per row, so that they do not depend on how a
+batch is split.
 
 A 32-bit integer hash decides about each element: the same bits on every device, eager or compiled.
 The mixer is Wellons' lowbias32 (https://nullprogram.com/blog/2018/07/31/). int32 products wrap
@@ -43,7 +44,8 @@ def split_key(key: Tensor, count: int) -> Tensor:
 
 
 def dropout(x: Tensor, p: float, key: Tensor | None, cells: Tensor | None = None) -> Tensor:
-    """Zeroes each element with probability p and scales the others by 1 / (1 - p) (Srivastava et al. 2014).
+    """Zeroes each element with probability p and scales the others by 1 / (1 - p) (Srivastava et
+    al. 2014).
 
     Args:
         x: [B, ...], at most 2**31 elements a row.

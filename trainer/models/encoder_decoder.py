@@ -157,7 +157,10 @@ class EncoderDecoder(TransformerModel):
     def _embed_source(
         self, inputs: Inputs, dropout_key: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """What the encoder reads, with a prompt: embeddings [B, n + S, D], and the token table [V, D]."""
+        """What the encoder reads, with a prompt.
+
+        Embeddings [B, n + S, D], and the token table [V, D].
+        """
         hidden, matrix = self.embeddings(inputs.tokens, None, dropout_key=dropout_key)
         return self._prompted(hidden), matrix
 

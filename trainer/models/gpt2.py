@@ -138,7 +138,8 @@ class Config(Family):
         return cls.architecture.replace("LMHeadModel", "ForSequenceClassification")
 
     def to_huggingface(self) -> dict[str, Any]:
-        """The content of a `config.json` from which transformers' `Auto` class for the head builds the same model.
+        """The content of a `config.json` from which transformers' `Auto` class for the head builds
+        the same model.
 
         Raises:
             ConfigError: transformers has no such model.
@@ -146,12 +147,14 @@ class Config(Family):
         known = {ours: theirs for theirs, ours in self.activations.items()}
         if self.activation not in known:
             raise ConfigError(
-                f"activation {self.activation} cannot be exported: transformers' {self.model_type} has none that is "
+                f"activation {self.activation} cannot be exported: transformers' {self.model_type} "
+                "has none that is "
                 "gated; train with another"
             )
         if self.head == "multiple_choice":
             raise ConfigError(
-                f"a multiple_choice head cannot be exported: transformers' {self.model_type} has none; export the "
+                f"a multiple_choice head cannot be exported: transformers' {self.model_type} has "
+                "none; export the "
                 "model that it was fine-tuned from"
             )
         fields = {theirs: getattr(self, ours) for ours, theirs in _FIELDS.items()}

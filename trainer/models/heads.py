@@ -15,7 +15,9 @@ from trainer.models.norms import LayerNorm
 
 
 class MaskedLMHead(nn.Module):
-    """Predicts tokens: dense, activation, norm, then a product with the token embeddings or a matrix of its own."""
+    """Predicts tokens: dense, activation, norm, then a product with the token embeddings or a
+    matrix of its own.
+    """
 
     def __init__(self, config: TransformerConfig, activation: Activation) -> None:
         super().__init__()
@@ -30,7 +32,10 @@ class MaskedLMHead(nn.Module):
     def forward(
         self, hidden: Tensor, embedding: Tensor, _dropout_key: Tensor | None = None
     ) -> Tensor:
-        """[B, P, D] -> logits [B, P, V]; embedding: [V, D], the token embeddings, used when the head is tied."""
+        """[B, P, D] -> logits [B, P, V].
+
+        Embedding: [V, D], the token embeddings, used when the head is tied.
+        """
         hidden = self.norm(activate(self.dense(hidden), self.activation))
         return F.linear(
             hidden, embedding if self.decoder is None else self.decoder.weight, self.bias
@@ -38,7 +43,9 @@ class MaskedLMHead(nn.Module):
 
 
 class LanguageModelHead(nn.Module):
-    """Predicts tokens by a product with the token embeddings, the hidden states scaled, or with a matrix of its own."""
+    """Predicts tokens by a product with the token embeddings, the hidden states scaled, or with a
+    matrix of its own.
+    """
 
     def __init__(self, config: TransformerConfig, scale: float = 1.0) -> None:
         super().__init__()
@@ -50,7 +57,10 @@ class LanguageModelHead(nn.Module):
     def forward(
         self, hidden: Tensor, embedding: Tensor, _dropout_key: Tensor | None = None
     ) -> Tensor:
-        """[B, P, D] -> logits [B, P, V]; embedding: [V, D], the token embeddings, used when the head is tied."""
+        """[B, P, D] -> logits [B, P, V].
+
+        Embedding: [V, D], the token embeddings, used when the head is tied.
+        """
         if self.decoder is not None:
             logits: Tensor = self.decoder(hidden)
             return logits
@@ -113,6 +123,8 @@ class NextSentenceHead(nn.Module):
         self.classifier = nn.Linear(config.width, 2)
 
     def forward(self, first: Tensor) -> Tensor:
-        """The hidden states of the first tokens [B, D] -> logits [B, 2] of "follows" and "is from elsewhere"."""
+        """The hidden states of the first tokens [B, D] -> logits [B, 2] of "follows" and "is from
+        elsewhere".
+        """
         logits: Tensor = self.classifier(self.pooler(first).tanh())
         return logits

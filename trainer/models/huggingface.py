@@ -42,7 +42,8 @@ def read_settings(
     for key, expected in fixed.items():
         if config.get(key, expected) != expected:
             raise ConfigError(
-                f"config.json has {key} {config[key]!r}, and a {fixed['model_type']} model of this kind "
+                f"config.json has {key} {config[key]!r}, and a {fixed['model_type']} model of this "
+                "kind "
                 f"needs {expected!r}; import another checkpoint"
             )
     missing = [theirs for theirs in fields.values() if theirs not in config]
@@ -53,7 +54,8 @@ def read_settings(
     key = fields["activation"]
     if str(config[key]) not in activation:
         raise ConfigError(
-            f"config.json has {key} {config[key]!r}, which is not supported; known: {', '.join(activation)}"
+            f"config.json has {key} {config[key]!r}, which is not supported; known: "
+            f"{', '.join(activation)}"
         )
     return {ours: config[theirs] for ours, theirs in fields.items()} | {
         "activation": activation[str(config[key])]
@@ -63,7 +65,8 @@ def read_settings(
 def read_task(
     config: Mapping[str, Any], tensors: Collection[str], heads: Mapping[Head, tuple[str, str]]
 ) -> tuple[Head, tuple[str, ...]]:
-    """The head of a checkpoint, which is a language model's unless it is one of `heads`, and its labels.
+    """The head of a checkpoint, which is a language model's unless it is one of `heads`, and its
+    labels.
 
     Args:
         config: the content of its `config.json`.
@@ -82,7 +85,9 @@ def read_task(
 
 
 def read_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of classes in a `config.json`, in order; as transformers has them where it names none.
+    """The names of classes in a `config.json`, in order.
+
+    As transformers has them where it names none.
 
     Raises:
         ConfigError: they are not numbered from 0.
@@ -95,12 +100,16 @@ def read_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(numbered[number] for number in range(len(names)))
     except (AttributeError, KeyError, ValueError):
         raise ConfigError(
-            f"config.json has id2label {names!r}, which does not name the labels 0, 1, ...; correct it"
+            f"config.json has id2label {names!r}, which does not name the labels 0, 1, ...; "
+            "correct it"
         ) from None
 
 
 def name_labels(labels: tuple[str, ...]) -> dict[str, Any]:
-    """What a `config.json` says of the labels of a head, if it has any; a single one is that of a number."""
+    """What a `config.json` says of the labels of a head, if it has any.
+
+    A single one is that of a number.
+    """
     if not labels:
         return {}
     names = {
@@ -161,7 +170,8 @@ def drop_copy(found: dict[str, Tensor], copy: str, original: str) -> None:
     matrix, embedding = found.pop(copy, None), found.get(original)
     if matrix is not None and embedding is not None and not torch.equal(matrix, embedding):
         raise CheckpointError(
-            f"{copy} differs from the word embeddings, and the configuration says that they are one; "
+            f"{copy} differs from the word embeddings, and the configuration says that they are "
+            "one; "
             "set tie_word_embeddings to false in config.json"
         )
 
@@ -187,6 +197,7 @@ def _check(
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(
-            f"these weights are not of this {config.model_type} model: {'; '.join(problems[:5])}{more}; "
+            f"these weights are not of this {config.model_type} model: "
+            f"{'; '.join(problems[:5])}{more}; "
             "use the config.json that belongs to them"
         )

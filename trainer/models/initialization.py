@@ -1,4 +1,7 @@
-"""Initial weights as a pure function of (seed, parameter name, element): each process makes just its own partition."""
+"""Initial weights as a pure function of (seed, parameter name, element).
+
+Each process makes just its own partition.
+"""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ class Config(gpt2.Config):
         config = super().to_huggingface()
         if config.pop("n_inner") != 4 * self.width:
             raise ConfigError(
-                f"ffn_width {self.ffn_width} cannot be exported: transformers' {self.model_type} has 4 times the "
+                f"ffn_width {self.ffn_width} cannot be exported: transformers' {self.model_type} "
+                "has 4 times the "
                 f"width; train with ffn_width={4 * self.width}"
             )
         return config

@@ -30,7 +30,8 @@ class RelativeBias(nn.Module):
         self.weight = nn.Parameter(torch.empty(buckets, heads))
 
     def forward(self, queries: int, keys: int, mask: Tensor | None, before: int = 0) -> Tensor:
-        """The scores to add for `queries` cells that come after `before` others, and for `keys` cells from the first.
+        """The scores to add for `queries` cells that come after `before` others, and for `keys`
+        cells from the first.
 
         A distance between cells is one between positions as long as both are in one segment, and
         others are masked.
@@ -58,7 +59,10 @@ class RelativeBias(nn.Module):
         return bias.contiguous() if mask is None else torch.where(mask, bias, float("-inf"))
 
     def _bucket(self, distance: Tensor) -> Tensor:
-        """The bucket of each distance from the cell that attends to the cell attended to: int64 [N] -> int64 [N]."""
+        """The bucket of each distance from the cell that attends to the cell attended to.
+
+        Int64 [N] -> int64 [N].
+        """
         count = self.weight.shape[0]
         first = torch.zeros_like(distance)
         if self.bidirectional:

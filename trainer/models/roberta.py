@@ -52,7 +52,8 @@ class Config(bert.Config):
         super().__post_init__()
         if self.nsp:
             raise ConfigError(
-                "nsp is true, and RoBERTa has no next-sentence head; set nsp to false, or use kind: bert"
+                "nsp is true, and RoBERTa has no next-sentence head; set nsp to false, or use "
+                "kind: bert"
             )
 
     @property

@@ -67,7 +67,8 @@ _HEADS: dict[Head, dict[str, str]] = {
     "question_answering": {"classifier": "qa_outputs"},
 }
 _PREFIX = "transformer."  # of all other names of models with these heads, spans excepted
-_UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"  # in the first checkpoints
+# in the first checkpoints
+_UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 _COPIES = re.compile(r"(encoder|decoder)\.embed_tokens\.weight")
 
 
@@ -115,7 +116,8 @@ class Config(Family):
         super().__post_init__()
         if self.head != "language_model" and self.architecture != "encoder_decoder":
             raise ConfigError(
-                f"architecture {self.architecture} is for language models, and head is {self.head}; set architecture "
+                f"architecture {self.architecture} is for language models, and head is "
+                f"{self.head}; set architecture "
                 "to encoder_decoder, or leave head out"
             )
         self.check_task(*_HEADS)
@@ -127,7 +129,8 @@ class Config(Family):
             self.layers,
         ):
             raise ConfigError(
-                f"decoder_layers is {self.decoder_layers}, and architecture {self.architecture} has one stack of "
+                f"decoder_layers is {self.decoder_layers}, and architecture {self.architecture} "
+                "has one stack of "
                 f"{self.layers} layers; leave decoder_layers out"
             )
         if self.relative_buckets < 4 or self.relative_buckets % 4:
@@ -136,7 +139,8 @@ class Config(Family):
             )
         if self.max_distance <= self.relative_buckets // 2:
             raise ConfigError(
-                f"max_distance is {self.max_distance}, which the {self.relative_buckets} relative_buckets reach one by "
+                f"max_distance is {self.max_distance}, which the {self.relative_buckets} "
+                "relative_buckets reach one by "
                 f"one; use more than {self.relative_buckets // 2}, as 128"
             )
 
@@ -196,7 +200,9 @@ class Config(Family):
         return True
 
     def initial_std(self, name: str) -> tuple[float, ...]:
-        """As in mesh-tensorflow and transformers, but for an untied head, where transformers has 1 instead."""
+        """As in mesh-tensorflow and transformers, but for an untied head, where transformers has 1
+        instead.
+        """
         width, inner = self.width**-0.5, (self.heads * self.head_width) ** -0.5
         query = (self.width * self.head_width) ** -0.5
         module = (
@@ -284,7 +290,8 @@ class Config(Family):
         return decoded
 
     def to_huggingface(self) -> dict[str, Any]:
-        """The content of a `config.json` from which transformers' `Auto` class for the head builds the same model.
+        """The content of a `config.json` from which transformers' `Auto` class for the head builds
+        the same model.
 
         Raises:
             ConfigError: transformers has no such model.
@@ -292,12 +299,15 @@ class Config(Family):
         known = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
         if self.architecture != "encoder_decoder" or self.activation not in known:
             raise ConfigError(
-                f"architecture {self.architecture} with activation {self.activation} cannot be exported: transformers' "
-                "t5 is an encoder_decoder, and its gated activation is geglu_tanh; train with such a model"
+                f"architecture {self.architecture} with activation {self.activation} cannot be "
+                "exported: transformers' "
+                "t5 is an encoder_decoder, and its gated activation is geglu_tanh; train with such "
+                "a model"
             )
         if self.head not in _ARCHITECTURES:
             raise ConfigError(
-                f"a {self.head} head cannot be exported: transformers' t5 has none; export the model that it was "
+                f"a {self.head} head cannot be exported: transformers' t5 has none; export the "
+                "model that it was "
                 "fine-tuned from"
             )
         return {

@@ -23,12 +23,15 @@ from trainer.strategies.world import World, host_group
 NamedParameters: TypeAlias = Iterable[tuple[str, nn.Parameter]]
 BuildOptimizer: TypeAlias = Callable[[NamedParameters], torch.optim.Optimizer]
 InitialValues: TypeAlias = Callable[[str, int, int], Tensor]
-"""(parameter name, start, stop) -> elements [start, stop) of the flattened whole parameter, fp32."""
+"""(parameter name, start, stop) -> elements [start, stop) of the flattened whole parameter, fp32.
+"""
 
 
 @dataclass(frozen=True)
 class Replica:
-    """The data-parallel coordinate of this process: it feeds slice `index` of `count` of each global batch.
+    """The data-parallel coordinate of this process.
+
+    It feeds slice `index` of `count` of each global batch.
 
     It splits its rows evenly over `devices`.
     """
@@ -76,7 +79,8 @@ def check_replicas(replicas: int, fitting: Sequence[int], devices: int) -> None:
     """
     if replicas not in fitting:
         raise ConfigError(
-            f"strategy.replicas {replicas} does not divide the {devices} devices; use one of {list(fitting)}"
+            f"strategy.replicas {replicas} does not divide the {devices} devices; use one of "
+            f"{list(fitting)}"
         )
 
 
@@ -165,7 +169,8 @@ class Strategy(ABC):
         check_accelerator(self.kind, accelerator, self.compiles)
         if precision not in accelerator.precisions:
             raise ConfigError(
-                f"training.precision is {precision}, which {accelerator.description} does not compute with; use bf16 "
+                f"training.precision is {precision}, which {accelerator.description} does not "
+                "compute with; use bf16 "
                 "or fp32"
             )
         self.accelerator = accelerator
@@ -187,7 +192,10 @@ class Strategy(ABC):
 
     @torch.no_grad()
     def place_frozen(self, model: nn.Module, values: InitialValues) -> nn.Module:
-        """Gives a meta model that is not trained memory and values, whole on each device; returns it in eval mode."""
+        """Gives a meta model that is not trained memory and values, whole on each device.
+
+        Returns it in eval mode.
+        """
         model.to_empty(device=self.accelerator.device)
         for name, parameter in model.requires_grad_(False).named_parameters():
             parameter.copy_(values(name, 0, parameter.numel()).view(parameter.shape))
@@ -202,14 +210,19 @@ class Strategy(ABC):
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of this replica's share of the loss; over replicas they are summed, not averaged."""
+        """Adds the gradients of this replica's share of the loss.
+
+        Over replicas they are summed, not averaged.
+        """
         loss = loss * self.replica.count  # undoes the collectives' mean
         if self.loss_scale is not None:
             loss = loss * self.loss_scale.factor
         loss.backward()  # type: ignore[no-untyped-call]
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        """Scales gradients down to a global norm of `max_norm` (None: leaves them); returns the norm before.
+        """Scales gradients down to a global norm of `max_norm` (None: leaves them).
+
+        Returns the norm before.
 
         Under fp16, both norms are those without the loss scale, which stays in the gradients until
         `step`.
@@ -224,7 +237,9 @@ class Strategy(ABC):
         return norm
 
     def step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
-        """Updates the parameters; under fp16, not with gradients that have overflowed, whose norm is not finite."""
+        """Updates the parameters; under fp16, not with gradients that have overflowed, whose norm
+        is not finite.
+        """
         if self.loss_scale is None:
             optimizer.step()
         else:
@@ -232,7 +247,9 @@ class Strategy(ABC):
         self.refresh()
 
     def refresh(self) -> None:  # noqa: B027
-        """Brings what passes compute with up to date, after `parameters` were changed by `step` or a restore."""
+        """Brings what passes compute with up to date, after `parameters` were changed by `step` or
+        a restore.
+        """
 
     def all_reduce(self, value: Tensor, op: Literal["sum", "mean", "max"] = "sum") -> Tensor:
         """Sums a tensor over all replicas, or takes the mean or the largest values.
@@ -262,7 +279,9 @@ class Strategy(ABC):
         return [output.cpu() for output in outputs]
 
     def to_host(self, tensors: Mapping[str, Tensor], copy: bool = True) -> Mapping[str, Tensor]:
-        """State as it can be saved, and overwritten when it is restored: itself, where the host reaches it in place.
+        """State as it can be saved, and overwritten when it is restored.
+
+        Itself, where the host reaches it in place.
 
         Args:
             tensors: parameters and optimizer state by name, split and stacked as `prepare` has made
@@ -278,7 +297,10 @@ class Strategy(ABC):
         """Brings state up to date after what `to_host` has given for it was overwritten."""
 
     def largest(self, value: int) -> int:
-        """The largest of the replicas' values, told to all of them; the device has no part in it."""
+        """The largest of the replicas' values, told to all of them.
+
+        The device has no part in it.
+        """
         if self.replica.count == 1:
             return value
         if self._host_group is None:

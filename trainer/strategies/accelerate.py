@@ -1,4 +1,6 @@
-"""A run inside Hugging Face Accelerate: split as `accelerate launch`, or a file of `accelerate config`, asks for.
+"""A run inside Hugging Face Accelerate.
+
+Split as `accelerate launch`, or a file of `accelerate config`, asks for.
 
 Accelerate decides who takes part and how the run is split; what a step computes stays with the
 experiment. So neither loader, optimizer nor loss is handed to it, and what it would do to them does
@@ -138,13 +140,16 @@ class Accelerated(ddp.DataParallel):
 
 
 def _settings_of(file: str) -> dict[str, str]:
-    """What `accelerate launch --config_file FILE` would put into the environment of the processes, by its own code."""
+    """What `accelerate launch --config_file FILE` would put into the environment of the processes,
+    by its own code.
+    """
     from accelerate.commands import launch
     from accelerate.utils import launch as environments
 
     if "ACCELERATE_MIXED_PRECISION" in os.environ:
         raise ConfigError(
-            f"accelerate launch has started this run with settings of its own, and strategy.config is {file}; leave "
+            "accelerate launch has started this run with settings of its own, and strategy.config "
+            f"is {file}; leave "
             "out one of the two"
         )
     others = [
@@ -168,12 +173,14 @@ def _settings_of(file: str) -> dict[str, str]:
             _, found = environments.prepare_simple_launcher_cmd_env(args)
     except Exception as error:  # of whatever type its reader meets a bad file with
         raise ConfigError(
-            f"strategy.config: Accelerate cannot take {file} ({type(error).__name__}: {error}); write one with "
+            f"strategy.config: Accelerate cannot take {file} ({type(error).__name__}: {error}); "
+            "write one with "
             "`accelerate config --config_file FILE`"
         ) from error
     if kind not in _KINDS or defaults.compute_environment.value != "LOCAL_MACHINE":
         raise ConfigError(
-            f"strategy.config: {file} is for {kind} on {defaults.compute_environment.value}, and samestep runs "
+            f"strategy.config: {file} is for {kind} on {defaults.compute_environment.value}, and "
+            "samestep runs "
             f"{', '.join(_KINDS)} on LOCAL_MACHINE; write one of these with `accelerate config`"
         )
     return {name: value for name, value in found.items() if name.startswith(_PREFIXES)}
@@ -195,7 +202,10 @@ def _refused() -> Iterator[str]:
 
 
 def _contradictions(training: Tree) -> Iterator[str]:
-    """What Accelerate is asked for and the experiment says otherwise; a DeepSpeed JSON is checked on its own."""
+    """What Accelerate is asked for and the experiment says otherwise.
+
+    A DeepSpeed JSON is checked on its own.
+    """
     from accelerate.utils import parse_flag_from_env
 
     precision, norm = training["precision"], training["max_grad_norm"]
@@ -230,7 +240,8 @@ def _make(kind: str, accelerator: Accelerator, world: World) -> accelerate.Accel
         and "ACCELERATE_USE_CPU" in os.environ
     ):
         raise ConfigError(
-            "accelerate launch was asked for several processes and has started this one without a RANK, as it does on "
+            "accelerate launch was asked for several processes and has started this one without a "
+            "RANK, as it does on "
             "CPUs; append `--processes N` to the command of samestep, or use torchrun"
         )
     fix = "start the run with accelerate launch or torchrun"
@@ -254,11 +265,13 @@ def _make(kind: str, accelerator: Accelerator, world: World) -> accelerate.Accel
         )
     if (made.device.type, made.device.index or 0) != (device.type, device.index or 0):
         raise ConfigError(
-            f"Accelerate takes {made.device} and this run {device}; set accelerator={made.device.type}"
+            f"Accelerate takes {made.device} and this run {device}; set "
+            f"accelerator={made.device.type}"
         )
     if made.num_processes != world.size:
         raise ConfigError(
-            f"Accelerate sees {made.num_processes} processes and this run {world.size}; start it with accelerate "
+            f"Accelerate sees {made.num_processes} processes and this run {world.size}; start it "
+            "with accelerate "
             "launch, torchrun or --processes, which tell each process its number"
         )
     return made
@@ -292,7 +305,8 @@ def _zero() -> deepspeed.Config:
         raise ConfigError(f"Accelerate cannot take these settings of DeepSpeed: {error}") from error
     if plugin.zero_stage not in (1, 2, 3):
         raise ConfigError(
-            f"zero_stage is {plugin.zero_stage}, and ZeRO has the stages 1, 2 and 3; where nothing is to be split, "
+            f"zero_stage is {plugin.zero_stage}, and ZeRO has the stages 1, 2 and 3; where nothing "
+            "is to be split, "
             "choose MULTI_GPU as distributed_type"
         )
     return deepspeed.Config(

@@ -1,4 +1,5 @@
-"""Silent corruption: parameters and optimizer state whose bits have changed although nobody has written to them.
+"""Silent corruption: parameters and optimizer state whose bits have changed although nobody has
+written to them.
 
 Replicas hold the same bits as long as all is well: they start from the same values, and make the
 same updates with the same all-reduced gradients. So they compare with each other. A partition that
@@ -26,8 +27,10 @@ from trainer.strategies import Strategy
 
 _COLUMNS = 128
 _FIX = (
-    "a bit has flipped in memory or on the way, a computation went wrong, or there is a bug: test that machine before "
-    "you use it again, and run the same command to go on from the newest checkpoint, which was checked"
+    "a bit has flipped in memory or on the way, a computation went wrong, or there is a bug: test "
+    "that machine before "
+    "you use it again, and run the same command to go on from the newest checkpoint, which was "
+    "checked"
 )
 
 
@@ -80,8 +83,10 @@ class StateCheck:
         tensors = self._tensors()
         if bool((changed := fingerprint(tensors.values()) != remembered).any()):
             raise SamestepError(
-                f"silent corruption on rank {self._strategy.world.rank} ({platform.node()}, pid {os.getpid()}): since "
-                f"the update of step {step} the bits of {_named(tensors, changed)} have changed, and nothing writes to "
+                f"silent corruption on rank {self._strategy.world.rank} ({platform.node()}, pid "
+                f"{os.getpid()}): since "
+                f"the update of step {step} the bits of {_named(tensors, changed)} have changed, "
+                "and nothing writes to "
                 f"them there; {_FIX}"
             )
 
@@ -114,8 +119,10 @@ class StateCheck:
         dist.all_gather_object(nodes, platform.node())
         who = " and ".join(f"rank {rank} ({nodes[rank]})" for rank in odd)
         raise SamestepError(
-            f"silent corruption on {who}{'' if sound else ', one of them'}: after the update of step {step} the bits "
-            f"of {_named(tensors, differ)} are not those of {'the other replicas' if sound else 'the other'}; {_FIX}"
+            f"silent corruption on {who}{'' if sound else ', one of them'}: after the update of "
+            f"step {step} the bits "
+            f"of {_named(tensors, differ)} are not those of "
+            f"{'the other replicas' if sound else 'the other'}; {_FIX}"
         )
 
     def _gather(self, value: Tensor) -> Tensor:
@@ -127,7 +134,9 @@ class StateCheck:
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
-    """Hashes the bits of the local part of each fp32 or 16-bit tensor, on its device: int64 [number of tensors].
+    """Hashes the bits of the local part of each fp32 or 16-bit tensor, on its device.
+
+    Int64 [number of tensors].
 
     The bits of an element are an integer. Integers are summed modulo 2**32 in 128 columns, at the
     speed of memory, and the sums, each multiplied by an odd number of its own, modulo 2**64. So a
@@ -142,7 +151,9 @@ def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def odd_ones_out(values: Sequence[int], partitions: int) -> list[int]:
-    """The ranks whose value is not that of most of their replicas: of all of them, where there is no majority.
+    """The ranks whose value is not that of most of their replicas.
+
+    Of all of them, where there is no majority.
 
     Args:
         values: by rank; ranks that are equal modulo `partitions` are replicas.

@@ -1,4 +1,6 @@
-"""Hung runs: which rank is it, and what is it doing? Each process tells the others where it is; who waits, looks it up.
+"""Hung runs: which rank is it, and what is it doing? Each process tells the others where it is.
+
+Who waits, looks it up.
 
 Hardware, drivers and collectives are asked nothing: a thread looks at the main thread's Python
 stack, so it works with any back-end, and still does when everything else has stopped.
@@ -70,7 +72,8 @@ class Beat:
 
 
 class Heartbeat:
-    """A thread that publishes where the main thread is, and ends a run that hangs with one line about who is to blame.
+    """A thread that publishes where the main thread is, and ends a run that hangs with one line
+    about who is to blame.
 
     A process hangs when neither its step nor the place in its program has changed for the time-out,
     looked at once a second. It then reads what the others have published. A rank without a sign of
@@ -188,8 +191,10 @@ class Heartbeat:
             return
         self._write_stacks(mine)
         error = HangError(
-            f"the run hangs: {reason}; the stacks of the ranks that live are in {self._folder}; the same command goes "
-            "on from the newest checkpoint (an elastic run does by itself); raise training.hang_timeout if this was "
+            f"the run hangs: {reason}; the stacks of the ranks that live are in {self._folder}; "
+            "the same command goes "
+            "on from the newest checkpoint (an elastic run does by itself); raise "
+            "training.hang_timeout if this was "
             "only slow"
         )
         if store is not None:

@@ -34,7 +34,8 @@ class LossScale:
         self._skipped = torch.zeros((), device=device)
 
     def step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
-        """Makes an update with gradients that are `factor` times too large, unless their norm is not finite.
+        """Makes an update with gradients that are `factor` times too large, unless their norm is
+        not finite.
 
         A skipped step leaves weights and moments as they are. It counts as a step of the run all
         the same: in the learning rate, in bias correction and in checkpoints.
@@ -62,8 +63,10 @@ class LossScale:
         factor, skipped = float(self.factor), float(self._skipped)
         if factor < 1:
             raise SamestepError(
-                f"the loss scale has come down to {factor:g}: gradients overflow fp16 at any scale, as they do when a "
-                "run diverges; the weights are those before; go on from a checkpoint with training.precision=bf16 or "
+                f"the loss scale has come down to {factor:g}: gradients overflow fp16 at any "
+                "scale, as they do when a "
+                "run diverges; the weights are those before; go on from a checkpoint with "
+                "training.precision=bf16 or "
                 "fp32, or with a lower optimizer.lr"
             )
         return {"loss_scale": factor, "skipped_steps": skipped}

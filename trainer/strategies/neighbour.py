@@ -1,4 +1,6 @@
-"""The next rank, watched: the kernel tells at once when a process dies, whatever collective the others wait in."""
+"""The next rank, watched: the kernel tells at once when a process dies, whatever collective the
+others wait in.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _KEEPALIVE = {
 
 
 class Neighbour:
-    """Each rank connects to the next, so that together they watch each other. Nothing is sent over the connections.
+    """Each rank connects to the next, so that together they watch each other.
+
+    Nothing is sent over the connections.
 
     Nor are they accepted: the kernel completes them as long as there is a listener, and resets them
         when it goes.
@@ -79,7 +83,9 @@ class Neighbour:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Lets the kernel find out within seconds that the machine at the other end is gone without a word."""
+    """Lets the kernel find out within seconds that the machine at the other end is gone without a
+    word.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
         if hasattr(socket, option):  # not all of them on macOS

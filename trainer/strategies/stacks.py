@@ -1,4 +1,7 @@
-"""Where a process is, read off its Python stacks: neither the thread that is looked at nor the device is asked."""
+"""Where a process is, read off its Python stacks.
+
+Neither the thread that is looked at nor the device is asked.
+"""
 
 from __future__ import annotations
 

@@ -111,7 +111,9 @@ def all_reduce(gpus: int, processes: int) -> Iterator[Finding]:
 def _reduce(
     rank: int, processes: int, port: int, on_gpu: bool, results: SimpleQueue[tuple[bool, float]]
 ) -> None:
-    """One process's part; rank 0 reports whether sums are right, and the bus bandwidth as nccl-tests define it."""
+    """One process's part; rank 0 reports whether sums are right, and the bus bandwidth as
+    nccl-tests define it.
+    """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     accelerator: Accelerator = cuda.CudaAccelerator(rank) if on_gpu else cpu.CpuAccelerator()

@@ -54,7 +54,8 @@ class World:
 
     @classmethod
     def start(cls, timeout_seconds: float) -> World:
-        """Meets the other processes that the launcher's environment (RANK, WORLD_SIZE, ...) speaks of.
+        """Meets the other processes that the launcher's environment (RANK, WORLD_SIZE, ...) speaks
+        of.
 
         Args:
             timeout_seconds: how long to wait for them, here and in each collective.
@@ -79,7 +80,9 @@ class World:
         return world
 
     def connect(self, backend: str) -> None:
-        """Makes collectives possible. A step of its own, so that failures before it reach the other ranks, too.
+        """Makes collectives possible.
+
+        A step of its own, so that failures before it reach the other ranks, too.
 
         Raises:
             LaunchError: the processes cannot connect to each other.
@@ -89,8 +92,10 @@ class World:
             first = store.compare_set("backend", "", backend).decode()
             if first != backend:
                 raise LaunchError(
-                    f"rank {self.rank} on {platform.node()} would speak {backend} and another rank {first}, because "
-                    "they found different hardware; check this node's devices and driver, or set accelerator=cpu"
+                    f"rank {self.rank} on {platform.node()} would speak {backend} and another rank "
+                    f"{first}, because "
+                    "they found different hardware; check this node's devices and driver, or set "
+                    "accelerator=cpu"
                 )
             dist.init_process_group(
                 backend, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout
@@ -145,7 +150,8 @@ class World:
             self.store.set(PROGRESS, str(step))
 
     def _watch(self, store: Store) -> None:
-        """Ends this process when another rank has failed or died, or with what started it, or hosts the store.
+        """Ends this process when another rank has failed or died, or with what started it, or hosts
+        the store.
 
         Otherwise a collective's time-out would have to, and without its agent this process would
         train on unseen.
@@ -177,7 +183,10 @@ class World:
 
 
 def _leave(culprit: str, code: int) -> NoReturn:
-    """Ends the process without a farewell to the others; the rank that failed has said why, unless it was killed."""
+    """Ends the process without a farewell to the others.
+
+    The rank that failed has said why, unless it was killed.
+    """
     why = f"rank {culprit} is gone" if culprit else "the process that started this is gone"
     logger.log(logging.INFO if code == EXIT_REGROUP else logging.DEBUG, "stopping because %s", why)
     logging.shutdown()
@@ -191,6 +200,7 @@ def _explained() -> Iterator[None]:
     except RuntimeError as error:  # torch.distributed's own errors are such
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise LaunchError(
-            f"rank {os.environ.get('RANK', 0)} could not meet the others at {where}: {error}; check that "
+            f"rank {os.environ.get('RANK', 0)} could not meet the others at {where}: {error}; "
+            "check that "
             "the address is reachable from this node and that all processes were started"
         ) from error

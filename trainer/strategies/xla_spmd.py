@@ -1,4 +1,7 @@
-"""The strategy `xla_spmd`: one program for all devices of a TPU slice; `trainer/strategies/xla` carries it out."""
+"""The strategy `xla_spmd`: one program for all devices of a TPU slice.
+
+`trainer/strategies/xla` carries it out.
+"""
 
 from __future__ import annotations
 
@@ -35,23 +38,27 @@ class Config(strategies.ShardedConfig):
         super().__post_init__()
         if self.flash_attention_from is not None and self.flash_attention_from < 1:
             raise ConfigError(
-                f"flash_attention_from must be at least 1, or null for never, not {self.flash_attention_from}"
+                "flash_attention_from must be at least 1, or null for never, not "
+                f"{self.flash_attention_from}"
             )
 
     def check(self, experiment: Tree) -> None:
         training = experiment["training"]
         if training["compile"]:
             raise ConfigError(
-                "training.compile is for torch.compile, and XLA compiles every step; set it to false"
+                "training.compile is for torch.compile, and XLA compiles every step; set it to "
+                "false"
             )
         if self.scan_layers and experiment["optimizer"].get("layer_decay", 1.0) != 1:
             raise ConfigError(
-                "optimizer.layer_decay gives each layer a learning rate of its own, and strategy.scan_layers holds all "
+                "optimizer.layer_decay gives each layer a learning rate of its own, and "
+                "strategy.scan_layers holds all "
                 "layers' parameters in one tensor; set strategy.scan_layers=false"
             )
         if training["activation_checkpointing"] and not self.scan_layers:
             raise ConfigError(
-                "training.activation_checkpointing needs strategy.scan_layers=true: outside of a loop, XLA would find "
+                "training.activation_checkpointing needs strategy.scan_layers=true: outside of a "
+                "loop, XLA would find "
                 "that what is to be computed again has been computed already, and keep it"
             )
 

@@ -1,4 +1,6 @@
-"""TPUs without a chip: how they are found, what is taken for them, and what is said where that cannot be."""
+"""TPUs without a chip: how they are found, what is taken for them, and what is said where that
+cannot be.
+"""
 
 from __future__ import annotations
 
@@ -209,7 +211,8 @@ def test_with_chips_the_device_is_taken_and_one_a_process(machine: Path):
     install(machine, "torch_tpu", "0.2.0", TORCH_TPU)
     (machine / "try_out.py").write_text(
         f"from pathlib import Path\nfrom trainer.accelerators import chips\n"
-        f"chips.DEVICES, chips.PCI = Path({str(machine / 'dev')!r}), Path({str(machine / 'pci')!r})\n{TRY_OUT}"
+        f"chips.DEVICES, chips.PCI = Path({str(machine / 'dev')!r}), "
+        f"Path({str(machine / 'pci')!r})\n{TRY_OUT}"
     )
     found = subprocess.run(
         [sys.executable, machine / "try_out.py"],

@@ -18,7 +18,10 @@ WriteDataset = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def write_dataset_to() -> WriteDataset:
-    """Writes shards of random documents; every token is distinct, so that a token names its place."""
+    """Writes shards of random documents.
+
+    Every token is distinct, so that a token names its place.
+    """
 
     def write(
         folder: Path, shards: int = 6, documents: int = 40, heldout: int = 1, longest: int = 59

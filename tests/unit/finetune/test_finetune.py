@@ -1,4 +1,7 @@
-"""What a suite knows before any run: on which devices runs go, and what a constant answer scores."""
+"""What a suite knows before any run.
+
+On which devices runs go, and what a constant answer scores.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The files of tasks: rows with the columns of the datasets on the Hub become the texts and labels of the task."""
+"""The files of tasks: rows with the columns of the datasets on the Hub become the texts and labels
+of the task.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ TWO = {"sentence1": "It rains.", "sentence2": "It is wet.", "idx": 0}
 
 
 class Case(NamedTuple):
-    """A row as it is on the Hub, and what becomes of it: texts, label, group; or of a pair, source and target."""
+    """A row as it is on the Hub, and what becomes of it: texts, label, group.
+
+    Or of a pair, source and target.
+    """
 
     row: dict[str, Any]
     texts: tuple[str, ...]
@@ -208,7 +213,8 @@ CASES = {
                 "record",
                 RECORD,
                 (
-                    f"record query: {RECORD['query']} entities: Ann, Rome passage: Ann met Bob in Rome.",
+                    f"record query: {RECORD['query']} entities: Ann, Rome passage: Ann met Bob in "
+                    "Rome.",
                     "Rome",
                 ),
             ),

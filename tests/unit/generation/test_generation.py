@@ -25,7 +25,9 @@ SOURCES = [[5, 9, 2, 7], [3], [8, 8, 4, 6, 2, 9, 10], [11, 4]]
 
 
 def make(config: Any) -> Any:
-    """A model of random weights; those of 10 tokens, which the tokenizer lacks, would be the likeliest."""
+    """A model of random weights; those of 10 tokens, which the tokenizer lacks, would be the
+    likeliest.
+    """
     model = config.build()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -47,7 +49,9 @@ def make(config: Any) -> Any:
     ids=str,
 )
 def test_draws_follow_the_distribution(settings: dict[str, Any], chosen: int):
-    """The shares of 200,000 draws are within 5 standard deviations of what a loop over the tokens says."""
+    """The shares of 200,000 draws are within 5 standard deviations of what a loop over the tokens
+    says.
+    """
     config, count = Config(sample=True, **settings), 200_000
     logits = torch.tensor([0.5, -1.0, 1.5, 0.0, -2.0, 1.0, -0.5, 0.8, -1.5, 0.2, -3.0, -0.2])
     expected = np.zeros(12)

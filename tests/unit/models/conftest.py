@@ -32,7 +32,10 @@ def build() -> Callable[..., Transformer]:
 
 @pytest.fixture
 def batch() -> dict[str, torch.Tensor]:
-    """Four rows of 20 cells: packed, padded, full, and padding only; five predictions each, and dropout keys."""
+    """Four rows of 20 cells: packed, padded, full, and padding only.
+
+    Five predictions each, and dropout keys.
+    """
     generator = torch.Generator().manual_seed(0)
     lengths = [(7, 9, 4), (11,), (20,), ()]
     segments, positions = torch.zeros(2, 4, 20, dtype=torch.int32)

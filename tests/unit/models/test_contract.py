@@ -186,7 +186,10 @@ def test_the_place_of_a_parameter_in_its_stack() -> None:
 
 
 def test_layers_above_are_those_up_to_the_heads() -> None:
-    """Of both stacks for themselves; 0 for what follows them, and position biases are there, too."""
+    """Of both stacks for themselves.
+
+    0 for what follows them, and position biases are there, too.
+    """
     model = meta(replace(T5, decoder_layers=2, peft=prompt.Config(3)))
     above = model.layers_above()
     assert above.keys() == dict(model.named_parameters()).keys()

@@ -40,7 +40,9 @@ def segments(width: int, *rows: tuple[int, ...]) -> Tensor:
 
 @pytest.fixture
 def batch() -> Batch:
-    """Four rows of pairs: two in a row, one with padding, one without on either side, and padding only."""
+    """Four rows of pairs: two in a row, one with padding, one without on either side, and padding
+    only.
+    """
     generator = torch.Generator().manual_seed(0)
     return {
         "tokens": torch.randint(0, 97, (4, 20), generator=generator, dtype=torch.int32),

@@ -1,4 +1,7 @@
-"""What parameter-efficient fine-tuning adds to models: where it begins, what it trains, and how text is written."""
+"""What parameter-efficient fine-tuning adds to models.
+
+Where it begins, what it trains, and how text is written.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,10 @@ def test_lora_begins_with_the_model_as_it_is_and_adapters_nearly(family: str) ->
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_only_what_is_added_has_gradients(family: str, method: str) -> None:
-    """And a task's head, and the norms beside adapters; of all cells, which are as many as without."""
+    """And a task's head, and the norms beside adapters.
+
+    Of all cells, which are as many as without.
+    """
     model = make(family, method)
     logits = predict(model, **batch(family))
     assert logits.shape[1] == 8
@@ -85,7 +91,9 @@ def test_only_what_is_added_has_gradients(family: str, method: str) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 @torch.no_grad()
 def test_writing_goes_on_as_reading_does(family: str, method: str) -> None:
-    """Token by token, with padding before the shorter text, the logits are those of the whole texts."""
+    """Token by token, with padding before the shorter text, the logits are those of the whole
+    texts.
+    """
     model, inputs = make(family, method), batch(family)
     if family == "t5":
         whole = predict(model, **inputs)
@@ -111,7 +119,9 @@ def test_writing_goes_on_as_reading_does(family: str, method: str) -> None:
 
 @pytest.mark.parametrize("method", ["lora", "adapters"])
 def test_flops_leave_out_the_gradients_of_frozen_matrices(method: str) -> None:
-    """All but attention, which has no matrices, and the backward pass below the first of what is trained."""
+    """All but attention, which has no matrices, and the backward pass below the first of what is
+    trained.
+    """
     model, inputs = make("bert", method), batch("bert")
     embeddings = model.embeddings.tokens.weight
     with FlopCounterMode(display=False) as counter:

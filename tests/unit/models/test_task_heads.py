@@ -133,7 +133,10 @@ def test_dropout_is_where_transformers_has_it(
     name: str,
     places: tuple[bool, ...],
 ):
-    """Before each linear layer of the head, or not; with masks of their own, and keys that no layer has."""
+    """Before each linear layer of the head, or not.
+
+    With masks of their own, and keys that no layer has.
+    """
     head, seen, keys = HEADS[name], [], []
     model = build(FAMILIES[family](**{**dataclasses.asdict(config), **head, "dropout": 0.5}))
     for layer in model.layers:
@@ -178,7 +181,9 @@ Start = Callable[..., tuple[Weights, Transformer]]
 
 @pytest.fixture
 def start(config: bert.Config, build: Build, dataset_folder: Path, tmp_path: Path) -> Start:
-    """Saves a model as weights, and makes another one, on the meta device, that may start from them."""
+    """Saves a model as weights, and makes another one, on the meta device, that may start from
+    them.
+    """
 
     def start(saved: dict[str, object], **wanted: object) -> tuple[Weights, Transformer]:
         known = dataclasses.replace(config, vocab_size=600)
@@ -355,7 +360,9 @@ def test_nothing_else_is_drawn(
     seed: int | None,
     first: str,
 ):
-    """Not the encoder, not a language-model head, and where the weights are to be the run's own, nothing at all."""
+    """Not the encoder, not a language-model head, and where the weights are to be the run's own,
+    nothing at all.
+    """
     weights, model = start(saved, **wanted)
     with pytest.raises(CheckpointError, match=first):
         stored_values(weights, model, dataset, seed)

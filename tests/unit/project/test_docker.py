@@ -1,4 +1,7 @@
-"""The images, as far as that can be seen without building one: what they copy, install and start."""
+"""The images, as far as that can be seen without building one.
+
+What they copy, install and start.
+"""
 
 from __future__ import annotations
 
@@ -228,7 +231,9 @@ def test_all_packages_are_copied_after_what_they_need_is_installed(dockerfile: P
 
 @pytest.fixture
 def programs(tmp_path: Path) -> dict[str, str]:
-    """An environment whose `samestep` shows its arguments, ends with a given code, or waits for SIGTERM."""
+    """An environment whose `samestep` shows its arguments, ends with a given code, or waits for
+    SIGTERM.
+    """
     fake = tmp_path / "samestep"
     fake.write_text(
         "#!/usr/bin/env bash\n"

@@ -1,4 +1,7 @@
-"""What the documentation says can be followed: links lead somewhere, and commands are ones that samestep takes."""
+"""What the documentation says can be followed.
+
+Links lead somewhere, and commands are ones that samestep takes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ WRONG_ON_PURPOSE = "training.step=5"
 
 
 def commands(page: Path) -> list[str]:
-    """The commands of a page, in blocks and within lines, that name a file or a placeholder (DIR) and so are whole."""
+    """The commands of a page, in blocks and within lines, that name a file or a placeholder (DIR)
+    and so are whole.
+    """
     return COMMAND.findall(page.read_text(encoding="utf-8").replace("\\\n", ""))
 
 

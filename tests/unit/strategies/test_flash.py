@@ -1,4 +1,7 @@
-"""When attention is left to `scaled_dot_product_attention`; the kernel itself needs XLA and is in tests/xla."""
+"""When attention is left to `scaled_dot_product_attention`.
+
+The kernel itself needs XLA and is in tests/xla.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which rows the devices of a machine hold, for slices of several machines; what needs XLA is in tests/xla."""
+"""Which rows the devices of a machine hold, for slices of several machines.
+
+What needs XLA is in tests/xla.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ def test_machines_hold_ranges_of_rows(
 
 
 class Devices:
-    """The part of torch-xla that moves state, for one of two machines with two devices each; tensors are on the CPU."""
+    """The part of torch-xla that moves state, for one of two machines with two devices each.
+
+    Tensors are on the CPU.
+    """
 
     def __init__(self, strategy: XlaSpmd) -> None:
         self.strategy = strategy
@@ -90,7 +96,9 @@ class Devices:
         self.sent[tensor.data_ptr()] = shards
 
     def _of(self, tensor: Tensor) -> list[tuple[slice | None, int]]:
-        """The rows of each of this machine's devices (None: all of them), and which dimension they are."""
+        """The rows of each of this machine's devices (None: all of them), and which dimension they
+        are.
+        """
         dim = int(isinstance(tensor, StackedParameter))
         most, numbers = (
             -(-tensor.shape[dim] // 4),

@@ -1,4 +1,5 @@
-"""Adapters (Houlsby et al. 2019, arXiv 1902.00751): two small networks in each layer, with skip-connections.
+"""Adapters (Houlsby et al. 2019, arXiv 1902.00751): two small networks in each layer, with
+skip-connections.
 
 One is behind the output projection of attention, the other behind that of the feed-forward network,
 before dropout and the residual sum (the paper's code has dropout before them). A decoder's
@@ -27,7 +28,8 @@ _ADDED = re.compile(r".*\.adapter\.(down|up)\.(weight|bias)")
 
 @dataclass(frozen=True)
 class Config(Added):
-    """Houlsby's adapters behind attention and the feed-forward network of each layer, trained with the norms.
+    """Houlsby's adapters behind attention and the feed-forward network of each layer, trained with
+    the norms.
 
     Attributes:
         width: of the adapters' hidden layer.

@@ -1,4 +1,7 @@
-"""The folders of Hugging Face's `peft` library: what was added to a model, under its names, without the model."""
+"""The folders of Hugging Face's `peft` library.
+
+What was added to a model, under its names, without the model.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,9 @@ _HEADS: dict[str | None, Head] = {task: head for head, task in _TASKS.items()} |
     None: "multiple_choice"
 }
 _Read: TypeAlias = tuple[AnyConfig, dict[str, Tensor], set[str]]
-"""The `Config` of a model with what was read, its parameters, and the tensors that they are made from."""
+"""The `Config` of a model with what was read, its parameters, and the tensors that they are made
+from.
+"""
 _PLAIN = (True, False, "gaussian", "eva")  # ways to draw LoRA that leave the model as it is
 _OTHER = {  # of LoRA's settings in peft, what would compute something else
     "use_rslora": False,
@@ -87,8 +92,10 @@ def export_adapter(
     if not can_export(config):
         kind = type(added).__module__.rpartition(".")[2]
         raise ConfigError(
-            f"with {kind}, peft does not compute what samestep does for {config.model_type} with a {config.head} head, "
-            "so it is not exported; use the checkpoint with samestep (evaluate, features, generate, init_from), or "
+            f"with {kind}, peft does not compute what samestep does for {config.model_type} with a "
+            f"{config.head} head, "
+            "so it is not exported; use the checkpoint with samestep (evaluate, features, "
+            "generate, init_from), or "
             "fine-tune with kind: lora"
         )
     virtual = {
@@ -149,7 +156,8 @@ def import_adapter(
     kind = content.get("peft_type")
     if kind not in _READERS:
         raise CheckpointError(
-            f"adapter_config.json has peft_type {kind!r}, and {', '.join(_READERS)} can be read; train one of these"
+            f"adapter_config.json has peft_type {kind!r}, and {', '.join(_READERS)} can be read; "
+            "train one of these"
         )
     begin, read = _READERS[kind]
     found = {name.removeprefix(begin): tensors[name].float() for name in tensors}
@@ -163,8 +171,10 @@ def import_adapter(
         found.keys() - used - {each for theirs in names.values() for each in theirs}
     ):
         raise CheckpointError(
-            f"adapter_model.safetensors holds {others[0]}, which is neither LoRA of a layer's projections nor a prompt "
-            "or prefix nor part of a task's head, and is not supported; train without it, or merge it into the model "
+            f"adapter_model.safetensors holds {others[0]}, which is neither LoRA of a layer's "
+            "projections nor a prompt "
+            "or prefix nor part of a task's head, and is not supported; train without it, or merge "
+            "it into the model "
             "with peft"
         )
     for ours, theirs in names.items():
@@ -177,11 +187,13 @@ def _import_lora(content: Tree, found: Mapping[str, Tensor], base: AnyConfig) ->
     for key, expected in _OTHER.items():
         if content.get(key, expected) not in (expected, None):
             raise CheckpointError(
-                f"adapter_config.json has {key} {content[key]!r}, which is not supported; train it with {expected!r}"
+                f"adapter_config.json has {key} {content[key]!r}, which is not supported; train it "
+                f"with {expected!r}"
             )
     if (initial := content.get("init_lora_weights", True)) not in _PLAIN:
         raise CheckpointError(
-            f"adapter_config.json has init_lora_weights {initial!r}, which changes the model beneath as well; merge it "
+            f"adapter_config.json has init_lora_weights {initial!r}, which changes the model "
+            "beneath as well; merge it "
             "into the model with peft, or train LoRA without"
         )
     names = base.tensor_names()
@@ -246,7 +258,8 @@ def _import_virtual(content: Tree, found: Mapping[str, Tensor], base: AnyConfig)
     shape = model.get_parameter(names[0]).shape
     if not can_export(config):
         raise CheckpointError(
-            f"with {content['peft_type']}, peft does not compute what samestep does for {config.model_type} with a "
+            f"with {content['peft_type']}, peft does not compute what samestep does for "
+            f"{config.model_type} with a "
             f"{config.head} head; train LoRA"
         )
     if (rows, columns) != (expected := (shape[0], shape[1] * len(names))):
@@ -257,7 +270,8 @@ def _import_virtual(content: Tree, found: Mapping[str, Tensor], base: AnyConfig)
             else "export it anew"
         )
         raise CheckpointError(
-            f"adapter_model.safetensors holds {_EMBEDDINGS} of {rows} x {columns}, and {expected[0]} x {expected[1]} "
+            f"adapter_model.safetensors holds {_EMBEDDINGS} of {rows} x {columns}, and "
+            f"{expected[0]} x {expected[1]} "
             f"are expected; {fix}"
         )
     return (
@@ -281,7 +295,9 @@ def _export_lora(
     names: Mapping[str, tuple[str, ...]],
     tensors: Mapping[str, Tensor],
 ) -> tuple[Tree, dict[str, Tensor]]:
-    """The library has one A and B for each matrix of transformers, which may be several parts, as GPT-2's is."""
+    """The library has one A and B for each matrix of transformers, which may be several parts, as
+    GPT-2's is.
+    """
     found: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     changes = added.changes(model)
@@ -336,7 +352,10 @@ def _matrices(
     added: lora.Config,
     model: nn.Module,
 ) -> tuple[Tensor, Tensor]:
-    """A and B of a part, with rows and columns of zeros up to the common rank; scaled as ours are."""
+    """A and B of a part, with rows and columns of zeros up to the common rank.
+
+    Scaled as ours are.
+    """
     linear = model.get_submodule(change.linear)
     assert isinstance(linear, nn.Linear)
     a = torch.zeros(added.rank, linear.in_features)
@@ -370,7 +389,10 @@ def _is_zero(
 
 
 def _matching(pattern: Mapping[str, T], module: str, default: T) -> T:
-    """The setting of a module in one of the library's patterns: by ends of names, or expressions for them."""
+    """The setting of a module in one of the library's patterns.
+
+    By ends of names, or expressions for them.
+    """
     return next(
         (value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default
     )
@@ -406,7 +428,8 @@ def _with_head(base: Any, content: Tree, found: Mapping[str, Tensor]) -> AnyConf
     if task is None:  # the library has no name for choices, nor for what fills masks
         return base
     raise CheckpointError(
-        f"adapter_config.json has task_type {task}, and adapter_model.safetensors no such head; save "
+        f"adapter_config.json has task_type {task}, and adapter_model.safetensors no such head; "
+        "save "
         "it with modules_to_save, or start from a base that has the head"
     )
 
@@ -417,7 +440,10 @@ def _of_head(model: Model) -> list[str]:
 
 
 def _saved_module(name: str) -> str:
-    """The module of transformers that the library saves whole: a head, or a part of one, by the name of a tensor."""
+    """The module of transformers that the library saves whole.
+
+    A head, or a part of one, by the name of a tensor.
+    """
     module = name.rpartition(".")[0]
     return "classifier" if module.startswith("classifier.") else module
 

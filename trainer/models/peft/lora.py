@@ -1,4 +1,5 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685): the change of a matrix as the product of two narrow ones.
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): the change of a matrix as the product of two narrow
+ones.
 
 A projection y = W x + b becomes y = W x + b + (alpha / rank) B A x. Where a matrix of ours is
 several of the paper's (queries, keys and values are one), each of them that is a target has an A
@@ -84,7 +85,8 @@ class Config(Added):
                 close = difflib.get_close_matches(target, known, n=1)
                 meant = f"did you mean {close[0]!r}? " if close else ""
                 raise ConfigError(
-                    f"model.peft.targets has {target!r}, which this model has not; {meant}Known: {', '.join(known)}"
+                    f"model.peft.targets has {target!r}, which this model has not; {meant}Known: "
+                    f"{', '.join(known)}"
                 )
         for name, projection in list(_projections(model)):
             if not set(projection.parts).isdisjoint(self.targets):
@@ -110,7 +112,8 @@ class Config(Added):
         ]
 
     def merge(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters of the model that computes the same without LoRA, fp32 where they are changed.
+        """The parameters of the model that computes the same without LoRA, fp32 where they are
+        changed.
 
         Args:
             model: whose parameters these are, on any device.

@@ -1,4 +1,6 @@
-"""Prefix tuning (Li & Liang 2021, arXiv 2101.00190): keys and values before those of the text, in every layer.
+"""Prefix tuning (Li & Liang 2021, arXiv 2101.00190).
+
+Keys and values before those of the text, in every layer.
 
 They are parameters themselves, as in P-tuning v2 (Liu et al. 2021), where the paper has a network
 make them. The text has the positions after theirs, as in Hugging Face's `peft`; T5's learned biases
@@ -24,7 +26,8 @@ _STD = 0.02
 
 @dataclass(frozen=True)
 class Config(Added):
-    """Prefix tuning: keys and values that every cell attends to besides the text's, in all layers' self-attention.
+    """Prefix tuning: keys and values that every cell attends to besides the text's, in all layers'
+    self-attention.
 
     Attributes:
         length: how many there are in each layer.
@@ -64,7 +67,9 @@ class Prefix(nn.Module):
         self.values = nn.Parameter(torch.empty(length, inner, device=device))
 
     def forward(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """For keys [B, H, S, K] those of the prefix and its values, [B, H, n, K] each, in the same precision."""
+        """For keys [B, H, S, K] those of the prefix and its values, [B, H, n, K] each, in the same
+        precision.
+        """
         own = (
             part.to(like.dtype).view(len(part), self.heads, -1).transpose(0, 1)
             for part in (self.keys, self.values)

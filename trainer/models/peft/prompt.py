@@ -1,4 +1,6 @@
-"""Prompt tuning (Lester et al. 2021, arXiv 2104.08691): embeddings before those of the text, and nothing else.
+"""Prompt tuning (Lester et al.
+
+2021, arXiv 2104.08691): embeddings before those of the text, and nothing else.
 
 Of an encoder-decoder they come before what the encoder reads. The text has the positions after
 theirs, and a head that reads the first cell of a sequence reads the first of theirs, as in Hugging

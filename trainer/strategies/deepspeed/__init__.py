@@ -1,4 +1,6 @@
-"""DeepSpeed's ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054): state, gradients and parameters in flat partitions.
+"""DeepSpeed's ZeRO (Rajbhandari et al.
+
+2020, arXiv 1910.02054): state, gradients and parameters in flat partitions.
 
 DeepSpeed gathers parameters and reduces gradients. The update is ours: the optimizers, norms and
 checkpoints of the other strategies, on the segments of tensors that a partition holds
@@ -63,8 +65,10 @@ class Config(strategies.Config):
     def check(self, experiment: Tree) -> None:
         if self.stage == 3 and experiment["training"]["compile"]:
             raise ConfigError(
-                "training.compile does not go with strategy.stage 3, whose parameters are gathered by hooks inside of "
-                "what would be compiled; set training.compile=false, strategy.stage=2, or strategy=fsdp"
+                "training.compile does not go with strategy.stage 3, whose parameters are gathered "
+                "by hooks inside of "
+                "what would be compiled; set training.compile=false, strategy.stage=2, or "
+                "strategy=fsdp"
             )
         if self.config is not None:
             settings.check(self.config, settings.read(self.config), experiment)
@@ -79,7 +83,8 @@ class Config(strategies.Config):
             raise MissingExtra("deepspeed", "deepspeed", "strategy deepspeed")
         if not version.startswith(f"{_VERSION}."):
             raise ConfigError(
-                f"strategy deepspeed works on the internals of DeepSpeed {_VERSION}, and {version} is installed; "
+                f"strategy deepspeed works on the internals of DeepSpeed {_VERSION}, and {version} "
+                "is installed; "
                 f"pip install 'deepspeed=={_VERSION}.*', or use strategy=fsdp"
             )
         return DeepSpeed(accelerator, world, precision, self)

@@ -1,4 +1,7 @@
-"""A user's DeepSpeed JSON beside an experiment: what is taken from it, and what contradicts the experiment."""
+"""A user's DeepSpeed JSON beside an experiment.
+
+What is taken from it, and what contradicts the experiment.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,8 @@ _FIXES = {
 
 
 def read(path: str) -> Tree:
-    """A DeepSpeed JSON; what is "auto", as in those for Hugging Face's Trainer, or switched off is left out.
+    """A DeepSpeed JSON; what is "auto", as in those for Hugging Face's Trainer, or switched off is
+    left out.
 
     Raises:
         ConfigError: it cannot be read.
@@ -103,7 +107,10 @@ def read(path: str) -> Tree:
 
 
 def zero_section(tree: Tree) -> Tree:
-    """What is taken over from a JSON that `check` has passed: DeepSpeed's settings of communication."""
+    """What is taken over from a JSON that `check` has passed.
+
+    DeepSpeed's settings of communication.
+    """
     section: Tree = {}
     for key, value in _flat(tree):
         if key in _TAKEN:
@@ -141,13 +148,17 @@ def check(path: str, tree: Tree, experiment: Tree) -> None:
             wrong.append(f"{key} ({fix})")
     if wrong:
         raise ConfigError(
-            f"strategy.config {path} does not go with the experiment: {'; '.join(wrong)}. Remove these keys from a "
+            f"strategy.config {path} does not go with the experiment: {'; '.join(wrong)}. Remove "
+            "these keys from a "
             "copy of the file, so that the experiment's settings hold, or change the settings"
         )
 
 
 def _said(experiment: Tree) -> dict[str, tuple[str, list[object]]]:
-    """What an experiment says of DeepSpeed's keys: the name of the setting, and the values that are meant by it."""
+    """What an experiment says of DeepSpeed's keys.
+
+    The name of the setting, and the values that are meant by it.
+    """
     training, strategy, optimizer = (
         experiment[section] for section in ("training", "strategy", "optimizer")
     )
@@ -184,7 +195,10 @@ def _said(experiment: Tree) -> dict[str, tuple[str, list[object]]]:
 
 
 def _on(key: str, section: object) -> object:
-    """A section without what does not count: a scheduler all of whose numbers are left open, what is switched off."""
+    """A section without what does not count.
+
+    A scheduler all of whose numbers are left open, what is switched off.
+    """
     if not isinstance(section, dict):
         return section
     if section.get("enabled") in (False, "auto"):

@@ -1,4 +1,6 @@
-"""ZeRO's partitions as segments: all that is touched of DeepSpeed's internals, which are those of versions 0.19.
+"""ZeRO's partitions as segments.
+
+All that is touched of DeepSpeed's internals, which are those of versions 0.19.
 
 DeepSpeed gathers the parameters that a pass needs, and reduces gradients into the partition of each
 process. Updates are not its business: the optimizer that it is given never takes a step.
@@ -59,14 +61,18 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         """The original refuses fp16 on CPUs."""
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
-        """Any stage in any precision, where the original takes an optimizer of its own for stage 1 in bf16."""
+        """Any stage in any precision, where the original takes an optimizer of its own for stage 1
+        in bf16.
+        """
         return str(ZERO_OPTIMIZATION)
 
     def _broadcast_model(self) -> None:
         """There is nothing to tell the others."""
 
     def begin_backward(self, last: bool) -> None:
-        """What an engine's `forward` and its hooks do; the model is called without it, as it would end autocast.
+        """What an engine's `forward` and its hooks do.
+
+        The model is called without it, as it would end autocast.
 
         Args:
             last: whether gradients are complete after this backward pass.
@@ -76,7 +82,10 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         self._backward_prologue()
 
     def end_backward(self) -> None:
-        """What hooks of gradients do where there are any: stage 1 has none without contiguous gradients."""
+        """What hooks of gradients do where there are any.
+
+        Stage 1 has none without contiguous gradients.
+        """
         if self.optimizer._backward_active_depth:
             self._backward_epilogue()
 
@@ -109,7 +118,10 @@ def _partition(model: nn.Module, dtype: torch.dtype, device: torch.device, setti
 
 
 class _Place(NamedTuple):
-    """Where the part of a parameter that is here lies: its elements from `start` on are `flat[begin:end]`."""
+    """Where the part of a parameter that is here lies.
+
+    Its elements from `start` on are `flat[begin:end]`.
+    """
 
     parameter: nn.Parameter
     shape: tuple[int, ...]
@@ -120,7 +132,8 @@ class _Place(NamedTuple):
 
 
 class Partitions(ABC):
-    """The part of the parameters that this process updates, in fp32, as segments in the memory of DeepSpeed.
+    """The part of the parameters that this process updates, in fp32, as segments in the memory of
+    DeepSpeed.
 
     Args:
         zero: DeepSpeed's optimizer of the stage.
@@ -146,7 +159,10 @@ class Partitions(ABC):
 
     @abstractmethod
     def gradients(self) -> list[Tensor]:
-        """The gradients of the segments after the last backward pass of a step; DeepSpeed forgets them."""
+        """The gradients of the segments after the last backward pass of a step.
+
+        DeepSpeed forgets them.
+        """
 
     @abstractmethod
     def refresh(self) -> None:
@@ -157,7 +173,9 @@ class Partitions(ABC):
 
 
 class PartitionedState(Partitions):
-    """Stages 1 and 2: all parameters lie end to end in one flat tensor, which is cut into equal parts."""
+    """Stages 1 and 2: all parameters lie end to end in one flat tensor, which is cut into equal
+    parts.
+    """
 
     def frozen(self, parameter: nn.Parameter) -> nn.Parameter:
         return parameter
@@ -197,7 +215,10 @@ class PartitionedState(Partitions):
 
 
 class PartitionedParameters(Partitions):
-    """Stage 3: each parameter is cut into equal parts, the last one padded; those of a process lie end to end."""
+    """Stage 3: each parameter is cut into equal parts, the last one padded.
+
+    Those of a process lie end to end.
+    """
 
     def frozen(self, parameter: nn.Parameter) -> nn.Parameter:
         start, length = _part(cast(_Partitioned, parameter))
@@ -252,7 +273,9 @@ class _Partitioned(Protocol):
 
 
 def _part(parameter: _Partitioned) -> tuple[int, int]:
-    """Where this process's part of a parameter begins under stage 3, and its length without padding."""
+    """Where this process's part of a parameter begins under stage 3, and its length without
+    padding.
+    """
     size, whole = parameter.partition_numel(), parameter.ds_numel
     start = min(dist.get_rank() * size, whole)
     return start, min(size, whole - start)

@@ -1,4 +1,6 @@
-"""Attention by JAX's Pallas kernel for TPUs: blocks of scores stay on the chip (Dao et al. 2022, "FlashAttention").
+"""Attention by JAX's Pallas kernel for TPUs: blocks of scores stay on the chip (Dao et al.
+
+2022, "FlashAttention").
 
 The kernel is compiled by XLA with the rest of a graph, which needs its computation only. So JAX,
 which comes with `torch-xla[pallas]`, is asked for nothing but that, and never sees the chips.
@@ -34,7 +36,9 @@ def usable(accelerator: XlaAccelerator) -> bool:
 
 
 class FlashAttention:
-    """Takes the place of `scaled_dot_product_attention`; where the kernel does not fit, that computes.
+    """Takes the place of `scaled_dot_product_attention`.
+
+    Where the kernel does not fit, that computes.
 
     Args:
         mesh: the number of the mesh whose devices examples are split over.
@@ -133,7 +137,8 @@ def _kernel(number: int) -> _Kernel:
         return _written(call)
     except Exception as error:
         raise SamestepError(
-            f"JAX {version_of('jax')} cannot write out attention for {list(call.shape)}: {error}; set "
+            f"JAX {version_of('jax')} cannot write out attention for {list(call.shape)}: {error}; "
+            "set "
             "strategy.flash_attention_from=null to do without its kernel"
         ) from error
 

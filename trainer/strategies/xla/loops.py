@@ -1,4 +1,5 @@
-"""Loops inside a compiled graph, JAX's `lax.scan`, by the means of `torch_xla.experimental.scan` of torch-xla 2.9.
+"""Loops inside a compiled graph, JAX's `lax.scan`, by the means of `torch_xla.experimental.scan` of
+torch-xla 2.9.
 
 That records and builds the loops of every call anew, which takes the host longer than all the rest
 of a step, and asks JAX how gradients are to be split. Here each loop is built once, and whoever
@@ -144,7 +145,10 @@ def _kept_computations() -> Iterator[list[tuple[Sequence[Tensor], object]]]:
 
 @cache
 def _scan() -> Step:
-    """The function that autograd sees; made when it is first needed, as torch-xla may not be installed."""
+    """The function that autograd sees.
+
+    Made when it is first needed, as torch-xla may not be installed.
+    """
     from torch_xla.experimental.pytreeify import pytreeify
 
     scan: Step = pytreeify(_Scan).apply

@@ -1,4 +1,6 @@
-"""Says inside of a graph how a tensor, and with it its gradient, is split over devices: `mark_sharding` as a function.
+"""Says inside of a graph how a tensor, and with it its gradient, is split over devices.
+
+`mark_sharding` as a function.
 
 torch-xla's own such function hands the mesh over as text, and makes and keeps another mesh in each
 call.

@@ -1,4 +1,5 @@
-"""XLA's SPMD: one process a machine computes with whole tensors, which XLA splits over all devices of a slice.
+"""XLA's SPMD: one process a machine computes with whole tensors, which XLA splits over all devices
+of a slice.
 
 Parameters, gradients and optimizer state are split by their rows, as FSDP2 splits them, and batches
 by examples; XLA derives from that what is to be gathered and reduced (Xu et al. 2021, "GSPMD").
@@ -77,7 +78,8 @@ class XlaSpmd(Strategy):
         )
         if machines != world.size:
             raise ConfigError(
-                f"the slice has {machines} machine{'s' if machines > 1 else ''} and {world.size} processes were "
+                f"the slice has {machines} machine{'s' if machines > 1 else ''} and {world.size} "
+                "processes were "
                 "started; start one process on each machine"
             )
         check_slice(replicas, devices, accelerator.devices)
@@ -91,7 +93,10 @@ class XlaSpmd(Strategy):
         self._group = self._group_of(min(self._parts // accelerator.devices or 1, world.size))
 
     def _devices(self) -> Any:
-        """The numbers of all devices, machine by machine: those of rank r are not always the r-th of equal ranges."""
+        """The numbers of all devices, machine by machine.
+
+        Those of rank r are not always the r-th of equal ranges.
+        """
         import numpy as np
         from torch_xla import _XLAC
 
@@ -126,7 +131,8 @@ class XlaSpmd(Strategy):
         recomputes = isinstance(model, Model) and model.activation_checkpointing
         if recomputes and (not groups or len(groups) < len(declared)):
             raise ConfigError(
-                "training.activation_checkpointing recomputes layers that run as a loop, and some layers of this model "
+                "training.activation_checkpointing recomputes layers that run as a loop, and some "
+                "layers of this model "
                 "cannot, as layers of which only some are frozen; set it to false"
             )
         for group in groups:
@@ -170,7 +176,9 @@ class XlaSpmd(Strategy):
         return model.eval()
 
     def _split_activations(self, model: nn.Module) -> None:
-        """Told only how weights are split, XLA would rather split activations so, too, than gather weights."""
+        """Told only how weights are split, XLA would rather split activations so, too, than gather
+        weights.
+        """
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm | nn.RMSNorm):
                 module.register_forward_hook(
@@ -233,7 +241,9 @@ class XlaSpmd(Strategy):
         return [torch.cat([shard for shard, _ in each]) for each in shards]
 
     def to_host(self, tensors: Mapping[str, Tensor], copy: bool = True) -> Mapping[str, Tensor]:
-        """The rows that this machine's devices hold, in memory of the host that is kept for the next time."""
+        """The rows that this machine's devices hold, in memory of the host that is kept for the
+        next time.
+        """
         import torch_xla.core.xla_model as xm
 
         xm.wait_device_ops()
@@ -300,7 +310,9 @@ class XlaSpmd(Strategy):
         ]
 
     def _held(self, tensor: Tensor) -> tuple[int, int]:
-        """The first of the rows of a tensor that this machine's devices hold, and the one after the last."""
+        """The first of the rows of a tensor that this machine's devices hold, and the one after the
+        last.
+        """
         rows = tensor.shape[_rows_dim(tensor)]
         return self._range(rows) if self._is_split(tensor) else (0, rows)
 
@@ -320,7 +332,10 @@ class XlaSpmd(Strategy):
         return (*[None] * _rows_dim(parameter), *self._rows(layer_shape(parameter)))
 
     def _rows(self, shape: Sequence[int]) -> Split:
-        """Splits the rows of a matrix if every device gets some; vectors are small, and whole on all devices."""
+        """Splits the rows of a matrix if every device gets some.
+
+        Vectors are small, and whole on all devices.
+        """
         each = -(-shape[0] // self._parts)
         splits = len(shape) > 1 and 0 < (self._parts - 1) * each < shape[0]
         return ("shard" if splits else None, *[None] * (len(shape) - 1))
@@ -336,7 +351,10 @@ class XlaSpmd(Strategy):
         return split(stacked, self._number, (None, *self._rows(stacked.shape[1:])))
 
     def _place(self, tensor: Tensor, axes: Split, own_rows: bool = False) -> Tensor:
-        """Sends the host's tensor to the devices, split; `own_rows`: they are those of this machine's devices."""
+        """Sends the host's tensor to the devices, split.
+
+        `own_rows`: they are those of this machine's devices.
+        """
         from torch_xla.core.xla_model import send_cpu_data_to_device
         from torch_xla.distributed.spmd import ShardingSpec
 

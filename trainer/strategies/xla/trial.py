@@ -1,4 +1,7 @@
-"""What `samestep doctor` tries out on the devices of XLA: their products, and a sum over all devices of the slice."""
+"""What `samestep doctor` tries out on the devices of XLA.
+
+Their products, and a sum over all devices of the slice.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from trainer.strategies.xla.split import register
 
 
 class XlaTrial:
-    """The devices of a slice in a row, each with a part of every tensor. All machines of the slice must do the same.
+    """The devices of a slice in a row, each with a part of every tensor.
+
+    All machines of the slice must do the same.
 
     Attributes:
         devices: of the whole slice.

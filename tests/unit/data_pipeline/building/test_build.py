@@ -367,7 +367,9 @@ def test_pieces_of_a_stopped_build_of_other_settings_or_input_are_made_again(
 
 
 def test_a_unit_that_fails_half_way_leaves_no_outcome_of_an_earlier_build(built, tmp_path):
-    """Its first shard is new then, perhaps of the old one's size, which a resumed build must not take for the old."""
+    """Its first shard is new then, perhaps of the old one's size, which a resumed build must not
+    take for the old.
+    """
     shutil.copytree(built / "tokenizer", tmp_path / "tokenizer")
     outcome = Outcome("another build", "digest", 1, (), {}, 0)
     outcome.save(outcome_path(tmp_path, 0))

@@ -1,4 +1,6 @@
-"""A push makes a whole copy of a dataset or none, goes on where it was stopped, and overwrites nothing unasked."""
+"""A push makes a whole copy of a dataset or none, goes on where it was stopped, and overwrites
+nothing unasked.
+"""
 
 import logging
 import shutil

@@ -64,9 +64,12 @@ def test_what_makes_no_dataset_is_refused(
 
 
 def test_a_task_may_hold_what_a_recipe_does(tmp_path: Path) -> None:
-    """Given on the command line of `samestep launch`, these settings are written into one file with the task's."""
+    """Given on the command line of `samestep launch`, these settings are written into one file with
+    the task's.
+    """
     (tmp_path / "a.yaml").write_text(
-        f"base: {FOLDER}/text/qqp.yaml\ntokenizer: {{path: t}}\noutput: o\nlimit: 1MB\nheldout_fraction: 0.2\n"
+        f"base: {FOLDER}/text/qqp.yaml\ntokenizer: {{path: t}}\noutput: o\nlimit: "
+        "1MB\nheldout_fraction: 0.2\n"
     )
     recipe = load_recipe(str(tmp_path / "a.yaml"), ["workers=1"])
     assert (recipe.limit, recipe.workers, recipe.heldout_fraction, recipe.on_error) == (

@@ -1,4 +1,7 @@
-"""Datasets that know where sentences begin: how they are built, and the pairs that are made of them."""
+"""Datasets that know where sentences begin.
+
+How they are built, and the pairs that are made of them.
+"""
 
 import dataclasses
 import hashlib
@@ -32,7 +35,10 @@ DOCUMENTS = 240
 
 
 def make_text(index: int) -> str:
-    """Sentences that name their document and place: "D7 s0 w31 w5."; of one document nothing is left."""
+    """Sentences that name their document and place: "D7 s0 w31 w5.".
+
+    Of one document nothing is left.
+    """
     if index == 5:
         return "\x00"
     draw = np.random.default_rng(index)
@@ -298,7 +304,8 @@ def test_shards_of_a_single_document_are_left_out_and_said(config, tmp_path, cap
 def test_pairs_are_shown_as_pairs(built, tmp_path) -> None:
     file = tmp_path / "experiment.yaml"
     file.write_text(
-        "objective: mlm_nsp\ndata: {path: elsewhere, sequence_length: 64, lanes: 4, packing: pairs}\n"
+        "objective: mlm_nsp\ndata: {path: elsewhere, sequence_length: 64, lanes: 4, packing: "
+        "pairs}\n"
     )
     console = Console(file=io.StringIO(), width=100)
     show(str(built), str(file), [], 0, 30, console)

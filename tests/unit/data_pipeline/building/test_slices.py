@@ -1,4 +1,7 @@
-"""`samestep data build --slice I/N`: shares of a build in any order, at once, stopped and begun again."""
+"""`samestep data build --slice I/N`.
+
+Shares of a build in any order, at once, stopped and begun again.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +130,10 @@ def test_of_slices_at_once_exactly_one_merges(config, whole, tmp_path, attempt):
 
 
 def test_of_slices_that_are_done_at_the_same_moment_one_finds_the_work_of_all(tmp_path):
-    """Threads, since these locks belong to an opened file: they meet more closely than processes."""
+    """Threads, since these locks belong to an opened file.
+
+    They meet more closely than processes.
+    """
     count, rounds = 6, 60
     together = threading.Barrier(count)
 

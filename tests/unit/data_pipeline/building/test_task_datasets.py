@@ -1,4 +1,6 @@
-"""Datasets of rows of tasks: what is to be predicted goes from the source to the batches, and rows to the scores."""
+"""Datasets of rows of tasks: what is to be predicted goes from the source to the batches, and rows
+to the scores.
+"""
 
 from __future__ import annotations
 

@@ -64,7 +64,8 @@ def text_dataset(tmp_path: Path, request) -> Path:
 def experiment(tmp_path: Path) -> str:
     file = tmp_path / "experiment.yaml"
     file.write_text(
-        "model: {kind: bert}\nobjective: {kind: mlm}\ndata: {path: elsewhere, sequence_length: 64, lanes: 4}\n"
+        "model: {kind: bert}\nobjective: {kind: mlm}\ndata: {path: elsewhere, sequence_length: 64, "
+        "lanes: 4}\n"
     )
     return str(file)
 

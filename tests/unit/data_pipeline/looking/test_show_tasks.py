@@ -22,7 +22,10 @@ CAT = "the cat sat on the mat"
 def shown(
     folder: Path, kind: str, texts: list[str], label: list[float], names: list[str], *settings: str
 ) -> Any:
-    """What is printed of a dataset with one row, a line each; labels of tags and spans are of words."""
+    """What is printed of a dataset with one row, a line each.
+
+    Labels of tags and spans are of words.
+    """
     tokenizer = TokenizerConfig("x", "wordpiece", 400).train(
         [CAT, "a dog barks", "where did it sit"] * 30
     )

@@ -1,4 +1,6 @@
-"""A run that passes over examples gets the batches of one that did so from the start, whenever it learns of them."""
+"""A run that passes over examples gets the batches of one that did so from the start, whenever it
+learns of them.
+"""
 
 from typing import Any
 
@@ -66,7 +68,10 @@ def test_batches_are_those_without_the_excluded_examples(
 def test_a_step_is_taken_again_with_the_examples_that_follow(
     write_dataset: Any, count: int, threads: int
 ) -> None:
-    """Steps 3, 4 and its second try are faulty; later ones are excluded as well, and the run is cut in between."""
+    """Steps 3, 4 and its second try are faulty.
+
+    Later ones are excluded as well, and the run is cut in between.
+    """
     folder, replicas = write_dataset(), []
     for index in range(count):
         loader = make_loader(folder, index, count, threads=threads)

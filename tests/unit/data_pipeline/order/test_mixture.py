@@ -1,4 +1,6 @@
-"""A mixture keeps its shares from example to example, goes through each source exactly once a pass, and can go on."""
+"""A mixture keeps its shares from example to example, goes through each source exactly once a pass,
+and can go on.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +49,10 @@ def sources_of(order: MixedOrder, number: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("shares", [*SHARES, {"a": 1, "b": 4095}, {"a": PERIOD}])
 @pytest.mark.parametrize("lanes", [1, 8])
 def test_a_lane_keeps_its_shares_at_every_prefix(shares: dict[str, int], lanes: int) -> None:
-    """Less than 1 example off from the start of the table, where lane 0 begins; less than 2 from anywhere in it."""
+    """Less than 1 example off from the start of the table, where lane 0 begins.
+
+    Less than 2 from anywhere in it.
+    """
     order = MixedOrder(Schedule.of([(0, shares)]), orders(lanes))
     turns = PERIOD + 100
     source = sources_of(order, np.arange(turns * lanes)).reshape(turns, lanes)
@@ -104,7 +109,10 @@ def test_a_place_depends_on_nothing_that_comes_later_or_has_no_share() -> None:
 
 
 def test_golden_values() -> None:
-    """If this fails, the order of every mixture changed: raise ORDER_VERSION, so that checkpoints are not continued."""
+    """If this fails, the order of every mixture changed.
+
+    Raise ORDER_VERSION, so that checkpoints are not continued.
+    """
     order = MixedOrder(Schedule.of([(0, SHARES[0]), (500, SHARES[1])]), orders(16))
     at = order.locate([0, 1, 2, 17, 100, 499, 500, 501, 6000, 10**9])
     assert at.epoch.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 37, 6774899]
@@ -193,7 +201,10 @@ def test_batches_are_the_same_through_resizes(folders: dict[str, Path]) -> None:
 
 
 def test_every_row_is_of_the_source_that_it_names(folders: dict[str, Path]) -> None:
-    """A mixture's examples are those that its sources give by themselves; a digest says of which one."""
+    """A mixture's examples are those that its sources give by themselves.
+
+    A digest says of which one.
+    """
     single: dict[tuple[int, int, int], list[int]] = {}
     for source, name in enumerate(MIX):
         with open_loader(
@@ -240,7 +251,10 @@ def test_another_mixture_is_refused_unless_accepted(folders: dict[str, Path]) ->
 def test_an_accepted_change_is_recorded_and_every_source_goes_on_where_it_was(
     folders: dict[str, Path],
 ) -> None:
-    """Two sources, then three, then without the first one: no example of a finished pass is lost or repeated."""
+    """Two sources, then three, then without the first one.
+
+    No example of a finished pass is lost or repeated.
+    """
     stages = (
         {"wiki": 0.6, "books": 0.4},
         MIX,
@@ -324,7 +338,10 @@ def test_excluded_examples_do_not_shift_the_mixture(folders: dict[str, Path]) ->
 def test_every_source_keeps_the_shards_open_that_it_reads_from(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are 2, 3 and 4, and 9 may be open: with equal parts of those, some would be opened again and again."""
+    """They are 2, 3 and 4, and 9 may be open.
+
+    With equal parts of those, some would be opened again and again.
+    """
     opened, pack = [], PackedSplit._pack
     monkeypatch.setattr(
         PackedSplit, "_pack", lambda split, number: opened.append(number) or pack(split, number)

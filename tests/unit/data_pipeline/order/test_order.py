@@ -1,4 +1,6 @@
-"""The order visits every example once per epoch, is the same at any number of replicas, mixes, and never changes."""
+"""The order visits every example once per epoch, is the same at any number of replicas, mixes, and
+never changes.
+"""
 
 import numpy as np
 import pytest
@@ -68,7 +70,10 @@ def test_a_place_does_not_depend_on_what_else_is_asked_for() -> None:
 
 
 def test_golden_values() -> None:
-    """If this fails, the order of every run changed: raise ORDER_VERSION, so that checkpoints are not continued."""
+    """If this fails, the order of every run changed.
+
+    Raise ORDER_VERSION, so that checkpoints are not continued.
+    """
     order = Order([100, 50, 0, 200, 7, 33, 120, 90], seed=42, lanes=16, window=2)
     at = order.locate([0, 1, 2, 17, 100, 599, 600, 601, 6000, 10**9])
     assert at.epoch.tolist() == [0, 0, 0, 0, 0, 0, 1, 1, 9, 1644736]
@@ -115,7 +120,9 @@ def test_seeds_are_shuffled_differently() -> None:
 
 
 def test_a_window_is_well_mixed() -> None:
-    """Within a window of one lane, where an example ends up is uniform over the window (chi-square)."""
+    """Within a window of one lane, where an example ends up is uniform over the window
+    (chi-square).
+    """
     size, cells, trials = 3000, 10, 300
     observed = np.zeros((cells, cells))
     for seed in range(trials // 10):

@@ -1,4 +1,6 @@
-"""Packing in two dimensions: nothing overlaps on either side, few examples are opened, and the key only shuffles."""
+"""Packing in two dimensions: nothing overlaps on either side, few examples are opened, and the key
+only shuffles.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,10 @@ def test_hard_costs(cost: list[list[int]]) -> None:
 
 
 def best_fit_one_by_one(cost: list[tuple[int, int]], size: tuple[int, int]) -> int:
-    """The method of the module's docstring for one piece after the other; the first side is the scarcer one."""
+    """The method of the module's docstring for one piece after the other.
+
+    The first side is the scarcer one.
+    """
     rooms: list[tuple[int, int]] = []
     for a, b in sorted(cost, reverse=True):
         fitting = [room for room in rooms if room[0] >= a and room[1] >= b]

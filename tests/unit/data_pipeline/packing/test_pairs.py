@@ -19,7 +19,10 @@ SPEC = PackSpec(32, 1, 1)
 def make_shard(
     documents: int, sentences: int, longest: int = 20, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths of documents, and where their sentences begin; a document has 1 to `sentences` of them."""
+    """Lengths of documents, and where their sentences begin.
+
+    A document has 1 to `sentences` of them.
+    """
     random = np.random.default_rng(seed)
     count = random.integers(1, sentences + 1, documents)
     size = random.integers(1, longest + 1, count.sum())
@@ -231,7 +234,10 @@ def test_no_room_for_two_segments_is_refused() -> None:
 
 
 def test_golden_pairs() -> None:
-    """If this fails, runs see other pairs than before: raise PACKING_VERSION, and note it in CHANGELOG.md."""
+    """If this fails, runs see other pairs than before.
+
+    Raise PACKING_VERSION, and note it in CHANGELOG.md.
+    """
     packed = plan(*make_shard(3, 5), SPEC, key=5, epoch=1)
     assert packed.document.tolist() == [0, 1, 0, 1, 1, 2, 1, 1, 1, 0, 2, 2]
     assert packed.begin.tolist() == [0, 39, 16, 3, 0, 24, 4, 21, 34, 16, 0, 15]

@@ -1,4 +1,6 @@
-"""Packing of rows of a task: their texts are cut as by the loops of google-research/bert, and laid out in order."""
+"""Packing of rows of a task: their texts are cut as by the loops of google-research/bert, and laid
+out in order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Packing of pairs of texts: every pair is there once, whole, on both sides of one example; what cannot be is named."""
+"""Packing of pairs of texts: every pair is there once, whole, on both sides of one example.
+
+What cannot be is named.
+"""
 
 from __future__ import annotations
 

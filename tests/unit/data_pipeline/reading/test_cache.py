@@ -1,4 +1,7 @@
-"""The cache of shards: each is fetched once, verified, kept while in use; the size is bounded; kills do no harm."""
+"""The cache of shards: each is fetched once, verified, kept while in use; the size is bounded.
+
+Kills do no harm.
+"""
 
 import fcntl
 import hashlib

@@ -1,4 +1,7 @@
-"""A corrupt shard is passed over by name: by all replicas from the same example on, and nothing else is."""
+"""A corrupt shard is passed over by name.
+
+By all replicas from the same example on, and nothing else is.
+"""
 
 import threading
 from collections.abc import Sequence
@@ -64,7 +67,9 @@ def take(
     threads: int = 0,
     **changes: Any,
 ) -> tuple[list[Rows], dict[str, Any]]:
-    """The global batches of replicas of which each has the dataset in a folder of its own, and their state after."""
+    """The global batches of replicas of which each has the dataset in a folder of its own, and
+    their state after.
+    """
     meeting = Meeting(len(folders))
     settings = Config(
         path="", sequence_length=32, lanes=8, window=1, threads=threads, on_corrupt="skip"
@@ -136,7 +141,9 @@ def test_rows_of_the_shard_carry_no_weight_and_all_others_are_as_they_were(
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_what_one_node_finds_all_pass_over(sound: Path, corrupt: Path, count: int) -> None:
-    """The shard is damaged on one node only, and whose rows are of it depends on the number of replicas."""
+    """The shard is damaged on one node only, and whose rows are of it depends on the number of
+    replicas.
+    """
     found = []
     for damaged in range(count):
         batches, state = take(

@@ -28,7 +28,10 @@ from trainer.errors import DataError
 def test_damage_to_a_local_shard_is_noticed_before_it_is_fed(
     write_dataset: WriteDataset, rounds: int
 ) -> None:
-    """The batches before it are right; and whether examples were counted before the damage or after, nothing is fed."""
+    """The batches before it are right.
+
+    And whether examples were counted before the damage or after, nothing is fed.
+    """
     folder = write_dataset(shards=3, documents=12, heldout=1)
     settings = {"lanes": 2, "window": 1, "global_batch_size": 6}
     steps = 8  # more than an epoch

@@ -1,4 +1,7 @@
-"""Groups of examples of about the same length: little padding, and the same examples at any number of replicas."""
+"""Groups of examples of about the same length.
+
+Little padding, and the same examples at any number of replicas.
+"""
 
 from __future__ import annotations
 

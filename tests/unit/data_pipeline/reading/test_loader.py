@@ -1,4 +1,6 @@
-"""The loader gives the same global batches whoever asks, feeds every token once an epoch, and can go on anywhere."""
+"""The loader gives the same global batches whoever asks, feeds every token once an epoch, and can
+go on anywhere.
+"""
 
 import hashlib
 import math
@@ -125,7 +127,10 @@ def test_keys_differ_between_epochs_and_dropout_between_all_rows(write_dataset) 
 
 
 def test_golden_batch(write_dataset) -> None:
-    """If this fails, runs see other data than before: raise PACKING_VERSION or ORDER_VERSION; note in CHANGELOG.md."""
+    """If this fails, runs see other data than before: raise PACKING_VERSION or ORDER_VERSION.
+
+    Note in CHANGELOG.md.
+    """
     digest = hashlib.sha256()
     for packing in ("concat", "best_fit", "padded"):
         for rows in global_batches(write_dataset(name=packing), 3, packing=packing):
@@ -236,7 +241,10 @@ def test_no_more_rows_are_computed_than_the_largest_share_needs(
 
 
 def test_a_replica_of_several_devices_makes_rows_for_each(write_dataset) -> None:
-    """24 examples on 2 replicas of 5 devices: at most 3 rows a device, and so two micro-batches of 2 rows a device."""
+    """24 examples on 2 replicas of 5 devices.
+
+    At most 3 rows a device, and so two micro-batches of 2 rows a device.
+    """
     replica = Replica(0, 2, devices=5)
     step = next(make_loader(write_dataset(), micro_batch_size=2, replica=replica))
     assert (len(step), len(step[0]["example"])) == (2, 10)

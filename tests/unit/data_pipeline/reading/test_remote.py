@@ -1,4 +1,6 @@
-"""A dataset on an object store trains as its local copy does, within a small cache, and says what is wrong with it."""
+"""A dataset on an object store trains as its local copy does, within a small cache, and says what
+is wrong with it.
+"""
 
 import os
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,7 @@
-"""Rows of Parquet files are documents, in order, with their row numbers; what cannot be read is named."""
+"""Rows of Parquet files are documents, in order, with their row numbers.
+
+What cannot be read is named.
+"""
 
 from __future__ import annotations
 

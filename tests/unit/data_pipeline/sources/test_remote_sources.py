@@ -1,4 +1,7 @@
-"""Text is read from web servers and the Hub as from the disk: same records, and never a shorter dataset in silence."""
+"""Text is read from web servers and the Hub as from the disk.
+
+Same records, and never a shorter dataset in silence.
+"""
 
 from __future__ import annotations
 

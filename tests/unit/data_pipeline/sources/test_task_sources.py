@@ -1,4 +1,6 @@
-"""Sources of rows of tasks: the same rows from every format, and a reason for each row that is not one."""
+"""Sources of rows of tasks: the same rows from every format, and a reason for each row that is not
+one.
+"""
 
 from __future__ import annotations
 

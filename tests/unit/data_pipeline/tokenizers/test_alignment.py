@@ -35,7 +35,10 @@ TEXTS = [
 
 
 def metaspace() -> tokenizers.Tokenizer:
-    """As the tokenizer.json of T5 and XLM-R: Unigram, where a piece stands for what NFKC makes of a character."""
+    """As the tokenizer.json of T5 and XLM-R.
+
+    Unigram, where a piece stands for what NFKC makes of a character.
+    """
     backend = tokenizers.Tokenizer(tokenizers.models.Unigram())
     backend.normalizer, backend.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
     trainer = tokenizers.trainers.UnigramTrainer(

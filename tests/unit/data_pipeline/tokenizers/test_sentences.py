@@ -110,5 +110,8 @@ def test_sentences_have_the_tokens_of_the_text(texts: list[str], algorithm: str,
 
 
 def test_splitters_have_versions() -> None:
-    """Boundaries are part of a dataset: whoever changes them raises the number, so that no build mixes two."""
+    """Boundaries are part of a dataset.
+
+    Whoever changes them raises the number, so that no build mixes two.
+    """
     assert [splitter_version(name) for name in ("rules", "lines")] == ["rules 1", "lines 1"]

@@ -119,7 +119,10 @@ def test_the_fingerprint_tells_tokenizers_apart(tmp_path):
 
 
 def test_the_fingerprint_is_the_same_for_every_version_of_tokenizers(tmp_path):
-    """Golden values, the same in versions 0.21.0 and 0.23.3; any other would disown the tokenizers of all datasets."""
+    """Golden values, the same in versions 0.21.0 and 0.23.3.
+
+    Any other would disown the tokenizers of all datasets.
+    """
     wordpiece, bpe = tmp_path / "wordpiece", tmp_path / "bpe"
     wordpiece.mkdir()
     vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "fox", "##es"]

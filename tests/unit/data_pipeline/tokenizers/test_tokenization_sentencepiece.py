@@ -1,4 +1,6 @@
-"""SentencePiece tokenizers: the library's own ids, T5's special tokens, and what transformers makes of the files."""
+"""SentencePiece tokenizers: the library's own ids, T5's special tokens, and what transformers makes
+of the files.
+"""
 
 from __future__ import annotations
 
