@@ -449,7 +449,7 @@ class _Build:
 
 
 def _original_settings(settings: Tree) -> Tree:
-    """The settings with their original names, so that builds started before a renaming can resume."""
+    """The settings with their original names, so that builds from before a renaming can resume."""
     original: Tree = renamed.original({"settings": settings})["settings"]
     return original
 

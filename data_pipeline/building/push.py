@@ -114,7 +114,7 @@ def _manifest_at(path: str) -> Manifest | None:
 
 
 def _send(folder: Path, url: str, shard: ShardInfo) -> bool:
-    """Sends a shard; False if it is there already: objects appear whole, so one of its size is it."""
+    """Uploads a shard; returns False if an object of its size exists: objects appear whole."""
     address = f"{url}/{shard.name}"
     try:
         if storage.size(address) == shard.bytes:

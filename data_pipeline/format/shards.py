@@ -6,15 +6,16 @@ A shard holds chunks of many whole documents. A chunk is one WebDataset sample o
     000000.offsets.npy   int64 [d + 1], document i is tokens[offsets[i]:offsets[i + 1]]
     000000.origin.npy    uint32 [d, 2], (source file, line) of each document
 
-Where the build was asked for them, a fourth says where sentences begin:
+With sentences, there is a fourth:
 
-    000000.sentences.npy  uint32 [k], ascending; tokens[sentences[j]] is the first of a sentence
+    000000.sentences.npy  uint32 [k], ascending; tokens[sentences[j]] starts a sentence
 
-Of rows of a task these are their texts, and what is to be predicted of them comes with it:
+For rows of a task, "sentences" are their texts, and there are labels:
 
-    000000.labels.npy         float32 [k], `trainer.examples.Labels.values` of all documents end to end
-    000000.label_offsets.npy  int64 [d + 1], those of document i are labels[label_offsets[i]:label_offsets[i + 1]]
-    000000.rows.jsonl         of held-out shards: the rows, a JSON object each, in the documents' order
+    000000.labels.npy         float32 [k], `trainer.examples.Labels.values` of all documents
+    000000.label_offsets.npy  int64 [d + 1]; document i has labels label_offsets[i] to
+                              label_offsets[i + 1]
+    000000.rows.jsonl         held-out shards only: a JSON object for each row, in the same order
 
 Tar members start at multiples of 512 bytes and .npy data at multiples of 64 behind that, so a whole
 shard can be seen as one array of tokens in which every document is a plain slice. Members are

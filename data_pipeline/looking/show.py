@@ -21,14 +21,19 @@ from trainer.errors import ConfigError
 from trainer.examples import Batch, Examples, PackSpec, Vocabulary
 
 _LEGEND = Text.assemble(
-    "predicted tokens: ", ("[masked]", "bold green"), " ", ("[was→is]", "bold yellow"), " ", ("[kept=]", "bold cyan"),
-    "; line by line the pieces of an example, with their source", style="dim",
-)  # fmt: skip
-_LEGEND_OF_ROWS = Text.assemble(
-    "texts as they are cut for an example, what is to be ", ("predicted", "bold green"), " of them, and their source",
+    "predicted tokens: ",
+    ("[masked]", "bold green"),
+    " ",
+    ("[was→is]", "bold yellow"),
+    " ",
+    ("[kept=]", "bold cyan"),
+    "; one line for each chunk of an example, with its source",
     style="dim",
-)  # fmt: skip
-_LEGEND_OF_PAIRS = Text("what a model reads, and → what it is to write", style="dim")
+)
+_LEGEND_OF_ROWS = Text.assemble(
+    "texts of an example, their ", ("label", "bold green"), ", and their source", style="dim"
+)
+_LEGEND_OF_PAIRS = Text("source text, and → target", style="dim")
 
 Row: TypeAlias = dict[str, Any]
 """An example of a batch, by the names of its columns: arrays of cells, or numbers."""

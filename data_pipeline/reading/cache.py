@@ -5,13 +5,13 @@ at the same address, is never taken for the right one. Locks are `flock`s on the
 the system drops them with the process that holds them, however it ends, so a killed one leaves
 nothing that others wait for.
 
-    HASH.tar      a whole shard, verified, and again whenever it is opened. Who reads or maps it holds a shared lock
-                  (a map keeps the lock of the file that it was made of); who removes it needs an
-                  exclusive one, unless it is damaged.
-    HASH.partial  a shard being downloaded, under an exclusive lock. It has its final size from the start, which
-                  reserves the space. Without a lock it was left by a process that died, and is
-                  removed.
-    room.lock     held while room is made, and while a file gets its final name.
+    HASH.tar      A complete shard. It is verified when it arrives and whenever it is opened.
+                  Readers hold a shared lock (a memory map keeps the lock of its file); removing it
+                  takes an exclusive lock, unless it is damaged.
+    HASH.partial  A shard that is being downloaded, under an exclusive lock. It has its final size
+                  from the start, which reserves the space. Without a lock, it was left by a process
+                  that died, and is removed.
+    room.lock     Held while shards are evicted, and while a file gets its final name.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class ShardCache:
         return True
 
     def _download(self, url: str, path: Path, sha256: str, size: int, needed: bool) -> None:
-        """Puts a shard in its place, unless another thread or process has done so in the meantime."""
+        """Moves a shard into the cache, unless another thread or process has done so meanwhile."""
         partial = path.with_suffix(".partial")
         with locked(partial) as file:
             try:
@@ -226,9 +226,9 @@ class ShardCache:
         try:
             yield
         except OSError as error:
-            fix = "set data.cache (or SAMESTEP_CACHE) to a folder of a local disk in which this user may write"
+            fix = "set data.cache (or SAMESTEP_CACHE) to a local folder that this user may write to"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                fix = "every shard there is in use: free some space, or set data.cache to a folder on a larger disk"
+                fix = "all its shards are in use: free space, or set data.cache to a larger disk"
             elif error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):
                 fix = (
                     "its file system has no file locks: set data.cache to a folder of a local disk"

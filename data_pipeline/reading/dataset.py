@@ -386,7 +386,7 @@ class PackedSplit:
         )
 
     def documents(self, at: Location) -> list[list[tuple[str, int]]]:
-        """The (source file, line) of the document of each piece of B examples, example by example."""
+        """Returns the (source file, line) of each chunk of B examples, example by example."""
         files, target_file = self._dataset.manifest.files, self._dataset.manifest.target_file
         found: list[list[tuple[str, int]]] = [[] for _ in at.index]
         for shard, epoch in sorted(set(zip(at.shard.tolist(), at.epoch.tolist(), strict=True))):

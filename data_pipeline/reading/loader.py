@@ -65,28 +65,30 @@ class SplitOrder:
 class StreamingLoader:
     """Yields one optimizer step's micro-batches at a time, for one replica.
 
-    Every replica gets the same number of micro-batches of the same shape, no larger than the
-    largest share of a global batch needs: rows that a share does not fill are copies of an example
-    with weight 0. To what `collate` gives, each micro-batch of B rows adds
+    Every replica gets the same number of micro-batches of the same shape, as the largest share of a
+    global batch needs. Rows that a share does not fill are copies of an example, with weight 0
+    (padding rows). For example, 10 rows on 3 replicas in micro-batches of 2: shares of 3, 3 and 4
+    rows, so each replica gets 2 micro-batches, and the first two replicas one padding row.
 
-        dropout_key   int32 [B], key of the row's dropout, by global example number; of rows of several sequences,
-                      [B, sequences]
-        number        int64 [B], the global example number; -1 for a row that only pads
+    Each micro-batch of B rows has the arrays of `collate`, and
+
+        dropout_key   int32 [B], by global example number; [B, sequences] if rows hold several
+        number        int64 [B], the global example number; -1 for padding rows
         source        int64 [B], the number of its dataset in `sources`
-        example       int64 [B], the example's number in the split of its dataset; -1 for a row that only pads
+        example       int64 [B], its number in the split of its dataset; -1 for padding rows
         epoch         int64 [B], the pass over that split
-        digest        int64 [B], a hash of dataset, epoch, example and input tokens; 0 for a row that only pads
-        filled        int64 [B], the row's cells that hold a token; 0 for a row that only pads
+        digest        int64 [B], hash of dataset, epoch, example and tokens; 0 for padding rows
+        filled        int64 [B], positions that hold a token; 0 for padding rows
 
-    and where examples are rows of a task
+    For rows of a task, also
 
-        document      int64 [B], the row's number in the split of its dataset; -1 for a row that only pads
-        begin         int64 [B], the first token of the row's last piece, counted through the row's texts
-        column        int64 [B], the cell where that token stands
-        length        int64 [B], the tokens of that piece
+        document      int64 [B], the row's number in the split of its dataset; -1 for padding rows
+        begin         int64 [B], first token of the row's last chunk, counted through its texts
+        column        int64 [B], position of that token
+        length        int64 [B], tokens of that chunk
 
-    A row of a corrupt shard that is passed over has its names, and is of weight, digest and filled
-    0 and of document -1: another example stands in for it.
+    A row of a corrupt shard that is skipped keeps its number, example and epoch. Another example
+    takes its place, with weight, digest and filled 0, and document -1.
 
     Attributes:
         micro_batches: micro-batches in every step, the same on all replicas.
@@ -468,5 +470,5 @@ _SAME_AGAIN = {
     "lanes": "set data.lanes to the checkpoint's",
     "window": "set data.window to the checkpoint's",
     "group_by_length": "set data.group_by_length to the checkpoint's",
-    "packing": "set data.packing and data.sequence_length, and the objective, as the run was started with",
+    "packing": "restore data.packing, data.sequence_length and the objective",
 }

@@ -152,7 +152,7 @@ class MixedSplit:
         return cells
 
     def documents(self, at: Location) -> list[list[tuple[str, int]]]:
-        """The (source file, line) of the document of each piece of B examples, example by example."""
+        """Returns the (source file, line) of each chunk of B examples, example by example."""
         found: list[list[tuple[str, int]]] = [[] for _ in at.index]
         for split, rows, within in self._parts(at):
             for row, documents in zip(rows.tolist(), split.documents(within), strict=True):

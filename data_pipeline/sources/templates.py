@@ -45,7 +45,7 @@ class TemplateConfig(TableConfig):
 
 
 class _Piece(NamedTuple):
-    """Text as it stands in a template, and the column behind it, if there is one, with its format."""
+    """Literal text of a template, and the column that follows it, if any, with its format."""
 
     literal: str
     column: str | None

@@ -30,9 +30,9 @@ _LONGEST_WORD = 12  # characters that are looked at before a full stop
 _ABBREVIATIONS = frozenset(
     re.findall(
         r"\w+",
-        """adm al apr approx assn aug ave bros ca capt cf ch co col corp dec dept dr ed eds eq esp est etc feb fig figs
-        ft gen gov hon inc jan jr jul jun lt ltd maj messrs mr mrs ms mt nos nov oct op pp prof pt ref rep rev sec sen
-        sep sept sgt sr st vol vols vs""",
+        """adm al apr approx assn aug ave bros ca capt cf ch co col corp dec dept dr ed eds eq esp
+        est etc feb fig figs ft gen gov hon inc jan jr jul jun lt ltd maj messrs mr mrs ms mt nos
+        nov oct op pp prof pt ref rep rev sec sen sep sept sgt sr st vol vols vs""",
     )
 )
 

@@ -1,4 +1,4 @@
-"""One kind of hardware each: where tensors live, which collectives it speaks, how fast it can be."""
+"""Accelerators: one kind of hardware each, with its device, collectives and peak throughput."""
 
 from __future__ import annotations
 

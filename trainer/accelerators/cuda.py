@@ -94,7 +94,10 @@ def unusable() -> str | None:
         return None
     found = f"nvidia-smi lists {len(gpus)} ({gpus[0].partition(' (UUID')[0]})"
     if torch.version.cuda is None:
-        return f"{found}, and torch {torch.__version__} is a build for CPUs; install one for CUDA (see pytorch.org)"
+        return (
+            f"{found}, and torch {torch.__version__} is a build for CPUs; install one for CUDA "
+            "(see pytorch.org)"
+        )
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return f"{found}, and CUDA_VISIBLE_DEVICES hides them; unset it"
     return (

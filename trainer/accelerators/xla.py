@@ -22,7 +22,10 @@ from trainer.accelerators import Accelerator, Precision, chips, version_of
 from trainer.errors import ConfigError, SamestepError
 
 _CHANGED = re.compile("number of different graphs|Reached the end of the function")
-_ADVICE = "what a step computes may not depend on its data; docs/tpu.md, on recompilation, tells how to find the cause"
+_ADVICE = (
+    "what a step computes may not depend on its data; docs/tpu.md, on recompilation, tells how to "
+    "find the cause"
+)
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,7 @@ class XlaAccelerator(Accelerator):
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Surrounds, inside of a graph, what is recorded the first time only and is not part of it."""
+        """Surrounds operations inside a graph that are recorded the first time only."""
         import torch_xla
 
         torch_xla._XLAC._dynamic_shape_detector_end_session()
@@ -192,7 +195,7 @@ class XlaAccelerator(Accelerator):
             self._watch()
 
     def _watch(self) -> None:
-        """Compares what is recorded from here on with what was recorded from here on the last time."""
+        """Compares the operations recorded from here on with those of the last time."""
         import torch_xla
 
         torch_xla._XLAC._dynamic_shape_detector_set_max_different_graphs(1)

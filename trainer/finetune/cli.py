@@ -49,7 +49,7 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "--recipe",
         metavar="NAME",
-        help="fine-tune as bert, roberta, gpt, t5, mini (small BERTs) or distilbert was (default: the tasks' own)",
+        help="bert, roberta, gpt, t5, mini (small BERTs) or distilbert (default: the tasks' own)",
     )
     parser.add_argument(
         "--seeds", type=int, default=3, metavar="N", help="runs of each setting (default: 3)"

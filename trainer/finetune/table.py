@@ -200,7 +200,7 @@ def write_page(rows: Sequence[Row], title: str, file: Path) -> None:
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 3rem auto; max-width: 70rem; padding: 0 1rem }}
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 3rem auto; max-width: 70rem }}
 table {{ border-collapse: collapse; width: 100% }}
 th, td {{ padding: .3rem .6rem; text-align: right }}
 th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) {{ text-align: left }}

@@ -1,4 +1,4 @@
-"""Generation: texts that a causal model goes on with, or that an encoder-decoder makes of others."""
+"""Generation: causal models continue texts, encoder-decoders generate them from sources."""
 
 from __future__ import annotations
 

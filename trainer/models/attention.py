@@ -103,7 +103,7 @@ class Attention(nn.Module):
         mask: Tensor | None,
         dropout_key: Tensor | None,
     ) -> Tensor:
-        """Unfused attention: fused kernels take neither our dropout masks nor every learned bias."""
+        """Eager attention: fused kernels take neither our dropout masks nor every learned bias."""
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         scores = (query if scale == 1 else query * scale) @ key.transpose(-1, -2)
         if mask is not None:

@@ -310,7 +310,7 @@ class Strategy(ABC):
         return int(number)
 
     def _materialise(self, model: nn.Module, initial_values: InitialValues) -> None:
-        """Gives a meta model memory on the device and fills the partition that this process holds."""
+        """Allocates a meta model on the device and fills the partition of this rank."""
         model.to_empty(device=self.accelerator.device)
         self.parameters = dict(model.named_parameters())
         self._fill(initial_values)

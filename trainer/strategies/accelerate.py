@@ -215,7 +215,7 @@ def _contradictions(training: Tree) -> Iterator[str]:
     if mixed not in unsaid | {_MIXED_PRECISION[precision]}:
         yield f"mixed_precision is {mixed} and training.precision {precision}: change one of them"
     if clipping != "auto" and float(clipping) != (norm or 0):
-        yield f"gradient_clipping is {clipping} and training.max_grad_norm {norm}: set the former to auto"
+        yield f"gradient_clipping is {clipping} and training.max_grad_norm {norm}: set it to auto"
     if (
         parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING")
         and not training["activation_checkpointing"]

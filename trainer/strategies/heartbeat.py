@@ -208,7 +208,8 @@ class Heartbeat:
         os._exit(EXIT_FAILED if store is None else error.exit_code)
 
     def _write_stacks(self, mine: Beat) -> None:
-        header = f"rank {mine.rank} ({mine.node}, pid {mine.pid}), {time.ctime()}: {mine.doing} of step {mine.step}\n\n"
+        header = f"rank {mine.rank} ({mine.node}, pid {mine.pid}), {time.ctime()}: "
+        header += f"{mine.doing} of step {mine.step}\n\n"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / f"rank-{mine.rank}.txt").write_text(

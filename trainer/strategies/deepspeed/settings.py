@@ -83,7 +83,7 @@ _HARMLESS: Tree = {  # the values at which these are what they are here
 _KINDS = {"adam": "adamw"}  # DeepSpeed's Adam decouples weight decay unless it is told otherwise
 _FIXES = {
     "activation_checkpointing": "set training.activation_checkpointing=true instead",
-    "gradient_accumulation_steps": "it follows from the sizes of batches and the number of processes",
+    "gradient_accumulation_steps": "it follows from the batch sizes and the world size",
     "scheduler": "set schedule instead",
 }
 

@@ -146,7 +146,7 @@ class Partitions(ABC):
         self._zero, self._group = zero, group
 
     def segments(self) -> Iterator[tuple[nn.Parameter, SegmentParameter]]:
-        """Each parameter that is trained with the segment of it that is here, if only an empty one."""
+        """Each trained parameter with its local segment, which may be empty."""
         for parameter, shape, start, flat, begin, end in self._places():
             yield (
                 parameter,

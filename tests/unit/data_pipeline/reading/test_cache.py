@@ -267,7 +267,7 @@ def test_a_disk_smaller_than_the_limit_is_the_limit(shards: Shards, small_disk: 
     for number in range(8):
         shards.get(cache, number)
     assert 0 < len(shards.kept(cache)) < 5
-    refused = r"cannot keep shards in .*: No space left.*every shard there is in use"
+    refused = r"cannot keep shards in .*: No space left.*all its shards are in use"
     with ExitStack() as in_use, pytest.raises(DataError, match=refused):
         _ = [in_use.enter_context(shards.open(cache, number)) for number in range(8)]
     assert not partial_files(cache)
