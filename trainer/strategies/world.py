@@ -132,8 +132,8 @@ class World:
                 time.sleep(
                     2 * _POLL_SECONDS
                 )  # a peer that fails drops its connections before its reason is read
-            known = isinstance(error, SamestepError)
-            mine = f"{self.rank} {error.exit_code if known else EXIT_REGROUP}"
+            code = error.exit_code if isinstance(error, SamestepError) else EXIT_REGROUP
+            mine = f"{self.rank} {code}"
             first = self.store.compare_set(_FAILURE, "", mine).decode()
             if first != mine:
                 rank, exit_code = first.split()

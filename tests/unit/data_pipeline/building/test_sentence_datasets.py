@@ -273,7 +273,7 @@ def test_what_does_not_fit_is_refused(built, plain) -> None:
     dataset = Dataset.open(built)
     with pytest.raises(
         ConfigError,
-        match=r"the objective needs pairs .* data.packing is concat; use data.packing=pairs",
+        match=r"data.packing is concat, and the objective needs pairs .*; use pairs",
     ):
         PackedSplit(dataset, "train", PackSpec(64, 1, 1, pairs=True), "concat", 0)
     with pytest.raises(

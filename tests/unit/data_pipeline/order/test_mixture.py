@@ -389,7 +389,7 @@ def test_impossible_mixtures_are_refused(folders: dict[str, Path], write_dataset
             "of step 3 name a; name all sources: a, b",
         ),
         ({"sources": two, "weights": (Weights(0, {"a": 1, "b": 1}),)}, "step 0 must be at least 1"),
-        ({"path": "x", "weights": (Weights(3, {"a": 1}),)}, "data.path is a single dataset"),
+        ({"path": "x", "weights": (Weights(3, {"a": 1}),)}, "data.path is one dataset"),
     ):
         with pytest.raises(ConfigError, match=message):
             Config(**settings)

@@ -204,7 +204,8 @@ def test_another_dataset_is_not_continued(write_dataset) -> None:
     next(loader)
     state = loader.state_dict()
     with pytest.raises(
-        DataError, match=r"mixture a dataset of digest .*two 1; .* set data.on_change=accept"
+        DataError,
+        match=r"mixture changes from a dataset of digest .*two 1 .* set data.on_change=accept",
     ):
         make_loader(write_dataset(name="two", shards=5)).load_state_dict(state)
 
