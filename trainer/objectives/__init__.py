@@ -1,11 +1,11 @@
-"""What is predicted and how it is scored: each module defines one objective, its `Config` and its `collate`."""
+"""Training objectives: each module defines one, with its `Config` and its `collate`."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,16 +14,20 @@ from torch import Tensor, nn
 from trainer.examples import Batch, Examples, PackSpec, TaskRow, Vocabulary
 from trainer.models import Outputs
 
+Tensors: TypeAlias = Mapping[str, Tensor]
+
 
 @dataclass(frozen=True)
 class Loss:
     """The loss of one micro-batch.
 
     Attributes:
-        total: scalar to call `backward` on; over all micro-batches and replicas of a step these add up to the loss.
-        metrics: detached (sum, weight) scalars by name; a mean is the sum of sums over the sum of weights. One of them
-            is `loss`.
-        outputs: float [B, ...], detached: what the scores of a `Task` are computed from; None for other objectives.
+        total: scalar to call `backward` on; over all micro-batches and replicas of a step these add
+            up to the loss.
+        metrics: detached (sum, weight) scalars by name, one of them `loss`. A mean is the sum of
+            sums over the sum of weights.
+        outputs: float [B, ...], detached, from which the scores of a `Task` are computed; None for
+            other objectives.
     """
 
     total: Tensor
@@ -33,16 +37,19 @@ class Loss:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model gave for all examples of a split, N of them, in order.
+    """A model's outputs on the N examples of a split, in order.
+
+    A row of a task may become several examples: the windows of a long text.
 
     Attributes:
         outputs: float32 [N, ...], `Loss.outputs`.
         document: int64 [N], the row of each example, an index of `rows`.
-        begin, column, length: int64 [N], of each example's last piece: its first token, counted through the row's
-            texts, the cell where that stands, and how many tokens it has.
-        rows: of the split, R of them; of an evaluation of some batches only, those that it has met.
-        number: int64 [R], of each row in its split, from 0; of a mixture's, through all datasets in their order.
-        labels: the names of classes or tags.
+        begin, column, length: int64 [N], of each example's last chunk: its first token, counted
+            through the texts of the row; the position of that token; and the number of tokens.
+        rows: the R rows of the split, or those that a partial evaluation has covered completely.
+        number: int64 [R], the index of each row in its split; in a mixture's, counted through all
+            datasets in order.
+        labels: names of classes or tags.
     """
 
     outputs: npt.NDArray[np.float32]
@@ -58,24 +65,27 @@ class Predictions:
 class Objective(ABC):
     """Turns packed examples into a batch, and a model's outputs on it into a loss.
 
-    Means are taken over the whole step, never over a micro-batch, because micro-batches hold
-    different numbers of predictions: `weights` gives the denominator of each loss term before the
-    forward pass, the caller sums it over micro-batches and replicas, and `loss` divides by those
-    totals.
+    Means are over the whole step, never over a micro-batch, because micro-batches hold different
+    numbers of predictions. So `weights` gives the denominators before the forward pass, the caller
+    sums them over micro-batches and replicas, and `loss` divides by those totals. Example: two
+    replicas with 3 and 5 predictions divide their sums of cross-entropies by 8, and the sum of
+    both is the mean over all 8. A mean of their means would weight 3 predictions like 5.
 
     Attributes:
         predicts: the model output that holds the logits; see `trainer.models.Outputs`.
-        needs: what the model has to offer: outputs, and capabilities such as `last_position`.
+        needs: outputs, and capabilities such as `last_position`, that the model has to offer.
+        denominator: name of the number of predictions, in `weights` and in the totals of a step.
         columns: columns of its batches that a model may list in `reads`.
     """
 
     predicts: str
     needs: Outputs
+    denominator: str
     columns: frozenset[str] = frozenset()
 
     @abstractmethod
     def pack_spec(self, sequence_length: int) -> PackSpec:
-        """The positions of an example that must be left to the objective's special tokens."""
+        """The positions of an example to reserve for the objective's special tokens."""
 
     @abstractmethod
     def predictions(self, sequence_length: int) -> int:
@@ -83,30 +93,29 @@ class Objective(ABC):
 
     @abstractmethod
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
-        """Makes the arrays of a batch; each row depends on that row's tokens and key alone."""
+        """Builds the arrays of a batch; each row depends only on its own tokens and key."""
 
-    @abstractmethod
     def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
-        """What this micro-batch, in host memory, adds to the denominator of each loss term."""
+        """This micro-batch's part, in host memory, of the denominator of each loss term."""
+        return {self.denominator: float(batch["weights"].sum())}
 
     @abstractmethod
-    def loss(
-        self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]
-    ) -> Loss:
+    def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
         """Runs the model on a micro-batch and scores it; never waits for the device."""
 
 
 class Task(Objective):
-    """An objective whose scores are no means over examples: F1 or a correlation, for example."""
+    """An objective with scores that are not means over examples, such as F1 or a correlation.
 
-    @property
-    @abstractmethod
-    def score_names(self) -> tuple[str, ...]:
-        """Names of its scores."""
+    Attributes:
+        score_names: names of its scores.
+    """
+
+    score_names: tuple[str, ...]
 
     @abstractmethod
     def scores(self, predictions: Predictions) -> dict[str, float]:
-        """The scores of a split, by name; shares are in [0, 1]."""
+        """The scores of a split by name; fractions are in [0, 1]."""
 
     @abstractmethod
     def row_predictions(self, predictions: Predictions) -> Iterator[dict[str, Any]]:
@@ -118,14 +127,21 @@ class Taught(Objective):
 
     @abstractmethod
     def attach(self, teacher: nn.Module) -> None:
-        """Takes the teacher, in eval mode and without gradients; only `loss` needs it."""
+        """Sets the teacher, in eval mode and without gradients; only `loss` needs it."""
 
 
 class ObjectiveConfig(ABC):
-    """The settings of an objective: what each module of this package has as `Config`.
+    """Settings of an objective: the base of each module's `Config`.
 
-    What is a property here has the value that most objectives have; some make a setting of it.
+    Attributes:
+        metrics: scores of the held-out split besides the loss.
+        writes_text: whether the model learns to write a text for each source.
+        target_length: maximum number of tokens of a target, if that is a setting.
     """
+
+    metrics: tuple[str, ...] = ()
+    writes_text = False
+    target_length: int | None = None
 
     @property
     def teacher_path(self) -> str | None:
@@ -138,21 +154,6 @@ class ObjectiveConfig(ABC):
         return self
 
     @property
-    def metrics(self) -> tuple[str, ...]:
-        """What the held-out split is scored with, besides the loss."""
-        return ()
-
-    @property
-    def writes_text(self) -> bool:
-        """Whether it trains a model to write a text for each source."""
-        return False
-
-    @property
-    def target_length(self) -> int | None:
-        """The most tokens of a target, where there are targets and their length is a setting."""
-        return None
-
-    @property
     def reads_probabilities(self) -> bool:
         """Whether rows may be labeled with a probability for each class."""
         return False
@@ -163,12 +164,12 @@ class ObjectiveConfig(ABC):
         return False
 
     def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
-        """Settings, as key=value, with which it would do without `missing` and need an offer."""
+        """Settings (key=value) that avoid `missing` outputs, or need `offers` instead."""
         return ()
 
     @abstractmethod
     def build(self, vocabulary: Vocabulary) -> Objective:
-        """Makes the objective for a tokenizer.
+        """Builds the objective for a tokenizer.
 
         Raises:
             ConfigError: the vocabulary lacks a token that the objective needs.

@@ -1,43 +1,36 @@
-"""Masked language modelling (Devlin et al. 2019, "BERT", section 3.1), with masks drawn anew for each epoch.
+"""Masked language modeling (Devlin et al. 2019, "BERT", section 3.1), with new masks each epoch.
 
-The masks of an example are hashes of (its key, position), so they do not depend on the batch it travels in.
+The masks of an example are hashes of (its key, position), so they do not depend on the batch or the
+process that holds it. The key differs from epoch to epoch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
-from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.examples import Batch, Examples, PackSpec, Vocabulary
+from trainer.examples import Batch, Examples, Vocabulary
 from trainer.hashing import U64, combine, mix, name_key, uniform
-from trainer.objectives import Loss, Objective, ObjectiveConfig
-from trainer.objectives.rows import Rows, logits, pack_spec, score_tokens
-from trainer.objectives.whole_words import choose_words, columns_of
-
-Int32: TypeAlias = npt.NDArray[np.int32]
-Int64: TypeAlias = npt.NDArray[np.int64]
+from trainer.objectives import Objective, ObjectiveConfig
+from trainer.objectives.rows import Bools, Int32, Int64, Rows, TokenObjective
+from trainer.objectives.whole_words import COLUMN_BITS, NEVER, choose_words, columns_of
 
 _CHOOSE = name_key("mlm.choose")
 _REPLACE = name_key("mlm.replace")
-_COLUMN_BITS = np.uint64(0xFFFF)
-_NEVER = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 
 
 @dataclass(frozen=True)
 class Config(ObjectiveConfig):
-    """Masked language modelling.
+    """Masked language modeling.
 
     Attributes:
-        mask_fraction: share of an example's tokens that are predicted; the rounded count, at least 1, is exact.
+        mask_fraction: fraction of an example's tokens to predict; the rounded count, at least 1, is
+            exact.
         replace_mask: probability that a predicted token is replaced by [MASK].
-        replace_random: probability that it is replaced by a random token; otherwise it is left as it is.
-        whole_words: predicts all tokens of a word or none, as many words as fit into the share.
+        replace_random: probability that it is replaced by a random token; else it stays as it is.
+        whole_words: predicts all tokens of a word or none, as many words as fit into the fraction.
     """
 
     mask_fraction: float = 0.15
@@ -48,65 +41,69 @@ class Config(ObjectiveConfig):
     def __post_init__(self) -> None:
         if not 0 < self.mask_fraction <= 1:
             raise ConfigError(
-                f"mask_fraction is {self.mask_fraction}; use a share above 0 and at most 1, as 0.15"
+                f"mask_fraction is {self.mask_fraction}. "
+                "Use a fraction above 0 and at most 1, as 0.15."
             )
-        if (
-            min(self.replace_mask, self.replace_random) < 0
-            or self.replace_mask + self.replace_random > 1 + 1e-9
-        ):
+        replaced = self.replace_mask + self.replace_random
+        if min(self.replace_mask, self.replace_random) < 0 or replaced > 1 + 1e-9:
             raise ConfigError(
-                f"replace_mask {self.replace_mask} and replace_random {self.replace_random} must be probabilities that "
-                "add up to at most 1; use 0.8 and 0.1"
+                f"replace_mask is {self.replace_mask} and replace_random is {self.replace_random}. "
+                "Use probabilities that add up to at most 1, as 0.8 and 0.1."
             )
 
     def build(self, vocabulary: Vocabulary) -> Objective:
         return MaskedLM(self, vocabulary)
 
 
-class MaskedLM(Objective):
-    """The masked-language-modelling objective; see `trainer.objectives.Objective`.
+class MaskedLM(TokenObjective):
+    """The masked-language-modeling objective; see `trainer.objectives.Objective`.
 
-    To the rows of `rows.Rows`, masks applied, it adds for B examples and P predictions (`predictions(S)`):
-        predicted: int64 [B, P], the cells to predict; unused entries, all at the end of a row, are 0.
-        labels: int64 [B, P], the original tokens of those cells.
-        weights: float32 [B, P], 1 for a prediction that counts, 0 for unused entries and examples of weight 0.
+    To the arrays of `rows.Rows`, with masks applied, it adds for B examples and P predictions:
+        predicted: int64 [B, P], the positions to predict; unused entries, at the end, are 0.
+        labels: int64 [B, P], the original tokens of those positions.
+        weights: float32 [B, P], 1 for a prediction that counts, 0 for unused entries and examples
+            of weight 0.
 
     Raises:
-        ConfigError: the vocabulary has no [MASK], [CLS], [SEP] or [PAD], or only special tokens, or does not say where
-            words begin and whole ones are to be masked.
+        ConfigError: the vocabulary has no [MASK], [CLS], [SEP] or [PAD], or only special tokens; or
+            whole words are to be masked and it does not say where words begin.
     """
 
     predicts = "tokens"
     needs = frozenset({"tokens"})
+    denominator = "mlm"
 
     def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
         if vocabulary.mask is None:
             raise ConfigError(
-                "masked language modelling needs a tokenizer with [MASK]; use one made for BERT or RoBERTa"
+                "masked language modeling needs a tokenizer with [MASK]. "
+                "Use one made for BERT or RoBERTa."
             )
-        self._rows = Rows.between_specials(vocabulary)
-        ordinary = np.setdiff1d(np.arange(vocabulary.size, dtype=np.int32), vocabulary.special)
-        if ordinary.size == 0:
+        self._rows = Rows.for_encoder(vocabulary)
+        self._ordinary = np.setdiff1d(
+            np.arange(vocabulary.size, dtype=np.int32), vocabulary.special
+        )
+        if self._ordinary.size == 0:
             raise ConfigError(
-                "the tokenizer has 0 ordinary tokens, only special ones; train one on your text"
+                "the tokenizer has 0 ordinary tokens, only special ones. Train one on your text."
             )
         self.config = config
         self._mask = np.int32(vocabulary.mask)
-        self._ordinary = ordinary
-        self._is_ordinary = np.zeros(vocabulary.size, dtype=np.bool_)
-        self._is_ordinary[ordinary] = True
-        self._is_continuing = _continuing(vocabulary) if config.whole_words else None
-
-    def pack_spec(self, sequence_length: int) -> PackSpec:
-        """As `rows.pack_spec`."""
-        return pack_spec(sequence_length)
+        self._is_ordinary = _marked(self._ordinary, vocabulary.size)
+        self._is_continuing: Bools | None = None
+        if config.whole_words:
+            if vocabulary.continuing is None:
+                raise ConfigError(
+                    "whole_words is true, and this tokenizer does not say where words begin. Use a "
+                    "WordPiece, byte-level BPE or SentencePiece tokenizer, or set whole_words to "
+                    "false."
+                )
+            self._is_continuing = _marked(list(vocabulary.continuing), vocabulary.size)
 
     def predictions(self, sequence_length: int) -> int:
-        """P, the predictions that a row of `sequence_length` cells has room for."""
         return max(1, round(self.config.mask_fraction * (sequence_length - 2)))
 
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
-        """Lays the pieces out in rows of S = `sequence_length` cells and masks them; see the class for the arrays."""
         rows = self._rows.lay_out(examples, sequence_length)
         predicted, labels, used = self.mask(rows["tokens"], examples.key)
         return {
@@ -116,74 +113,67 @@ class MaskedLM(Objective):
             "weights": used * examples.weight[:, None],
         }
 
-    def mask(self, tokens: Int32, key: U64) -> tuple[Int64, Int32, npt.NDArray[np.bool_]]:
+    def mask(self, tokens: Int32, key: U64) -> tuple[Int64, Int32, Bools]:
         """Masks rows of tokens [B, S], in place.
 
         Returns:
-            The cells to predict, the tokens that stood there, and which of these entries are in use: [B, P] each.
+            [B, P] each: the positions to predict, their original tokens, and which entries are in
+            use.
         """
         predicted, used = self._choose(key, tokens)
-        cells = predicted + np.arange(len(tokens))[:, None] * tokens.shape[1]
-        labels = tokens.reshape(-1)[cells]
-        # Unused entries point at cell 0, which is never masked: they write back what they read.
-        tokens.reshape(-1)[cells] = np.where(used, self._replace(key, predicted, labels), labels)
+        at = predicted + np.arange(len(tokens))[:, None] * tokens.shape[1]
+        labels = tokens.reshape(-1)[at]
+        # Unused entries point at position 0, [CLS], which is never masked; they write back its
+        # token, so the order of writes does not matter.
+        tokens.reshape(-1)[at] = np.where(used, self._replace(key, predicted, labels), labels)
         return predicted, labels, used
 
-    def _choose(self, key: U64, tokens: Int32) -> tuple[Int64, npt.NDArray[np.bool_]]:
-        """Chooses the ordinary tokens of smallest hash; returns their columns [B, P] and which are in use [B, P]."""
+    def _choose(self, key: U64, tokens: Int32) -> tuple[Int64, Bools]:
+        """Chooses the ordinary tokens of smallest hash: their columns, and which are in use.
+
+        The count is exact: of 100 ordinary tokens, mask_fraction 0.15 takes the 15 of smallest
+        hash, in ascending order of columns.
+        """
         width = tokens.shape[1]
         slots = self.predictions(width)
         maskable = self._is_ordinary.take(tokens)
         available = maskable.sum(axis=1, dtype=np.int32)
-        count = np.minimum(available, np.maximum(1, np.rint(self.config.mask_fraction * available)))
+        rounded = np.maximum(1, np.rint(self.config.mask_fraction * available))
+        count = np.minimum(available, rounded)
         if self._is_continuing is not None:
-            return columns_of(
-                choose_words(key, maskable, self._is_continuing.take(tokens), count), slots
-            )
+            chosen = choose_words(key, maskable, self._is_continuing.take(tokens), count)
+            return columns_of(chosen, slots)
+        # The low 16 bits of each hash are replaced by its column. That makes hashes distinct, and
+        # lets us partition values, from which the columns can be read, instead of indices, which
+        # is slower.
         column = np.arange(width, dtype=np.uint64)
-        # The column in the low bits makes hashes distinct, and lets us partition values, which is quicker than indices.
         rank = combine(key[:, None], _CHOOSE, column)
-        rank &= ~_COLUMN_BITS
+        rank &= ~COLUMN_BITS
         rank |= column
-        rank[~maskable] = _NEVER
+        rank[~maskable] = NEVER
         rank.partition(slots - 1, axis=1)
         lowest = np.sort(rank[:, :slots], axis=1)
         used = np.arange(slots) < count[:, None]
-        return np.where(used, lowest & _COLUMN_BITS, 0).astype(np.int64), used
+        return np.where(used, lowest & COLUMN_BITS, 0).astype(np.int64), used
 
     def _replace(self, key: U64, predicted: Int64, labels: Int32) -> Int32:
-        """What stands in the predicted cells [B, P]: [MASK], a random ordinary token, or the label itself."""
+        """The tokens to put at predicted positions: [MASK], random ordinary ones, or the labels.
+
+        With the defaults, a uniform number below 0.8 means [MASK], one from 0.8 to 0.9 a random
+        token, and one above 0.9 the label.
+        """
         hashed = combine(key[:, None], _REPLACE, predicted)
-        draw = uniform(hashed)
-        is_masked = draw < self.config.replace_mask
+        sample = uniform(hashed)
+        is_masked = sample < self.config.replace_mask
         tokens = np.where(is_masked, self._mask, labels)
-        is_random = ~is_masked & (draw < self.config.replace_mask + self.config.replace_random)
+        is_random = ~is_masked & (sample < self.config.replace_mask + self.config.replace_random)
+        # Hashed again: the hashes of random replacements all lie in one narrow range.
         tokens[is_random] = self._ordinary[mix(hashed[is_random]) % np.uint64(self._ordinary.size)]
         return tokens
 
-    def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
-        """The number of predictions that count."""
-        return {"mlm": float(batch["weights"].sum())}
 
-    def loss(
-        self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]
-    ) -> Loss:
-        """Cross-entropy of the predicted tokens in float32, over the step's number of predictions, totals["mlm"]."""
-        score = score_tokens(logits(model, batch, self.predicts), batch)
-        metrics = {
-            "loss": (score.nll.detach(), score.weight),
-            "accuracy": (score.correct, score.weight),
-        }
-        return Loss(score.nll / totals["mlm"], metrics)
-
-
-def _continuing(vocabulary: Vocabulary) -> npt.NDArray[np.bool_]:
-    """bool [V], the tokens that go on with the word of the token before."""
-    if vocabulary.continuing is None:
-        raise ConfigError(
-            "whole_words is true, and this tokenizer does not say where words begin; use a WordPiece, byte-level BPE "
-            "or SentencePiece tokenizer, or set whole_words to false"
-        )
-    marked = np.zeros(vocabulary.size, dtype=np.bool_)
-    marked[list(vocabulary.continuing)] = True
+def _marked(tokens: Int32 | list[int], size: int) -> Bools:
+    """bool [size], true at the given ids."""
+    marked = np.zeros(size, dtype=np.bool_)
+    marked[tokens] = True
     return marked

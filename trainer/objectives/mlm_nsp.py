@@ -1,6 +1,7 @@
-"""Masked language modelling and next-sentence prediction: BERT's objective (Devlin et al. 2019, section 3.1).
+"""Masked language modeling and next-sentence prediction: BERT's objective (Devlin et al. 2019).
 
-Beside the masked tokens the model predicts, from the [CLS] of a pair of segments, whether B is the text after A.
+Section 3.1: besides the masked tokens, the model predicts from the [CLS] of a pair of segments
+whether segment B follows segment A.
 """
 
 from __future__ import annotations
@@ -11,66 +12,48 @@ from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.examples import Batch, Examples, PackSpec, Vocabulary
 from trainer.models import Inputs
-from trainer.objectives import Loss, Objective, mlm
+from trainer.objectives import Loss, Objective, Tensors, mlm
 from trainer.objectives.rows import score_tokens
 
 
 @dataclass(frozen=True)
 class Config(mlm.Config):
-    """Masked language modelling and next-sentence prediction, on examples of `data.packing: pairs`."""
+    """Masked language modeling and next-sentence prediction, on `data.packing: pairs`."""
 
     def build(self, vocabulary: Vocabulary) -> Objective:
         return MaskedLMWithNextSentence(self, vocabulary)
 
 
-class MaskedLMWithNextSentence(Objective):
-    """The sum of two losses, each a mean over its own predictions; see `trainer.objectives.Objective`.
+class MaskedLMWithNextSentence(mlm.MaskedLM):
+    """The sum of two losses, each a mean over its own predictions.
 
     To a batch of `mlm.MaskedLM` it adds, for B examples:
-        next_labels: int64 [B], 0 where segment B is the text after A, 1 where it is from another document.
+        next_labels: int64 [B], 0 if segment B follows segment A, 1 if it is from another document.
         next_weights: float32 [B], the weight of the example.
-
-    Raises:
-        ConfigError: as for `mlm.MaskedLM`.
     """
 
-    predicts = "tokens"
     needs = frozenset({"tokens", "next_sentence"})
 
-    def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
-        self._mlm = mlm.MaskedLM(config, vocabulary)
-        self.columns = self._mlm.columns
-
     def pack_spec(self, sequence_length: int) -> PackSpec:
-        """As for masked language modelling; examples must be pairs."""
-        return replace(self._mlm.pack_spec(sequence_length), pairs=True)
-
-    def predictions(self, sequence_length: int) -> int:
-        """P, the predictions of tokens that a row of `sequence_length` cells has room for."""
-        return self._mlm.predictions(sequence_length)
+        return replace(super().pack_spec(sequence_length), pairs=True)
 
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
-        """Lays the pairs out and masks them; see the class for the arrays."""
         assert examples.random is not None, "the packing is not pairs"
-        batch = self._mlm.collate(examples, sequence_length)
         return {
-            **batch,
+            **super().collate(examples, sequence_length),
             "next_labels": examples.random.astype(np.int64),
             "next_weights": examples.weight,
         }
 
     def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
-        """The number of tokens that are predicted, and of pairs."""
-        return {**self._mlm.weights(batch), "nsp": float(batch["next_weights"].sum())}
+        return {**super().weights(batch), "nsp": float(batch["next_weights"].sum())}
 
-    def loss(
-        self, model: nn.Module, batch: Mapping[str, Tensor], totals: Mapping[str, Tensor]
-    ) -> Loss:
-        """The sum of both cross-entropies in float32, each over the step's number of its predictions."""
+    def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
+        """The sum of both cross-entropies in float32, each over its predictions in the step."""
         outputs = model(Inputs.of(batch), self.needs)
         next_logits = outputs["next_sentence"]
         tokens = score_tokens(outputs["tokens"], batch)
@@ -80,7 +63,8 @@ class MaskedLMWithNextSentence(Objective):
         total = tokens.nll / totals["mlm"] + next_nll / totals["nsp"]
         pairs = weights.sum()
         metrics = {
-            # Its denominators differ; weighted by pairs, the micro-batches of a step add up to the loss of the step.
+            # The terms have different denominators. Weighted by pairs, `total` of each micro-batch
+            # is divided by the step's number of pairs later, and they add up to the step's loss.
             "loss": (total.detach() * totals["nsp"], pairs),
             "mlm_loss": (tokens.nll.detach(), tokens.weight),
             "nsp_loss": (next_nll.detach(), pairs),

@@ -1,4 +1,4 @@
-"""Gathering what a task's scores are computed from, over the batches and replicas of an evaluation."""
+"""Gathers a task's predictions over the batches and replicas of an evaluation."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.examples import TaskRow
-from trainer.objectives import Predictions
+from trainer.objectives import Predictions, Tensors
+from trainer.objectives.rows import Int64
 
 _COLUMNS = ("source", "document", "begin", "column", "length", "examples")
 
 
 class Gatherer:
-    """Keeps a replica's outputs where they were computed, and puts those of all replicas in order at the end.
+    """Keeps a replica's outputs on its device, and sorts those of all replicas at the end.
 
     Args:
-        examples: of the split.
+        examples: number of examples of the split.
     """
 
     def __init__(self, examples: int) -> None:
@@ -27,8 +28,8 @@ class Gatherer:
         self._outputs: list[Tensor] = []
         self._batches: list[Mapping[str, Tensor]] = []
 
-    def add(self, batch: Mapping[str, Tensor], outputs: Tensor) -> None:
-        """Adds a micro-batch: its host columns, and its outputs [B, ...]; does not wait for the device."""
+    def add(self, batch: Tensors, outputs: Tensor) -> None:
+        """Adds a micro-batch: its host columns and its outputs [B, ...]; no wait for the device."""
         self._batches.append({name: batch[name] for name in ("number", "digest", *_COLUMNS)})
         self._outputs.append(outputs)
 
@@ -39,48 +40,60 @@ class Gatherer:
         rows: Sequence[Sequence[TaskRow]],
         labels: tuple[str, ...],
     ) -> Predictions:
-        """What all replicas have added, which call this together: each example is of one of them.
+        """Predictions of all replicas, which call this together.
+
+        Each example is on one replica. So every replica fills a table of the whole split with its
+        own examples, zeros elsewhere, and the sum of the tables is complete. Example: of 4
+        examples, replica 0 has 0 and 2, replica 1 has 1; [a 0 c 0] + [0 b 0 0] = [a b c 0].
 
         Args:
-            rows_on_host: brings this replica's rows of outputs to the host.
+            rows_on_host: copies this replica's rows of outputs to the host.
             all_reduce: sums a tensor over the replicas.
             rows: of each source of the split.
-            labels: the names of classes or tags.
+            labels: names of classes or tags.
         """
-        host = {
-            name: torch.cat([batch[name] for batch in self._batches]) for name in self._batches[0]
-        }
-        fed = (host["number"] >= 0) & (host["digest"] != 0)
-        # Rows are as wide as their batch's longest, in batches of all replicas alike.
+        names = self._batches[0].keys()
+        host = {name: torch.cat([batch[name] for batch in self._batches]) for name in names}
+        # Without rows that only pad a batch.
+        real = (host["number"] >= 0) & (host["digest"] != 0)
+        number = host["number"][real]
+
+        # Batches are as wide as their longest row, on all replicas alike.
         found = rows_on_host(self._outputs)
         widest = max(outputs.shape[1] for outputs in found)
-        shapes = [(*[0, 0] * (outputs.ndim - 2), 0, widest - outputs.shape[1]) for outputs in found]
-        padded = [F.pad(outputs, shape) for outputs, shape in zip(found, shapes, strict=True)]
-        at, mine = host["number"][fed], torch.cat(padded).float()[fed]
-        outputs = torch.zeros(self._examples, *mine.shape[1:])
-        outputs[at] = mine
+        own = torch.cat([_widened(outputs, widest) for outputs in found]).float()[real]
+        outputs = torch.zeros(self._examples, *own.shape[1:])
+        outputs[number] = own
+        outputs = all_reduce(outputs).cpu()
+        # The first column counts the replicas that have the example: 1, or 0 if it was not scored.
         columns = torch.zeros(self._examples, 1 + len(_COLUMNS), dtype=torch.float64)
-        seen = torch.ones(len(at))
-        columns[at] = torch.stack(
-            [each.double() for each in (seen, *(host[name][fed] for name in _COLUMNS))], dim=1
-        )
-        outputs, columns = all_reduce(outputs).cpu(), all_reduce(columns).cpu()
-        table = columns[columns[:, 0] > 0, 1:].long().numpy()
-        outputs = outputs[columns[:, 0] > 0]
-        first = np.cumsum([0, *map(len, rows[:-1])])
-        table[:, 1] += first[table[:, 0]]
-        # Of an evaluation of some batches only, the rows that it has met, with all that became of them.
-        whole = np.bincount(table[:, 1])[table[:, 1]] == table[:, 5]
-        _, document, begin, column, length, _ = table[whole].T
-        met, document = np.unique(document, return_inverse=True)
-        every = [row for each in rows for row in each]
+        columns[number, 0] = 1
+        for slot, name in enumerate(_COLUMNS, start=1):
+            columns[number, slot] = host[name][real].double()
+        columns = all_reduce(columns).cpu()
+
+        is_scored = columns[:, 0] > 0
+        scored: Int64 = columns[is_scored, 1:].long().numpy()
+        source, row, begin, column, length, examples = scored.T
+        first_row: Int64 = np.cumsum([0, *map(len, rows[:-1])])
+        document = row + first_row[source]  # counted through all sources
+        # A partial evaluation keeps the rows of which it has scored every example.
+        is_whole = np.bincount(document)[document] == examples
+        numbers, index = np.unique(document[is_whole], return_inverse=True)
+        all_rows = [row for of_source in rows for row in of_source]
         return Predictions(
-            outputs=outputs.numpy()[whole],
-            document=document,
-            begin=begin,
-            column=column,
-            length=length,
-            rows=[every[number] for number in met.tolist()],
-            number=met,
+            outputs=outputs[is_scored].numpy()[is_whole],
+            document=index,
+            begin=begin[is_whole],
+            column=column[is_whole],
+            length=length[is_whole],
+            rows=[all_rows[number] for number in numbers.tolist()],
+            number=numbers,
             labels=labels,
         )
+
+
+def _widened(outputs: Tensor, width: int) -> Tensor:
+    """Pads the second dimension with zeros."""
+    after = (0, 0) * (outputs.ndim - 2)  # `F.pad` counts dimensions from the last one
+    return F.pad(outputs, (*after, 0, width - outputs.shape[1]))

@@ -1,8 +1,7 @@
-"""Rows of text between special tokens, and scores of predicted tokens: what the language-modelling objectives share."""
+"""Layout of language-modeling batches, and the loss over predicted tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,116 +11,152 @@ from torch import Tensor, nn
 from trainer.errors import ConfigError
 from trainer.examples import Examples, PackSpec, Vocabulary
 from trainer.models import Inputs
-from trainer.objectives import Loss
+from trainer.objectives import Loss, Objective, ObjectiveConfig, Tensors
 from trainer.objectives.cross_entropy import cross_entropy_
 
 Int32: TypeAlias = npt.NDArray[np.int32]
 Int64: TypeAlias = npt.NDArray[np.int64]
+Float32: TypeAlias = npt.NDArray[np.float32]
+Bools: TypeAlias = npt.NDArray[np.bool_]
 
 
 def pack_spec(sequence_length: int) -> PackSpec:
-    """One cell before a sequence, as for [CLS], and one after each piece, as for [SEP].
+    """Reserves a position before each sequence ([CLS]) and one after each chunk ([SEP]).
 
     Raises:
-        ConfigError: no room for a token between them, or more cells than positions can be hashed for.
+        ConfigError: there is no room for a token between them, or there are more positions than
+            the 16 bits that masks are hashed with.
     """
     if not 3 <= sequence_length <= 65_536:
         raise ConfigError(
-            f"sequence_length is {sequence_length}; use 3 ([CLS], a token, [SEP]) to 65536, for example 128"
+            f"sequence_length is {sequence_length}. Use 3 ([CLS], a token, [SEP]) to 65536, "
+            "for example 128."
         )
     return PackSpec(sequence_length, prefix=1, suffix=1)
 
 
 class Rows:
-    """Lays the pieces of examples out in rows.
+    """Lays out the chunks of packed examples in rows.
 
-    For B examples of S cells:
-        tokens: int32 [B, S], the text with its special tokens.
-        segments: int32 [B, S], 0 for padding, else the number from 1 of the sequence within its row.
-        positions: int32 [B, S], cells since the sequence's first; 0 for padding.
+    For B examples of S positions:
+        tokens: int32 [B, S], the chunks with their special tokens.
+        segments: int32 [B, S], the number of the sequence in its row, from 1; 0 for padding.
+        positions: int32 [B, S], counted from 0 in each sequence; 0 for padding.
         token_types: int32 [B, S], of pairs only: 1 in segment B and its [SEP], else 0.
 
     Args:
         begin: id of the token before a sequence.
-        end: id of the token after each piece.
-        pad: id of the token in cells of padding.
+        end: id of the token after each chunk.
+        pad: id of the padding token.
     """
 
     def __init__(self, begin: int, end: int, pad: int) -> None:
         self.begin, self.end, self.pad = np.int32(begin), np.int32(end), np.int32(pad)
 
     @classmethod
-    def between_specials(cls, vocabulary: Vocabulary) -> Rows:
-        """Rows as BERT's: [CLS] text [SEP], and [PAD].
+    def for_encoder(cls, vocabulary: Vocabulary) -> Rows:
+        """Rows of BERT: [CLS] chunk [SEP], padded with [PAD].
 
         Raises:
             ConfigError: the vocabulary has no [CLS], [SEP] or [PAD].
         """
-        needed = {"[CLS]": vocabulary.cls, "[SEP]": vocabulary.sep, "[PAD]": vocabulary.pad}
-        missing = [name for name, token in needed.items() if token is None]
-        if missing:
+        begin, end, pad = vocabulary.cls, vocabulary.sep, vocabulary.pad
+        if begin is None or end is None or pad is None:
+            needed = {"[CLS]": begin, "[SEP]": end, "[PAD]": pad}
+            missing = [name for name, token in needed.items() if token is None]
             raise ConfigError(
-                f"the objective needs {', '.join(needed)}, and this tokenizer has no {', '.join(missing)}; use one "
-                "made for BERT or RoBERTa"
+                f"the objective needs {', '.join(needed)}, and this tokenizer has no "
+                f"{', '.join(missing)}. Use one made for BERT or RoBERTa."
             )
-        return cls(*(token for token in needed.values() if token is not None))
+        return cls(begin, end, pad)
+
+    @classmethod
+    def for_decoder(cls, vocabulary: Vocabulary) -> Rows:
+        """Rows of a GPT: chunks between [CLS] and [SEP], or between tokens that end texts.
+
+        GPT-2's tokenizer has only <|endoftext|>, which begins, ends and pads.
+
+        Raises:
+            ConfigError: the vocabulary has no token that ends a text.
+        """
+        end = vocabulary.end
+        if end is None:
+            raise ConfigError(
+                "the objective needs a token to end texts with, [SEP], </s> or <|endoftext|>, and "
+                "this tokenizer has none. Use one made for BERT, RoBERTa, GPT-2 or T5."
+            )
+        begin = end if vocabulary.cls is None else vocabulary.cls
+        return cls(begin, end, end if vocabulary.pad is None else vocabulary.pad)
 
     def lay_out(self, examples: Examples, width: int) -> dict[str, Int32]:
-        """The rows of a micro-batch, S = `width`."""
-        row, shape = examples.row, (examples.key.size, width)
-        first = row * width + examples.column  # cells are numbered through the batch, row by row
-        after = first + examples.length
-        cells = examples.key.size * width
-        if examples.isolated:  # every piece is a sequence
-            begin, end = first - 1, after + 1
-            number = np.arange(1, row.size + 1) - np.searchsorted(row, row)
-            segments = paint(begin, end, number.astype(np.int32), cells)
-            positions = (
-                np.arange(cells, dtype=np.int32) - paint(begin, end, begin.astype(np.int32), cells)
-            ) * (segments > 0)
-        else:  # every row is one
-            last = np.flatnonzero(np.diff(row, append=-1))
-            begin, column = row[last] * width, np.arange(width, dtype=np.int32)
-            filled = np.zeros((examples.key.size, 1), dtype=np.int32)
-            filled[row[last], 0] = after[last] + 1 - begin
-            segments = (column < filled).astype(np.int32)
-            positions = column * segments
+        """The rows of a micro-batch, S = `width`.
 
-        tokens = np.full(cells, self.pad, dtype=np.int32)
-        is_text = segments.reshape(-1) > 0
-        for cell, token in ((begin, self.begin), (after, self.end)):
-            tokens[cell] = token
-            is_text[cell] = False
-        tokens[is_text] = examples.tokens
+        Example with width 8, of chunks a b c and d e in one row:
+
+            isolated        tokens     [CLS] a b c [SEP] [CLS] d e ...
+                            segments   1 1 1 1 1 2 2 2
+                            positions  0 1 2 3 4 0 1 2
+            not isolated    tokens     [CLS] a b c [SEP] d e [SEP]
+                            segments   1 1 1 1 1 1 1 1
+                            positions  0 1 2 3 4 5 6 7
+        """
+        row, shape = examples.row, (examples.key.size, width)
+        # From here on, positions are numbered through the batch, row by row: the chunk at column 2
+        # of row 1 begins at width + 2.
+        first = row * width + examples.column
+        after = first + examples.length
+        size = examples.key.size * width
+        if examples.isolated:  # every chunk is a sequence
+            begin, end = first - 1, after + 1
+            # A chunk's index minus the index of its row's first chunk counts from 0 in each row.
+            number = np.arange(1, row.size + 1) - np.searchsorted(row, row)
+        else:  # every row is a sequence, from column 0 to the token after its last chunk
+            last = np.flatnonzero(np.diff(row, append=-1))
+            begin, end, number = row[last] * width, after[last] + 1, np.ones_like(last)
+        segments = fill_spans(begin, end, number.astype(np.int32), size)
+        starts = fill_spans(begin, end, begin.astype(np.int32), size)
+        positions = (np.arange(size, dtype=np.int32) - starts) * (segments > 0)
+
+        tokens = np.full(size, self.pad, dtype=np.int32)
+        is_text = segments > 0
+        for special_positions, special_token in ((begin, self.begin), (after, self.end)):
+            tokens[special_positions] = special_token
+            is_text[special_positions] = False
+        tokens[is_text] = examples.tokens  # which are in the order of rows, then columns
         rows = {"tokens": tokens, "segments": segments, "positions": positions}
-        if examples.random is not None:
-            rows["token_types"] = paint(first[1::2], after[1::2] + 1, np.int32(1), cells)
+        if examples.random is not None:  # pairs: every second chunk is a segment B
+            rows["token_types"] = fill_spans(first[1::2], after[1::2] + 1, np.int32(1), size)
         return {name: array.reshape(shape) for name, array in rows.items()}
 
 
-def paint(begin: Int64, end: Int64, value: npt.ArrayLike, cells: int) -> npt.NDArray[Any]:
-    """A line of `cells` zeros with value[i] in the cells begin[i] up to end[i]; spans ascend and do not overlap."""
+def fill_spans(begin: Int64, end: Int64, value: npt.ArrayLike, size: int) -> npt.NDArray[Any]:
+    """An array of `size` zeros with value[i] in [begin[i], end[i]).
+
+    Spans are in ascending order and do not overlap. The result is a sequence of runs, gap, span,
+    gap, ..., whose lengths are the differences of `edges`: spans [1, 3) and [3, 4) of 6 give the
+    edges 0 1 3 3 4 6 and the values 0 v0 0 v1 0, repeated 1, 2, 0, 1 and 2 times.
+    """
     edges = np.empty(2 * begin.size + 2, dtype=np.int64)
-    edges[0], edges[1:-1:2], edges[2:-1:2], edges[-1] = 0, begin, end, cells
+    edges[0], edges[1:-1:2], edges[2:-1:2], edges[-1] = 0, begin, end, size
     values = np.zeros(edges.size - 1, dtype=np.result_type(value))
     values[1::2] = value
     return np.repeat(values, edges[1:] - edges[:-1])
 
 
-def logits(model: nn.Module, batch: Mapping[str, Tensor], output: str) -> Tensor:
+def logits(model: nn.Module, batch: Tensors, output: str) -> Tensor:
     """Runs a model for one of its outputs."""
     found: dict[str, Tensor] = model(Inputs.of(batch), frozenset({output}))
     return found[output]
 
 
 class TokenScore(NamedTuple):
-    """Sums over the predictions of a micro-batch, scalars.
+    """Weighted sums over the predictions of a micro-batch; scalars.
 
     Attributes:
-        nll: of the cross-entropies, in float32.
-        correct: of the hits.
-        weight: of the predictions that count.
-        log_z_squared: of the squared logarithms of the softmax's denominators.
+        nll: of cross-entropies, in float32.
+        correct: of predictions whose label has the highest score.
+        weight: of weights: the number of predictions that count.
+        log_z_squared: of log(Z)^2, Z the softmax's denominator.
     """
 
     nll: Tensor
@@ -130,8 +165,8 @@ class TokenScore(NamedTuple):
     log_z_squared: Tensor
 
 
-def score_tokens(scores: Tensor, batch: Mapping[str, Tensor]) -> TokenScore:
-    """Compares logits [B, P, V] with the labels."""
+def score_tokens(scores: Tensor, batch: Tensors) -> TokenScore:
+    """Compares logits [B, P, V] with `labels` and `weights` [B, P]; may overwrite the logits."""
     labels, weights = batch["labels"].flatten(), batch["weights"].flatten()
     nll, log_z, correct = cross_entropy_(scores.flatten(0, 1), labels)
     return TokenScore(
@@ -142,39 +177,49 @@ def score_tokens(scores: Tensor, batch: Mapping[str, Tensor]) -> TokenScore:
     )
 
 
-def language_model_loss(
-    model: nn.Module,
-    output: str,
-    batch: Mapping[str, Tensor],
-    totals: Mapping[str, Tensor],
-    z_loss: float,
-) -> Loss:
-    """Cross-entropy in float32, over the step's number of predictions, totals["lm"].
+class TokenObjective(Objective):
+    """An objective whose loss is the mean cross-entropy of predicted tokens.
 
-    Args:
-        model: scores the vocabulary.
-        output: the name of the logits.
-        batch: with labels and weights.
-        totals: of the step.
-        z_loss: coefficient of log(Z)^2, Z the denominator of a prediction's softmax, which keeps logits from drifting
-            away from 0 (Mesh TensorFlow; 1e-4 in T5 v1.1). It is a metric of its own and no part of the metric "loss".
+    Attributes:
+        z_loss: coefficient of log(Z)^2, Z the denominator of a prediction's softmax, which keeps
+            logits from drifting away from 0 (Mesh TensorFlow; 1e-4 in T5 v1.1).
     """
-    score = score_tokens(logits(model, batch, output), batch)
-    metrics = {
-        "loss": (score.nll.detach(), score.weight),
-        "accuracy": (score.correct, score.weight),
-    }
-    total = score.nll
-    if z_loss:
-        penalty = z_loss * score.log_z_squared
-        metrics["z_loss"] = (penalty.detach(), score.weight)
-        total = total + penalty
-    return Loss(total / totals["lm"], metrics)
+
+    z_loss = 0.0
+
+    def pack_spec(self, sequence_length: int) -> PackSpec:
+        return pack_spec(sequence_length)
+
+    def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
+        """Cross-entropy in float32, over the step's number of predictions.
+
+        The metric "z_loss" holds the term of that name; the metric "loss" does not include it.
+        """
+        score = score_tokens(logits(model, batch, self.predicts), batch)
+        metrics = {
+            "loss": (score.nll.detach(), score.weight),
+            "accuracy": (score.correct, score.weight),
+        }
+        total = score.nll
+        if self.z_loss:
+            penalty = self.z_loss * score.log_z_squared
+            metrics["z_loss"] = (penalty.detach(), score.weight)
+            total = total + penalty
+        return Loss(total / totals[self.denominator], metrics)
 
 
-def check_z_loss(z_loss: float) -> None:
-    """Refuses a coefficient below 0."""
-    if z_loss < 0:
-        raise ConfigError(
-            f"z_loss is {z_loss}; use 0 to go without, or a small coefficient, as 1e-4"
-        )
+class ZLossConfig(ObjectiveConfig):
+    """Settings with a z-loss.
+
+    Attributes:
+        z_loss: coefficient of log(Z)^2 in the loss, where Z is the softmax's denominator; 1e-4 in
+            T5 v1.1.
+    """
+
+    z_loss: float
+
+    def __post_init__(self) -> None:
+        if self.z_loss < 0:
+            raise ConfigError(
+                f"z_loss is {self.z_loss}. Use 0 to disable it, or a small coefficient, as 1e-4."
+            )

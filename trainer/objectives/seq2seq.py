@@ -1,37 +1,32 @@
-"""Sequence to sequence: targets are predicted from given sources, as in translation or summarisation.
+"""Sequence to sequence: predicts targets from given sources, as in translation or summarization.
 
-This is how T5 is fine-tuned (Raffel et al. 2020, section 2.4): every task is text to text, with a prefix that names it,
-and the loss is the cross-entropy of the target.
+This is how T5 is fine-tuned (Raffel et al. 2020, section 2.4): every task is text to text, with a
+prefix that names it, and the loss is the cross-entropy of the target.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
-
-import numpy as np
 
 from trainer.errors import ConfigError
 from trainer.examples import Examples, PackSpec, Sides, Vocabulary
-from trainer.models import Outputs
-from trainer.objectives import Objective, ObjectiveConfig
-from trainer.objectives.rows import check_z_loss
-from trainer.objectives.text_to_text import Int64, Layout, Ragged, TextToText, layouts_for
+from trainer.objectives import Objective
+from trainer.objectives.rows import Int64
+from trainer.objectives.text_to_text import Layout, LayoutConfig, Ragged, TextToText, alternating
 
 
 @dataclass(frozen=True)
-class Config(ObjectiveConfig):
+class Config(LayoutConfig):
     """Sequence to sequence; needs a dataset of pairs of texts.
 
-    `data.sequence_length` is that of the sources, or of a decoder alone, which gets them and the targets in one row.
+    `data.sequence_length` is the length of sources, or of a decoder alone, which gets each source
+    and its target in one row.
 
     Attributes:
-        target_length: cells of targets, each with the token that ends it.
-        truncate_sources: leaves out the end of a source that is too long, instead of refusing it.
-        truncate_targets: leaves out the end of a target that is too long, where a model then learns to stop; generated
-            texts are scored against whole targets.
-        layout: encoder_decoder; or prefix_lm or language_model, for a decoder that gets sources and targets in one row.
-        z_loss: coefficient of log(Z)^2, where Z is the softmax's denominator, in the loss; 1e-4 in T5 v1.1.
+        target_length: maximum length of targets, with the end token.
+        truncate_sources: cuts off the end of a source that is too long, instead of rejecting it.
+        truncate_targets: cuts off the end of a target that is too long. The model then learns to
+            stop there; generated texts are scored against whole targets.
     """
 
     target_length: int = 128
@@ -40,19 +35,14 @@ class Config(ObjectiveConfig):
     layout: Layout = "encoder_decoder"
     z_loss: float = 0.0
 
+    writes_text = True
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.target_length < 2:
             raise ConfigError(
-                f"target_length is {self.target_length}; use at least 2 cells, as 128"
+                f"target_length is {self.target_length}. Use at least 2, for example 128."
             )
-        check_z_loss(self.z_loss)
-
-    @property
-    def writes_text(self) -> bool:
-        return True
-
-    def adapted(self, missing: Outputs, offers: Outputs) -> tuple[str, ...]:
-        return layouts_for(offers, get_args(Layout))
 
     def build(self, vocabulary: Vocabulary) -> Objective:
         return SequenceToSequence(self, vocabulary)
@@ -61,9 +51,7 @@ class Config(ObjectiveConfig):
 class SequenceToSequence(TextToText):
     """Predicts targets from sources; see `TextToText` for the arrays. `</s>` ends both."""
 
-    def __init__(self, config: Config, vocabulary: Vocabulary) -> None:
-        super().__init__(vocabulary, config.layout, config.z_loss)
-        self.config = config
+    config: Config
 
     def pack_spec(self, sequence_length: int) -> PackSpec:
         """Pairs of texts.
@@ -71,17 +59,18 @@ class SequenceToSequence(TextToText):
         Raises:
             ConfigError: there is no room for a source.
         """
-        joined = self._layout != "encoder_decoder"
-        least = 3 if joined else 2  # a token of each text, and the token that ends the source
+        # A token and </s> for the source; a decoder alone has the first target token there, too.
+        least = 2 if self._has_encoder else 3
         if sequence_length < least:
             raise ConfigError(
-                f"sequence_length is {sequence_length}; use at least {least}, for example 128"
+                f"sequence_length is {sequence_length}. Use at least {least}, for example 128."
             )
+        sides = Sides(self._size(sequence_length), cost=(), joined=not self._has_encoder)
         return PackSpec(
             sequence_length,
             prefix=0,
             suffix=0,
-            sides=Sides(self._size(sequence_length), cost=(), joined=joined),
+            sides=sides,
             text_pairs=True,
             truncate_sources=self.config.truncate_sources,
             truncate_targets=self.config.truncate_targets,
@@ -91,14 +80,12 @@ class SequenceToSequence(TextToText):
         return sequence_length, self.config.target_length
 
     def predictions(self, sequence_length: int) -> int:
-        """T, or for a decoder alone P."""
         return self.config.target_length
 
     def sources_and_targets(self, examples: Examples) -> tuple[Int64, Ragged, Ragged]:
-        """The texts, which are sources and targets in turn."""
-        is_source = np.repeat(np.arange(examples.length.size) % 2 == 0, examples.length)
-        source, target = (
-            self._joined(examples.tokens[chosen], examples.length[side::2] + 1)
-            for side, chosen in enumerate((is_source, ~is_source))
-        )
+        # The chunks are sources and targets in turn.
+        source_length, target_length = examples.length[::2], examples.length[1::2]
+        is_source = alternating(source_length, target_length)
+        source = self._ended(examples.tokens[is_source], source_length + 1)
+        target = self._ended(examples.tokens[~is_source], target_length + 1)
         return examples.row[::2], source, target

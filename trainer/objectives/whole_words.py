@@ -1,66 +1,78 @@
-"""Which whole words to mask: all pieces of a word or none (google-research/bert, "Whole Word Masking" models)."""
+"""Whole-word masking: all tokens of a word or none (google-research/bert, "Whole Word Masking")."""
 
 from __future__ import annotations
-
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from trainer.hashing import U64, combine, name_key
+from trainer.objectives.rows import Bools, Int64
 
 _WORD = name_key("mlm.word")
-_COLUMN_BITS = np.uint64(0xFFFF)
-_NEVER = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
-
-Int64: TypeAlias = npt.NDArray[np.int64]
-Bools: TypeAlias = npt.NDArray[np.bool_]
+COLUMN_BITS = np.uint64(0xFFFF)
+"""The bits of a hash that are replaced by a column; rows have at most 65,536."""
+NEVER = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+"""Sorts after every hash."""
 
 
 def choose_words(key: U64, maskable: Bools, continuing: Bools, budget: Int64) -> Bools:
-    """Takes a row's words in random order, each one that still fits into the row's budget of tokens.
+    """Takes a row's words in random order, each one that still fits into the row's budget.
 
-    A word that does not fit is passed over for later, shorter ones, so the budget is never exceeded, and a row whose
-    words are all longer than it gets none. A word does not reach across a token that is not maskable.
+    A word that does not fit is skipped in favor of later, shorter ones. So the budget is never
+    exceeded, and a row whose words are all longer than it gets none. A word does not extend across
+    a token that is not maskable.
+
+    Example: tokens [CLS] un ##want ##ed run ##ning sea [SEP] with a budget of 3 hold words of 3, 2
+    and 1 tokens. In the order running, unwanted, sea, the second does not fit any more: "running"
+    and "sea" are chosen.
 
     Args:
         key: uint64 [B], of each row's choices.
-        maskable: bool [B, S], the cells that may be chosen; at most 65,536 in a row.
-        continuing: bool [B, S], the cells that go on with the word of the cell before.
-        budget: int64 [B], tokens to choose.
+        maskable: bool [B, S], the positions that may be chosen.
+        continuing: bool [B, S], the positions that continue the word before them.
+        budget: int64 [B], number of tokens to choose.
 
     Returns:
-        bool [B, S], the chosen cells.
+        bool [B, S], the chosen positions.
     """
     rows, width = maskable.shape
     begins = maskable.copy()
     begins[:, 1:] &= ~(maskable[:, :-1] & continuing[:, 1:])
-    first = np.flatnonzero(begins)  # the cell of each word's first token, through all rows
+    # Words are numbered through all rows: `first` is the position of each one's first token, and
+    # `word` the number of the last word that began, for each position.
+    first = np.flatnonzero(begins)
+    if not len(first):
+        return maskable
     word = np.cumsum(begins) - 1
     length = np.zeros(maskable.size, dtype=np.int32)
     length[first] = np.bincount(word[maskable.ravel()], minlength=len(first))
 
-    row = np.repeat(np.arange(rows), np.count_nonzero(begins, axis=1))
-    column = (first - row * width).astype(np.uint64)
-    rank = np.full((rows, width), _NEVER)
-    rank[begins] = (combine(key[row], _WORD, column) & ~_COLUMN_BITS) | column
-    rank.sort(axis=1)  # the column in the low bits makes hashes distinct, and saves sorting indices
-    at = (
-        np.minimum((rank & _COLUMN_BITS).astype(np.int64), width - 1)
-        + np.arange(rows)[:, None] * width
-    )
-    taken = _take(np.where(rank == _NEVER, 0, length.take(at)), budget)
-    chosen = np.zeros(maskable.size, dtype=np.bool_)
-    chosen[at[taken]] = True
-    return (
-        maskable & chosen.take(first).take(word).reshape(maskable.shape) if len(first) else maskable
-    )
+    # Sorts each row's words by hash. The column in the low bits makes hashes distinct, and saves
+    # sorting indices. Entries after a row's last word are NEVER, and get the length 0.
+    row, column = np.divmod(first, width)
+    column = column.astype(np.uint64)
+    rank = np.full((rows, width), NEVER)
+    rank[begins] = (combine(key[row], _WORD, column) & ~COLUMN_BITS) | column
+    rank.sort(axis=1)
+    columns = np.minimum((rank & COLUMN_BITS).astype(np.int64), width - 1)
+    at = columns + np.arange(rows)[:, None] * width
+    taken = _take(np.where(rank == NEVER, 0, length.take(at)), budget)
+    is_first_chosen = np.zeros(maskable.size, dtype=np.bool_)
+    is_first_chosen[at[taken]] = True
+    is_chosen_word = is_first_chosen.take(first)
+    return maskable & is_chosen_word.take(word).reshape(maskable.shape)
 
 
 def _take(lengths: npt.NDArray[np.int32], budget: Int64) -> Bools:
-    """Which of the lengths [B, W] to take: going through a row, each one that what is left of its budget allows.
+    """Takes, going through a row of lengths [B, W], each one that the rest of its budget allows.
 
-    Lengths of 0 are not taken. The columns are gone through in blocks, since most rows are full after the first.
+    Lengths of 0 are not taken. All rows are gone through together, a block of columns at a time,
+    since most budgets are spent after the first. Within a block, the sum of the lengths up to each
+    one must stay within the budget. From the first one that exceeds it on, every length above what
+    was left before it cannot fit: it becomes 0, and the sums are recomputed.
+
+    Example: a budget of 6 and lengths 3 2 4 1 2: sums 3 5 9 10 12 exceed 6 from the third on, when
+    6 - 5 = 1 is left. The 4 and the last 2 are more than 1 and become 0: 3 2 0 1 0 fits.
     """
     taken = np.zeros(lengths.shape, dtype=np.bool_)
     left = budget.copy()
@@ -73,19 +85,19 @@ def _take(lengths: npt.NDArray[np.int32], budget: Int64) -> Bools:
             over = total > room[:, None]
             if not over.any():
                 break
-            # From the first length that is too much on, none above what was left before it can be taken any more.
-            some[over & (some > (room - np.where(over, 0, total).max(axis=1))[:, None])] = 0
+            spent = np.where(over, 0, total).max(axis=1)
+            some[over & (some > (room - spent)[:, None])] = 0
         taken[rows, begin : begin + block] = some > 0
         left[rows] -= some.sum(axis=1)
     return taken
 
 
 def columns_of(chosen: Bools, slots: int) -> tuple[Int64, Bools]:
-    """The columns of the chosen cells, in ascending order and then 0, and which of these entries are in use.
+    """The columns of the chosen positions, ascending and then 0, and which entries are in use.
 
     Args:
         chosen: bool [B, S], at most `slots` in a row.
-        slots: P, entries of a row of the result.
+        slots: P, number of entries of a row of the result.
 
     Returns:
         int64 and bool [B, P].

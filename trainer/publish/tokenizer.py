@@ -20,7 +20,7 @@ def adapt(folder: Path, config: ModelConfig, vocabulary: Vocabulary) -> int | No
 
     - For a model with token types, the two texts of a pair get different types.
     - For a decoder with a task head, special tokens are added where
-      `objectives.task_rows.TaskRows` has them. `transformers` finds the pooled position by looking
+      `objectives.task_rows.RowTask` has them. `transformers` finds the pooled position by looking
       for the last token that is not padding, so a tokenizer without a padding token gets one.
 
     A folder with a SentencePiece model needs no change.

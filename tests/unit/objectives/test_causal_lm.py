@@ -1,4 +1,4 @@
-"""Left-to-right language modelling: every token but the first of a sequence is predicted, from those before it."""
+"""Left-to-right language modeling predicts each token of a sequence but its first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAD, CLS, SEP = 0, 1, 2
 
 
 def _examples(isolated: bool) -> Examples:
-    """A row of two pieces, 10 11 12 and 13 14, and a row of one, 15, of weight 0."""
+    """A row of two chunks, 10 11 12 and 13 14, and a row of one, 15, of weight 0."""
     return Examples(
         tokens=np.arange(10, 16, dtype=np.int32),
         row=np.array([0, 0, 1]),
@@ -46,7 +46,7 @@ def test_each_token_predicts_the_next_one_of_its_sequence(
     assert list(zip(inputs[used].tolist(), batch["labels"][used].tolist(), strict=True)) == pairs
 
 
-def test_texts_lie_between_tokens_that_end_texts_where_there_are_no_other() -> None:
+def test_end_tokens_surround_texts_if_there_are_no_others() -> None:
     """GPT-2's <|endoftext|>, which is its padding as well."""
     objective = Config().build(Vocabulary(50, None, None, None, None, (49,), eos=49))
     batch = objective.collate(_examples(True), 12)
@@ -58,20 +58,20 @@ def test_texts_lie_between_tokens_that_end_texts_where_there_are_no_other() -> N
 
 
 @pytest.mark.parametrize("policy", ["concat", "best_fit", "padded"])
-def test_all_tokens_are_predicted_once_and_no_end_where_a_text_goes_on(policy: str) -> None:
+def test_all_tokens_are_predicted_once_and_no_end_of_a_cut_text(policy: str) -> None:
     objective = Config().build(Vocabulary(1000, PAD, None, None, None, (PAD, SEP), eos=SEP))
     lengths = [35, 10, 3, 14, 28, 4, 15]
-    examples, _ = pack(lengths, objective.pack_spec(16), policy)  # 14 cells of text in a row
+    examples, _ = pack(lengths, objective.pack_spec(16), policy)  # 14 tokens of text in a row
     batch = objective.collate(examples, 16)
     labels = batch["labels"][batch["weights"] > 0]
     assert np.array_equal(np.sort(labels[labels != SEP]), np.sort(examples.tokens))
-    # Of pieces that fill a row, nothing tells whether the text is over; under `concat` no text ends where a row does.
+    # A chunk that fills a row may go on elsewhere; under `concat` no text ends where a row does.
     known = lengths if policy == "concat" else [length for length in lengths if length % 14]
     assert (labels == SEP).sum() == len(known)
 
 
 def test_no_prediction_sees_what_it_predicts() -> None:
-    """Changing a token changes no logits before it, and some at and after it; so the loss cannot leak."""
+    """Changing a token changes no logits before it, and some at and after it."""
     config = bert.Config(
         vocab_size=50, layers=2, width=16, heads=2, ffn_width=32, max_positions=12, causal=True
     )

@@ -9,7 +9,7 @@ LABELS = torch.arange(40) * 7 % 1000
 
 
 def scored(logits: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropies, hits, and the gradient of a weighted sum with respect to `logits`, a leaf."""
+    """Cross-entropies, hits, and the gradient of a weighted sum for `logits`, a leaf."""
     nll, _, correct = cross_entropy_(
         logits * 1, LABELS
     )  # of a copy, as a leaf must not be overwritten
@@ -47,8 +47,8 @@ def test_log_z_and_its_share_of_the_gradient_equal_torchs(scale: float):
     torch.testing.assert_close(ours.grad, reference.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_no_number_is_so_small_that_it_takes_a_cpu_longer():
-    """With scores that lie further apart than float32 has exponentials for, and the factor of a large batch."""
+def test_no_gradient_is_a_denormal_number():
+    """With logits too far apart for exponentials in float32, and the factor of a large batch."""
     torch.manual_seed(0)
     logits = torch.randn(40, 1000) * 30
     nll, _, gradient = scored(logits.clone().requires_grad_(), torch.full((40,), 1e-5))

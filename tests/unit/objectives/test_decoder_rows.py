@@ -1,4 +1,4 @@
-"""Rows of tasks for models without [CLS], T5 and the GPTs, of which the last cell says what a text is."""
+"""Rows of tasks for models without [CLS] (T5, the GPTs), which pool the last position."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ QA = question_answering.Config(
 )
 
 
-def test_the_last_cell_stands_for_no_answer() -> None:
+def test_the_last_position_stands_for_no_answer() -> None:
     """A row of 5 tokens in two windows behind a question of 2; the answer is in the second."""
     windows = make(
         [[(0, [10, 11]), (3, [20, 21, 22])], [(0, [10, 11]), (3, [22, 23])], [(0, [30])]],
@@ -236,7 +236,7 @@ CLASSES: dict[str, Any] = {"head": "classification", "labels": ("a", "b")}
         ),
     ],
 )
-def test_models_that_read_other_cells_are_refused(
+def test_models_that_pool_another_position_are_rejected(
     model: Any, config: dict[str, Any], vocabulary: Vocabulary, message: str | None
 ) -> None:
     experiment = Experiment(
@@ -264,7 +264,7 @@ def test_models_that_read_other_cells_are_refused(
 @pytest.mark.parametrize(
     ("make_config", "message"),
     [
-        (lambda: classification.Config(lm_weight=-1.0), "lm_weight is -1.0; use 0"),
+        (lambda: classification.Config(lm_weight=-1.0), "lm_weight is -1.0. Use 0.5"),
         (
             lambda: classification.Config(lm_weight=0.5, reads="first"),
             "lm_weight is 0.5 and reads is first",
@@ -274,10 +274,10 @@ def test_models_that_read_other_cells_are_refused(
             lambda: classification.Config(reads="last").build(
                 Vocabulary(9, 0, None, None, None, ())
             ),
-            r"has no \[CLS\]",
+            "needs a token to end texts with",
         ),
     ],
 )
-def test_what_cannot_be_is_refused(make_config: Any, message: str) -> None:
+def test_invalid_settings_are_rejected(make_config: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_config()

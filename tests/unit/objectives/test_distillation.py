@@ -1,4 +1,4 @@
-"""The terms of distillation's loss are those of the papers, whatever a step's batch is cut into."""
+"""The terms of distillation's loss equal the papers', however a step's batch is split."""
 
 from __future__ import annotations
 
@@ -26,9 +26,17 @@ LENGTH = 24
 
 def student(layers: int = 1, seed: int = 1, **settings: Any) -> nn.Module:
     config = bert.Config(
-        1000, layers=layers, width=16, heads=2, ffn_width=32, max_positions=LENGTH, dropout=0.0, attention_dropout=0.0,
-        initializer_range=0.3, **settings,
-    )  # fmt: skip
+        1000,
+        layers=layers,
+        width=16,
+        heads=2,
+        ffn_width=32,
+        max_positions=LENGTH,
+        dropout=0.0,
+        attention_dropout=0.0,
+        initializer_range=0.3,
+        **settings,
+    )
     model = config.build()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -68,8 +76,8 @@ def softmax(logits: Tensor, temperature: float) -> Tensor:
 
 
 @pytest.mark.parametrize("cells", ["predicted", "all"])
-def test_the_loss_is_that_of_the_papers(cells: str) -> None:
-    """With the weights of DistilBERT, written out cell by cell."""
+def test_the_loss_equals_the_papers(cells: str) -> None:
+    """With the weights of DistilBERT, computed position by position."""
     model, teacher, temperature = student(), student(2, seed=2), 2.0
     objective = build(
         mlm.Config(),
@@ -93,16 +101,18 @@ def test_the_loss_is_that_of_the_papers(cells: str) -> None:
         predicted = batch["predicted"][row][batch["weights"][row] > 0].tolist()
         filled = torch.nonzero(batch["segments"][row])[:, 0].tolist()
         assert len(predicted) < len(filled) <= LENGTH
-        for cell in predicted if cells == "predicted" else filled:
-            p, q = (softmax(each[row, cell], temperature) for each in (taught, own))
+        for position in predicted if cells == "predicted" else filled:
+            p, q = (softmax(each[row, position], temperature) for each in (taught, own))
             terms["soft"].append(float(temperature**2 * (p * (p / q).log()).sum()))
-            terms["mse"].append(float((taught[row, cell] - own[row, cell]).double().square().sum()))
-        for cell in filled:
-            a, b = own_states[row, cell].double(), taught_states[row, cell].double()
+            terms["mse"].append(
+                float((taught[row, position] - own[row, position]).double().square().sum())
+            )
+        for position in filled:
+            a, b = own_states[row, position].double(), taught_states[row, position].double()
             terms["cosine"].append(float(1 - a @ b / (a.norm() * b.norm())))
-        for number, cell in enumerate(predicted):
+        for number, position in enumerate(predicted):
             terms["hard"].append(
-                -math.log(float(softmax(own[row, cell], 1.0)[batch["labels"][row, number]]))
+                -math.log(float(softmax(own[row, position], 1.0)[batch["labels"][row, number]]))
             )
     means = {name: sum(values) / len(values) for name, values in terms.items()}
     expected = 5 * means["soft"] + 2 * means["hard"] + 0.01 * means["mse"] + means["cosine"]
@@ -130,7 +140,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_the_losses_of_micro_batches_add_up(settings: dict[str, Any]) -> None:
-    """With their gradients; the teacher's weights get none, and rows that only pad the batch change nothing."""
+    """With their gradients; rows that only pad the batch change nothing."""
     model, teacher = student(), student(2, seed=2)
     objective = build(mlm.Config(), teacher, **settings)
     batch = batch_of(objective, texts())
@@ -186,18 +196,18 @@ def test_a_student_that_equals_its_teacher_has_nothing_to_learn() -> None:
     [
         (
             {"of": "mlm_nsp"},
-            "of is mlm_nsp, whose predictions cannot be compared; use one of: causal_lm",
+            "of is mlm_nsp, whose predictions cannot be compared. Use one of causal_lm",
         ),
         ({"of": {"kind": "distillation", "teacher": "b", "of": "mlm"}}, "of is distillation"),
-        ({"of": "regression"}, "set soft to 0, and mse to 1"),
-        ({"of": "mlm", "soft": 0}, "nothing the teacher predicts is learnt; set soft to 1"),
+        ({"of": "regression"}, "Set soft to 0, and mse to 1"),
+        ({"of": "mlm", "soft": 0}, "nothing that the teacher predicts is learned. Set soft to 1"),
         ({"of": "mlm", "hard": -1}, "hard is -1"),
-        ({"of": "mlm", "temperature": 0}, "temperature must be above 0"),
+        ({"of": "mlm", "temperature": 0}, "temperature is 0"),
         ({"of": "classification", "cells": "all"}, "cells is all, which is for mlm"),
         ({"of": {"kind": "classification", "lm_weight": 0.5}}, r"of.lm_weight is 0.5"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         decode(distillation.Config, {"teacher": "a", **settings})
 

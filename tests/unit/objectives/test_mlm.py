@@ -1,4 +1,4 @@
-"""Masked language modelling: the layout of rows, which tokens are masked and how, and the loss."""
+"""Masked language modeling: the layout of rows, which tokens are masked and how, and the loss."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ VOCABULARY = Vocabulary(
 def make_examples(
     rows: list[list[list[int]]], isolated: bool, keys: list[int] | None = None
 ) -> Examples:
-    """Rows of pieces of tokens, packed without gaps."""
+    """Rows of chunks of tokens, packed without gaps."""
     tokens, row, column, length = [], [], [], []
-    for number, pieces in enumerate(rows):
-        cell = 1
-        for piece in pieces:
-            tokens += piece
+    for number, chunks in enumerate(rows):
+        position = 1
+        for chunk in chunks:
+            tokens += chunk
             row.append(number)
-            column.append(cell)
-            length.append(len(piece))
-            cell += len(piece) + (2 if isolated else 1)
+            column.append(position)
+            length.append(len(chunk))
+            position += len(chunk) + (2 if isolated else 1)
     as_int = [np.array(values, dtype=np.int64) for values in (row, column, length)]
     key = np.array(range(len(rows)) if keys is None else keys, dtype=np.uint64)
     return Examples(
@@ -46,12 +46,12 @@ def random_examples(batch: int, width: int, isolated: bool, seed: int = 0) -> Ex
     rng = np.random.default_rng(seed)
     rows = []
     for _ in range(batch):
-        pieces, cells = [], width - (0 if isolated else 1)
-        while (room := cells - (2 if isolated else 1)) > 0 and len(pieces) < 5:
+        chunks, left = [], width - (0 if isolated else 1)
+        while (room := left - (2 if isolated else 1)) > 0 and len(chunks) < 5:
             size = int(rng.integers(1, room + 1))
-            pieces.append(rng.integers(4, 999, size).tolist())
-            cells -= size + (2 if isolated else 1)
-        rows.append(pieces)
+            chunks.append(rng.integers(4, 999, size).tolist())
+            left -= size + (2 if isolated else 1)
+        rows.append(chunks)
     return make_examples(rows, isolated, keys=rng.integers(0, 2**62, batch).tolist())
 
 
@@ -78,7 +78,7 @@ def test_isolated_rows_hold_sequences_with_their_own_specials_and_positions():
     ]
 
 
-def test_concatenated_rows_are_one_sequence_with_a_separator_after_each_piece():
+def test_concatenated_rows_are_one_sequence_with_a_separator_after_each_chunk():
     examples = make_examples([[[10, 11, 12], [20]], [[30, 31]]], isolated=False)
     batch = Config().build(VOCABULARY).collate(examples, 8)
     assert unmask(batch).tolist() == [
@@ -104,7 +104,7 @@ def test_gaps_that_the_packer_leaves_are_padding():
     batch = Config().build(VOCABULARY).collate(examples, 12)
     assert unmask(batch)[1].tolist() == [0, 0, CLS, 50, SEP, 0, 0, CLS, 60, SEP, 0, 0]
     assert batch["segments"][1].tolist() == [0, 0, 1, 1, 1, 0, 0, 2, 2, 2, 0, 0]
-    assert batch["weights"].sum() == 1  # rows without pieces predict nothing
+    assert batch["weights"].sum() == 1  # rows without chunks predict nothing
     assert not batch["tokens"][[0, 2]].any()
 
 
@@ -138,7 +138,7 @@ def test_each_row_predicts_the_exact_number_of_its_own_tokens_and_only_those(
         assert len(set(batch["predicted"][row][used[row]])) == expected[row]
     assert (batch["labels"][used] > MASK).all()
     assert not batch["predicted"][~used].any()
-    # Undoing the masks gives back the text, so a cell that is not predicted was not touched.
+    # Undoing the masks gives back the text, so the other positions were not touched.
     assert np.array_equal(unmask(batch)[unmask(batch) > MASK], examples.tokens)
 
 
@@ -149,7 +149,7 @@ def test_special_tokens_in_the_text_are_never_masked():
     assert set(batch["labels"][batch["weights"] > 0]) == {40}
 
 
-def test_a_row_does_not_depend_on_the_batch_it_is_in():
+def test_a_row_does_not_depend_on_its_batch():
     width = 64
     objective = Config().build(VOCABULARY)
     rng = np.random.default_rng(1)
@@ -171,7 +171,7 @@ def test_masks_change_with_the_key_and_are_spread_evenly_over_the_row():
     assert chi_square < 110  # 61 degrees of freedom: 99.99 % lie below
 
 
-def test_predicted_tokens_are_masked_replaced_and_kept_in_the_shares_asked_for():
+def test_predicted_tokens_are_masked_replaced_and_kept_at_the_given_rates():
     examples = make_examples([[[500] * 62]] * 20_000, False)
     batch = Config(replace_mask=0.6, replace_random=0.3).build(VOCABULARY).collate(examples, 64)
     seen = np.take_along_axis(batch["tokens"], batch["predicted"], axis=1)
@@ -187,7 +187,7 @@ def test_predicted_tokens_are_masked_replaced_and_kept_in_the_shares_asked_for()
     ).sum() < 1170  # 993 degrees of freedom, 99.99 %
 
 
-def test_masks_are_the_same_for_ever():
+def test_masks_do_not_change_between_versions():
     batch = (
         Config()
         .build(VOCABULARY)
@@ -212,7 +212,7 @@ def test_rows_of_weight_zero_are_whole_but_count_for_nothing():
     ) == objective.weights(batch)
 
 
-def test_a_batch_of_no_pieces_is_all_padding():
+def test_a_batch_of_no_chunks_is_all_padding():
     batch = Config().build(VOCABULARY).collate(make_examples([[], []], False), 16)
     assert not any(array.any() for array in batch.values())
 
@@ -299,14 +299,14 @@ def test_the_model_gets_the_batch_and_the_dropout_key_where_there_is_one():
 
 
 @pytest.mark.parametrize("missing", ["pad", "cls", "sep", "mask"])
-def test_a_tokenizer_without_the_special_tokens_is_refused_by_name(missing: str):
+def test_a_tokenizer_without_the_special_tokens_is_rejected_by_name(missing: str):
     with pytest.raises(
-        ConfigError, match=rf"(no|with) \[{missing.upper()}\]; use one made for BERT or RoBERTa"
+        ConfigError, match=rf"(no|with) \[{missing.upper()}\]\. Use one made for BERT or RoBERTa"
     ):
         Config().build(dataclasses.replace(VOCABULARY, **{missing: None}))
 
 
-def test_a_vocabulary_of_special_tokens_only_is_refused():
+def test_a_vocabulary_of_special_tokens_only_is_rejected():
     with pytest.raises(ConfigError, match="0 ordinary tokens"):
         Config().build(dataclasses.replace(VOCABULARY, size=4))
 
@@ -321,12 +321,12 @@ def test_a_vocabulary_of_special_tokens_only_is_refused():
         {"replace_random": -0.1},
     ],
 )
-def test_shares_that_make_no_sense_are_refused(settings: dict[str, float]):
+def test_invalid_fractions_are_rejected(settings: dict[str, float]):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         decode(Config, settings, "objective")
 
 
 @pytest.mark.parametrize("length", [-1, 0, 2, 65_537])
-def test_sequence_lengths_without_room_are_refused(length: int):
+def test_sequence_lengths_without_room_are_rejected(length: int):
     with pytest.raises(ConfigError, match=f"sequence_length is {length}"):
         Config().build(VOCABULARY).pack_spec(length)

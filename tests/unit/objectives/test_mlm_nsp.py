@@ -1,4 +1,4 @@
-"""Masked language modelling with next-sentence prediction: the batch, its two loss terms and their denominators."""
+"""Masked LM with next-sentence prediction: batch, loss terms and their denominators."""
 
 import dataclasses
 
@@ -32,13 +32,13 @@ def make_pairs(rows: list[tuple[list[int], list[int]]], random: list[bool]) -> E
 
 
 def random_pairs(rows: int, width: int, seed: int = 0) -> Examples:
-    draw = np.random.default_rng(seed)
-    cut = draw.integers(1, width - 4, rows)
+    random = np.random.default_rng(seed)
+    cut = random.integers(1, width - 4, rows)
     made = [
-        (draw.integers(4, 100, a).tolist(), draw.integers(4, 100, width - 3 - a).tolist())
+        (random.integers(4, 100, a).tolist(), random.integers(4, 100, width - 3 - a).tolist())
         for a in cut.tolist()
     ]
-    return make_pairs(made, (draw.random(rows) < 0.5).tolist())
+    return make_pairs(made, (random.random(rows) < 0.5).tolist())
 
 
 def test_a_row_is_a_pair_with_types_and_a_label() -> None:
@@ -59,7 +59,7 @@ def test_a_row_is_a_pair_with_types_and_a_label() -> None:
     assert batch["next_labels"].tolist() == [1, 0]  # as in BERT: 0 is "B is the next sentence"
 
 
-def test_masks_and_token_types_are_those_of_masked_language_modelling() -> None:
+def test_masks_and_token_types_are_those_of_masked_language_modeling() -> None:
     examples = random_pairs(20, 64)
     ours, plain = (
         mlm_nsp.Config().build(VOCABULARY).collate(examples, 64),

@@ -1,4 +1,4 @@
-"""Prefix language modelling: a text is cut at random, nothing is lost, and an encoder-decoder's rows are full."""
+"""Prefix LM: a text is cut at random, nothing is lost, encoder-decoder rows are full."""
 
 from __future__ import annotations
 
@@ -81,15 +81,15 @@ def test_the_loss_is_on_what_follows_the_prefix_alone() -> None:
     examples, _ = pack([40, 3], spec, "best_fit")
     batch = objective.collate(examples, spec.sequence_length)
     (used,) = np.nonzero(batch["weights"][0])
-    cells = batch["predicted"][0][used]
+    positions = batch["predicted"][0][used]
     in_prefix = batch["prefix"][0]
-    assert in_prefix[cells[0]]  # from the prefix's end on
-    assert not in_prefix[cells[1:]].any()
-    assert in_prefix.sum() == cells[0] + 1
+    assert in_prefix[positions[0]]  # from the prefix's end on
+    assert not in_prefix[positions[1:]].any()
+    assert in_prefix.sum() == positions[0] + 1
 
 
 def test_no_prediction_sees_what_it_predicts() -> None:
-    """A token of a target changes no logits before its own cell; so the loss of a causal model cannot leak."""
+    """A token of a target changes no logits before its own position."""
     objective = Config(layout="prefix_lm").build(VOCABULARY)
     spec = objective.pack_spec(24)
     examples, _ = pack([12, 9], spec, "best_fit")
@@ -112,8 +112,8 @@ def test_no_prediction_sees_what_it_predicts() -> None:
     assert differs[last]
 
 
-def test_sequences_without_room_for_text_are_refused() -> None:
-    with pytest.raises(ConfigError, match="sequence_length is 1; use 2 to"):
+def test_sequences_without_room_for_text_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"sequence_length is 1\. Use 2 to"):
         Config().build(VOCABULARY).pack_spec(1)
     with pytest.raises(ConfigError, match="z_loss"):
         Config(z_loss=-0.1)

@@ -56,8 +56,8 @@ def test_a_row_does_not_depend_on_the_others():
         assert np.array_equal(array, whole[name][[4, 1]]), name
 
 
-def test_lengths_without_room_are_refused():
-    with pytest.raises(ConfigError, match="target_length is 1; use at least 2"):
+def test_lengths_without_room_are_rejected():
+    with pytest.raises(ConfigError, match=r"target_length is 1\. Use at least 2"):
         Config(target_length=1)
-    with pytest.raises(ConfigError, match="sequence_length is 2; use at least 3"):
+    with pytest.raises(ConfigError, match=r"sequence_length is 2\. Use at least 3"):
         Config(layout="prefix_lm").build(VOCABULARY).pack_spec(2)

@@ -1,4 +1,4 @@
-"""Span corruption: T5's lengths and spans, nothing lost, and rows that do not depend on each other."""
+"""Span corruption: T5's lengths and spans, nothing lost, rows independent of each other."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LAYOUTS = ("encoder_decoder", "prefix_lm", "language_model")
 
 
 def t5_counts(length: int, density: float, mean: float) -> tuple[int, int]:
-    """`random_spans_noise_mask` of google-research/text-to-text-transfer-transformer: corrupted tokens and spans."""
+    """Corrupted tokens and spans, by `random_spans_noise_mask` of google-research's T5."""
     noise = min(max(int(np.round(length * density)), 1), length - 1)
     return noise, max(int(np.round(noise / mean)), 1)
 
 
 def t5_lengths(inputs: int, density: float, mean: float) -> tuple[int, int]:
-    """`random_spans_helper` of the same: tokens of text, and of targets, for so many cells of inputs."""
+    """Tokens of text and of targets for a length of inputs, by `random_spans_helper` of T5."""
 
     def after(tokens: int) -> tuple[int, int]:
         noise = round(tokens * density)
@@ -142,7 +142,7 @@ def test_spans_are_distributed_as_those_of_the_published_collator() -> None:
         apart = [
             mine[n] / mine.total() - published[n] / published.total() for n in range(longest + 1)
         ]
-        # The greatest distance of the cumulative distributions; by chance it is over 0.02 once in 40 times.
+        # Greatest distance of the cumulative distributions: above 0.02 by chance once in 40 times.
         assert np.abs(np.cumsum(apart)).max() < 0.025
 
 
@@ -183,7 +183,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(policy: str, layout: str) -> N
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [2], [65_536]], ids=str)
 def test_hard_texts(lengths: list[int]) -> None:
     objective = Config(mean_span_length=100.0).build(VOCABULARY)
-    spec = objective.pack_spec(int(objective.cells(np.array([max(lengths)]))[0][0]))
+    spec = objective.pack_spec(int(objective.sizes(np.array([max(lengths)]))[0][0]))
     examples, texts = pack(lengths, spec, "padded")
     assert [
         restored(*pair) for pair in pairs_of(objective.collate(examples, spec.sequence_length))
@@ -211,7 +211,7 @@ def test_another_key_corrupts_other_spans() -> None:
 def test_both_sides_of_packed_rows_are_98_percent_full(
     layout: str, median: int, target_length: int | None
 ) -> None:
-    """Documents of some hundred tokens; and of a few dozen, with more cells for targets than by default."""
+    """Documents of some hundred tokens; and of a few dozen, with longer targets than by default."""
     objective = Config(layout=layout, target_length=target_length).build(VOCABULARY)
     spec = objective.pack_spec(512)
     lengths = np.random.default_rng(0).lognormal(np.log(median), 0.8, 1500).astype(int) + 1
@@ -219,7 +219,7 @@ def test_both_sides_of_packed_rows_are_98_percent_full(
     batch = objective.collate(examples, spec.sequence_length)
     filled = [batch["segments"] > 0, batch["weights"] > 0]
     if layout != "encoder_decoder":
-        filled = filled[:1]  # the targets are cells of the same rows
+        filled = filled[:1]  # the targets are in the same rows
     assert sum(side.sum() for side in filled) > 0.98 * sum(side.size for side in filled)
 
 
@@ -266,7 +266,7 @@ def test_the_z_loss_is_added_to_the_loss_and_is_a_metric_of_its_own() -> None:
     torch.testing.assert_close(means["z_loss"], penalty)
 
 
-def test_too_few_sentinels_are_refused_before_training() -> None:
+def test_too_few_sentinels_are_rejected_before_training() -> None:
     objective = Config().build(VOCABULARY)
     with pytest.raises(
         ConfigError, match=r"114 corrupted spans.* 100 sentinels.* at most (\d+)"
@@ -282,7 +282,7 @@ def test_too_few_sentinels_are_refused_before_training() -> None:
     ("change", "message"),
     [({"sentinels": ()}, "has none"), ({"eos": None}, "no </s>"), ({"pad": None}, "no <pad>")],
 )
-def test_a_tokenizer_that_lacks_something_is_refused(
+def test_a_tokenizer_that_lacks_something_is_rejected(
     change: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -299,16 +299,16 @@ def test_a_tokenizer_that_lacks_something_is_refused(
         {"z_loss": -1.0},
     ],
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, float]) -> None:
+def test_settings_out_of_range_are_rejected(settings: dict[str, float]) -> None:
     (name,) = settings
     with pytest.raises(ConfigError, match=name):
         Config(**settings)
 
 
-def test_targets_longer_than_the_decoder_are_refused() -> None:
+def test_targets_longer_than_the_decoder_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"target_length is 113.* 568 tokens .*targets of 114"):
         Config(target_length=113).build(VOCABULARY).pack_spec(512)
-    with pytest.raises(ConfigError, match="use 2 to"):
+    with pytest.raises(ConfigError, match="Use 2 to"):
         Config().build(VOCABULARY).pack_spec(1)
 
 

@@ -1,4 +1,4 @@
-"""Objectives of fine-tuning tasks: how rows are laid out, their losses, and the scores of what is predicted."""
+"""Objectives of fine-tuning tasks: layout of rows, losses, and scores of predictions."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(
 
 
 class Stub(nn.Module):
-    """Logits that depend on the tokens, of the cells that are asked for."""
+    """Logits that depend on the tokens, for the predicted positions."""
 
     def __init__(self, outputs: int) -> None:
         super().__init__()
@@ -467,7 +467,7 @@ def test_scores_of_numbers() -> None:
 def test_scores_of_tags() -> None:
     """Of each word its first token's tag, wherever that stands; windows come in any order."""
     names = ("O", "B-PER", "I-PER", "B-LOC")
-    # "van" is the tokens "v" and "an", and behind it is one of white space; the last two words have no token.
+    # "van" is two tokens, then one is white space; the last two words have no token.
     row = TaskRow(
         ("Ann van  Berg sees Rome",),
         spans=((0, 3, 1), (4, 7, 2), (9, 13, 2), (19, 23, 3), (8, 9, 0), (10, 10, 0)),
@@ -560,17 +560,17 @@ def test_a_token_is_of_the_window_with_most_text_around_it(
 @pytest.mark.parametrize("question", [3, 8])  # of the second one, two tokens are cut off
 def test_answers_are_the_best_spans_of_all_windows(question: int, vocabulary: Vocabulary) -> None:
     config = question_answering.Config(stride=5, question_length=6, answer_length=4, n_best=4)
-    draw = np.random.default_rng(question)
+    random = np.random.default_rng(question)
     words = [f"w{i}" for i in range(30)]
     text = " ".join(words)
     offsets = tuple((text.index(word), text.index(word) + len(word)) for word in words)
     column = 1 + min(question, 6) + vocabulary.between
     begins, lengths = cut(30, 12, 5)
-    outputs = draw.normal(size=(len(begins), 30, 2)).astype(np.float32)
+    outputs = random.normal(size=(len(begins), 30, 2)).astype(np.float32)
     expected = spans_by_definition(
         outputs[..., 0], outputs[..., 1], [column] * len(begins), begins, lengths, most=4, best=4
     )
-    order = draw.permutation(
+    order = random.permutation(
         len(begins)
     ).tolist()  # the row's windows, then one of a row whose text has no token
     found = predictions(
@@ -593,7 +593,7 @@ def test_answers_are_the_best_spans_of_all_windows(question: int, vocabulary: Vo
 
 
 def of_squad(gaps: list[float]) -> Predictions:
-    """Two questions with an answer and two without; each prediction is "Rome", so much better than none."""
+    """Two questions with an answer, two without; "Rome" is better than none by each gap."""
     text = "to Rome it went"
     offsets = ((0, 2), (3, 7), (8, 10), (11, 15))
     rows = [
@@ -602,7 +602,7 @@ def of_squad(gaps: list[float]) -> Predictions:
     ]
     outputs = np.full((4, 8, 2), -9.0)
     outputs[:, 0] = 0
-    outputs[:, 4] = np.array(gaps)[:, None] / 2  # the cell of "Rome", behind [CLS] q [SEP]
+    outputs[:, 4] = np.array(gaps)[:, None] / 2  # the position of "Rome", after [CLS] q [SEP]
     return predictions(outputs, rows, begin=[1] * 4, column=[3] * 4, length=[4] * 4)
 
 
@@ -712,13 +712,13 @@ def test_predictions_of_rows_are_in_the_order_of_the_rows() -> None:
 
 
 def test_windows_that_were_not_scored_shift_no_answer() -> None:
-    """As where an evaluation is of some batches only, and the row's first window is in none of them."""
+    """As in a partial evaluation without the row's first window."""
     found = of_squad([5, 3, 1, 2])
     late = dataclasses.replace(
         found, begin=found.begin + 2, length=found.length - 2
     )  # "it went", behind "to Rome"
     answers = question_answering.Config().build(VOCABULARY).answers(late)
-    assert [answer.text for answer in answers] == ["went"] * 4  # in the cell where "Rome" stood
+    assert [answer.text for answer in answers] == ["went"] * 4  # at the position where "Rome" was
 
 
 @pytest.mark.parametrize(
@@ -734,10 +734,10 @@ def test_windows_that_were_not_scored_shift_no_answer() -> None:
         (lambda: classification.Config(label_smoothing=1.0), "label_smoothing is 1.0"),
         (lambda: multiple_choice.Config(choices=1), "choices is 1"),
         (lambda: question_answering.Config(stride=0), "stride is 0"),
-        (lambda: question_answering.Config(threshold=0.0), "set impossible to true"),
+        (lambda: question_answering.Config(threshold=0.0), "Set impossible to true"),
         (
             lambda: question_answering.Config().build(VOCABULARY).pack_spec(128),
-            "use a stride of at most 61",
+            "Use a stride of at most 61",
         ),
         (
             lambda: question_answering.Config().build(VOCABULARY).pack_spec(60),
@@ -749,11 +749,11 @@ def test_windows_that_were_not_scored_shift_no_answer() -> None:
         ),
         (
             lambda: classification.Config().build(VOCABULARY).collate(with_probabilities(PAIRS), 8),
-            "set it to true",
+            "Set it to true",
         ),
     ],
 )
-def test_what_cannot_be_is_refused(make_config: Any, message: str) -> None:
+def test_invalid_settings_are_rejected(make_config: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_config()
 

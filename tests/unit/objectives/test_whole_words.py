@@ -1,4 +1,4 @@
-"""Whole-word masking takes whole words in random order while they fit, as google-research/bert does."""
+"""Whole-word masking takes words in random order while they fit, as google-research/bert."""
 
 import time
 
@@ -18,7 +18,7 @@ VOCABULARY = Vocabulary(1000, PAD, CLS, SEP, MASK, (PAD, CLS, SEP, MASK, 999), C
 
 
 def random_rows(rows: int, width: int, going_on: float = 0.4, seed: int = 0) -> np.ndarray:
-    """Tokens [B, S] of one sequence a row, with a separator and a special token somewhere inside."""
+    """Tokens [B, S], one sequence a row, with a separator and a special token inside."""
     random = np.random.default_rng(seed)
     continuing = random.random((rows, width)) < going_on
     tokens = np.where(
@@ -32,7 +32,7 @@ def random_rows(rows: int, width: int, going_on: float = 0.4, seed: int = 0) -> 
 
 
 def words_of(row: list[int]) -> list[list[int]]:
-    """The columns of each word: a continuing token goes on with the word of an ordinary token before it."""
+    """The columns of each word: a continuing token extends the word before it."""
     words: list[list[int]] = []
     for column, token in enumerate(row):
         if token in VOCABULARY.special:
@@ -46,11 +46,11 @@ def words_of(row: list[int]) -> list[list[int]]:
 
 def choose_one_by_one(words: list[list[int]], budget: int, key: int) -> list[int]:
     """google-research/bert's loop over the shuffled words of a row."""
-    drawn = [
+    sampled = [
         int(combine(key, name_key("mlm.word"), word[0])[0]) & ~0xFFFF | word[0] for word in words
     ]
     chosen: list[int] = []
-    for _, word in sorted(zip(drawn, words, strict=True)):
+    for _, word in sorted(zip(sampled, words, strict=True)):
         if len(chosen) >= budget:
             break
         if len(chosen) + len(word) <= budget:
@@ -137,7 +137,7 @@ def test_masks_are_the_same_for_ever() -> None:
     assert batch["predicted"].tolist() == [[10, 11, 13, 14, 40, 41, 54, 61, 62]]
 
 
-def test_a_tokenizer_without_word_boundaries_is_refused() -> None:
+def test_a_tokenizer_without_word_boundaries_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match="whole_words is true, and this tokenizer does not say where words begin"
     ):

@@ -1,4 +1,4 @@
-"""What the tests of text-to-text objectives share: packed documents, and batches read back."""
+"""Packed documents, and batches read back, for tests of text-to-text objectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCABULARY = Vocabulary(
 def pack(
     lengths: Sequence[int], spec: PackSpec, policy: Policy, seed: int = 0
 ) -> tuple[Examples, list[list[int]]]:
-    """Documents of random tokens as examples; and the text of each piece, or, where they are joined, of each row."""
+    """Packs documents of random tokens; also returns the text of each chunk, or joined row."""
     lengths = np.asarray(lengths)
     line = np.random.default_rng(seed).integers(3, 1000, lengths.sum()).astype(np.int32)
     start = np.cumsum(lengths) - lengths
@@ -67,7 +67,7 @@ def only(examples: Examples, rows: Sequence[int]) -> Examples:
 
 
 def pairs_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
-    """The sources and targets of a batch in order, read as a model would see them, after checking what it sees."""
+    """The sources and targets of a batch, in order, after checking what a model sees of them."""
     return [
         pair
         for row in range(len(batch["tokens"]))
@@ -80,9 +80,9 @@ def _pairs_of_row(row: dict[str, np.ndarray]) -> list[tuple[list[int], list[int]
     assert (row["tokens"][segments == 0] == PAD).all()
     pairs = []
     for segment in range(1, segments.max() + 1):
-        (cells,) = np.nonzero(segments == segment)
-        assert np.array_equal(row["positions"][cells], np.arange(len(cells)))
-        tokens = row["tokens"][cells].tolist()
+        (positions,) = np.nonzero(segments == segment)
+        assert np.array_equal(row["positions"][positions], np.arange(len(positions)))
+        tokens = row["tokens"][positions].tolist()
         if "target_tokens" in row:
             (read,) = np.nonzero(row["target_segments"] == segment)
             assert np.array_equal(row["target_positions"][read], np.arange(len(read)))
@@ -94,14 +94,14 @@ def _pairs_of_row(row: dict[str, np.ndarray]) -> list[tuple[list[int], list[int]
             ]  # the decoder sees what is before only
             pairs.append((tokens, labels))
         else:
-            mine = np.isin(row["predicted"], cells) & (row["weights"] > 0)
+            mine = np.isin(row["predicted"], positions) & (row["weights"] > 0)
             labels, predicted = row["labels"][mine].tolist(), row["predicted"][mine]
             source = len(tokens) - len(labels) + 1
-            assert predicted.tolist() == cells[source - 1 :].tolist()
+            assert predicted.tolist() == positions[source - 1 :].tolist()
             assert tokens[source:] == labels[:-1]
             if "prefix" in row:
                 assert np.array_equal(
-                    np.flatnonzero(row["prefix"] & (segments == segment)), cells[:source]
+                    np.flatnonzero(row["prefix"] & (segments == segment)), positions[:source]
                 )
             pairs.append((tokens[:source], labels))
     return pairs
