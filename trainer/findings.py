@@ -42,6 +42,7 @@ def tried(subject: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Find
     """Yields the findings of a check; an exception in it is a finding, too."""
     try:
         yield from check()
+    # Whatever a driver or an optional package raises: the other checks must still run.
     except Exception as error:
         prefix = "" if isinstance(error, SamestepError) else f"{type(error).__name__}: "
         yield Finding(subject, "failed", f"{prefix}{error}")

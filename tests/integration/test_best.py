@@ -153,7 +153,7 @@ def test_without_a_best_nothing_is_named_so(
         ("evaluate", finished_run, "--step", "7"),
         ("export", absent, tmp_path / "exported"),
     ):
-        assert "no checkpoint of step 7; there are those of" in samestep(*command).message
+        assert "no checkpoint of step 7; it has" in samestep(*command).message
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Hashes are those of version 1, however their parts are given: batches and weights of old runs depend on them."""
+"""Hashes never change: batches and weights of old runs depend on them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MASK = 2**64 - 1
 
 
 def reference(*parts: int) -> int:
-    """The definition, in Python's integers: splitmix64's finaliser of the key so far, xor the next part."""
+    """The definition, in Python's integers: splitmix64 of (key so far xor next part)."""
 
     def finalise(x: int) -> int:
         x = (x + 0x9E3779B97F4A7C15) & MASK

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.ranges import global_number, merged
 
 
-def test_global_number_passes_over_what_is_excluded() -> None:
+def test_global_number_skips_excluded_examples() -> None:
     excluded = [[2, 4], [5, 7], [20, 30]]
     kept = [
         number for number in range(40) if not any(first <= number < end for first, end in excluded)

@@ -18,6 +18,7 @@ def to_tree(config: object) -> Tree:
     tree: Tree = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        # A section's class does not say its kind; the module that defines it does.
         kinds = kinds_of(hints[field.name])
         tree[field.name] = _plain(value)
         if kinds is not None and value is not None:

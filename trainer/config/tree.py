@@ -50,6 +50,7 @@ def merge(base: Tree, changes: Tree) -> Tree:
         below = merged.get(key)
         if isinstance(below, list) and isinstance(value, dict):  # phases.1.lr=1e-3
             value = _merge_items(key, below, value)
+        # Both short forms become sections before the two are merged.
         if isinstance(below, dict) and "kind" in below and isinstance(value, str):
             value = {"kind": value}
         if isinstance(below, str) and isinstance(value, dict):
@@ -97,6 +98,7 @@ def _read_file(path: Path, chain: tuple[Path, ...]) -> Tree:
         raise ConfigError(
             f"base in {path} must be the name of a file, or a list of names, not {bases!r}"
         )
+    # Later bases override earlier ones, and this file overrides all of them.
     merged: Tree = {}
     for base in bases:
         merged = merge(merged, _read_file((path.parent / base).resolve(), (*chain, path)))

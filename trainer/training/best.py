@@ -94,6 +94,8 @@ class Best:
         check_metric(self._config, scores)
         value = scores[self._config.metric]
         gain = self.value - value if self._config.lowest else value - self.value
+        # An equal score does not count: the earlier checkpoint stays the best. The first finite
+        # score always does, as `gain` is NaN then.
         better = math.isfinite(value) and (self.step is None or gain > 0)
         if all_reduce(torch.tensor([int(better)])).item():
             self._history.append((step, value))

@@ -38,22 +38,24 @@ class Checkpoints:
 
     def due(self, step: int, ending: bool) -> list[Checkpointer]:
         """Where to save after a step, if anywhere; a run ends with a durable checkpoint only."""
+        # Snapshots are lost when the machines are given back, so the end needs no snapshot.
         due = [self.durable] if ending or step % self.durable.config.every == 0 else []
         if self.snapshots is not None and not ending and step % self.snapshots.config.every == 0:
             due.append(self.snapshots)
         return due
 
+    def _all(self) -> list[Checkpointer]:
+        return [self.durable] if self.snapshots is None else [self.durable, self.snapshots]
+
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
         """Reserves the host memory for saving these tensors."""
-        self.durable.reserve(tensors)
-        if self.snapshots is not None:
-            self.snapshots.reserve(tensors)
+        for each in self._all():
+            each.reserve(tensors)
 
     def discard_after(self, step: int) -> None:
         """Removes what was saved after a step, so a restart also continues from that step."""
-        self.durable.discard_after(step)
-        if self.snapshots is not None:
-            self.snapshots.discard_after(step)
+        for each in self._all():
+            each.discard_after(step)
 
     def newest(self) -> tuple[Checkpointer, int | None]:
         """Finds the newest valid checkpoint: its holder and its step, if there is one. Collective.
@@ -63,6 +65,8 @@ class Checkpoints:
         Raises:
             CheckpointError: there are checkpoints, but no valid one and no valid snapshot.
         """
+        # `latest` verifies checksums, newest step first. On disk that takes long, so it looks only
+        # at steps after the snapshot's.
         step = None if self.snapshots is None else self.snapshots.latest(least=0)
         if self.snapshots is None or step is None:
             return self.durable, self.durable.latest()

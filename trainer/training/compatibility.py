@@ -32,6 +32,7 @@ def check_compatibility(
             f"{config.vocab_size}; set model.vocab_size to {vocabulary} or more"
         )
     _check_lengths(experiment, model)
+    # As plain values: a strategy knows no class of the experiment, which contains its own.
     experiment.strategy.check(to_tree(experiment))
     check_needs(experiment, objective, model)
     _check_labels(experiment, dataset)
@@ -109,6 +110,7 @@ def check_needs(experiment: Experiment, objective: Objective, model: Model) -> N
             f"{named_objective} needs {', '.join(sorted(missing))}, and {named_model} offers "
             f"{', '.join(offers)}; {_fixes(experiment, objective, model, missing)}"
         )
+    # Parameters without a gradient would stay at their initial values.
     if untrained := sorted(model.trains.keys() - objective.needs):
         setting = model.trains[untrained[0]]
         raise ConfigError(
@@ -144,6 +146,7 @@ def _fixes(experiment: Experiment, objective: Objective, model: Model, missing: 
 def _check_labels(experiment: Experiment, dataset: AnyDataset) -> None:
     """Rejects a head with other labels than the dataset's."""
     model = experiment.model
+    # The head's outputs are numbered like the labels: another order would train another task.
     if model.head not in FEWEST_LABELS:
         return
     for source in named_sources(dataset).values():
@@ -157,6 +160,7 @@ def _check_labels(experiment: Experiment, dataset: AnyDataset) -> None:
 
 def _check_start_token(experiment: Experiment, dataset: AnyDataset) -> None:
     """Rejects a tokenizer without the token that a task's decoder starts with."""
+    # T5's decoder reads the padding token first, by an id that is a fact of the family.
     model, pad = experiment.model, dataset.tokenizer.vocabulary.pad
     if model.head != "language_model" and model.decoder and model.start_token not in (None, pad):
         raise ConfigError(

@@ -90,6 +90,7 @@ class Experiment:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed must lie in 0 .. 2**32 - 1, not {self.seed}")
+        # Rows are appended to files there, which object stores cannot do.
         if "://" in self.output:
             raise ConfigError(
                 f"output {self.output!r} is not a folder of a file system; name one, and let "

@@ -1,7 +1,7 @@
 """Numerical faults: finds steps with a bad loss or gradient and decides what to do about them.
 
-A loss or gradient that is not finite ruins the weights. A spike, a value far above those of recent
-steps, can set a run back by thousands of steps. OLMo skips updates 6 standard deviations above a
+A loss or gradient that is not finite ruins the weights. A spike, a value far above the recent ones,
+can set a run back by thousands of steps. OLMo skips updates 6 standard deviations above a
 running mean (Groeneveld et al. 2024). PaLM went back to a checkpoint and skipped the batches around
 a spike (Chowdhery et al. 2022, section 5.1).
 """
@@ -82,6 +82,8 @@ class Faults:
     def check(self, loss: float, grad_norm: float) -> str | None:
         """Describes the fault of a step; for a sound step adds it to the window, returns None."""
         values = dict(zip(_NAMES, (loss, grad_norm), strict=True))
+        # A faulty step does not enter the window: a series of spikes would raise the limit until
+        # they pass.
         wrong = []
         for name, value in values.items():
             limit = self._limit(self._sound[name])
@@ -154,5 +156,6 @@ class Faults:
         self.clear_window()
         for name, window in self._sound.items():
             window.extend(state["sound"][name])
+        # Empty at the start of the process. After a rewind it has the faults since the checkpoint.
         if not self._steps:
             self._steps, self._in_a_row = list(state["steps"]), state["in_a_row"]

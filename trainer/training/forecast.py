@@ -55,6 +55,8 @@ def _until(trainer: Trainer, per_step: Sequence[float]) -> Callable[[int], float
 def throughput(experiment: Experiment, trainer: Trainer) -> Throughput:
     """Measures the throughput of the run from now on."""
     peak = trainer.strategy.accelerator.peak_flops(experiment.training.precision)
+    # Grouped batches are narrower than the phase's length, by an amount known only afterwards. So
+    # Throughput scales the FLOPs by the positions that were really computed.
     positions_until = None
     if experiment.data.group_by_length is not None:
         specs = [trainer.objective.pack_spec(phase.sequence_length) for phase in trainer.phases]

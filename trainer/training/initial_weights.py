@@ -35,6 +35,8 @@ def stored_values(
         CheckpointError: the weights are of another model.
         ConfigError: the dataset has another tokenizer, or a parameter without a value is frozen.
     """
+    # `start.sources` names the stored tensor of each parameter. At the start of a run the model
+    # decides: it may take its head from another one's, or leave it to be initialized.
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     stored = Stored(weights.config, {name: weights.tensors.shape(name) for name in weights.tensors})
     start = Start({name: name for name in shapes})
@@ -48,6 +50,7 @@ def stored_values(
                     "frozen"
                 )
     sources = {name: source for name, source in start.sources.items() if source is not None}
+    # Every stored tensor must be used or be expendable: one that is not is a sign of other weights.
     wrong = [name for name, source in sources.items() if stored.shapes.get(source) != shapes[name]]
     used = {*shapes, *sources.values()}
     unused = [name for name in stored.shapes if name not in used]
@@ -68,6 +71,8 @@ def stored_values(
         logger.info("initialized at random: %s", ", ".join(new))
     _check_tokenizer(weights, dataset)
 
+    # Called for the partition of each parameter that this process holds: under FSDP, no process
+    # reads the whole model.
     def values(name: str, first: int, stop: int) -> Tensor:
         if name in sources:
             return weights.tensors.elements(sources[name], first, stop).float()
@@ -124,6 +129,7 @@ def choose_layers(weights: Weights, layers: Sequence[int]) -> Weights:
     """
     with torch.device("meta"):
         model = weights.config.build()
+    # Only names change: nothing is read before the parameters get their values.
     pieces = {}
     for name in weights.tensors:
         place, own = model.layer_of(name), weights.tensors.pieces[name]

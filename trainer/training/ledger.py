@@ -110,6 +110,7 @@ class Ledger:
         """
         self._path = path
         self.close()
+        # A run without a checkpoint starts anew: all rows go.
         found = (GENESIS, 0) if self.head == GENESIS else _find(path, self.head)
         if found is None:
             aside = path.with_suffix(".lost")
@@ -163,6 +164,7 @@ class Ledger:
             self._order, self._basis, self._repeat_order = order, digest, False
             self._excluded, self._corrupt = [], []
             self._append(step, "order", {"order": order, **basis})
+        # The user may have added to data.exclude since the last start.
         if merged([*self._excluded, *excluded]) != self._excluded:
             self.exclude(step, order, excluded, "data.exclude, or as before")
 
@@ -205,6 +207,7 @@ class Ledger:
 
     def _append(self, step: int, kind: str, content: Mapping[str, Any]) -> None:
         row = {"kind": kind, **content}
+        # Ranks without a file chain as well, so every rank knows the head.
         self.head = chain(self.head, {"step": step, **row})
         if self._file is not None:
             self._file.log(step, {**row, "head": self.head})

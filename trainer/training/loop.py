@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from trainer.checkpoint.manager import Checkpointer
 from trainer.errors import CheckpointError, SamestepError
 from trainer.monitoring import Tracker
+from trainer.monitoring.profiler import Config as ProfilerConfig
 from trainer.monitoring.profiler import Profiler
 from trainer.monitoring.throughput import Throughput
 from trainer.objectives import Objective
@@ -100,8 +101,10 @@ class Trainer:
         # Reading the state in the middle of a compiled step would split its graph in two.
         every = None if strategy.accelerator.compiles else config.verify_state_every
         self.state_check = StateCheck(strategy, partial(self._tensors, frozen=True), every)
-        self._profiler: Profiler | None = None
-        self._stop: StopRequest | None = None
+        # Without arguments to `fit`: profiles on demand, and nobody requests a stop.
+        self._profiler = ProfilerConfig().build(Path(output), strategy.world.rank)
+        self._stop = StopRequest(config.preemption)
+        # Of the last step, on the device: the host reads it when it writes a row or a checkpoint.
         self._grad_norm = torch.zeros(())
 
     def fit(
@@ -127,13 +130,14 @@ class Trainer:
         Raises:
             SamestepError: the loss or the gradient is not finite, and `training.faults` says stop.
         """
-        self._profiler, self._stop = profiler, stop
+        self._profiler, self._stop = profiler or self._profiler, stop or self._stop
         self.recorder.open(self.state.step, trackers, ledger, throughput)
         self.model.train()
         with self.heartbeat:
-            while not (self.finished or (stop and stop.agreed)):
+            while not (self.finished or self._stop.agreed):
                 if fault := self._run_phase(self.phase):
                     return fault
+            # The last checkpoint is still being written in the background.
             self.checkpoints.durable.wait()
         return None
 
@@ -162,21 +166,25 @@ class Trainer:
         begin = self.state.step
         self.record_order()
         while self.state.step < phase.end:
-            self._begin_step(first=self.state.step == begin)
+            next_step = self.state.step + 1
+            # The first step of a phase may be slow: shapes are new, and kernels are compiled.
+            self.heartbeat.begin_step(next_step, first=self.state.step == begin)
+            self._profiler.begin_step(next_step, look=self._due(self.config.log_every))
+            # Each section has the time since the one before it, so their sum is the wall time.
             end_section("logging")
             micro_batches = next(batches)
             end_section("data_wait")
             if fault := self.train_step(micro_batches):
-                if not self.faults.skips(self.state.step + 1, fault):
+                if not self.faults.skips(next_step, fault):
                     return fault
-                text = f"step {self.state.step + 1}: {fault}"
-                self.recorder.alert("WARN", "A step was skipped", text)
+                # The same step comes again, with the examples that follow.
+                self.recorder.alert("WARN", "A step was skipped", f"step {next_step}: {fault}")
                 self.skip_examples(self.loader.consumed, fault)
                 continue
             if self.state.step == begin + 1:
                 # Only now is the optimizer's whole state there, which saves copy to the host.
                 self.checkpoints.reserve(self.strategy.to_host(self._tensors(), copy=False))
-            if self._profiler is not None and (shares := self._profiler.end_step(self.state.step)):
+            if shares := self._profiler.end_step(self.state.step):
                 self.recorder.log(self.state.step, shares)
             logged = self._due(self.config.log_every) or self.state.step == phase.end
             if logged:
@@ -187,8 +195,9 @@ class Trainer:
                 end_section("evaluation")
             if self.best.out_of_patience and not logged:
                 self._log_training()
-            # Last, as it may end the run: all ranks agree on the step after which they stop.
-            stopping = (self._stop is not None and self._stop.decide()) or self.best.out_of_patience
+            # Every rank calls `decide` after every step, so all of them stop after the same one.
+            stopping = self._stop.decide() or self.best.out_of_patience
+            # The best step must have a checkpoint, whatever checkpoint.every says.
             ending = stopping or self.state.step in (self.config.steps, self.best.step)
             if due := self.checkpoints.due(self.state.step, ending):
                 self.save(due)
@@ -196,13 +205,6 @@ class Trainer:
             if stopping:
                 return None
         return None
-
-    def _begin_step(self, first: bool) -> None:
-        """Announces the next step to the watchdog and the profiler; `first` of a phase is slow."""
-        step = self.state.step + 1
-        self.heartbeat.begin_step(step, first)
-        if self._profiler is not None:
-            self._profiler.begin_step(step, look=self._due(self.config.log_every))
 
     def train_step(self, micro_batches: MicroBatches) -> str | None:
         """Takes one optimizer step on this replica's share of a global batch; see the module.
@@ -223,6 +225,7 @@ class Trainer:
                     return fault
             self._grad_norm = gradients.norm
             self.recorder.add_batch(step, micro_batches, self.loader)
+            # The last moment to see whether bits have flipped since the previous update.
             self.state_check.before_update(self.state.step)
             with self._graph("update", separate=checks):
                 for metrics in gradients.metrics:
@@ -234,6 +237,7 @@ class Trainer:
         self.recorder.end_section("optimizer")
         self._count(phase, micro_batches[0])
         if step == phase.end:
+            # Losses of another sequence length or batch size cannot be compared with these.
             self.faults.clear_window()
             self.loaders.end(phase, self.phase)
         return None
@@ -280,6 +284,8 @@ class Trainer:
 
     def _count(self, phase: Phase, batch: Batch) -> None:
         """Counts the examples and positions of a step; `batch` is any of its micro-batches."""
+        # Positions, padding included: the shapes are known on the host without a count. An
+        # encoder-decoder reads two sequences in each example.
         lengths = [batch[name].shape[1] for name in ("tokens", "target_tokens") if name in batch]
         self.state.examples += phase.global_batch_size
         self.state.tokens += phase.global_batch_size * sum(lengths)
@@ -374,6 +380,8 @@ class Trainer:
         """
         self.state_check.forget()
         tensors = self._tensors()
+        # Values are written in place. On devices that the host cannot write to, `host` has
+        # buffers instead, and `from_host` copies them.
         host = self.strategy.to_host(tensors, copy=False)
         meta = (checkpointer or self.checkpoints.durable).restore(host, step)
         self.strategy.from_host(tensors)
@@ -408,7 +416,10 @@ class Trainer:
             )
 
     def _tensors(self, frozen: bool = False) -> dict[str, Tensor]:
-        """The state that steps change, by name; with `frozen`, the frozen parameters as well."""
+        """The state that steps change, by name; with `frozen`, the frozen parameters as well.
+
+        Checkpoints leave frozen parameters out: they name the weights that have them instead.
+        """
         parameters = self.strategy.parameters
         tensors: dict[str, Tensor] = {
             f"model/{name}": parameter.detach()
@@ -450,6 +461,7 @@ class Trainer:
         grad_norm = float(self._grad_norm)
         self._require_finite(means, grad_norm)
         row = {f"train/{name}": value for name, value in means.items()}
+        # With layer-wise decay, each group has its own factor on the rate of the schedule.
         group = self.optimizer.param_groups[0]
         row["train/lr"] = group["lr"] / group.get("lr_scale", 1.0)
         if math.isfinite(grad_norm):  # not finite in a step that fp16's loss scale has skipped
@@ -462,6 +474,5 @@ class Trainer:
 
     def close(self) -> None:
         """Stops background threads of the loaders, and a running profiler."""
-        if self._profiler is not None:
-            self._profiler.close()
+        self._profiler.close()
         self.loaders.close()

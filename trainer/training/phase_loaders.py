@@ -21,6 +21,7 @@ class PhaseLoaders:
     def __init__(self, phases: tuple[Phase, ...], open_loader: OpenLoader) -> None:
         self.phases = phases
         self._open = open_loader
+        # All at once, so an error in the data of a later phase shows at the start of the run.
         self._loaders = [open_loader(phase) for phase in phases]
 
     def train(self, phase: Phase) -> Loader:

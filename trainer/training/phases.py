@@ -93,6 +93,7 @@ class Phase:
 
     def seed(self, seed: int) -> int:
         """Seed of the phase's data order, masks and dropout; the run's own in the first order."""
+        # Otherwise a run without phases would change by becoming the first phase of a longer one.
         if self.order == 0:
             return seed
         return int(combine(seed, _PHASE, self.order)[0] >> np.uint64(32))
@@ -158,6 +159,7 @@ def resolve(
                 schedule_steps=phase.steps if own else steps,
             )
         )
+        # Raises an error if the warm-up is longer than the steps of the schedule.
         try:
             resolved[-1].lr_fraction(first)
         except ConfigError as error:

@@ -76,7 +76,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         self._receiver, self._sender = socket.socketpair()
+        # set_wakeup_fd requires a non-blocking descriptor.
         self._sender.setblocking(False)
+        # Handlers that do nothing: without any, the default action would end the process.
         self._before = {
             number: signal.signal(number, lambda *_: None) for number in self._config.numbers
         }
@@ -105,6 +107,7 @@ class StopRequest:
         if self._group is None:
             self.agreed = self.asked
             return self.agreed
+        # The flag is reused, so the previous sum must have ended before the next one begins.
         if self._pending is not None:
             self._pending.wait()
             self.agreed = bool(self._flag)
@@ -143,6 +146,7 @@ class StopRequest:
             if time.monotonic() > since + TOGETHER_SECONDS:
                 logger.warning("a second signal (%s): stopping at once", number.name)
                 break
+        # Not sys.exit, which would only end this thread.
         logging.shutdown()
         os._exit(128 + number)
 

@@ -55,6 +55,7 @@ class Recorder:
         self._trackers, self._throughput = trackers, throughput
         if ledger is not None:
             self.ledger.open(ledger, step)
+        # Excludes the start-up from throughput and peak memory.
         self._strategy.accelerator.reset_peak_memory()
         self._clock = Clock(self._strategy.accelerator)
 
@@ -71,6 +72,7 @@ class Recorder:
             objective: its configuration; it decides which tokens are masked.
             loader: state of the loader of the next step.
         """
+        # Where the loader stands is no part of the order. Each of these has rows of its own.
         position = ("example", "excluded", "corrupt")
         order = {name: value for name, value in loader.items() if name not in position}
         basis = {"objective": objective, "sequence_length": phase.sequence_length, "data": order}

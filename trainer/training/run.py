@@ -121,6 +121,7 @@ def _fit(
     fault: str | None = None
     while True:
         ledger = None
+        # Once more after a rewind: the trackers cut their files back to the restored step.
         if trainer.strategy.replica.index == 0:
             write_description(experiment, dataset)
             forecast.report(experiment, trainer)
@@ -222,7 +223,8 @@ def build_trainer(
         )
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
     model = build_model(experiment, dataset, objective)
-    # A copy, as the strategy may leave nothing but names of the model's own parameters.
+    # A copy for the initial values: of the model's own parameters, the strategy may leave nothing
+    # but their names.
     initial, base = _initial_values(experiment, dataset, copy.deepcopy(model), strategy, weights)
     if weights is None and to_restore:
         initial = _zeros

@@ -64,6 +64,7 @@ def load_experiment(
         if elsewhere and not all(map(is_url, (tree["init_from"], *data.paths))):
             placeholder = decode(Experiment, {**tree, "model": {"kind": __name__}})
             return replace(placeholder, model=Config(changes))
+        # The dataset's labels, or init_from, may have changed since the run began.
         begun = None if elsewhere else _model_of_run(tree)
         tree = {**tree, "model": merge(begun or model_of(tree), changes)}
     return decode(Experiment, tree)

@@ -46,6 +46,7 @@ def changes_since(meta: Meta, description: Meta) -> str:
     Raises:
         CheckpointError: one of these has changed.
     """
+    # By identity, not by path: the same weights may have been moved.
     before, now = meta.get("base"), description.get("base")
     if before is not None and now is not None and before["identity"] != now["identity"]:
         raise CheckpointError(

@@ -54,6 +54,7 @@ def build_teacher(experiment: Experiment, config: ModelConfig) -> Model:
     with torch.device("meta"):
         model = config.build()
     student, name = experiment.model, experiment.objective.teacher_path
+    # Both models get the same batch, and their outputs are compared position by position.
     settings = ["head", "labels", "causal", "prefix_lm", "encoder_decoder"]
     if student.head == "language_model":
         settings.append("vocab_size")

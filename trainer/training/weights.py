@@ -71,7 +71,7 @@ class Weights:
 
     def identity(self) -> str:
         """A digest of the weights. Takes a second for some gigabytes of a Hugging Face folder."""
-        if self.step is not None:
+        if self.step is not None:  # a checkpoint stores the checksums of its files
             return integrity.identity(self.folder)
         assert isinstance(self.folder, Path)
         own = huggingface.identity(self.folder)
@@ -85,7 +85,7 @@ class Weights:
 
         Raises:
             ConfigError: the model does not offer them, or needs columns from its objective.
-            CheckpointError: the weights are not those of the model.
+            CheckpointError: the weights do not match the model.
         """
         model = self.config.build()
         if missing := sorted(outputs - model.offers):
@@ -130,6 +130,7 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
         CheckpointError: none of these is there, it is damaged, or it cannot be downloaded. If one
             rank raises, all do.
     """
+    # Inside `together`, an error of one rank is raised on all of them.
     with together(world_size):
         folder = _resolve(path)
         if _is_huggingface(folder):
@@ -148,6 +149,7 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
             )
         folder = integrity.step_folder(root, newest)
     meta, stored = checkpoints.open(folder)
+    # A user who names a run may expect its best checkpoint.
     step, best = meta["step"], meta.get("best", {}).get("step")
     if not is_step and best not in (None, step):
         message = "taking step %d of %s, the newest; the best, step %d, is %s/best"
@@ -158,6 +160,7 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
     if "base" in meta:
         base = _load_base(folder, root / BASE, meta["base"], rank, world_size)
         tensors = _add_base(config, tensors, base)
+    # Beside the checkpoints if they are not in the run's folder, else in the run's folder.
     with together(world_size):
         tokenizer = root / "tokenizer"
         if not (tokenizer / "tokenizer_config.json").exists():
@@ -220,6 +223,7 @@ def _load_base(
             f"{folder} holds only what was trained, and the rest cannot be read from {place}: "
             f"{error}; {fix}"
         ) from error
+    # A folder may have other content now than when the run began, such as a newer checkpoint.
     if shared_identity(base, rank, world_size) != stored["identity"]:
         raise CheckpointError(
             f"{folder} holds only what was trained, and {place} does not hold the frozen weights "
@@ -295,6 +299,7 @@ def _resolve_best(path: Location) -> Location:
     Raises:
         CheckpointError: the run has no best checkpoint.
     """
+    # RUN/best is no folder: the best step is stored with the checkpoints.
     if path.name != "best" or files.names(path):
         return path
     root = checkpoints_of(path.parent)
@@ -348,6 +353,7 @@ def _from_adapter(folder: Path, rank: int, world_size: int) -> Weights:
         raise CheckpointError(
             f"{folder} does not say what it was added to; set base_model_name_or_path in its config"
         )
+    # peft stores a local folder or a name on the Hub, and does not say which.
     if not is_url(path) and not Path(path).exists():
         revision = content.get("revision")
         path = f"hf://{path}" + (f"@{revision}" if revision else "")
@@ -382,7 +388,7 @@ def checkpoints_of(folder: Location) -> Location:
     if step.isdecimal() and (steps := integrity.committed_steps(folder.parent)):
         known = ", ".join(map(str, steps))
         raise CheckpointError(
-            f"{folder.parent} has no checkpoint of step {int(step)}; there are those of {known}"
+            f"{folder.parent} has no checkpoint of step {int(step)}; it has {known}"
         )
     raise CheckpointError(
         f"{folder} is no run (no checkpoints in it), no checkpoint (no meta.json) and no Hugging "

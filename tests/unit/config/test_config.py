@@ -1,4 +1,4 @@
-"""The strict reader: what is wrong in a file is refused by name; what is right survives a round trip."""
+"""Configuration files: mistakes are rejected by name; valid files survive a round trip."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("override", ["steps", "=3", "a..b=1", "steps=[1"])
-def test_bad_overrides_are_refused(tmp_path: Path, override: str) -> None:
+def test_bad_overrides_are_rejected(tmp_path: Path, override: str) -> None:
     with pytest.raises(ConfigError, match=r"not an override|not valid YAML"):
         load(Root, write(tmp_path, "a.yaml", "steps: 1"), [override])
 
@@ -134,7 +134,10 @@ def test_a_dotted_kind_is_a_users_module(tmp_path: Path, monkeypatch: pytest.Mon
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "sgd.py").write_text(
-        "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Config:\n    lr: float = 1.0\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass(frozen=True)\n"
+        "class Config:\n"
+        "    lr: float = 1.0\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     root = decode(Root, {"steps": 1, "optimizer": {"kind": "theirs.sgd", "lr": 2}})

@@ -1,4 +1,4 @@
-"""Old names: stored files are read with the new ones; a recipe is rejected and told the new name."""
+"""Old names: stored files are read with the new ones; a recipe is rejected with the new name."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_overrides_of_a_stored_config_are_not_translated(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("path", ["model", "runs/old/config.yaml: model"])
-def test_a_recipe_is_told_the_new_name(path: str) -> None:
+def test_a_recipe_is_rejected_with_the_new_name(path: str) -> None:
     with pytest.raises(
         ConfigError, match=f"^{path}.head is 'span', which is now called 'question_answering'; set "
     ):

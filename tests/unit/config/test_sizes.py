@@ -28,7 +28,7 @@ def test_units_are_powers_of_1000_or_of_1024(text, size):
     "text",
     ["", "1", "GB", "-1GB", "0GB", "0.1B", "1G", "1gb", "1e3MB", "1 000MB", "1GB 2MB", "1.GB"],
 )
-def test_what_is_no_size_is_refused_with_the_setting_and_the_value(text):
+def test_other_texts_are_rejected_with_the_setting_and_the_value(text):
     with pytest.raises(ConfigError, match="limit must be a size such as") as caught:
         parse_size(text, "limit")
     assert repr(text) in str(caught.value)

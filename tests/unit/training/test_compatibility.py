@@ -1,4 +1,4 @@
-"""What is said of a model and an objective that do not fit: what is missing, and a setting that helps."""
+"""Messages about an incompatible model and objective: what is missing, and a setting that helps."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check(model: Any, objective: Any) -> None:
         ),
     ],
 )
-def test_parts_that_fit(model: Any, objective: Any) -> None:
+def test_compatible_parts(model: Any, objective: Any) -> None:
     check(model, objective)
 
 
@@ -68,7 +68,7 @@ OF_WEIGHTS = (
 
 
 @pytest.mark.parametrize(
-    ("model", "objective", "said"),
+    ("model", "objective", "message"),
     [
         (
             bert.Config(**SHAPE, causal=True),
@@ -123,7 +123,8 @@ OF_WEIGHTS = (
         (
             bert.Config(**SHAPE),
             classification.Config(reads="last"),
-            f"needs classification, and .*, offers hidden, tokens; set model.head=classification{OF_WEIGHTS}",
+            "needs classification, and .*, offers hidden, tokens; "
+            f"set model.head=classification{OF_WEIGHTS}",
         ),
         (
             t5.Config(**LEFT_TO_RIGHT),
@@ -133,7 +134,8 @@ OF_WEIGHTS = (
         (
             t5.Config(**LEFT_TO_RIGHT),
             distillation.Config("a", seq2seq.Config()),
-            "the objective, seq2seq, .* set model.architecture=encoder_decoder or objective.of.layout=language_model",
+            "the objective, seq2seq, .* set model.architecture=encoder_decoder or "
+            "objective.of.layout=language_model",
         ),
         (
             t5.Config(**LEFT_TO_RIGHT),
@@ -148,15 +150,17 @@ OF_WEIGHTS = (
         (
             bert.Config(**SHAPE, nsp=True),
             mlm.Config(),
-            "bert, has parameters for next_sentence, which the objective, mlm, does not train; set model.nsp=false, or",
+            "bert, has parameters for next_sentence, which the objective, mlm, does not train; "
+            "set model.nsp=false, or",
         ),
         (
             gpt2.Config(**CLASSES),
             causal_lm.Config(),
-            "parameters for classification, which the objective, causal_lm, .*; set model.head=language_model, or",
+            "parameters for classification, which the objective, causal_lm, .*; "
+            "set model.head=language_model, or",
         ),
     ],
 )
-def test_parts_that_do_not_fit(model: Any, objective: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_incompatible_parts(model: Any, objective: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         check(model, objective)

@@ -1,4 +1,4 @@
-"""The chain of the ledger: no row can be changed, and a run that was cut writes the same one as a run that was not."""
+"""The ledger's chain: rows cannot be changed, and an interrupted run writes the same rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def begin(path: Path, steps: Iterable[int] = ()) -> Ledger:
 
 
 def resume(path: Path, state: dict[str, object], step: int) -> Ledger:
-    """A new process goes on from what a checkpoint's meta.json holds."""
+    """A new process continues from the state in a checkpoint's meta.json."""
     ledger = Ledger()
     ledger.load_state_dict(json.loads(json.dumps(state)), step)
     ledger.open(path, step)
@@ -47,7 +47,7 @@ def content(path: Path) -> list[dict[str, object]]:
     ]
 
 
-def test_a_run_that_was_cut_writes_the_rows_of_one_that_was_not(tmp_path: Path) -> None:
+def test_an_interrupted_run_writes_the_rows_of_one_that_was_not(tmp_path: Path) -> None:
     """Its checkpoint is from between two rows, rows follow it, and the last of them is torn."""
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     undisturbed = begin(whole, range(1, 13))

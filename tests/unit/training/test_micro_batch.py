@@ -1,4 +1,4 @@
-"""How many examples fit: the search never leaves the budget by more than a step that it could not foresee."""
+"""The largest micro-batch: the search exceeds the budget only by a step it could not predict."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 class Memory:
-    """A device on which a pass over n examples takes `fixed` and `each` n bytes; remembers what was tried."""
+    """A device where a pass over n examples takes fixed + n * each bytes; records the passes."""
 
     def __init__(self, fixed: int, each: int) -> None:
         self.fixed, self.each, self.tried = fixed, each, [0]
@@ -41,7 +41,7 @@ def test_the_largest_that_fits_is_found_without_trying_one_that_does_not(
     assert len(memory.tried) <= 16
 
 
-def test_a_pass_that_takes_more_than_foreseen_is_not_taken() -> None:
+def test_a_size_that_takes_more_than_predicted_is_not_chosen() -> None:
     assert largest(lambda rows: rows if rows <= 8 else 1000, budget=100, most=64) == 8
 
 
@@ -55,7 +55,7 @@ def test_on_the_host_long_examples_come_in_small_micro_batches() -> None:
 
 
 class LimitedMemory(CpuAccelerator):
-    """A CPU that says what a device with memory would: so much, of which each example of a pass takes a part.
+    """A CPU with the memory of a device: 1000 bytes, of which each example of a pass takes 100.
 
     As under FSDP2, a second pass meets whole gradients of the first.
     """
@@ -110,7 +110,7 @@ def test_auto_measures_on_the_device_and_is_recorded(experiment_file: str, tmp_p
 def test_measuring_changes_nothing(
     experiment_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights after two steps are those of a run that was not measured."""
+    """Weights after two steps are equal to a run's without measuring."""
     _run(experiment_file, tmp_path / "without", "training.micro_batch_size=5")
     monkeypatch.setattr("trainer.accelerators.cpu.CpuAccelerator", LimitedMemory)
     _run(experiment_file, tmp_path / "with", "training.micro_batch_size=5")

@@ -11,7 +11,7 @@ from trainer.training.passes import accumulate_gradients
 
 
 class Spy:
-    """An objective that predicts so much, and keeps the names of the columns which reach the device."""
+    """An objective with a given weight that records the columns which reach the device."""
 
     def __init__(self, weight: float = 1.0) -> None:
         self.weight = weight
@@ -56,7 +56,7 @@ def batch(segments: list[list[int]]) -> dict[str, Tensor]:
         ([[2, 2], [1, 1]], True),
     ],
 )
-def test_segments_stay_behind_where_each_row_is_one(
+def test_segments_are_left_out_if_each_row_is_one(
     strategy: Single, segments: list[list[int]], needed: bool
 ):
     spy = Spy()

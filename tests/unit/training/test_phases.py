@@ -109,7 +109,7 @@ def test_a_change_of_the_length_begins_an_order_and_no_other_change_does() -> No
         ),
     ],
 )
-def test_phases_that_do_not_fit_the_run_are_refused(phases: list[Config], complaint: str) -> None:
+def test_phases_that_contradict_the_run_are_rejected(phases: list[Config], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         _resolve(*phases)
 
@@ -117,6 +117,6 @@ def test_phases_that_do_not_fit_the_run_are_refused(phases: list[Config], compla
 @pytest.mark.parametrize(
     "wrong", [{"steps": 0}, {"sequence_length": 0}, {"micro_batch_size": 0}, {"lr": -1.0}]
 )
-def test_nonsense_is_refused(wrong: dict[str, float]) -> None:
+def test_invalid_values_are_rejected(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Config(**{"steps": 1, **wrong})

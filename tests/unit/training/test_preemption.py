@@ -28,7 +28,7 @@ def test_a_single_process_stops_when_it_is_asked_and_not_before() -> None:
 
 
 def test_all_ranks_stop_after_the_same_step() -> None:
-    """Also those that are ahead of the one that was asked; their exit codes tell who was."""
+    """Ranks ahead of the signaled one, too. Their exit codes tell which rank was signaled."""
     steps, codes = zip(*run_ranks(3, stopping_rank), strict=True)
     assert set(steps) in (
         {6},

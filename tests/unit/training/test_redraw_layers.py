@@ -1,4 +1,4 @@
-"""Layers whose weights are drawn anew where a model starts from trained ones."""
+"""Last layers that are initialized at random although the model starts from trained weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def trained(_name: str, start: int, stop: int) -> Tensor:
         (t5.Config(**SHAPE, head_width=4), ("encoder.2.", "decoder.2.")),
     ],
 )
-def test_the_last_layers_are_drawn(config, expected) -> None:
+def test_the_last_layers_are_initialized(config, expected) -> None:
     with torch.device("meta"):
         model = config.build()
     values = reinitialize_layers(trained, model, 1, seed=3)
