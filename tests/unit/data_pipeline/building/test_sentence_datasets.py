@@ -277,7 +277,7 @@ def test_what_does_not_fit_is_refused(built, plain) -> None:
     ):
         PackedSplit(dataset, "train", PackSpec(64, 1, 1, pairs=True), "concat", 0)
     with pytest.raises(
-        DataError, match=r"where sentences begin.*build it again with sentences=rules"
+        DataError, match=r"needs sentences, .*build it again with sentences=rules"
     ):
         make_loader(plain)
 
