@@ -10,7 +10,10 @@ from pathlib import Path
 
 @contextmanager
 def damaged(files: Sequence[Path], chance: random.Random) -> Iterator[str]:
-    """Flips a bit of one of the files, or cuts it short, while the context lasts; gives what was done."""
+    """Flips a bit of one of the files, or cuts it short, while the context lasts.
+
+    Gives what was done.
+    """
     file = chance.choice(files)
     content = file.read_bytes()
     place, bit = chance.randrange(len(content)), chance.randrange(8)

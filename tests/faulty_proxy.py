@@ -15,7 +15,9 @@ from urllib.parse import urlsplit
 from tests.server import QuietServer
 
 Fault: TypeAlias = int | Literal["drop", "truncate", "delay"] | None
-"""A status to answer with, a connection closed without an answer, an answer cut in the middle or late, or none."""
+"""A status to answer with, a connection closed without an answer, an answer cut in the middle or
+late, or none.
+"""
 
 
 class FaultyProxy(QuietServer):

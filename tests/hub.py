@@ -1,4 +1,7 @@
-"""A Hugging Face Hub on loopback: the part of its HTTP interface that downloads use, over a folder of repositories."""
+"""A Hugging Face Hub on loopback.
+
+The part of its HTTP interface that downloads use, over a folder of repositories.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ _FILE = re.compile(r"/(datasets/)?([\w.-]+(?:/[\w.-]+)?)/resolve/([^/]+)/(.+)")
 
 
 class Hub:
-    """Serves `folder`/models/NAME/... and `folder`/datasets/OWNER/NAME/... under whatever commit is asked for.
+    """Serves `folder`/models/NAME/... and `folder`/datasets/OWNER/NAME/...
+
+    Under whatever commit is asked for.
 
     Attributes:
         requests: how often each path was asked for, by method and path.

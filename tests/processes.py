@@ -30,8 +30,9 @@ def run_ranks(
 
     Returns the results by rank.
 
-    `function` must be importable by name. Raises the first failure, with the child's own traceback. The processes end
-    with their groups: one that destroys its group before a DDP module is gone may hang (see `World.close`).
+    `function` must be importable by name. Raises the first failure, with the child's own traceback.
+    The processes end with their groups: one that destroys its group before a DDP module is gone may
+    hang (see `World.close`).
     """
     store = TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)

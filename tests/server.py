@@ -8,7 +8,10 @@ from typing import Any
 
 
 class QuietServer(ThreadingHTTPServer):
-    """Says nothing about clients that go away, as those of many tests do; other errors are printed as usual."""
+    """Says nothing about clients that go away, as those of many tests do.
+
+    Other errors are printed as usual.
+    """
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), ConnectionError):

@@ -1,4 +1,7 @@
-"""An objective of which some examples are bad for the gradient: {kind: tests.sick_objective, sick: [75]}."""
+"""An objective of which some examples are bad for the gradient: {kind.
+
+Tests.sick_objective, sick: [75]}.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ class Config(mlm.Config):
     """Masked language modelling with faults.
 
     Attributes:
-        sick: global examples that multiply the gradient of the micro-batches of a step, on the rank that has them.
+        sick: global examples that multiply the gradient of the micro-batches of a step, on the rank
+            that has them.
         factor: by how much.
         passing: whether they do so only the first time.
     """

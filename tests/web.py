@@ -1,4 +1,6 @@
-"""A web server on loopback that knows ranges, counts what it is asked for and misbehaves when told to."""
+"""A web server on loopback that knows ranges, counts what it is asked for and misbehaves when told
+to.
+"""
 
 from __future__ import annotations
 

@@ -2,11 +2,12 @@
 
     plain_deepspeed.py FOLDER
 
-It trains a tiny BERT under each ZeRO stage on two processes, saves it with `engine.save_checkpoint` in the middle, and
-writes the losses that follow. Once a line comes on its standard input, three processes go on from FOLDER/back, a
-universal checkpoint, and write their losses.
+It trains a tiny BERT under each ZeRO stage on two processes, saves it with `engine.save_checkpoint`
+in the middle, and writes the losses that follow. Once a line comes on its standard input, three
+processes go on from FOLDER/back, a universal checkpoint, and write their losses.
 
-DeepSpeed and transformers take 15 seconds to import, so that is done once, and processes are forked.
+DeepSpeed and transformers take 15 seconds to import, so that is done once, and processes are
+forked.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Nobody hangs, nothing is left behind, and the run goes on.
 
-A run is brought to a certain point by an objective of the test's own (a dotted kind) that stalls there on all ranks,
-or raises on one.
+A run is brought to a certain point by an objective of the test's own (a dotted kind) that stalls
+there on all ranks, or raises on one.
 """
 
 from __future__ import annotations

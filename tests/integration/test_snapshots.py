@@ -76,7 +76,8 @@ def assert_went_on_from_memory(run: Path, killed_at: int, undisturbed: Path) -> 
     )
     assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-5)
     saved = {path.name for path in (run / "checkpoints").glob("step-*")}
-    # Where a machine came late, there is one of the step at which the other one stopped for it, too.
+    # Where a machine came late, there is one of the step at which the other one stopped for it,
+    # too.
     assert saved - {f"step-{step:08d}" for step in starts[1:-1]} == {f"step-{STEPS:08d}"}
 
 

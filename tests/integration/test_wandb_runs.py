@@ -265,7 +265,8 @@ def test_sweep(
         "trial2",
     ]
 
-    # A finished trial's folder, too, which would otherwise be left as it is, and counted as this trial's success.
+    # A finished trial's folder, too, which would otherwise be left as it is, and counted as this
+    # trial's success.
     result = samestep("train", experiment_file, "output=runs/sweep/trial1", "tracking.wandb={}")
     assert result.code == 2
     assert "holds the W&B run trial1, and trial trial2 of a sweep" in result.message

@@ -353,7 +353,9 @@ def test_what_is_published_can_be_compared(name: str, tokenizer: Tokenizer):
 def test_help_and_docs_name_every_recipe(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["finetune-suite", "--help"])
-    (in_help,) = re.findall(r"--recipe NAME (.*?) \(default", " ".join(capsys.readouterr().out.split()))
+    (in_help,) = re.findall(
+        r"--recipe NAME (.*?) \(default", " ".join(capsys.readouterr().out.split())
+    )
     page = (FOLDER.parents[1] / "docs" / "finetuning.md").read_text()
     table = page.partition("| `--recipe` |")[2].partition("\n\n")[0]
     assert sorted(re.findall(r"\w+", re.sub(r"\(.*?\)| or ", " ", in_help))) == RECIPES
