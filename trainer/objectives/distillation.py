@@ -138,8 +138,8 @@ class Distillation(Taught):
     """The distillation objective; see `trainer.objectives.Taught`.
 
     To the batch of the student's own objective it adds, if a term needs it:
-        filled: float32 [B, S], 1 at a position that holds a token, in an example of weight 1, else
-            0; for the layers below the head, so an encoder-decoder's target positions.
+        token_weights: float32 [B, S], 1 at a position that holds a token, in an example of weight
+            1, else 0; for the layers below the head, so an encoder-decoder's target positions.
     """
 
     def __init__(self, config: Config, of: Objective) -> None:
@@ -164,13 +164,17 @@ class Distillation(Taught):
         batch = self.of.collate(examples, sequence_length)
         if self._all or self.config.cosine:
             segments = batch.get("target_segments", batch["segments"])
-            batch["filled"] = ((segments != 0) * examples.weight[:, None]).astype(np.float32)
+            batch["token_weights"] = ((segments != 0) * examples.weight[:, None]).astype(np.float32)
         return batch
 
     def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
-        """The student's own, which comes first, and the number of filled positions."""
-        filled = {"filled": float(batch["filled"].sum())} if "filled" in batch else {}
-        return self.of.weights(batch) | filled
+        """The student's own, which comes first, and the number of positions with a token."""
+        tokens = (
+            {"token_weights": float(batch["token_weights"].sum())}
+            if "token_weights" in batch
+            else {}
+        )
+        return self.of.weights(batch) | tokens
 
     def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
         """The weighted sum of the terms in float32, each divided by its number in the step:
@@ -192,7 +196,7 @@ class Distillation(Taught):
         logits, states = self._run(model, batch)
         weights, count = batch["weights"].view(len(logits), -1), own_total
         if self._all:
-            weights, count = batch["filled"], totals["filled"]
+            weights, count = batch["token_weights"], totals["token_weights"]
 
         terms: list[tuple[str, float, Tensor, Tensor, Tensor]] = []
         if config.soft:
@@ -203,7 +207,15 @@ class Distillation(Taught):
             terms.append(("mse", config.mse, distance, weights, count))
         if config.cosine:
             angle = 1 - F.cosine_similarity(states.float(), taught_states.float(), dim=-1)
-            terms.append(("cosine_loss", config.cosine, angle, batch["filled"], totals["filled"]))
+            terms.append(
+                (
+                    "cosine_loss",
+                    config.cosine,
+                    angle,
+                    batch["token_weights"],
+                    totals["token_weights"],
+                )
+            )
         total, metrics = torch.zeros((), device=logits.device), {}
         for name, coefficient, values, term_weights, term_count in terms:
             term = (values * term_weights).sum()
