@@ -1,4 +1,4 @@
-"""`samestep generate`, `features`, `neighbours`, `label` and `fill`: what a trained model is used for.
+"""`samestep generate`, `features`, `neighbours`, `label` and `fill`: uses of a trained model.
 
 `samestep --help` imports this module, so each command imports what it needs when it runs.
 """
@@ -38,7 +38,7 @@ def register_generate(commands: Commands) -> None:
         '  samestep generate runs/t5 --prefix "translate English to German: " --beams 4 \\\n'
         "    --input test.en --output translations.jsonl\n"
         '  samestep generate hf://gpt2 "Once upon a" --sample',
-        "Generate texts: translate, summarize, or continue a prompt. Prints one line for each text.",
+        "Generate texts: translate, summarize, or continue a prompt. Prints a line for each text.",
     )
     parser.add_argument("checkpoint", metavar="CKPT", help=_CHECKPOINT)
     parser.add_argument("text", nargs="*", help="texts (default: the lines of standard input)")
@@ -90,11 +90,12 @@ def register_features(commands: Commands) -> None:
         _features,
         "write a frozen model's hidden states of texts as an array",
         "Rows are in the order of the texts. Special tokens that the model reads around a text\n"
-        "count as its tokens. Several layers without --mix add a dimension: texts x layers x width.\n\n"
+        "count as its tokens. Several layers without --mix add a dimension: texts x layers x "
+        "width.\n\n"
         "examples:\n"
         "  samestep features runs/bert_base reviews.txt --output reviews.npy\n"
-        "  samestep features hf://google-bert/bert-base-uncased reviews.jsonl.zst --field review \\\n"
-        "    --layers=-4,-3,-2,-1 --mix concat --pool none --output tokens.npy",
+        "  samestep features hf://google-bert/bert-base-uncased reviews.jsonl.zst \\\n"
+        "    --field review --layers=-4,-3,-2,-1 --mix concat --pool none --output tokens.npy",
         "Write a frozen model's hidden states of texts as an array, float32 in NumPy's format.",
     )
     parser.add_argument("checkpoint", metavar="CKPT", help=_CHECKPOINT)

@@ -73,7 +73,7 @@ def export_adapter(checkpoint: str, folder: str) -> None:
     card = model_card.write(weights, checkpoint, Path(folder).absolute().name, base=base)
     with tempfile.TemporaryDirectory() as files:
         tokenizer.save(files)
-        # Without a padding token `adapt` would add one, which the base's embeddings have no row for.
+        # Without a padding token, `adapt` would add one, and the base's embeddings lack its row.
         if tokenizer.vocabulary.pad is not None:
             exported_tokenizer.adapt(Path(files), weights.config, tokenizer.vocabulary)
         huggingface.save_folder(Path(folder), content, tensors, Path(files), card, adapter=True)
