@@ -34,7 +34,7 @@ def process(
     Closing the generator ends the workers at once, so what they write must be atomic.
 
     Args:
-        items: drawn only when a worker is free, so at most `workers` of them are in memory.
+        items: consumed only when a worker is free, so at most `workers` of them are in memory.
         start: called once in each worker; returns the function.
         workers: largest number of processes.
 
@@ -50,8 +50,8 @@ def process(
     try:
         # Sending an item waits for the worker to read it, so all of them start, and import, before
         # the first is sent.
-        for drawn in itertools.islice(items, workers):
-            first.append(drawn)
+        for waiting in itertools.islice(items, workers):
+            first.append(waiting)
             started.append(_Worker(start))
         free = list(started)
         while True:

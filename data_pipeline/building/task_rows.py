@@ -57,7 +57,7 @@ def pack(documents: Sequence[Encoded], spec: PackSpec) -> Examples:
 
     Args:
         documents: B of them.
-        spec: cells of an example, from the objective.
+        spec: length of examples, from the objective.
     """
     length = np.array([len(document.tokens) for document in documents], dtype=np.int64)
     start = np.cumsum(length) - length

@@ -35,7 +35,7 @@ class Forecast:
     each piece.
 
     Attributes:
-        sequence_length: cells of an example.
+        sequence_length: positions of an example.
         policy: how documents become examples.
         examples: number of examples in an epoch.
         pieces: runs of tokens of one document in them.
@@ -50,7 +50,7 @@ class Forecast:
 
     @property
     def real_share(self) -> float:
-        """The share of cells that hold a token of a document.
+        """The fraction of positions that hold a token of a document.
 
         The rest is padding and special tokens.
         """
@@ -245,7 +245,7 @@ def plot(inspection: Inspection, path: Path) -> None:
     )
     packing.bar_label(bars, fmt="%.1f", padding=3)
     packing.invert_yaxis()
-    packing.set(xlim=(0, 110), xlabel="real tokens, % of cells", title="Packing forecast")
+    packing.set(xlim=(0, 110), xlabel="real tokens, % of positions", title="Packing forecast")
     for panel in (lengths, packing):
         panel.spines[["top", "right"]].set_visible(False)
     try:

@@ -36,7 +36,7 @@ _LEGEND_OF_ROWS = Text.assemble(
 _LEGEND_OF_PAIRS = Text("source text, and → target", style="dim")
 
 Row: TypeAlias = dict[str, Any]
-"""An example of a batch, by the names of its columns: arrays of cells, or numbers."""
+"""An example of a batch, by the names of its columns: arrays of positions, or numbers."""
 
 
 class _Objective(Protocol):
@@ -95,7 +95,7 @@ def show(
             name: array[0]
             for name, array in objective.collate(examples, spec.sequence_length).items()
         }
-        cells = sum(
+        filled = sum(
             int((row[name] > 0).sum()) for name in ("segments", "target_segments") if name in row
         )
         predicted = int((row["weights"] > 0).sum())
@@ -114,7 +114,7 @@ def show(
         console.print(
             f"\nexample {number}: epoch {at.epoch[0]}, {len(examples.tokens)} tokens, {predicted} "
             "predicted, "
-            f"{spec.positions - cells} cells of padding{relation}",
+            f"{spec.positions - filled} positions of padding{relation}",
             style="bold",
             highlight=False,
             soft_wrap=True,
@@ -131,7 +131,7 @@ def show(
         prefix = spec.prefix if examples.isolated else 0
         begin = [0, *(examples.column[1:] - prefix).tolist()]
         for name, first, end, (file, line) in zip(
-            names, begin, [*begin[1:], cells], sources, strict=True
+            names, begin, [*begin[1:], filled], sources, strict=True
         ):
             source = f"{name}{file}:{line}  "
             console.print(
@@ -197,7 +197,7 @@ def _print_row(
 def _print_pairs(
     row: Row, sources: list[tuple[str, int]], tokenizer: Tokenizer, console: Console
 ) -> None:
-    """Prints each source with its target, which are the cells of one segment."""
+    """Prints each source with its target, which have the same segment number."""
     where = ", ".join(f"{file}:{line}" for file, line in dict.fromkeys(sources))
     console.print(Text(where, "dim blue"), soft_wrap=True)
     counts = row["weights"] > 0
@@ -216,7 +216,7 @@ def _print_pairs(
 
 
 def _render(row: Row, first: int, end: int, tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    """The cells [first, end) as (text, style) parts."""
+    """The positions [first, end) as (text, style) parts."""
     tokens, columns = row["tokens"], row["predicted"][row["weights"] > 0]
     original = tokens.copy()
     original[columns] = row["labels"][row["weights"] > 0]
@@ -225,26 +225,26 @@ def _render(row: Row, first: int, end: int, tokenizer: Tokenizer) -> list[tuple[
     parts: list[tuple[str, str]] = []
     before = ""
     start = first
-    for cell in range(first, end):
+    for position in range(first, end):
         # Whether a space precedes a token shows only in the text of the tokens up to it.
-        if original[cell] in special:
-            parts.append((f" {tokenizer.token(original[cell])}", "dim"))
-            before, start = "", cell + 1
+        if original[position] in special:
+            parts.append((f" {tokenizer.token(original[position])}", "dim"))
+            before, start = "", position + 1
             continue
-        text = tokenizer.decode(original[start : cell + 1])
+        text = tokenizer.decode(original[start : position + 1])
         new, before = text[len(before) :].replace("\n", "↵"), text
-        if cell == start and cell > first:
+        if position == start and position > first:
             new = f" {new.lstrip(' ')}"
-        if cell not in predicted:
+        if position not in predicted:
             parts.append((new, ""))
             continue
         word = new.lstrip(" ") or "␣"
         gap = new[: -len(word)]
-        if tokens[cell] == tokenizer.vocabulary.mask:
+        if tokens[position] == tokenizer.vocabulary.mask:
             marked, style = f"[{word}]", "bold green"
-        elif tokens[cell] == original[cell]:
+        elif tokens[position] == original[position]:
             marked, style = f"[{word}=]", "bold cyan"
         else:
-            marked, style = f"[{word}→{tokenizer.token(tokens[cell])}]", "bold yellow"
+            marked, style = f"[{word}→{tokenizer.token(tokens[position])}]", "bold yellow"
         parts.append((gap + marked, style))
     return parts

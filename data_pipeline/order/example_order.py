@@ -36,7 +36,7 @@ class Location:
     """Where B examples are stored.
 
     Attributes:
-        epoch: int64 [B], the pass over the data.
+        epoch: int64 [B].
         shard: int64 [B], the shard's number in its split.
         index: int64 [B], the example's number in the shard.
     """

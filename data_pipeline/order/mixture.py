@@ -200,7 +200,7 @@ class MixedOrder(Lanes):
     The shards of all sources are numbered as one list, in the order of the sources.
 
     Attributes:
-        examples: number of examples in one pass over each source.
+        examples: number of examples in an epoch of each source.
 
     Args:
         schedule: the shares, by keys of sources.

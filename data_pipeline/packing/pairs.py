@@ -47,7 +47,7 @@ def plan(
             document that is not empty starts a sentence.
         spec: length of examples, and number of special tokens.
         key: seed of all choices.
-        epoch: the pass over the data.
+        epoch: changes where random segments come from.
 
     Returns:
         The plan, with `random` set. It has no examples if fewer than two documents have tokens,

@@ -1,7 +1,7 @@
 """Packs rows of a task: documents of one or several texts, each in one or several examples.
 
 A sequence is the special tokens of the `prefix`, the texts with `between` special tokens between
-them, and those of the `suffix`. `Parts.layout` says what a row becomes:
+them, and the special tokens of the `suffix`. `Parts.layout` says what a row becomes:
 
     joined    One sequence of all texts. While it is too long, the longest text loses its last
               token, the later one of two equal texts: `_truncate_seq_pair` of google-research/bert.

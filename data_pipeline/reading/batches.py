@@ -89,9 +89,9 @@ class BatchMaker:
         order: the order of the examples.
         counts: int64 [shards], examples in each shard.
         rows: makes the rows.
-        row_cells: cells of a row.
+        row_positions: positions of a row.
         layout: of a step.
-        prefetcher: is told which shards will be needed.
+        prefetcher: receives the shards that will be needed.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class BatchMaker:
         order: ExampleOrder,
         counts: Int64,
         rows: RowMaker,
-        row_cells: int,
+        row_positions: int,
         layout: BatchLayout,
         prefetcher: Prefetcher | None,
     ) -> None:
@@ -108,13 +108,13 @@ class BatchMaker:
             counts,
             rows,
             prefetcher,
-            row_cells,
+            row_positions,
         )
         self._batch_size, self._replica = layout.global_batch_size, layout.replica
         self._micro_batches, self._rows = layout.micro_batches, layout.rows
         # Numpy is slow with small arrays and wants memory for large ones: rows are made in blocks
         # of micro-batches.
-        together = max(1, _BLOCK_CELLS // (self._rows * row_cells))
+        together = max(1, _BLOCK_CELLS // (self._rows * row_positions))
         self._block_rows = together * self._rows
         self.most_steps = max(1, together // self._micro_batches)
 

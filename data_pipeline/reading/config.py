@@ -26,7 +26,7 @@ class Config:
         on_change: what to do when a run that goes on finds other datasets, or other weights for
             where it stands, than it was stopped with: error refuses; accept goes on with the new
             ones from there.
-        sequence_length: cells of an example, special tokens included.
+        sequence_length: positions of an example, special tokens included.
         packing: how documents become examples: concat, best_fit, padded or pairs.
         lanes: independent readers that the order deals examples from; part of the order, so fixed
             for a run.
@@ -34,7 +34,7 @@ class Config:
             for a run.
         group_by_length: for rows of tasks: takes examples of about the same length in groups of so
             many, best the global batch size, and makes rows no wider than the longest of a batch;
-            part of the order. None: all rows are of sequence_length cells, as compilers like it.
+            part of the order. None: all rows have sequence_length positions, as compilers need it.
         threads: threads that make batches; 0 makes them in the training thread.
         prefetch: steps of batches that threads keep ready, or blocks of several steps where those
             are small.

@@ -26,7 +26,7 @@ class CorruptShardError(DataError):
 
 
 class CorruptShards:
-    """From which global example on each shard is passed over.
+    """From which global example on each shard is skipped.
 
     Immutable, so that threads may share it.
 
@@ -64,7 +64,7 @@ class CorruptShards:
         return CorruptShards(self._shards, found)
 
     def has(self, number: Int64, shard: Int64) -> npt.NDArray[np.bool_]:
-        """Whether global examples, which are of these shards, are passed over: bool [B]."""
+        """Whether global examples, which are of these shards, are skipped: bool [B]."""
         return (
             number >= self._first[shard]
             if len(self._first)
@@ -72,7 +72,7 @@ class CorruptShards:
         )
 
     def without(self, shard: Int64) -> Int64:
-        """Those of some shards that are not passed over."""
+        """The ones of some shards that are not skipped."""
         return shard[self._first[shard] == _NEVER] if len(self._first) else shard
 
     def stand_in(self, at: Location, gone: npt.NDArray[np.bool_], counts: Int64) -> Location:
@@ -82,7 +82,7 @@ class CorruptShards:
 
         Args:
             at: places of B examples.
-            gone: bool [B], those that are passed over.
+            gone: bool [B], True for the ones that are skipped.
             counts: int64 [shards], examples in each shard.
 
         Raises:

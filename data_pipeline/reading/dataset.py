@@ -83,7 +83,7 @@ class Dataset:
     """A dataset written by `samestep data build`.
 
     Attributes:
-        path: its folder; that of a remote dataset holds its small files only.
+        path: its folder; for a remote dataset, a folder with its small files.
         manifest: what it holds.
         remote: where the shards of a remote dataset are; None for a local one.
     """
@@ -274,7 +274,7 @@ class PackedSplit:
     Args:
         dataset: the dataset.
         split: "train" or "heldout".
-        spec: cells of an example, from the objective.
+        spec: length of examples, from the objective.
         policy: how documents become examples.
         seed: the run's seed; keys of examples and choices of the packing come from it.
 
@@ -331,8 +331,8 @@ class PackedSplit:
         """
         return self._first_id[at.shard] + at.index
 
-    def cells(self, at: Location) -> Int64:
-        """The cells that examples which are rows of a task take, of one sequence each.
+    def positions(self, at: Location) -> Int64:
+        """The filled positions of examples that are rows of a task, of one sequence each.
 
         Int64 [B].
         """

@@ -55,11 +55,11 @@ class LengthGroups:
     """An order in groups of about the same length.
 
     Attributes:
-        examples: as that of the order.
+        examples: as in the order.
 
     Args:
         order: that is grouped.
-        cells: how many cells the examples at some places take: int64 [B].
+        positions: returns the filled positions of examples, int64 [B].
         size: examples of a group.
         seed: the run's.
         finite: whether the order ends after one pass.
@@ -68,12 +68,12 @@ class LengthGroups:
     def __init__(
         self,
         order: ExampleOrder,
-        cells: Callable[[Location], Int64],
+        positions: Callable[[Location], Int64],
         size: int,
         seed: int,
         finite: bool,
     ) -> None:
-        self._order, self._cells, self._size, self._seed = order, cells, size, seed
+        self._order, self._positions, self._size, self._seed = order, positions, size, seed
         self.examples = order.examples
         self._end = order.examples if finite else None
         self._pool = functools.lru_cache(maxsize=8)(self._arrange)  # a batch is of one or two
@@ -81,7 +81,7 @@ class LengthGroups:
     def _arrange(self, first: int, end: int) -> Int64:
         """The numbers, in the order that is grouped, of a pool's examples."""
         number = np.arange(first, end)
-        by_length = number[np.argsort(self._cells(self._order.locate(number)), kind="stable")]
+        by_length = number[np.argsort(self._positions(self._order.locate(number)), kind="stable")]
         # Groups begin at multiples of their size, as batches do; other passes may share the first
         # and the last one.
         head = min(-first % self._size, len(number))
@@ -110,7 +110,7 @@ class LengthGroups:
 
     def width(self, number: Int64, most: int) -> int:
         """How wide rows must be for examples."""
-        longest = int(self._cells(self.locate(number)).max(initial=1))
+        longest = int(self._positions(self.locate(number)).max(initial=1))
         return min(most, -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
 
     def batch(self, start: int, size: int) -> Int64:

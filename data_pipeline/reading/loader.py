@@ -76,7 +76,7 @@ class StreamingLoader:
         number        int64 [B], the global example number; -1 for padding rows
         source        int64 [B], the number of its dataset in `sources`
         example       int64 [B], its number in the split of its dataset; -1 for padding rows
-        epoch         int64 [B], the pass over that split
+        epoch         int64 [B], the epoch of that split
         digest        int64 [B], hash of dataset, epoch, example and tokens; 0 for padding rows
         filled        int64 [B], positions that hold a token; 0 for padding rows
 
@@ -92,14 +92,14 @@ class StreamingLoader:
 
     Attributes:
         micro_batches: micro-batches in every step, the same on all replicas.
-        sources: of each dataset, its name and the examples in one pass over it.
+        sources: of each dataset, its name and number of examples.
 
     Args:
-        dataset: the dataset, or those of a mixture.
+        dataset: a dataset or a mixture.
         config: the `data` section.
         order: which split is read, and how.
         layout: how a global batch is divided.
-        pack_spec: the objective's cells, for `config.sequence_length`.
+        pack_spec: the objective's, for `config.sequence_length`.
         collate: the objective's; makes the arrays of a micro-batch from its examples and
             `pack_spec.sequence_length`.
         largest: the largest of the numbers that replicas call it with, told to all of them; they do
@@ -167,7 +167,7 @@ class StreamingLoader:
         self._ready: deque[list[MicroBatch]] = deque()
         self._excluded = self._configured = Exclusions(() if order.finite else config.exclude)
         self._position = self._planned = self._fed_from = (
-            0  # as numbers of the order, those passed over included
+            0  # numbers of the order, skipped ones included
         )
         self._block_steps = 1
         self._identity: LoaderState = {
@@ -223,14 +223,14 @@ class StreamingLoader:
 
     @property
     def examples(self) -> int:
-        """Examples in one pass over the split, of all sources together."""
+        """Number of examples of the split, of all sources together."""
         return self._maker.order.examples
 
     def _grouped(self, order: ExampleOrder) -> ExampleOrder:
         if self._group is None:
             return order
         return LengthGroups(
-            order, self._packed.cells, self._group, self._order.seed, self._order.finite
+            order, self._packed.positions, self._group, self._order.seed, self._order.finite
         )
 
     def __iter__(self) -> StreamingLoader:
@@ -268,7 +268,7 @@ class StreamingLoader:
             block = self._next_block()
         if isinstance(block, CorruptShardError):
             logger.warning(
-                "its examples are passed over from here on, as data.on_corrupt is skip: %s", block
+                "its examples are skipped from here on, because data.on_corrupt is skip: %s", block
             )
             return block.shard
         self._ready.extend(block)
@@ -320,7 +320,7 @@ class StreamingLoader:
         """The (source file, line) of each document that global examples have pieces of, example by
         example.
 
-        Of corrupt shards that are passed over it is not known.
+        Unknown for corrupt shards that are skipped.
         """
         at = self._maker.order.locate(numbers)
         rows = np.flatnonzero(~self._corrupt.has(numbers, at.shard))
@@ -347,7 +347,7 @@ class StreamingLoader:
 
     @property
     def corrupt(self) -> tuple[tuple[str, str, int], ...]:
-        """The shards that are passed over.
+        """The shards that are skipped.
 
         Digest of the dataset, name of the shard, first global example of these.
         """
@@ -372,7 +372,7 @@ class StreamingLoader:
             self._go_to(self._position)
 
     def state_dict(self) -> LoaderState:
-        """How many examples were taken (not merely made ahead), which were passed over, and of
+        """How many examples were taken (not merely made ahead), which were skipped, and of
         which order.
         """
         return {
@@ -411,7 +411,7 @@ class StreamingLoader:
             raise DataError(
                 f"data.exclude {self._configured.ranges} has examples before {position}, which the "
                 "run has taken "
-                f"already (it has passed over {excluded.ranges}); exclude later ones, go on from "
+                f"already (it has skipped {excluded.ranges}); exclude later ones, go on from "
                 "an older checkpoint, "
                 "or start a new run"
             )

@@ -129,7 +129,7 @@ class MixedSplit:
         return orders
 
     def keep_open(self, most: Sequence[int]) -> None:
-        """Keeps at most so many shards of each dataset open."""
+        """Keeps at most this many shards of each dataset open."""
         for split, number in zip(self._splits, most, strict=True):
             split.most_open = max(1, number)
 
@@ -144,12 +144,12 @@ class MixedSplit:
             ids[rows] = split.ids(within)
         return ids
 
-    def cells(self, at: Location) -> Int64:
-        """The cells that examples which are rows of a task take: int64 [B]."""
-        cells = np.empty_like(at.index)
+    def positions(self, at: Location) -> Int64:
+        """The filled positions of examples that are rows of a task: int64 [B]."""
+        filled = np.empty_like(at.index)
         for split, rows, within in self._parts(at):
-            cells[rows] = split.cells(within)
-        return cells
+            filled[rows] = split.positions(within)
+        return filled
 
     def documents(self, at: Location) -> list[list[tuple[str, int]]]:
         """Returns the (source file, line) of each chunk of B examples, example by example."""

@@ -30,8 +30,8 @@ class PackedShard:
         labels: [K], those of the shard's documents where they are rows of a task; else empty.
         rows: int64 [N, 6], where documents are rows of a task: per example the first of its labels
             and the one after its last, its document's number in the split, its last piece's first
-            token within that, how many examples there are of the document, and the cells up to that
-            piece's end.
+            token within that, how many examples there are of the document, and the positions up to
+            that piece's end.
     """
 
     tokens: memoryview

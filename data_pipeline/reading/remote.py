@@ -3,7 +3,7 @@
 Shards come into the local cache when they are needed.
 
 Its small files are kept in the cache too, so that the rest of the program finds them in a folder,
-as those of a local dataset. The index of a shard is read without the shard itself, by ranges.
+like a local dataset's. The index of a shard is read without the shard itself, by ranges.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class RowMaker:
     Args:
         sources: the datasets.
         split: what is read of them.
-        pack_spec: the objective's cells.
+        pack_spec: the objective's.
         collate: the objective's.
         seed: the run's seed.
     """
@@ -60,9 +60,9 @@ class RowMaker:
             number: int64 [B], their numbers.
             at: their places.
             valid: bool [B], whether a row does not only pad.
-            read: the places to read, which are others where examples are passed over.
+            read: the places to read, which are others where examples are skipped.
             fed: bool [B], whether a row counts.
-            width: cells of the rows, where all of these are shorter than the longest may be.
+            width: positions of the rows, if all are shorter than the maximum.
 
         Raises:
             DataError: a shard is damaged.
@@ -113,7 +113,7 @@ def _digest(source: npt.NDArray[np.uint64], arrays: Batch, padding: bool) -> Int
 
 
 def _filled(examples: Examples, spec: PackSpec, arrays: Batch) -> Int64:
-    """How many cells of each row hold a token, special tokens included: int64 [B]."""
+    """The positions of each row that hold a token, special tokens included: int64 [B]."""
     if spec.parts is not None:
         return parts.filled(examples, spec)
     if spec.sides is not None:  # what a text takes of them is up to the objective

@@ -79,7 +79,7 @@ class Config:
         by chance), so a tokenizer is an input of a dataset, never made on the side.
 
         Raises:
-            ConfigError: SentencePiece cannot make so many pieces of the text, or so few.
+            ConfigError: SentencePiece cannot train a vocabulary of this size on the text.
             DataError: there is no text for it.
         """
         if self.algorithm == "unigram" or self.algorithm == "sentencepiece_bpe":

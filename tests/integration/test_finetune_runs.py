@@ -92,7 +92,7 @@ def test_the_table_has_the_results_of_these_runs_alone(
     }
     (row,) = summarise([task], runs, results)
     assert (sorted(row.values), row.runs, row.degenerate) == ([0.7, 0.9], 3, 1)
-    assert row.cells()[2:4] == ("80.0", "70.0-90.0")
+    assert row.columns()[2:4] == ("80.0", "70.0-90.0")
     assert replace(runs[0], seed=1).name == runs[1].name
 
 
@@ -184,7 +184,7 @@ def test_runs_from_random_weights_have_the_same_model_and_steps(
     rows = summarise(
         [task], [run, scratch], {run.digest: scored(run, 0.9), scratch.digest: scored(scratch, 0.6)}
     )
-    assert [row.cells()[:3] for row in rows] == [
+    assert [row.columns()[:3] for row in rows] == [
         ("classification", "accuracy", "90.0"),
         ("classification, random", "accuracy", "60.0"),
     ]

@@ -16,8 +16,8 @@ class GpuAttention(TorchFunctionMode):
     which they deny.
 
     Without a mask the CPU's kernel keeps what FlashAttention does. With one, GPUs take the
-    memory-efficient kernel, whose bias has a cell for each score of a row, and the CPU falls back
-    to writing scores out if the bias has a gradient.
+    memory-efficient kernel, whose bias has an element for each score of a row, and the CPU falls
+    back to writing scores out if the bias has a gradient.
     """
 
     def __torch_function__(

@@ -30,7 +30,7 @@ REDUCE_BYTES = 64 * 2**20
 
 
 def software() -> str:
-    """PyTorch's version, and those of the packages that drive devices."""
+    """The versions of PyTorch and of the packages that drive devices."""
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
     if torch.cuda.is_available() and dist.is_nccl_available():
         build += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
@@ -106,7 +106,7 @@ def product(accelerator: Accelerator, subject: str, precision: Precision) -> Ite
 
 
 def compared(subject: str, found: str, speed: float, peak: float | None, fix: str) -> Finding:
-    """A finding about FLOP/s beside those of the data sheet, if that has any."""
+    """A finding about measured FLOP/s, beside the data sheet's if known."""
     if peak and speed < 0.4 * peak:
         return Finding(subject, "warning", f"{found}: {speed / peak:.0%} of the data sheet's", fix)
     return Finding(

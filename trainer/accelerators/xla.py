@@ -195,7 +195,7 @@ class XlaAccelerator(Accelerator):
             self._watch()
 
     def _watch(self) -> None:
-        """Compares the operations recorded from here on with those of the last time."""
+        """Compares the operations recorded from here on with the last ones."""
         import torch_xla
 
         torch_xla._XLAC._dynamic_shape_detector_set_max_different_graphs(1)

@@ -26,7 +26,7 @@ def register(commands: Commands) -> None:
         "fine-tune a checkpoint on tasks x seeds and compare the scores",
         "Each run is a `samestep train` of its own on one device. Stopped at any moment, the suite "
         "goes on where it\n"
-        "was when it is run again: finished runs are not made again. DIR gets data/ and runs/, "
+        "was when it is run again, without the finished runs. DIR gets data/ and runs/, "
         "results.jsonl, and the\n"
         "table as table.html. The best run of each task keeps its checkpoint.\n\n"
         "examples:\n"

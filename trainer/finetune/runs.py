@@ -108,7 +108,7 @@ def list_runs(
             architecture, too, of the tasks that start from the checkpoint.
 
     Returns:
-        The runs; those of a task behind those that it starts from.
+        The runs, in an order in which each follows the runs that it starts from.
 
     Raises:
         ConfigError: a setting cannot be overridden, or does not fit.
@@ -147,7 +147,7 @@ def list_runs(
             )
             of = [weights.identity(), model, *rows, *before]
             for point in points:
-                # What is done to the checkpoint's layers has been done to those of the run before.
+                # The run before has already selected the checkpoint's layers.
                 start = (
                     {"init_layers": [], "redraw_layers": 0} if before else {"init_from": checkpoint}
                 )
@@ -155,13 +155,13 @@ def list_runs(
             for point in points if scratch and not before else ():
                 new_model = model_of({**point.experiment, "init_from": checkpoint})
                 new_model = merge(new_model, point.experiment.get("model") or {})
-                drawn = {
+                initialized = {
                     "model": {**new_model, "peft": None},
                     "frozen": [],
                     "init_layers": [],
                     "redraw_layers": 0,
                 }
-                runs += _seeded(task, folder, point.having(drawn), rows, seeds, scratch=True)
+                runs += _seeded(task, folder, point.having(initialized), rows, seeds, scratch=True)
     return runs
 
 

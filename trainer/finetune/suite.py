@@ -96,7 +96,7 @@ class Suite:
 
         Args:
             slots: environment variables of the processes, each a device's.
-            tell: is told of every run, with its result; None says that it begins.
+            tell: called with each run and its result; with None when the run starts.
 
         Returns:
             What went wrong with which run.

@@ -49,7 +49,7 @@ class Row:
     published_by: str
     evaluations: int
 
-    def cells(self) -> tuple[str, ...]:
+    def columns(self) -> tuple[str, ...]:
         """As text; scores in percent."""
         spread = statistics.stdev(self.values) if len(self.values) > 1 else 0.0
         return (
@@ -72,12 +72,12 @@ def summarise(
 ) -> list[Row]:
     """A row for each task and each of its metrics, that by which runs are compared first.
 
-    Then those of further rows.
+    Then the scores of further rows.
 
     Args:
         tasks: in the order of the rows.
         runs: theirs.
-        results: by the digests of runs; those of other runs take no part.
+        results: results by digest of the run; results of other runs are ignored.
     """
     return [
         row
@@ -132,28 +132,28 @@ def _rows_of(task: Task, runs: Sequence[Run], results: Mapping[str, Result]) -> 
 
 def as_table(rows: Sequence[Row]) -> Table:
     """For a terminal."""
-    headings, *cells = _columns(rows)
+    headings, *lines = _columns(rows)
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in headings:
         wraps = name in ("task", "settings")  # where a terminal is narrow
         table.add_column(
             name, no_wrap=not wraps, overflow="fold", min_width=10 if name == "settings" else None
         )
-    for row in cells:
+    for row in lines:
         table.add_row(*row)
     return table
 
 
 def _columns(rows: Sequence[Row]) -> list[list[str]]:
-    """The headings and the cells of each row, without columns that are empty, and without what the
+    """The headings and the texts of each row, without columns that are empty, and without what the
     row above says.
     """
     lines: list[Sequence[str]] = [_HEADINGS]
     for above, row in zip([None, *rows], rows, strict=False):
         same = above is not None and (above.task, above.scratch) == (row.task, row.scratch)
-        of_heading = zip(_HEADINGS, row.cells(), strict=True)
-        lines.append(["" if same and name in _OF_RUNS else cell for name, cell in of_heading])
-    full = [any(cells) for cells in zip(*lines[1:], strict=True)] or [True] * len(_HEADINGS)
+        of_heading = zip(_HEADINGS, row.columns(), strict=True)
+        lines.append(["" if same and name in _OF_RUNS else text for name, text in of_heading])
+    full = [any(column) for column in zip(*lines[1:], strict=True)] or [True] * len(_HEADINGS)
     return [list(itertools.compress(line, full)) for line in lines]
 
 
@@ -184,10 +184,10 @@ def notes(rows: Sequence[Row]) -> str:
 
 def write_page(rows: Sequence[Row], title: str, file: Path) -> None:
     """Writes the table as a page of its own."""
-    headings, *cells = _columns(rows)
+    headings, *lines = _columns(rows)
     head = "".join(f"<th>{html.escape(name)}</th>" for name in headings)
     body = "\n".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells
+        "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>" for row in lines
     )
     write_text(
         file,

@@ -33,7 +33,7 @@ class Config(TaskData):
         score: the metric of the objective that runs are compared by.
         epochs: passes over the rows to train on.
         warmup: share of the steps in which the learning rate rises.
-        sequence_length: cells of an example.
+        sequence_length: positions of an example.
         metrics: of `samestep evaluate --metrics`, where answers are texts, which finished runs
             generate.
         grid: settings of the experiment to try, each with its values; the first of each is taken

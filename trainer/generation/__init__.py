@@ -93,7 +93,7 @@ class Generator:
 
     @torch.no_grad()
     def __call__(self, sources: Sequence[Sequence[int]], first: int = 0) -> list[list[int]]:
-        """Generates in batches, those of the longest sources first.
+        """Generates in batches, the longest sources first.
 
         Args:
             sources: the tokens that the model reads, those that begin and end a source included;
@@ -134,11 +134,11 @@ class Generator:
         ]  # the model's table may have more rows than there are tokens
         if config.beams > 1:
             return beam_search(self._model, logits, cache, self.end, config)
-        drawn = None
+        random = None
         if config.sample:
             keys = combine(config.seed, _SAMPLE, numbers[:, None], np.arange(config.max_new_tokens))
-            drawn = torch.from_numpy(uniform(keys)).to(self._device)
-        return one_by_one(self._model, logits, cache, self.end, config, drawn)
+            random = torch.from_numpy(uniform(keys)).to(self._device)
+        return one_by_one(self._model, logits, cache, self.end, config, random)
 
     def _start(self, sources: list[Tensor]) -> tuple[Tensor, Cache]:
         """Reads a batch of sources; what the model's own `start` returns."""

@@ -23,11 +23,11 @@ class Config:
             texts of the present length cannot be better (false), or when none can be (never).
         sample: draw each token from the model's distribution.
         temperature: what the logits are divided by, in sampling.
-        top_k: sample among so many likeliest tokens; None: all.
+        top_k: sample from the K most likely tokens; None: from all.
         top_p: sample among the likeliest tokens that together have this probability (Holtzman et
             al. 2020).
         seed: of sampling.
-        batch_size: texts that are generated together, those of similar length.
+        batch_size: number of texts generated together, sorted by length.
     """
 
     max_new_tokens: int = 128

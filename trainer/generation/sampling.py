@@ -1,4 +1,4 @@
-"""Tokens drawn from a model's distribution, or from its likeliest part."""
+"""Samples tokens from a model's distribution, or from its most likely part."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from trainer.generation.config import Config
 
 
-def sample(logits: Tensor, drawn: Tensor, config: Config) -> Tensor:
+def sample(logits: Tensor, uniform: Tensor, config: Config) -> Tensor:
     """Draws a token of each row by inverting the cumulative distribution, in the order of the
     vocabulary.
 
     Args:
         logits: fp32 [B, V].
-        drawn: fp64 [B], uniform in [0, 1): where to look.
+        uniform: fp64 [B], random numbers in [0, 1).
         config: its temperature, and the part of the distribution.
 
     Returns:
@@ -24,7 +24,7 @@ def sample(logits: Tensor, drawn: Tensor, config: Config) -> Tensor:
     if config.top_k is not None or config.top_p < 1:
         logits = logits.masked_fill(logits < _lowest(logits, config), -torch.inf)
     cumulative = logits.softmax(-1, dtype=torch.float64).cumsum(-1)
-    found = torch.searchsorted(cumulative, drawn[:, None] * cumulative[:, -1:], right=True)
+    found = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
     return found[:, 0].clamp(max=logits.shape[1] - 1)
 
 

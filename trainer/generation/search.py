@@ -19,7 +19,7 @@ def one_by_one(
     cache: Cache,
     end: int,
     config: Config,
-    drawn: Tensor | None = None,
+    uniform: Tensor | None = None,
 ) -> Tensor:
     """Takes the likeliest token after the other, or random ones.
 
@@ -29,7 +29,7 @@ def one_by_one(
         cache: of the model.
         end: the token that ends a text.
         config: how tokens are chosen.
-        drawn: fp64 [B, max_new_tokens] in [0, 1), what `sample` takes for each; None takes the
+        uniform: fp64 [B, max_new_tokens] in [0, 1), for `sample`; None takes the
             likeliest.
 
     Returns:
@@ -41,7 +41,9 @@ def one_by_one(
         scores = logits.float()
         if place < config.min_new_tokens:
             scores[:, end] = float("-inf")
-        tokens = scores.argmax(-1) if drawn is None else sample(scores, drawn[rows, place], config)
+        tokens = (
+            scores.argmax(-1) if uniform is None else sample(scores, uniform[rows, place], config)
+        )
         texts[rows, place] = tokens
         unfinished = (tokens != end).nonzero()[:, 0]
         if not len(unfinished):

@@ -40,7 +40,7 @@ class Loader(Protocol):
     """An iterable over steps; its state is the position of the consumer, not of the prefetcher.
 
     Attributes:
-        examples: number of examples in one pass over the split.
+        examples: number of examples of the split.
         consumed: ranges [first, end) of global examples in the step taken last.
         corrupt: skipped shards: digest of the dataset, name, first global example.
     """

@@ -29,7 +29,7 @@ class PhaseLoaders:
         return self._loaders[phase.index]
 
     def heldout(self, phase: Phase) -> Loader:
-        """Opens one pass over the held-out documents, in examples of the phase's length."""
+        """Opens the held-out documents once, in examples of the phase's length."""
         return self._open(phase, "heldout")
 
     def end(self, phase: Phase, following: Phase) -> None:

@@ -35,7 +35,7 @@ class Config(ModelConfig):
     changes: dict[str, Any] = field(default_factory=dict)
 
     def build(self) -> Model:
-        raise ConfigError("the model is that of init_from, which lies on another machine")
+        raise ConfigError("model comes from init_from, which is on another machine")
 
 
 def load_experiment(
@@ -47,7 +47,7 @@ def load_experiment(
     for each label of the dataset. A run that has begun keeps the model it has.
 
     Args:
-        overrides: settings that replace those of the file.
+        overrides: settings that replace the file's.
         elsewhere: the run's folders are on other machines. If one of them is needed to find out
             the model, the experiment has a placeholder instead.
 

@@ -152,15 +152,15 @@ def _describe(folder: Path, name: str, config: Tree) -> Described:
         for metric, column in columns.items()
         if metric not in _NOT_PLOTTED and not metric.startswith("time/")
     }
-    drawn = _renumber(series)
+    used = _renumber(series)
     return {
         "name": name,
         "path": str(folder.resolve()),
         "summary": _summary(config, columns, steps, hours, tokens, starts),
         "axes": {
-            "step": _rounded(steps[drawn]),
-            "tokens": _rounded(tokens[drawn]),
-            "hours": _rounded(hours[drawn]),
+            "step": _rounded(steps[used]),
+            "tokens": _rounded(tokens[used]),
+            "hours": _rounded(hours[used]),
         },
         "series": series,
         "shares": _shares(columns, steps),
@@ -172,10 +172,10 @@ def _renumber(series: Mapping[str, Curve]) -> Ints:
     """Renumbers the row indices of curves to the rows that any curve uses; returns these rows."""
     places = [curve["at"] for curve in series.values()]
     places += [curve["mean_at"] for curve in series.values() if "mean_at" in curve]
-    drawn = np.unique(np.concatenate([np.array([], dtype=np.int64), *places]))
+    used = np.unique(np.concatenate([np.array([], dtype=np.int64), *places]))
     for rows in places:
-        rows[:] = np.searchsorted(drawn, rows).tolist()
-    return drawn
+        rows[:] = np.searchsorted(used, rows).tolist()
+    return used
 
 
 def _columns(rows: Iterable[Row]) -> Columns:

@@ -568,7 +568,7 @@ def test_rows_are_shown_with_what_is_to_be_predicted(built, tmp_path, kind):
     assert len(shown) == 12
     for example in shown:
         header, place, *texts = example.strip().splitlines()
-        assert header.endswith("cells of padding")
+        assert header.endswith("positions of padding")
         number = int(place.rpartition(":")[2]) - 1
         row = row_of(kind, number)
         if kind == "classification":
