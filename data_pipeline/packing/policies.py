@@ -47,8 +47,8 @@ def check_policy(manifest: Manifest, name: str, spec: PackSpec, policy: Policy) 
     if spec.text_pairs:
         if policy not in ("best_fit", "padded"):
             raise ConfigError(
-                f"data.packing is {policy}, and the objective reads pairs of texts; use best_fit, "
-                "or padded for one pair in each example"
+                f"data.packing is {policy}, and the objective reads pairs of texts; use "
+                "data.packing=best_fit, or padded for one pair in each example"
             )
         if manifest.target_file is None:
             raise DataError(
@@ -73,7 +73,8 @@ def check_policy(manifest: Manifest, name: str, spec: PackSpec, policy: Policy) 
             )
     if spec.pairs and policy != "pairs":
         raise ConfigError(
-            f"data.packing is {policy}, and the objective needs pairs of segments; use pairs"
+            f"data.packing is {policy}, and the objective needs pairs of segments; use "
+            "data.packing=pairs"
         )
     if policy == "pairs" and not manifest.has_sentences:
         raise DataError(

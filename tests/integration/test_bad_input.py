@@ -67,7 +67,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
             2,
             ["needs next_tokens, and the model, bert, offers", "set model.causal=true"],
         ),
-        ("data.sequence_length=2", 2, ["sequence_length is 2", "use 3 ("]),
+        ("data.sequence_length=2", 2, ["sequence_length is 2", "Use 3 ("]),
         ("data.lanes=100000", 2, ["data.lanes is 100000", "set data.lanes to at most"]),
         ("data.path=nowhere", 1, ["nowhere holds no finished dataset", "samestep data build"]),
         ("init_from=nowhere", 1, ["nowhere is no run", "no Hugging Face folder"]),

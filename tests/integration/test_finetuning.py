@@ -175,7 +175,7 @@ def test_predictions_are_one_file_of_any_number_of_processes(
         ("predictions.csv", [], "is written as JSON Lines; let its name end in .jsonl"),
         ("nowhere/predictions.jsonl", [], "there is no folder"),
         ("there.jsonl", [], "is there already, whole; name another file with --predictions"),
-        ("predictions.jsonl", ["--generate"], "with --generate texts are written"),
+        ("predictions.jsonl", ["--generate"], "--generate writes texts"),
     ],
 )
 def test_predictions_that_cannot_be_written_are_refused(

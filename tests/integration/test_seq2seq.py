@@ -210,17 +210,17 @@ def test_empty_lines(samestep: Samestep, build, corpus: Path, tmp_path: Path) ->
         (
             "objective.target_length=3",
             1,
-            ["train.en:", "the target takes", "objective.target_length is 3", "raise it to"],
+            ["train.en:", "the target has", "objective.target_length is 3", "raise it to"],
         ),
         (
             "data.sequence_length=6",
             1,
-            ["train.en:", "the source takes", "set objective.truncate_sources=true"],
+            ["train.en:", "the source has", "set objective.truncate_sources=true"],
         ),
         (
             "data.packing=concat",
             2,
-            ["pairs of texts and data.packing is concat", "data.packing=best_fit"],
+            ["data.packing is concat, and the objective reads pairs", "data.packing=best_fit"],
         ),
         (
             "model.architecture=prefix_lm",

@@ -273,7 +273,7 @@ def test_what_does_not_fit_is_refused(built, plain) -> None:
     dataset = Dataset.open(built)
     with pytest.raises(
         ConfigError,
-        match=r"data.packing is concat, and the objective needs pairs .*; use pairs",
+        match=r"data.packing is concat, and the objective needs pairs .*; use data.packing=pairs",
     ):
         PackedSplit(dataset, "train", PackSpec(64, 1, 1, pairs=True), "concat", 0)
     with pytest.raises(DataError, match=r"needs sentences, .*build it again with sentences=rules"):
