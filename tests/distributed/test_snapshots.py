@@ -1,7 +1,4 @@
-"""Checkpoints in the memory of other processes.
-
-Any world size reads them, and one of two machines may be lost.
-"""
+"""Snapshots in the memory of agents: any world size reads them, and one machine may be lost."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from tests.processes import run_ranks
 from trainer.checkpoint import Checkpointer, Config
 from trainer.checkpoint.files import Url
 from trainer.errors import CheckpointError
-from trainer.storage import kept
+from trainer.storage import keeper
 from trainer.storage import write as write_object
 from trainer.storage.keeper import Keeper
 from trainer.training.checkpoints import Checkpoints
@@ -34,7 +31,7 @@ def keepers() -> Iterator[list[Keeper]]:
 def snapshots(
     addresses: list[str], own: int = 0, rank: int = 0, world_size: int = 1
 ) -> Checkpointer:
-    folder = Url(kept.store(addresses, own))
+    folder = Url(keeper.use(addresses, own))
     return Checkpointer(folder, Config(every=1), rank=rank, world_size=world_size, peer_timeout=30)
 
 
@@ -60,11 +57,11 @@ def restored(taker: Checkpointer, step: int) -> float:
 
 
 def test_either_of_two_machines_may_be_lost(keepers: list[Keeper]) -> None:
-    addresses = [keeper.address for keeper in keepers]
+    addresses = [each.address for each in keepers]
     run_ranks(2, save_steps, addresses, 3)
     one = 4 * 4 * ELEMENTS
-    for keeper in keepers:
-        assert 2 * one <= keeper.bytes < 2.1 * one, "two of three stay, whole in both keepers"
+    for each in keepers:
+        assert 2 * one <= each.bytes < 2.1 * one, "two of three stay, whole in both keepers"
     for lost, left in ((0, 1), (1, 0)):
         if lost == 1:
             keepers[lost].close()
@@ -76,13 +73,13 @@ def test_either_of_two_machines_may_be_lost(keepers: list[Keeper]) -> None:
 def test_a_damaged_one_is_passed_over(
     keepers: list[Keeper], caplog: pytest.LogCaptureFixture
 ) -> None:
-    addresses = [keeper.address for keeper in keepers]
+    addresses = [each.address for each in keepers]
     taker = snapshots(addresses)
     for step in (1, 2):
         taker.save(step, tensors(step), {"state": step})
     taker.wait()
     write_object(
-        f"{kept.store(addresses, 0)}/step-00000002/rank-00000.safetensors", os.urandom(999)
+        f"{keeper.use(addresses, 0)}/step-00000002/rank-00000.safetensors", os.urandom(999)
     )
     again = snapshots(addresses)
     assert again.latest(least=0) == 1
@@ -91,7 +88,7 @@ def test_a_damaged_one_is_passed_over(
 
 
 def test_goes_on_from_the_newest_wherever_it_is(keepers: list[Keeper], tmp_path: Path) -> None:
-    addresses = [keeper.address for keeper in keepers]
+    addresses = [each.address for each in keepers]
 
     def opened() -> Checkpointer:
         return Checkpointer(tmp_path, Config(), rank=0, world_size=1)

@@ -172,9 +172,9 @@ def test_predictions_are_one_file_of_any_number_of_processes(
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("predictions.csv", [], "is written as JSON Lines; let its name end in .jsonl"),
-        ("nowhere/predictions.jsonl", [], "there is no folder"),
-        ("there.jsonl", [], "is there already, whole; name another file with --predictions"),
+        ("predictions.csv", [], "is written as JSON Lines. Use a name that ends in .jsonl"),
+        ("nowhere/predictions.jsonl", [], "the folder nowhere does not exist"),
+        ("there.jsonl", [], "--predictions there.jsonl exists already and is complete"),
         ("predictions.jsonl", ["--generate"], "--generate writes texts"),
     ],
 )

@@ -188,7 +188,7 @@ def test_one_that_is_stopped_goes_on_to_the_same_bytes(
     assert output.read_bytes() == whole.read_bytes()
     assert not partial.exists()
     assert not state.exists()
-    assert "is there already, whole" in samestep("label", teacher, file, "--output", output).message
+    assert "exists already and is complete" in samestep("label", teacher, file, "--output", output).message
 
 
 HELD = """
@@ -244,7 +244,7 @@ def test_what_cannot_be_labelled_is_named(
         in samestep("label", finished_run, file, "--output", output).message
     )
     assert (
-        "let its name end in .jsonl"
+        "Use a name that ends in .jsonl"
         in samestep("label", teacher, file, "--output", tmp_path / "o.csv").message
     )
     assert "name another column for the label" in samestep(*ask, "--column", "text").message

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from trainer import storage
 from trainer.errors import CheckpointError
-from trainer.storage import Digest, kept
+from trainer.storage import Digest, keeper
 
 THREADS = 8  # an object store answers each of many requests as fast as one
 _LOCAL_POLL_SECONDS = 0.05
@@ -203,7 +203,7 @@ def folder_appears(folder: Location, seconds: float) -> bool:
 
 def wait_a_little(path: Location) -> None:
     """Sleeps until it is worth while to look again whether something has appeared."""
-    far = isinstance(path, Url) and not kept.is_kept(path.url)
+    far = isinstance(path, Url) and not keeper.is_keeper_url(path.url)
     time.sleep(_REMOTE_POLL_SECONDS if far else _LOCAL_POLL_SECONDS)
 
 

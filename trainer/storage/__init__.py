@@ -1,8 +1,9 @@
-"""Files wherever they lie: atomic writes to the local disk, and objects behind URLs through fsspec.
+"""Local files and objects behind URLs: atomic local writes, and object stores through fsspec.
 
-Every operation on a URL is tried again after failures that pass (lost connections, time-outs, throttling, server
-errors), then explained in one paragraph as a `StorageError`, which is a `DataError` and a `CheckpointError`: nobody
-needs to translate it. Credentials, endpoints and proxies come from where the stores' own tools look for them.
+Every operation on a URL is retried after transient failures (lost connections, time-outs,
+throttling, server errors). A failure that remains is raised as a `StorageError` in one paragraph.
+`StorageError` is both a `DataError` and a `CheckpointError`, so callers need not translate it.
+Credentials, endpoints and proxies come from where the stores' own tools look for them.
 """
 
 from trainer.storage.attempts import is_url, is_writable, shown, under_way

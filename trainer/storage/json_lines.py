@@ -1,4 +1,4 @@
-"""New files of JSON Lines, which appear under their names once they are whole."""
+"""New JSON Lines files, which appear under their names once they are complete."""
 
 from __future__ import annotations
 
@@ -11,40 +11,45 @@ from pathlib import Path
 from trainer.errors import ConfigError
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-_ROWS = 2048  # that are compressed together
+_ROWS = 2048  # per compressed block
 
 
 def check_new(path: Path, option: str) -> None:
-    """Refuses a name that no file of JSON Lines can have, or that one has.
+    """Rejects a path that exists, or that cannot name a JSON Lines file.
 
     Args:
-        path: the name.
-        option: that it was given with, such as "--output".
+        option: the command-line option that names the path, such as "--output".
 
     Raises:
-        ConfigError: saying what to name instead.
+        ConfigError: the message says which name to give instead.
     """
     if not path.name.endswith(_SUFFIXES):
         raise ConfigError(
-            f"{option} {path} is written as JSON Lines; let its name end in {' or '.join(_SUFFIXES)}"
+            f"{option} {path} is written as JSON Lines. Use a name that ends in "
+            f"{' or '.join(_SUFFIXES)}."
         )
     if path.exists():
         raise ConfigError(
-            f"{path} is there already, whole; name another file with {option}, or remove it"
+            f"{option} {path} exists already and is complete. Name another file, or remove it."
         )
     if not path.parent.is_dir():
         raise ConfigError(
-            f"{option} {path}: there is no folder {path.parent}; make it, or name another file"
+            f"{option} {path}: the folder {path.parent} does not exist. Create it, or name another "
+            "file."
         )
 
 
 def line(row: Mapping[str, object]) -> str:
-    """A row as a line, with its end."""
+    """A row as a line of JSON, with its line break."""
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def compressed(lines: bytes, name: str) -> bytes:
-    """Lines as the file of this name has them. Each piece is compressed by itself, which readers take as one file."""
+    """Compresses lines as the suffix of `name` says.
+
+    Each call makes a block of its own; readers of gzip and zstd take a sequence of blocks as one
+    file, so blocks can be appended.
+    """
     if name.endswith(".gz"):
         return gzip.compress(lines, mtime=0)
     if name.endswith(".zst"):
@@ -55,14 +60,14 @@ def compressed(lines: bytes, name: str) -> bytes:
 
 
 def write(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Writes a whole file.
+    """Writes a complete file.
 
     Raises:
-        StorageError: the folder or the disk does not take it.
+        StorageError: the folder or the disk rejects it.
     """
-    from trainer.storage import atomic_write  # which takes longer to import than a command's --help
+    from trainer.storage import atomic_write  # takes longer to import than a command's --help
 
     lines = map(line, rows)
     with atomic_write(path) as file:
-        while piece := "".join(islice(lines, _ROWS)):
-            file.write(compressed(piece.encode(), path.name))
+        while block := "".join(islice(lines, _ROWS)):
+            file.write(compressed(block.encode(), path.name))

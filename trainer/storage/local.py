@@ -1,4 +1,4 @@
-"""The local disk: a file is either whole under its own name or not there."""
+"""Local files: a file is either complete under its own name, or it is not there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Writable(Protocol):
 
 @dataclass(frozen=True)
 class Digest:
-    """The content of a file, for telling whether it is still the one that was written."""
+    """The SHA-256 and the size of a file's content, to check that the content is unchanged."""
 
     sha256: str
     bytes: int
@@ -32,28 +32,27 @@ class Digest:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file beside `path` and renames it to `path` when the block ends without an error.
-
-    The name appears once all bytes are on the disk, and never with some of them. The temporary name holds the host
-    and the process id, so that two processes that write the same file, perhaps on a shared disk, cannot mix their
-    bytes.
+    """Opens a temporary file and renames it to `path` when the block ends without an error.
 
     Raises:
-        StorageError: the folder or the disk does not take the file.
+        StorageError: the folder or the disk rejects the file.
     """
+    # Two processes that write the same file, perhaps on a shared disk, must not mix their bytes:
+    # the temporary name holds the host and the process id.
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
         make_folder(path.parent)
         with temporary.open("wb") as file:
             yield file
             file.flush()
+            # Sync before the rename, or a power cut may leave the name with half of the bytes.
             os.fsync(file.fileno())
         temporary.replace(path)
         sync_folder(path.parent)
     except OSError as error:
         raise StorageError(
-            f"cannot write {path}: {error.strerror or error}; free some space or check the permissions of the folder, "
-            "or write to another one"
+            f"cannot write {path}: {error.strerror or error}. Free some space, check the "
+            "permissions of the folder, or write to another one."
         ) from error
     finally:
         with suppress(OSError):
@@ -61,16 +60,16 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` to `path`, atomically."""
+    """Writes `text` to `path` atomically."""
     with atomic_write(path) as file:
         file.write(text.encode())
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder, with its parents, that is still there after a power cut.
+    """Creates a folder and its parents durably: they survive a power cut.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     if folder.is_dir():
         return
@@ -90,7 +89,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def chunks(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    """The parts in pieces of at most CHUNK_BYTES, without copying them."""
+    """Splits the parts into views of at most CHUNK_BYTES, without copying them."""
     for part in parts:
         view = memoryview(part)
         for start in range(0, len(view), CHUNK_BYTES):
@@ -98,7 +97,7 @@ def chunks(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
 
 
 def copy(content: Iterable[bytes | memoryview], file: Writable) -> Digest:
-    """Writes the content into a file, hashing on the way."""
+    """Writes the content to a file and hashes it on the way."""
     sha256, size = hashlib.sha256(), 0
     for chunk in content:
         file.write(chunk)

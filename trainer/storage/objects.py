@@ -1,4 +1,4 @@
-"""Objects behind URLs, through fsspec. Functions may be called from any thread, and after a fork."""
+"""Objects behind URLs, through fsspec. Functions are safe in any thread and after a fork."""
 
 from __future__ import annotations
 
@@ -11,37 +11,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from trainer.errors import CorruptError, ObjectNotFoundError, StorageError
-from trainer.storage.attempts import File, FileSystem, Info, attempt, shown
+from trainer.storage.attempts import attempt, shown
 from trainer.storage.local import CHUNK_BYTES, Digest, chunks, copy
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
+    from fsspec import AbstractFileSystem
 
 logger = logging.getLogger(__name__)
 
-_PART_BYTES = 64 * 2**20  # of a multipart upload: S3 takes 10,000 parts, so objects of up to 640 GB
-_TRIES_OF_CONTENT = 3  # of a download whose SHA-256 is wrong
+# Of a multipart upload. S3 takes at most 10,000 parts, so objects of up to 640 GB.
+_PART_BYTES = 64 * 2**20
+_DOWNLOAD_TRIES = 3  # while the SHA-256 of the content is wrong
 
 
 def exists(url: str) -> bool:
-    """Whether there is such an object, or a folder with any."""
+    """Whether there is such an object, or a folder with at least one object."""
     try:
-        _info(url)
+        attempt("find", url, lambda fs, path: fs.info(path))
     except ObjectNotFoundError:
         return False
     return True
 
 
 def size(url: str) -> int:
-    """The number of bytes of an object."""
-    return int(_info(url)["size"])
+    """Size of an object in bytes."""
+    return attempt("find", url, lambda fs, path: int(fs.info(path)["size"]))
 
 
 def names(url: str) -> list[str]:
-    """What a folder of objects holds, sorted: the last part of each address. Nothing if there is no such folder."""
+    """Sorted names in a folder of objects, without the path; empty if there is no such folder."""
 
-    def list_once(fs: FileSystem, path: str) -> list[str]:
-        found = (name.rstrip("/") for name in fs.ls(path, detail=False))
+    def list_once(fs: AbstractFileSystem, path: str) -> list[str]:
+        found = [name.rstrip("/") for name in fs.ls(path, detail=False)]
         return sorted({name.rpartition("/")[2] for name in found if name != path})
 
     try:
@@ -51,36 +53,39 @@ def names(url: str) -> list[str]:
 
 
 def glob(pattern: str) -> list[str]:
-    """The addresses of the objects that match a pattern with `*`, `**` or `?`, sorted."""
-    fs, found = attempt("list", pattern, lambda fs, path: (fs, fs.glob(path, detail=True)))
-    return sorted(
-        fs.unstrip_protocol(name) for name, info in found.items() if info["type"] == "file"
-    )
+    """Sorted URLs of the objects that match a pattern with `*`, `**` or `?`."""
+
+    def glob_once(fs: AbstractFileSystem, path: str) -> list[str]:
+        found = fs.glob(path, detail=True).items()
+        return sorted(fs.unstrip_protocol(name) for name, info in found if info["type"] == "file")
+
+    return attempt("list", pattern, glob_once)
 
 
 def open(url: str) -> io.BufferedReader:
-    """Opens an object for reading; seekable. What is cut off in the middle is asked for again from there.
+    """Opens an object for reading; seekable. A read that breaks off continues where it stopped.
 
     Raises:
-        ObjectNotFoundError: there is none.
+        ObjectNotFoundError: there is no such object.
         StorageError: it cannot be read.
     """
     return io.BufferedReader(_Object(url), CHUNK_BYTES)
 
 
 def read(url: str) -> bytes:
-    """The whole content of a small object."""
-    return attempt("read", url, lambda fs, path: fs.cat_file(path))
+    """Reads the whole content of a small object."""
+    content: bytes = attempt("read", url, lambda fs, path: fs.cat_file(path))
+    return content
 
 
 def read_range(url: str, start: int, stop: int) -> bytes:
-    """Bytes [start, stop) of an object, in one request."""
+    """Reads the bytes [start, stop) of an object in one request."""
 
-    def read_once(fs: FileSystem, path: str) -> bytes:
+    def read_once(fs: AbstractFileSystem, path: str) -> bytes:
         content = fs.cat_file(path, start=start, end=stop)
-        if len(content) > stop - start:  # an HTTP server that knows no ranges sends everything
+        if len(content) > stop - start:  # an HTTP server without range requests sends everything
             content = content[start:stop]
-        return _complete(content, stop - start)
+        return _check_length(content, stop - start)
 
     return attempt("read", url, read_once)
 
@@ -88,26 +93,27 @@ def read_range(url: str, start: int, stop: int) -> bytes:
 def download(
     url: str, file: BinaryIO, size: int | None = None, sha256: str | None = None
 ) -> Digest:
-    """Copies an object into a file that is open for writing, from its start, hashing on the way.
+    """Copies an object to the start of a writable file and hashes it on the way.
 
     Args:
-        url: of the object.
-        file: gets the content; not flushed.
-        size: that the object must have, in bytes; None takes any.
-        sha256: that its content must have; None takes any. Bytes that are wrong are fetched again.
+        file: not flushed.
+        size: expected number of bytes, or None to accept any.
+        sha256: expected hash of the content, or None to accept any. Content with another hash is
+            fetched again.
 
     Raises:
-        CorruptError: it is not what is expected.
-        StorageError: it cannot be read.
+        CorruptError: the size or the hash is not the expected one.
+        StorageError: the object cannot be read.
         OSError: the file cannot be written.
     """
-    for _ in range(_TRIES_OF_CONTENT):
+    for _ in range(_DOWNLOAD_TRIES):
         file.seek(0)
         with open(url) as content:
             length = content.seek(0, io.SEEK_END)
             if size not in (None, length):
                 raise CorruptError(
-                    f"{shown(url)} has {length} bytes, not {size}: it was cut short or replaced; upload it again"
+                    f"{shown(url)} has {length} bytes, not {size}: it was truncated or replaced; "
+                    "upload it again"
                 )
             content.seek(0)
             digest = copy(iter(lambda: content.read(CHUNK_BYTES), b""), file)
@@ -117,30 +123,31 @@ def download(
             "%s arrived with the SHA-256 %.12s..., not %.12s...", shown(url), digest.sha256, sha256
         )
     raise CorruptError(
-        f"{shown(url)} has the SHA-256 {digest.sha256}, not {sha256}: it was damaged or replaced; upload it again"
+        f"{shown(url)} has the SHA-256 {digest.sha256}, not {sha256}: it was damaged or replaced; "
+        "upload it again"
     )
 
 
 def write(url: str, *parts: bytes | memoryview) -> Digest:
-    """Writes the parts one after the other as one object, hashing on the way; it appears once it is whole.
+    """Writes the parts as one object and hashes them; the object appears once it is complete.
 
     Raises:
-        StorageError: it cannot be written; there is no such object then, or still the former one.
+        StorageError: it cannot be written. The former object, if any, is still there.
     """
     return _write(url, lambda: chunks(parts))
 
 
 def upload(path: Path, url: str) -> Digest:
-    """Copies a local file; the object appears once it is whole.
+    """Copies a local file to an object, which appears once it is complete.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the object cannot be written.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
 
         def content() -> Iterator[bytes]:
-            file.seek(0)
+            file.seek(0)  # a retry starts over
             return iter(lambda: file.read(CHUNK_BYTES), b"")
 
         return _write(url, content)
@@ -159,13 +166,12 @@ def remove_folder(url: str) -> None:
 
 
 class _Object(io.RawIOBase):
-    """An object, read range by range."""
+    """An object that is read range by range."""
 
     def __init__(self, url: str) -> None:
         self._url = url
-        file = attempt("read", url, lambda fs, path: fs.open(path, "rb", cache_type="none"))
-        self._file: File | BinaryIO = file
-        if file.size is None:  # the server streams, and does not know how much
+        self._file = attempt("read", url, lambda fs, path: fs.open(path, "rb", cache_type="none"))
+        if self._file.size is None:  # an HTTP server that streams does not know the size
             self._fetch_whole()
         self._size: int = self._file.seek(0, io.SEEK_END)
         self._position = 0
@@ -187,7 +193,7 @@ class _Object(io.RawIOBase):
         self._position += count
         return count
 
-    def readall(self) -> bytes:  # the inherited one asks for 8 KiB at a time
+    def readall(self) -> bytes:  # the inherited method requests 8 KiB at a time
         return self.read(max(0, self._size - self._position))
 
     def close(self) -> None:
@@ -196,9 +202,9 @@ class _Object(io.RawIOBase):
         super().close()
 
     def _read(self, count: int) -> bytes:
-        def read_once(_fs: FileSystem, _path: str) -> bytes:
+        def read_once(_fs: AbstractFileSystem, _path: str) -> bytes:
             self._file.seek(self._position)
-            return _complete(self._file.read(count), count)
+            return _check_length(self._file.read(count), count)
 
         try:
             return attempt("read", self._url, read_once)
@@ -209,11 +215,11 @@ class _Object(io.RawIOBase):
         return self._read(count)
 
     def _fetch_whole(self) -> None:
-        """Takes a temporary copy, where an HTTP server does not know ranges."""
+        """Replaces the remote file by a temporary copy, for HTTP servers without range requests."""
         self._file.close()
         self._file = whole = tempfile.TemporaryFile()  # noqa: SIM115
 
-        def fetch(fs: FileSystem, path: str) -> None:
+        def fetch(fs: AbstractFileSystem, path: str) -> None:
             whole.seek(0)
             fs.get_file(path, whole)
             whole.truncate()
@@ -221,27 +227,27 @@ class _Object(io.RawIOBase):
         attempt("read", self._url, fetch)
 
 
-def _info(url: str) -> Info:
-    return attempt("find", url, lambda fs, path: fs.info(path))
-
-
 def _write(url: str, content: Callable[[], Iterable[bytes | memoryview]]) -> Digest:
-    def write_once(fs: FileSystem, path: str) -> Digest:
+    """Writes an object; `content` is called again for each retry."""
+
+    def write_once(fs: AbstractFileSystem, path: str) -> Digest:
         file = fs.open(path, "wb", block_size=_PART_BYTES)
         try:
             digest = copy(content(), file)
-            file.close()
+            file.close()  # commits: the object appears
         except BaseException:
             with suppress(Exception):
                 file.discard()
-            file.closed = True  # its finalizer would commit what has been written so far
+            # Else the file's finalizer would commit what has been written so far.
+            file.closed = True
             raise
         return digest
 
     return attempt("write", url, write_once)
 
 
-def _complete(content: bytes, length: int) -> bytes:
+def _check_length(content: bytes, length: int) -> bytes:
+    """Turns a truncated answer into an error that `attempt` retries."""
     if len(content) != length:
         raise ConnectionError(f"{len(content)} bytes came where {length} were asked for")
     return content

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer.checkpoint.files import Url
 from trainer.checkpoint.manager import Checkpointer, Config
 from trainer.checkpoint.together import gather
-from trainer.storage import keeper, kept
+from trainer.storage import keeper
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment
 
@@ -90,7 +90,7 @@ def open_snapshots(experiment: Experiment, world: World) -> Checkpointer | None:
     # ranks, addresses is [a, a, b, b] and the ring is [a, b].
     ring = list(dict.fromkeys(addresses))
     return Checkpointer(
-        Url(kept.store(ring, ring.index(addresses[world.rank]))),
+        Url(keeper.use(ring, ring.index(addresses[world.rank]))),
         Config(every=every, asynchronous=experiment.checkpoint.asynchronous),
         rank=world.rank,
         world_size=world.size,

@@ -69,7 +69,7 @@ def test_a_named_folder_is_filled_instead_of_the_cache(hub, tmp_path):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("hf://absent", "is unknown to the Hub, or private or gated"),
+        ("hf://absent", "is unknown to the Hub, private or gated"),
         ("hf://tiny@v9", "names a revision that the Hub does not have"),
         ("hf://pickled", "has no config.json and no model.safetensors or "),
     ],

@@ -1,4 +1,4 @@
-"""Bytes in another process's memory: whole or not there, for those who know the token, and given back."""
+"""Blobs in another process's memory: complete or absent, only with the token, and freed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from trainer import storage
 from trainer.errors import StorageError
-from trainer.storage import kept
-from trainer.storage.keeper import Keeper, Put, asking
+from trainer.storage import keeper
+from trainer.storage.keeper import Keeper, Upload, request
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def keepers() -> Iterator[list[Keeper]]:
 
 @pytest.fixture
 def url(keepers: list[Keeper]) -> str:
-    """A folder in the keepers, the first of which is this process's own."""
-    return kept.store([keeper.address for keeper in keepers], own=0)
+    """A folder in the keepers, the first of which is on this process's machine."""
+    return keeper.use([each.address for each in keepers], own=0)
 
 
 def test_content_comes_back_whole_and_in_ranges(url: str) -> None:
@@ -54,7 +54,7 @@ def test_folders(url: str) -> None:
     storage.remove_folder(f"{url}/none")
 
 
-def test_two_keepers_have_what_is_written_and_one_is_enough_to_read_it(
+def test_two_keepers_hold_a_blob_and_one_is_enough_to_read_it(
     url: str, keepers: list[Keeper]
 ) -> None:
     content = b"x" * 1000
@@ -66,27 +66,26 @@ def test_two_keepers_have_what_is_written_and_one_is_enough_to_read_it(
     with pytest.raises(StorageError, match="cannot write keeper://snapshots/b"):
         storage.write(f"{url}/b", content)
     keepers[1].close()
-    assert not storage.exists(f"{url}/a"), "and none is nothing, not an error"
+    assert not storage.exists(f"{url}/a"), "no keeper is nothing, not an error"
 
 
-def test_what_is_cut_off_leaves_the_former_content(keepers: list[Keeper]) -> None:
+def test_a_write_that_breaks_off_leaves_the_former_content(keepers: list[Keeper]) -> None:
     for content, ends in ((b"former", True), (b"newer", False)):
-        put = Put((keepers[0].address,), "name")
-        put.write(content)
-        put.close() if ends else put.discard()
+        upload = Upload((keepers[0].address,), "name")
+        upload.write(content)
+        upload.close() if ends else upload.discard()
     time.sleep(0.1)
-    with asking(keepers[0].address, "get", "name", start=0, stop=99) as (size, answer):
-        assert (size, answer.read()) == (6, b"former")
+    assert request(keepers[0].address, "get", "name", 0, 99) == ({"name": 6}, b"former")
     assert keepers[0].bytes == 6
 
 
 def test_a_token_is_needed(keepers: list[Keeper]) -> None:
     host, port, _ = keepers[0].address.split()
-    with pytest.raises(ConnectionError), asking(f"{host} {port} guess", "find", "name"):
-        pass
+    with pytest.raises(ConnectionError):
+        request(f"{host} {port} guess", "find", "name")
 
 
-def test_memory_is_given_back(url: str, keepers: list[Keeper]) -> None:
+def test_memory_is_freed(url: str, keepers: list[Keeper]) -> None:
     for number in range(5):
         storage.write(f"{url}/step-{number}/a", bytes(1000))
         storage.remove_folder(f"{url}/step-{number - 1}")

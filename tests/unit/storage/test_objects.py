@@ -1,4 +1,4 @@
-"""Objects on a real S3 server and a real HTTP server, which fail in all the ways that servers do."""
+"""Objects on a real S3 server and a real HTTP server, with every failure that servers have."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def test_large_objects_go_in_parts(
 
 
 @pytest.mark.parametrize("scheme", ["s3", "http"])
-def test_failures_that_pass_do_no_harm(
+def test_transient_failures_do_no_harm(
     faulty_s3: FaultyProxy, s3_folder: str, web: str, scheme: str, tmp_path: Path
 ) -> None:
-    """Lost connections, server errors, throttling and truncated answers, in the middle of anything."""
+    """Lost connections, server errors, throttling and truncated answers, at any point."""
     faults: list[Fault] = [503, "drop", 429, "truncate", 500]
     written, url = f"{s3_folder}/x", f"{s3_folder if scheme == 's3' else web}/x"
     faulty_s3.faults = faults.copy()
@@ -102,7 +102,7 @@ def test_failures_that_pass_do_no_harm(
     assert not storage.exists(written)
 
 
-def test_failures_that_do_not_pass_are_explained(
+def test_permanent_failures_are_explained(
     faulty_s3: FaultyProxy, s3_folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage.write(f"{s3_folder}/x", b"former")
@@ -125,7 +125,7 @@ def test_failures_that_do_not_pass_are_explained(
     assert storage.read(f"{s3_folder}/x") == b"former"
 
 
-def test_refusals_are_not_tried_again(faulty_s3: FaultyProxy, s3_folder: str, web: str) -> None:
+def test_client_errors_are_not_retried(faulty_s3: FaultyProxy, s3_folder: str, web: str) -> None:
     for url, status in product((s3_folder, web), (401, 403, 400)):
         faulty_s3.always = status
         faulty_s3.requests.clear()
@@ -166,7 +166,7 @@ def test_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
         storage.open("http://127.0.0.1:1/x")
 
 
-def test_messages_tell_no_secrets(
+def test_messages_hold_no_secrets(
     faulty_s3: FaultyProxy, web: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     address = web.replace("://", "://user:p@ssword@") + "/x?X-Amz-Signature=5ec7e7"
@@ -230,7 +230,7 @@ def test_unknown_addresses_are_refused() -> None:
     assert storage.is_url("s3://bucket/x")
     assert not storage.is_url("/a/b:c")
     with pytest.raises(
-        ConfigError, match=r"'sftp://host/x' is of an unknown kind; use s3, gs, http"
+        ConfigError, match=r"'sftp://host/x' has an unsupported scheme. Use s3, gs, http"
     ):
         storage.is_url("sftp://user:password@host/x")
     assert storage.is_writable("gs://bucket/x")
