@@ -51,8 +51,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         sync_folder(path.parent)
     except OSError as error:
         raise StorageError(
-            f"cannot write {path}: {error.strerror or error}. Free some space, check the "
-            "permissions of the folder, or write to another one."
+            f"cannot write {path}: {error.strerror or error}; free some space, check the "
+            "permissions of the folder, or write to another one"
         ) from error
     finally:
         with suppress(OSError):
