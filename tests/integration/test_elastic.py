@@ -123,7 +123,7 @@ def test_agents_go_and_come(
     assert "1 x CPU" in second.stderr.read_text()
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
     back = train(*elastic)
-    wait_for("another machine has come", second)
+    wait_for("another machine has joined", second)
     at_9.unlink()
     assert (second.wait().code, back.wait().code) == (0, 0), (
         second.stderr.read_text() + back.stderr.read_text()

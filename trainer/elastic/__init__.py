@@ -1,1 +1,1 @@
-"""Elastic runs: agents that start, restart and connect the worker processes of a run."""
+"""Elastic runs: agents that join a rendezvous, start workers, and restart them after failures."""

@@ -1,8 +1,13 @@
-"""How the agents of a run meet: who takes part in a round, which ranks each one has, and when a round is over.
+"""The rendezvous of agents: which of them form a round, their ranks, and when a round is over.
 
-One agent hosts the meeting: the first that can listen at the address that all of them know. Each keeps a connection to
-it, over which JSON objects go either way, one a line. So the kernel tells of an agent's death at once. (torch's own
-rendezvous polls a store for heartbeats: that takes 10 s, and an agent that comes back hangs unless told otherwise.)
+A run is a sequence of rounds. In a round the set of agents is fixed, each has started its workers,
+and the workers form one process group. A round ends when an agent leaves it; the next one starts
+when enough agents have joined.
+
+One agent hosts the rendezvous: the first that can listen at the address that all agents know. Each
+agent keeps a TCP connection to the host and exchanges JSON objects, one per line. So the kernel
+reports an agent's death at once. (torch's own rendezvous polls a store for heartbeats, which takes
+10 s, and an agent that comes back hangs unless told otherwise.)
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -27,25 +33,25 @@ from trainer.strategies.neighbour import keep_alive
 logger = logging.getLogger(__name__)
 
 Message: TypeAlias = dict[str, Any]
-"""A JSON object; what it is about shows in its keys."""
-News: TypeAlias = Literal["arrived", "lost"]
+"""A JSON object; its keys say what it is about."""
+Event: TypeAlias = Literal["joined", "lost"]
 
 _POLL_SECONDS = 0.1
 _LAST_CALL_SECONDS = 3.0  # before the first round, for agents that are started together
 _PATIENCE_SECONDS = 600.0
 _GREETING_SECONDS = 10.0
-_ENDING_SECONDS = 120.0  # from the end of a round to that of its last worker
+_ENDING_SECONDS = 120.0  # from the first loss in a round until its last agent must have left
 _LINE_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Group:
-    """An agent's part in a round.
+class Round:
+    """An agent's place in a round.
 
     Attributes:
-        first_rank: of its workers.
-        world_size: the workers of all agents.
-        port: of the round's key-value store, which lies where the agents meet.
+        first_rank: rank of the agent's first worker.
+        world_size: number of workers of all agents.
+        port: of the round's key-value store, on the machine of the rendezvous.
     """
 
     first_rank: int
@@ -53,7 +59,7 @@ class Group:
     port: int
 
 
-class Over(Exception):
+class RunEnded(Exception):
     """The run has ended at another agent, with exit code `code`."""
 
     def __init__(self, code: int, reason: str) -> None:
@@ -62,108 +68,116 @@ class Over(Exception):
 
 
 class Rendezvous:
-    """An agent's side of the meeting.
+    """An agent's connection to the rendezvous.
 
     Args:
-        address: HOST:PORT, with HOST the name or address of one agent's machine; port 0 takes a free one.
-        least: how many agents a round needs.
-        most: how many it may have; others wait until there is room.
-        run: what the run is, by which its agents know each other.
+        address: HOST:PORT. HOST is the name or address of one agent's machine; port 0 takes a free
+            port.
+        min_agents: number of agents that a round needs.
+        max_agents: number of agents that a round may have; others wait until there is room.
+        run: text that identifies the run; agents of other runs are rejected.
 
     Raises:
-        ConfigError: the address is none.
+        ConfigError: the address is not HOST:PORT.
     """
 
-    def __init__(self, address: str, least: int, most: int, run: str) -> None:
+    def __init__(self, address: str, min_agents: int, max_agents: int, run: str) -> None:
         self.host, _, port = address.rpartition(":")
         if not self.host or not port.isdecimal() or int(port) > 65535:
             raise ConfigError(
-                f"--rendezvous {address} is no HOST:PORT; name a machine of the run and a free port of it"
+                f"--rendezvous {address} is not HOST:PORT. Name a machine of the run and a free "
+                "port on it."
             )
-        self._port, self._least, self._most = int(port), least, most
-        self._run = hashlib.sha256(
-            run.encode()
-        ).hexdigest()  # a command may hold signed addresses, which are secrets
+        self._port, self._min_agents, self._max_agents = int(port), min_agents, max_agents
+        # Hashed, as a command line may hold signed URLs, which are secrets.
+        self._run = hashlib.sha256(run.encode()).hexdigest()
         self._connection: _Connection | None = None
-        self._over: Over | None = None
+        self._ended: RunEnded | None = None
 
-    def meet(self, workers: int, cancelled: Callable[[], bool]) -> Group | None:
-        """Waits for the next round.
+    def join(self, workers: int, cancelled: Callable[[], bool]) -> Round | None:
+        """Waits for the next round and joins it.
 
         Args:
-            workers: how many this agent will start.
-            cancelled: asked now and then; when it is true, the result is None.
+            workers: number of workers that this agent will start.
+            cancelled: polled while waiting; once it is true, the result is None.
 
         Raises:
-            Over: the run has ended.
-            RendezvousError: nobody hosts the meeting, or too few come.
-            LaunchError: somebody else is there.
+            RunEnded: another agent has ended the run.
+            RendezvousError: nobody hosts the rendezvous, or too few agents join.
+            LaunchError: another program or another run listens at the address.
         """
         self._send(ready=workers)
-        since, said, here = time.monotonic(), "", self._least
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        problem, here = "", self._min_agents
         while not cancelled():
-            if self._over is not None:
-                raise self._over
+            if self._ended is not None:
+                raise self._ended
             if self._connection is None:
-                if problem := self._connect():
-                    if time.monotonic() > since + _PATIENCE_SECONDS:
-                        raise RendezvousError(
-                            f"nobody can be met at {self.host}:{self._port} ({problem}); --rendezvous must name a "
-                            "machine that takes part in the run, by a name that leads to it from all of them"
-                        )
-                    if said != (said := str(problem)):
-                        logger.info(
-                            "waiting      for %s:%d, where the machines meet: %s",
-                            self.host,
-                            self._port,
-                            said,
-                        )
-                    time.sleep(_POLL_SECONDS)
+                error = self._connect()
+                if error is None:
+                    self._send(ready=workers)
                     continue
-                self._send(ready=workers)
+                if time.monotonic() > deadline:
+                    raise RendezvousError(
+                        f"the rendezvous at {self.host}:{self._port} cannot be reached ({error}). "
+                        "Set --rendezvous to a machine that takes part in the run, by a name that "
+                        "all machines can resolve."
+                    )
+                if str(error) != problem:
+                    problem = str(error)
+                    logger.info(
+                        "waiting      for the rendezvous at %s:%d: %s",
+                        self.host,
+                        self._port,
+                        problem,
+                    )
+                time.sleep(_POLL_SECONDS)
+                continue
             message = self._receive(_POLL_SECONDS)
-            if "group" in message:
-                return Group(**message["group"])
+            if "round" in message:
+                return Round(**message["round"])
             if "refused" in message:
                 self._connection = None
                 raise RendezvousError(message["refused"])
             before, here = here, message.get("here", here)
-            if here != before and here < self._least:
-                logger.info("waiting      for machines: %d of at least %d here", here, self._least)
+            if here != before and here < self._min_agents:
+                logger.info(
+                    "waiting      for machines: %d of at least %d here", here, self._min_agents
+                )
         return None
 
-    def news(self) -> News | None:
-        """What has happened since the round began: another agent has arrived and waits, or one of it is lost."""
-        if self._connection is None or self._over is not None:
+    def event(self) -> Event | None:
+        """An event of the current round: another agent has joined and waits, or one was lost."""
+        if self._connection is None or self._ended is not None:
             return None
-        news: News | None = self._receive(0).get("news")
-        return "lost" if self._connection is None else news
+        event: Event | None = self._receive(0).get("event")
+        return "lost" if self._connection is None else event
 
     def close(self, code: int, reason: str) -> None:
-        """Tells the others that the run is over; returns when they have been told."""
+        """Ends the run for all agents; returns when they have been told."""
         self._send(code=code, reason=reason)
+        # The host sends the message back to all agents, this one included.
         deadline = time.monotonic() + 1
-        while self._connection is not None and self._over is None and time.monotonic() < deadline:
+        while self._connection is not None and self._ended is None and time.monotonic() < deadline:
             self._receive(_POLL_SECONDS)
 
     def _connect(self) -> OSError | None:
-        """Joins the meeting, or opens it when it is to be on this machine and nobody else has.
+        """Connects to the rendezvous, and hosts it if it is on this machine and nobody else does.
 
         Returns:
-            What may work a little later.
+            An error that may pass.
 
         Raises:
-            LaunchError: somebody else is there.
+            LaunchError: another program or another run listens at the address.
         """
-        try:
+        with suppress(OSError):  # another machine's address, or another agent hosts already
             listener = socket.create_server((self.host, self._port))
             if self.host not in ("localhost", "127.0.0.1"):
-                listener.close()  # the name is one of this machine, but others may reach it at another address
+                # The name leads to this machine, but others may reach it at another address.
+                listener.close()
                 listener = socket.create_server(("", self._port))
             self._port = listener.getsockname()[1]
-            _Host(listener, self._least, self._most, self._run).start()
-        except OSError:
-            pass
+            _Host(listener, self._min_agents, self._max_agents, self._run).start()
         try:
             connection = _Connection(socket.create_connection((self.host, self._port), timeout=5))
             run = connection.receive(_GREETING_SECONDS).get("run")
@@ -172,20 +186,20 @@ class Rendezvous:
         except OSError as error:
             return error
         if run != self._run:
-            who = "no agent of samestep" if run is None else "the agent of another run"
+            who = "another program" if run is None else "the agent of another run"
             raise LaunchError(
-                f"what listens at {self.host}:{self._port} is {who}; give each run a port of its own in --rendezvous, "
-                "and type the same command on all its machines"
+                f"{who} listens at {self.host}:{self._port}. Give each run its own port in "
+                "--rendezvous, and type the same command on all its machines."
             )
         self._connection = connection
         return None
 
     def _send(self, **message: object) -> None:
-        if self._connection is not None and not self._connection.send(message):
-            self._connection = None
+        if self._connection is not None:
+            self._connection.send(message)
 
     def _receive(self, seconds: float) -> Message:
-        """The next message, or {} when none comes within this time."""
+        """Returns the next message within this time, or {}."""
         if self._connection is None:
             return {}
         try:
@@ -194,97 +208,109 @@ class Rendezvous:
             self._connection = None
             return {}
         if "code" in message:
-            self._over = Over(**message)
+            self._ended = RunEnded(**message)
         return message
 
 
 class _Host(threading.Thread):
-    """The meeting: it begins a round when all agents that are there are ready, and tells each what it must know."""
+    """The rendezvous itself: starts a round once all agents that are here are ready."""
 
-    def __init__(self, listener: socket.socket, least: int, most: int, run: str) -> None:
+    def __init__(self, listener: socket.socket, min_agents: int, max_agents: int, run: str) -> None:
         super().__init__(name="rendezvous", daemon=True)
-        self._listener, self._least, self._most, self._run = listener, least, most, run
+        self._listener, self._run = listener, run
+        self._min_agents, self._max_agents = min_agents, max_agents
         self._selector = selectors.DefaultSelector()
-        self._ready: dict[_Connection, int | None] = {}  # number of workers; None when it is not
+        # Every connected agent and its number of workers; None while it is not ready for a round.
+        self._agents: dict[_Connection, int | None] = {}
         self._round: list[_Connection] = []
-        self._ending = math.inf  # until when those of a round that has lost somebody are waited for
+        self._round_deadline = math.inf  # by when all agents of a broken round must have left it
         self._store: TCPStore | None = None
-        self._since = time.monotonic()
+        self._last_change = time.monotonic()
 
     def run(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ)
         while True:
             for key, _ in self._selector.select(_POLL_SECONDS):
+                agent: _Connection | None = key.data
                 try:
-                    if key.data is None:
-                        self._welcome(_Connection(self._listener.accept()[0]))
+                    if agent is None:
+                        self._accept()
                         continue
-                    while message := key.data.receive(0):
-                        self._heed(key.data, message)
+                    while message := agent.receive(0):
+                        self._handle(agent, message)
                 except OSError:
-                    if key.data is not None:
-                        self._drop(key.data)
-            if time.monotonic() > self._ending:
+                    if agent is not None:
+                        self._drop(agent)
+            if time.monotonic() > self._round_deadline:
                 for agent in list(self._round):
                     self._drop(agent)
             if not self._round:
-                self._begin()
+                self._start_round()
 
-    def _welcome(self, agent: _Connection) -> None:
+    def _accept(self) -> None:
+        agent = _Connection(self._listener.accept()[0])
         self._selector.register(agent.socket, selectors.EVENT_READ, agent)
-        self._ready[agent] = None
+        self._agents[agent] = None
         agent.send({"run": self._run})
 
-    def _heed(self, agent: _Connection, message: Message) -> None:
-        if "code" in message:
+    def _handle(self, agent: _Connection, message: Message) -> None:
+        if "code" in message:  # the run has ended
             self._round.clear()
-            self._tell(self._ready, message)
+            self._tell(self._agents, message)
             return
-        self._ready[agent] = message.get("ready")
-        self._since = time.monotonic()
+        self._agents[agent] = message.get("ready")
+        self._last_change = time.monotonic()
         if agent in self._round:
             self._leave(agent)
-        elif len(self._round) < self._most:
-            self._tell(self._round, {"news": "arrived"})
-        waiting = [agent for agent, workers in self._ready.items() if workers is not None]
-        self._tell(waiting, {"here": len(waiting) + len(self._round)})
+        elif len(self._round) < self._max_agents:
+            self._tell(self._round, {"event": "joined"})
+        ready = self._ready()
+        self._tell(ready, {"here": len(ready) + len(self._round)})
+
+    def _ready(self) -> list[_Connection]:
+        return [agent for agent, workers in self._agents.items() if workers is not None]
 
     def _drop(self, agent: _Connection) -> None:
         self._selector.unregister(agent.socket)
         agent.socket.close()
-        del self._ready[agent]
+        del self._agents[agent]
         self._leave(agent)
 
     def _leave(self, agent: _Connection) -> None:
-        """Ends the round, if the agent was in it."""
+        """Breaks the round if the agent was in it: the others stop their workers and leave, too."""
         if agent in self._round:
             self._round.remove(agent)
-            self._ending = min(self._ending, time.monotonic() + _ENDING_SECONDS)
-            self._tell(self._round, {"news": "lost"})
+            self._round_deadline = min(self._round_deadline, time.monotonic() + _ENDING_SECONDS)
+            self._tell(self._round, {"event": "lost"})
 
-    def _begin(self) -> None:
-        """Begins a round, unless somebody is still to be waited for."""
-        ready = [agent for agent, workers in self._ready.items() if workers is not None][
-            : self._most
-        ]
-        waited = time.monotonic() - self._since
-        if len(ready) < self._least:
+    def _start_round(self) -> None:
+        """Starts a round, unless more agents are expected."""
+        ready = self._ready()[: self._max_agents]
+        waited = time.monotonic() - self._last_change
+        if len(ready) < self._min_agents:
             if ready and waited > _PATIENCE_SECONDS:
-                reason = f"{len(ready)} of at least {self._least} machines have come within {_PATIENCE_SECONDS:g} s"
-                self._tell(ready, {"refused": f"{reason}; start more, or lower MIN of --elastic"})
+                reason = (
+                    f"{len(ready)} of at least {self._min_agents} machines have joined within "
+                    f"{_PATIENCE_SECONDS:g} s. Start more, or lower MIN of --elastic."
+                )
+                self._tell(ready, {"refused": reason})
             return
-        all_here = len(ready) == self._most or (
-            len(ready) == len(self._ready) and self._store is not None
-        )
-        if not all_here and waited < _LAST_CALL_SECONDS:
+        # After a round, the connected agents are known, so nobody else is expected. Before the
+        # first round, others may be on their way.
+        known = self._store is not None
+        complete = len(ready) == self._max_agents or (known and len(ready) == len(self._agents))
+        if not complete and waited < _LAST_CALL_SECONDS:
             return
-        self._round, self._ending = ready, math.inf
+        self._round, self._round_deadline = ready, math.inf
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        sizes = [self._ready[agent] or 0 for agent in ready]
-        for index, agent in enumerate(ready):
-            self._ready[agent] = None
-            group = Group(sum(sizes[:index]), sum(sizes), self._store.port)
-            agent.send({"group": asdict(group)})
+        # Ranks are consecutive per agent: agents with 2, 3 and 1 workers get the first ranks 0, 2
+        # and 5 of a world size of 6.
+        sizes = [self._agents[agent] or 0 for agent in ready]
+        first_rank = 0
+        for agent, size in zip(ready, sizes, strict=True):
+            self._agents[agent] = None
+            agent.send({"round": asdict(Round(first_rank, sum(sizes), self._store.port))})
+            first_rank += size
 
     def _tell(self, agents: Iterable[_Connection], message: Message) -> None:
         for agent in agents:
@@ -292,26 +318,23 @@ class _Host(threading.Thread):
 
 
 class _Connection:
-    """A socket, over which JSON objects go, one a line."""
+    """A socket that carries JSON objects, one per line."""
 
     def __init__(self, connected: socket.socket) -> None:
         keep_alive(connected)
         self.socket = connected
         self._received = b""
 
-    def send(self, message: Message) -> bool:
-        """Sends a message; False when the other side is gone, which reading tells as well."""
-        try:
+    def send(self, message: Message) -> None:
+        """Sends a message. If the peer is gone, the next `receive` raises."""
+        with suppress(OSError):
             self.socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            return False
-        return True
 
     def receive(self, seconds: float) -> Message:
-        """The next message, or {} when none comes within this time.
+        """Returns the next message within this time, or {}.
 
         Raises:
-            OSError: the other side is gone.
+            OSError: the peer is gone; a ConnectionAbortedError if it speaks another protocol.
         """
         self.socket.settimeout(seconds)
         while b"\n" not in self._received:
@@ -320,13 +343,13 @@ class _Connection:
             except (TimeoutError, BlockingIOError):
                 return {}
             if not received:
-                raise ConnectionResetError("the connection has ended")
+                raise ConnectionResetError("the peer has closed the connection")
             self._received += received
             if len(self._received) > _LINE_BYTES:
-                raise ConnectionAbortedError("that is no agent")
+                raise ConnectionAbortedError("the peer is no agent")
         line, _, self._received = self._received.partition(b"\n")
         try:
             message: Message = dict(json.loads(line))
         except (TypeError, ValueError) as error:
-            raise ConnectionAbortedError("that is no agent") from error
+            raise ConnectionAbortedError("the peer is no agent") from error
         return message

@@ -1,4 +1,4 @@
-"""The worker processes of an agent, forked from a process that has imported everything: a restart costs no import."""
+"""Workers, forked from a server that has imported everything, so a restart costs no import."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import FrameType, TracebackType
-from typing import TypeAlias
+from types import FrameType
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -20,129 +21,131 @@ Main: TypeAlias = Callable[[list[str]], int]
 Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 _CONTEXT = multiprocessing.get_context("fork")
-_PASSED_ON = (
+_IGNORED_BY_SERVER = {
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
     signal.SIGQUIT,
     signal.SIGUSR1,
     signal.SIGUSR2,
-)
+}
 
 
-class Workers:
-    """Starts workers, signals them and tells of their ends. In a `with` block, after which there are none.
+class Exit(NamedTuple):
+    """A worker that has ended; the code is -N for signal N."""
 
-    They are children of a process that this one forks early, before it has any threads, which do not survive a fork.
-    That process ends all workers when this one is gone. (The fork server of `multiprocessing` would leave a folder in
-    /tmp behind a parent that is killed.)
+    local_rank: int
+    code: int
+
+
+class Workers(AbstractContextManager["Workers"]):
+    """Starts workers and signals them; the end of a `with` block kills all that are left.
+
+    Workers are children of a fork server, which this process forks early, before it has threads:
+    threads do not survive a fork. The server kills all workers when this process is gone. (The fork
+    server of `multiprocessing` would leave a folder in /tmp behind a parent that is killed.)
 
     Args:
-        main: what a worker calls with `arguments`; its result is the worker's exit code.
-        arguments: of each worker.
-        signals: further ones that workers heed; others may send them to all processes.
+        main: a worker calls it with `arguments`; the result is the worker's exit code.
+        signals: further signals that workers handle and that others may send to all processes.
     """
 
     def __init__(
         self, main: Main, arguments: Sequence[str], signals: Sequence[signal.Signals] = ()
     ) -> None:
-        self._pipe, theirs = _CONTEXT.Pipe()
-        passed_on = {*_PASSED_ON, *signals}
+        self._pipe, server_end = _CONTEXT.Pipe()
+        ignored = {*_IGNORED_BY_SERVER, *signals}
         self._server = _CONTEXT.Process(
-            target=_serve, args=(theirs, self._pipe, main, list(arguments), passed_on)
+            target=_serve, args=(server_end, self._pipe, main, list(arguments), ignored)
         )
-        gc.freeze()  # what waits for its thread when it is collected (a TCPStore does) would hang or crash over there
+        # Freeze garbage: an object that waits for its thread when it is collected (a TCPStore does)
+        # would hang or crash in the server, where that thread does not exist.
+        gc.freeze()
         self._server.start()
         gc.unfreeze()
-        theirs.close()
+        server_end.close()
 
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._pipe.close()  # upon which the server kills what is left, and ends
+    def __exit__(self, *_: object) -> None:
+        self._pipe.close()  # the server then kills its workers and ends
         self._server.join()
 
     def start(self, environments: Sequence[Mapping[str, str]]) -> None:
-        """Starts one worker with each of these additions to the environment."""
+        """Starts one worker per environment, each with these variables added to its own."""
         self._pipe.send(environments)
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the workers that live."""
+        """Sends a signal to all living workers."""
         self._pipe.send(number)
 
-    def ended(self, seconds: float) -> tuple[int, int] | None:
-        """The next worker that has ended and its exit code, -N for signal N; None when none does within this time.
+    def ended(self, seconds: float) -> Exit | None:
+        """Returns the next worker that ends within this time, or None.
 
         Raises:
-            EOFError: the process that the workers are forked from was killed.
+            EOFError: the fork server was killed.
         """
         if not self._pipe.poll(seconds):
             return None
-        number, code = self._pipe.recv()
-        return number, code
+        return Exit(*self._pipe.recv())
 
 
 def _serve(
-    orders: Connection,
-    other_end: Connection,
+    pipe: Connection,
+    agent_end: Connection,
     main: Main,
     arguments: list[str],
-    passed_on: set[signal.Signals],
+    ignored: set[signal.Signals],
 ) -> None:
-    """Forks workers as it is told, until the agent is gone."""
-    other_end.close()
-    # Terminals and batch systems signal all processes: it is for the workers to heed that.
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in passed_on}
-    import torch._dynamo  # noqa: F401 as optimizers and FSDP2 do when they are made
+    """Forks workers on request, until the agent is gone."""
+    agent_end.close()  # else this process would hold it open and never see the agent's death
+    # Terminals and batch systems signal all processes: the workers handle it, the server must not.
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+    import torch._dynamo  # noqa: F401 imported by optimizers and FSDP2 on first use
 
     import trainer.training.run  # noqa: F401
 
-    workers: dict[int, tuple[int, BaseProcess]] = {}
+    workers: dict[int, tuple[int, BaseProcess]] = {}  # local rank and process, by sentinel
     try:
         while True:
-            for ready in wait([orders, *workers]):
+            for ready in wait([pipe, *workers]):
                 if isinstance(ready, int):
-                    number, worker = workers.pop(ready)
+                    local_rank, worker = workers.pop(ready)
                     worker.join()
-                    orders.send((number, worker.exitcode))
-                elif isinstance(order := orders.recv(), signal.Signals):
+                    pipe.send((local_rank, worker.exitcode))
+                    continue
+                request = pipe.recv()
+                if isinstance(request, signal.Signals):
                     for _, worker in workers.values():
-                        os.kill(worker.pid or 0, order)
-                else:  # a signal to a worker that ignores them still, as this process does, is to wait
-                    signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
-                    for number, environment in enumerate(order):
-                        worker = _CONTEXT.Process(
-                            target=_work, args=(orders, main, arguments, environment, handlers)
-                        )
-                        worker.start()
-                        workers[worker.sentinel] = number, worker
-                    signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
-    except (EOFError, OSError):
+                        os.kill(worker.pid or 0, request)
+                    continue
+                # A new worker ignores signals, as this process does, until it has set its own
+                # handlers. Blocked signals wait until then instead of being lost.
+                signal.pthread_sigmask(signal.SIG_BLOCK, ignored)
+                for local_rank, environment in enumerate(request):
+                    worker = _CONTEXT.Process(
+                        target=_work, args=(pipe, main, arguments, environment, handlers)
+                    )
+                    worker.start()
+                    workers[worker.sentinel] = local_rank, worker
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
+    except (EOFError, OSError):  # the agent is gone
         for _, worker in workers.values():
             worker.kill()
             worker.join()
 
 
 def _work(
-    orders: Connection,
+    pipe: Connection,
     main: Main,
     arguments: list[str],
     environment: Mapping[str, str],
     handlers: Mapping[signal.Signals, Handler],
 ) -> None:
-    orders.close()
+    pipe.close()
     for number, handler in handlers.items():
         signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
     os.environ.update(environment)
-    faulthandler.enable(2)  # a crash in compiled code leaves the stacks that led to it on stderr
-    torch.set_num_threads(
-        int(environment["OMP_NUM_THREADS"])
-    )  # the variable alone is read when torch is imported
+    faulthandler.enable(2)  # a crash in compiled code prints the Python stacks to stderr
+    # torch reads OMP_NUM_THREADS when it is imported, which was in the server.
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.exit(main(arguments))

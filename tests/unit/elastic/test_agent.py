@@ -1,4 +1,4 @@
-"""What the agent makes of its workers' ends. The workers are scripts: each round, a rank does what is its turn."""
+"""How the agent reacts to the exits of its workers, which follow a script: one action a round."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import pytest
 
 import tests.processes  # noqa: F401 sets up the fork server
 from trainer.elastic.agent import Elastic, _Agent, run_workers
-from trainer.elastic.rendezvous import Group
-from trainer.elastic.workers import Workers
+from trainer.elastic.rendezvous import Round
+from trainer.elastic.workers import Exit, Workers
 from trainer.errors import (
     EXIT_CRASHED,
     EXIT_DONE,
@@ -91,7 +91,10 @@ def agent(
 def outcome(
     folder: Path, *turns: Sequence[int], elastic: bool = True, signals: Sequence[float] = ()
 ) -> int | None:
-    """The agent's exit code; SIGTERM is sent to it this long after its workers have begun, and after each other."""
+    """The agent's exit code.
+
+    SIGTERM is sent to it this long after its workers have begun, and again after each other delay.
+    """
     process = CONTEXT.Process(
         target=agent, args=(folder, turns, len(turns), Elastic() if elastic else None)
     )
@@ -119,7 +122,7 @@ def rounds(folder: Path) -> int:
         ([[EXIT_REGROUP], [EXIT_PREEMPTED]], EXIT_PREEMPTED),
     ],
 )
-def test_what_is_explained_is_not_tried_again(
+def test_explained_failures_are_not_retried(
     tmp_path: Path, turns: list[list[int]], code: int
 ) -> None:
     assert outcome(tmp_path, *turns) == code
@@ -146,7 +149,7 @@ def test_a_worker_that_cannot_know_of_a_death_is_stopped(tmp_path: Path) -> None
     assert "rank 1 was killed by SIGKILL: starting again" in (tmp_path / "stderr").read_text()
 
 
-def test_restarts_that_lead_nowhere_end(tmp_path: Path) -> None:
+def test_restarts_without_progress_end(tmp_path: Path) -> None:
     assert outcome(tmp_path, [EXIT_CRASHED] * 9) == EXIT_FAILED
     assert rounds(tmp_path) == 4
     assert "4 times in a row, each time before there was a checkpoint newer than step 0" in (
@@ -175,21 +178,21 @@ def test_a_signal_is_passed_on(tmp_path: Path) -> None:
     assert rounds(tmp_path) == 1
 
 
-def test_a_second_signal_waits_for_nobody(tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     assert outcome(tmp_path, [DEAF], signals=[0.3, 2.0]) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("taken_away_first", [True, False])
 def test_workers_are_asked_to_stop_once(taken_away_first: bool) -> None:
-    """Also when a machine is taken away and another comes: a second signal would end them before they have saved."""
+    """A second signal, for a machine that joins, would end them before they have saved."""
     sent: list[signal.Signals] = []
     asking = _Agent(SimpleNamespace(signal=sent.append), "a run", 1, Elastic(), [signal.SIGTERM])  # type: ignore[arg-type]
-    asking._rendezvous = SimpleNamespace(news=lambda: "arrived")  # type: ignore[assignment]
+    asking._rendezvous = SimpleNamespace(event=lambda: "joined")  # type: ignore[assignment]
     asking._received.append((signal.SIGTERM, time.monotonic()))
-    for heed in (asking._heed_signals, asking._heed_news)[:: 1 if taken_away_first else -1]:
-        heed()
+    for handle in (asking._handle_signals, asking._handle_event)[:: 1 if taken_away_first else -1]:
+        handle()
     assert sent == [signal.SIGTERM]
-    assert asking._judge(Group(0, 1, 0), [(0, EXIT_PREEMPTED)]) == EXIT_PREEMPTED
+    assert asking._judge(Round(0, 1, 0), [Exit(0, EXIT_PREEMPTED)]) == EXIT_PREEMPTED
 
 
 def test_a_signal_to_all_processes_is_for_the_workers_only(tmp_path: Path) -> None:
@@ -208,7 +211,7 @@ def signalled(folder: Path) -> None:
 
 
 def test_workers_do_not_collect_the_garbage_of_this_process(tmp_path: Path) -> None:
-    """What waits for its thread when it is collected, such as a TCPStore, would hang or crash where it has none."""
+    """A TCPStore waits for its thread when it is collected, and hangs where there is none."""
     process = CONTEXT.Process(target=littered, args=(tmp_path,))
     process.start()
     process.join(30)
@@ -233,7 +236,7 @@ def littered(folder: Path) -> None:
 
 
 def test_a_machine_that_is_taken_away_leaves_the_run_to_the_others(tmp_path: Path) -> None:
-    """However its own workers end: here they do not save in time."""
+    """However its own workers end; here they do not save in time."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         elastic = Elastic(1, 2, f"127.0.0.1:{free.getsockname()[1]}")
     gone, left = (
@@ -264,7 +267,7 @@ def test_one_launcher_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         Elastic.parse("1:1", None)
 
 
-def test_several_machines_need_a_place_to_meet() -> None:
+def test_several_machines_need_a_rendezvous() -> None:
     with pytest.raises(ConfigError, match="--rendezvous"):
         Elastic.parse("1:2", None)
     assert Elastic.parse("2", "here:1") == Elastic(2, 2, "here:1")

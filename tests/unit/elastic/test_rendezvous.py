@@ -1,4 +1,4 @@
-"""Agents that meet: ranks, spares, those who come and those who are lost."""
+"""The rendezvous of agents: ranks, spares, agents that join and agents that are lost."""
 
 from __future__ import annotations
 
@@ -11,66 +11,66 @@ import pytest
 from torch.distributed import TCPStore
 
 from trainer.elastic import rendezvous
-from trainer.elastic.rendezvous import Group, News, Over, Rendezvous
+from trainer.elastic.rendezvous import Event, Rendezvous, Round, RunEnded
 from trainer.errors import ConfigError, LaunchError, RendezvousError
 
-Meet = Callable[[Rendezvous, int], "Future[Group | None]"]
+Join = Callable[[Rendezvous, int], "Future[Round | None]"]
 
 
 @pytest.fixture
-def meet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meet]:
-    """Lets agents meet at the same time."""
+def join(monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
+    """Lets agents join at the same time."""
     monkeypatch.setattr(rendezvous, "_LAST_CALL_SECONDS", 0.2)
     with ThreadPoolExecutor(8) as pool:
-        yield lambda agent, workers: pool.submit(agent.meet, workers, lambda: False)
+        yield lambda agent, workers: pool.submit(agent.join, workers, lambda: False)
 
 
-def agents(count: int, least: int, most: int) -> list[Rendezvous]:
-    first = Rendezvous("127.0.0.1:0", least, most, "train")
+def agents(count: int, min_agents: int, max_agents: int) -> list[Rendezvous]:
+    address = "127.0.0.1:0"
+    first = Rendezvous(address, min_agents, max_agents, "train")
     first._connect()
-    return [
-        first,
-        *(Rendezvous(f"127.0.0.1:{first._port}", least, most, "train") for _ in range(count - 1)),
-    ]
+    address = f"127.0.0.1:{first._port}"
+    others = [Rendezvous(address, min_agents, max_agents, "train") for _ in range(count - 1)]
+    return [first, *others]
 
 
-def news_of(agent: Rendezvous) -> News | None:
+def event_of(agent: Rendezvous) -> Event | None:
     deadline = time.monotonic() + 2
-    while (news := agent.news()) is None and time.monotonic() < deadline:
+    while (event := agent.event()) is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    return news
+    return event
 
 
-def test_a_round_from_begin_to_end(meet: Meet) -> None:
+def test_a_round_from_begin_to_end(join: Join) -> None:
     first, second, spare = agents(3, 2, 2)
-    groups = [future.result(5) for future in (meet(first, 2), meet(second, 3))]
-    ranks = sorted((group.first_rank, group.world_size) for group in groups if group)
+    rounds = [future.result(5) for future in (join(first, 2), join(second, 3))]
+    ranks = sorted((joined.first_rank, joined.world_size) for joined in rounds if joined)
     assert ranks in ([(0, 5), (2, 5)], [(0, 5), (3, 5)])
-    assert groups[0] is not None
-    assert len({group.port for group in groups if group}) == 1
-    TCPStore("127.0.0.1", groups[0].port, is_master=False).set("reached", "1")
+    assert rounds[0] is not None
+    assert len({joined.port for joined in rounds if joined}) == 1
+    TCPStore("127.0.0.1", rounds[0].port, is_master=False).set("reached", "1")
 
-    waiting = meet(spare, 1)
-    assert first.news() is None  # as there is no room
+    waiting = join(spare, 1)
+    assert first.event() is None  # as there is no room
     second._connection.socket.close()  # type: ignore[union-attr]
-    assert news_of(first) == "lost"
-    again = [meet(first, 2).result(5), waiting.result(5)]
-    assert sorted(group.first_rank for group in again if group) in ([0, 1], [0, 2])
+    assert event_of(first) == "lost"
+    again = [join(first, 2).result(5), waiting.result(5)]
+    assert sorted(joined.first_rank for joined in again if joined) in ([0, 1], [0, 2])
 
     first.close(0, "done")
-    with pytest.raises(Over):
-        meet(spare, 1).result(5)
+    with pytest.raises(RunEnded):
+        join(spare, 1).result(5)
 
 
-def test_who_comes_is_told_of(meet: Meet) -> None:
+def test_an_agent_that_joins_is_announced(join: Join) -> None:
     first, second = agents(2, 1, 4)
-    alone = meet(first, 1).result(5)
+    alone = join(first, 1).result(5)
     assert alone is not None
     assert (alone.first_rank, alone.world_size) == (0, 1)
-    waiting = meet(second, 1)
-    assert news_of(first) == "arrived"
-    both = [meet(first, 1).result(5), waiting.result(5)]
-    assert [group.world_size for group in both if group] == [2, 2]
+    waiting = join(second, 1)
+    assert event_of(first) == "joined"
+    both = [join(first, 1).result(5), waiting.result(5)]
+    assert [joined.world_size for joined in both if joined] == [2, 2]
 
 
 @pytest.mark.parametrize("address", ["nowhere", ":1", "here:port", "here:70000"])
@@ -79,17 +79,17 @@ def test_addresses(address: str) -> None:
         Rendezvous(address, 1, 1, "train")
 
 
-def test_too_few(
-    meet: Meet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_too_few_agents(
+    join: Join, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are told of who is there, and the wait has an end."""
+    """They learn how many are here, and the wait has an end."""
     monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 0.5)
     first, second = agents(2, 3, 3)
     with caplog.at_level("INFO"):
-        waiting = [meet(first, 1), meet(second, 1)]
+        waiting = [join(first, 1), join(second, 1)]
         for future in waiting:
             with pytest.raises(
-                RendezvousError, match="2 of at least 3 machines have come within"
+                RendezvousError, match="2 of at least 3 machines have joined within"
             ) as error:
                 future.result(5)
             assert error.value.exit_code == 69
@@ -97,47 +97,48 @@ def test_too_few(
 
 
 def test_an_agent_that_does_not_end_its_workers_is_waited_for_only_so_long(
-    meet: Meet, monkeypatch: pytest.MonkeyPatch
+    join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "_ENDING_SECONDS", 0.3)
     first, second, stopped = agents(3, 1, 3)
     with monkeypatch.context() as patch:
         patch.setattr(rendezvous, "_LAST_CALL_SECONDS", 30.0)  # for one that is late
-        for future in [meet(agent, 1) for agent in (first, second, stopped)]:
+        for future in [join(agent, 1) for agent in (first, second, stopped)]:
             assert future.result(20) is not None
     second._connection.socket.close()  # type: ignore[union-attr]
-    assert news_of(first) == "lost"
-    alone = meet(first, 1).result(5)
+    assert event_of(first) == "lost"
+    alone = join(first, 1).result(5)
     assert alone is not None
     assert alone.world_size == 1
-    assert news_of(stopped) == "lost"
-    waiting = meet(stopped, 1)  # as it wakes up
-    assert news_of(first) == "arrived"
-    assert [
-        group.world_size for group in (meet(first, 1).result(5), waiting.result(5)) if group
-    ] == [2, 2]
+    assert event_of(stopped) == "lost"
+    waiting = join(stopped, 1)  # as it wakes up
+    assert event_of(first) == "joined"
+    both = [join(first, 1).result(5), waiting.result(5)]
+    assert [joined.world_size for joined in both if joined] == [2, 2]
 
 
-def test_other_runs_have_other_meetings(meet: Meet) -> None:
+def test_agents_of_another_run_are_rejected(join: Join) -> None:
     (first,) = agents(1, 1, 2)
-    assert meet(first, 1).result(5) is not None
+    assert join(first, 1).result(5) is not None
     other = Rendezvous(f"127.0.0.1:{first._port}", 1, 2, "train other.yaml")
-    with pytest.raises(LaunchError, match="is the agent of another run; give each run a port"):
-        meet(other, 1).result(5)
+    with pytest.raises(
+        LaunchError, match=r"the agent of another run listens at .* Give each run its own port"
+    ):
+        join(other, 1).result(5)
     other.close(1, "turned away")
-    assert first.news() is None
+    assert first.event() is None
 
 
 @pytest.mark.parametrize("greeting", [b"", b"SSH-2.0-OpenSSH_9.6\r\n"])
-def test_a_port_that_is_taken(meet: Meet, monkeypatch: pytest.MonkeyPatch, greeting: bytes) -> None:
+def test_a_port_that_is_taken(join: Join, monkeypatch: pytest.MonkeyPatch, greeting: bytes) -> None:
     monkeypatch.setattr(rendezvous, "_GREETING_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         agent = Rendezvous(f"127.0.0.1:{server.getsockname()[1]}", 1, 2, "train")
-        refused = meet(agent, 1)
+        refused = join(agent, 1)
         connection, _ = server.accept()
         with connection:
             connection.sendall(greeting)
             with pytest.raises(
-                LaunchError, match="is no agent of samestep; give each run a port of its own"
+                LaunchError, match=r"another program listens at .* Give each run its own port"
             ):
                 refused.result(5)
