@@ -13,8 +13,7 @@ from trainer.errors import EXIT_DONE, EXIT_FAILED
 if TYPE_CHECKING:
     from launch.job import Record
 
-_JOB = "a job's id, or the folder of its run"
-_OVERRIDES = "settings that replace those of the file; cluster.key=value those of the cluster"
+_JOB = "id of a job, or folder of its run"
 
 
 def register_launch(commands: Commands) -> None:
@@ -24,24 +23,31 @@ def register_launch(commands: Commands) -> None:
         "launch",
         _launch,
         "submit a run, or the build of a dataset, to a cluster",
-        "Before it submits, it makes sure that the run could start: that its settings fit the devices, that its data\n"
-        "can be read and its output written. What was submitted is kept in OUTPUT/launch: the script, the settings,\n"
-        "a snapshot of the code, the log.\n\n"
+        "Before it submits, it checks that the run could start: that its settings fit the\n"
+        "devices, and that its data can be read and its output written. OUTPUT/launch keeps what\n"
+        "was submitted: the script, the settings, a snapshot of the code, the log.\n\n"
         "examples:\n"
         "  samestep launch configs/launch/local.yaml configs/debug/bert_mini.yaml --follow\n"
-        "  samestep launch configs/launch/slurm.yaml configs/pretrain/bert_large.yaml cluster.nodes=4-8 --dry-run\n"
+        "  samestep launch configs/launch/slurm.yaml configs/pretrain/bert_large.yaml"
+        " cluster.nodes=4-8 --dry-run\n"
         "  samestep launch configs/launch/slurm.yaml configs/data/c4_en.yaml --tasks 64",
-        "Submits a run, or the build of a dataset, to a cluster: to this machine, Slurm, Kubernetes or Cloud TPU.",
+        "Submits a run, or the build of a dataset, to a cluster: to this machine, Slurm, "
+        "Kubernetes or Cloud TPU.",
     )
     parser.add_argument(
-        "cluster", metavar="CLUSTER", help="the cluster, a YAML file as in configs/launch"
+        "cluster", metavar="CLUSTER", help="a YAML file of the cluster, as in configs/launch"
     )
     parser.add_argument(
         "file", metavar="CONFIG", help="an experiment to train, or a dataset to build"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
     parser.add_argument(
-        "--tasks", type=int, metavar="N", help="build a dataset by N jobs at once (default: 1)"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings that override the file's; cluster.key=value overrides the cluster's",
+    )
+    parser.add_argument(
+        "--tasks", type=int, metavar="N", help="number of jobs that build a dataset (default: 1)"
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would be submitted, and do nothing"
@@ -59,22 +65,18 @@ def register_jobs(commands: Commands) -> None:
         commands,
         "jobs",
         _jobs,
-        "list the jobs submitted from here, and how they stand",
+        "list the jobs submitted from here and their states",
         "example:\n  samestep jobs",
     )
     parser.add_argument(
-        "--all", action="store_true", help="also those that ended, beyond the newest ten"
+        "--all", action="store_true", help="list all jobs that have ended, not the newest ten"
     )
 
 
 def register_logs(commands: Commands) -> None:
     """Adds `logs`."""
     parser = add_command(
-        commands,
-        "logs",
-        _logs,
-        "print what a job has written",
-        "example:\n  samestep logs 1234 --follow",
+        commands, "logs", _logs, "print a job's log", "example:\n  samestep logs 1234 --follow"
     )
     parser.add_argument("job", metavar="JOB", help=_JOB)
     parser.add_argument(
@@ -88,13 +90,13 @@ def register_cancel(commands: Commands) -> None:
         commands,
         "cancel",
         _cancel,
-        "end a job; a run saves a checkpoint first, to go on from when it is launched again",
+        "end a job; a run saves a checkpoint first, and continues from it when launched again",
         "example:\n  samestep cancel 1234",
     )
     parser.add_argument("job", metavar="JOB", help=_JOB)
 
 
-# `samestep --help` imports this module: each command imports what it needs when it runs.
+# `samestep --help` imports this module, so each command imports what it needs when it runs.
 
 
 def _launch(args: argparse.Namespace) -> int:
@@ -150,8 +152,9 @@ def _follow(record: Record) -> int:
         sys.stdout.write(f"\nthe job goes on; `samestep cancel {record.id}` ends it\n")
         return EXIT_DONE
     state = cluster.states([record]).get(record.id)
-    sys.stdout.write(f"job {record.id}: {state.word if state else 'gone'}\n")
-    return EXIT_DONE if state is not None and state.word == "done" else EXIT_FAILED
+    word = state.word if state else "gone"
+    sys.stdout.write(f"job {record.id}: {word}\n")
+    return EXIT_DONE if word == "done" else EXIT_FAILED
 
 
 def _cancel(args: argparse.Namespace) -> int:

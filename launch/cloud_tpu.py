@@ -1,4 +1,4 @@
-"""Cloud TPU: a queued resource whose machines install and start the run by themselves, and a supervisor beside it."""
+"""Cloud TPU: a queued resource whose machines install and start the run, and a supervisor here."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from typing import ClassVar, Literal
 import yaml
 
 from launch import command_line, logs
-from launch.environment import VARIABLE, check_setup, check_variables
+from launch.environment import check_secrets, check_setup, check_variables
 from launch.job import CANCEL, CODE, CONFIG, EXIT, LOG, Cluster, JobSpec, Record, State, Submission
+from launch.settings import check_options, check_patterns
 from launch.tpu import slice as tpu_slice
 from launch.tpu import supervisor as tpu_supervisor
 from launch.tpu import types as tpu_types
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 _ARCHIVE = "code.tar.gz"
 _DELETION_SECONDS = 600.0
 
-_WORD = {
+_PATTERNS = {
     "project": re.compile(r"[a-z][a-z0-9.:-]*[a-z0-9]"),
     "zone": re.compile(r"[a-z]+-[a-z]+\d+-[a-z]"),
     "runtime_version": re.compile(r"[a-z0-9][\w.-]*"),
@@ -43,48 +44,55 @@ _WORD = {
     "subnetwork": re.compile(r"[\w./-]+"),
     "user": re.compile(r"[a-z_][a-z0-9_-]{0,31}"),
 }
-_ADDRESS = re.compile(
-    r"gs://[a-z0-9][\w.-]*(/[^*?#\[\]{}]*)?"
-)  # without what gcloud takes for a pattern
+_ADDRESS = re.compile(r"gs://[a-z0-9][\w.-]*(/[^*?#\[\]{}]*)?")  # gcloud expands patterns
 _LABEL = re.compile(r"[a-z0-9_-]{0,63}")
 _SECRET = re.compile(r"[\w-]{1,255}")
 
 
 @dataclass(frozen=True)
 class Config(Cluster):
-    """A slice of Cloud TPU, asked for as a queued resource.
+    """A slice of Cloud TPU, requested as a queued resource.
 
     Attributes:
-        accelerator_type: what to ask for, as v4-8, v5litepod-16 or v6e-8; with `topology` its first part alone.
-        project: that pays.
+        accelerator_type: type to request, as v4-8, v5litepod-16 or v6e-8; with `topology` only its
+            first part.
+        project: the project that pays.
         zone: of the machines, as us-central2-b.
-        staging: a folder in a bucket, gs://BUCKET/FOLDER, in the region of the zone: the code and the configuration go
-            to the machines through it; it keeps their logs, exit codes and the small files of the run's folder.
-        topology: the chips' arrangement, as 2x2x4.
-        runtime_version: the machines' image; None takes the usual one for the type.
-        capacity: spot is much cheaper, and taken away at any time; on_demand; or reserved, from a reservation.
-        reservation: by name, where the project has several.
-        service_account: as whom the machines act; None takes the project's default one of Compute Engine.
+        staging: a folder in a bucket, gs://BUCKET/FOLDER, in the region of the zone: the code and
+            the configuration reach the machines through it; it keeps their logs, exit codes and the
+            small files of the run's folder.
+        topology: arrangement of the chips, as 2x2x4.
+        runtime_version: image of the machines; None takes the usual one for the type.
+        capacity: spot is much cheaper, and taken away at any time; on_demand; or reserved, from a
+            reservation.
+        reservation: by name, if the project has several.
+        service_account: the machines' identity; None takes Compute Engine's default in the project.
         network: None takes the network named default.
         subnetwork: of that network.
-        internal_ips: gives the machines no external addresses; they need Cloud NAT to install from package indices.
+        internal_ips: gives the machines no external addresses; they need Cloud NAT to install from
+            package indices.
         labels: of the node, for bills.
-        code: snapshot copies what git knows of the folder that you submit from; installed takes `package` alone.
-        package: what the machines install: a requirement of pip, or a wheel, gs://BUCKET/FILE.whl. The snapshot goes
-            before it. None installs the snapshot, which must be samestep itself or a copy of it then.
+        code: snapshot copies the files that git knows in the folder that you submit from; installed
+            takes `package` alone.
+        package: what the machines install: a requirement of pip, or a wheel, gs://BUCKET/FILE.whl.
+            The snapshot precedes it. None installs the snapshot, which must be a copy of samestep
+            then.
         extras: of samestep, when the snapshot or a wheel is installed.
-        user: who runs the experiment on the machines; it is made if need be. root has no need of that.
-        mounts: buckets or folders in them, gs://BUCKET/FOLDER, as folders of the machines, by where they are to be
-            seen (gcsfuse).
+        user: who runs the experiment on the machines; created if necessary, unless it is root.
+        mounts: buckets or folders in them, gs://BUCKET/FOLDER, by the folder of the machines where
+            gcsfuse mounts them.
         secrets: names in Secret Manager, by the environment variables that get their newest values.
-        variables: environment variables of the run. Not for secrets, which would lie in the machines' metadata.
+        variables: environment variables of the run. Not for secrets, as others can read the
+            machines' metadata.
         setup: further lines of shell, run as root on each machine before the run.
-        supervise: starts a process on this machine that asks for the slice again whenever it was taken away, and
-            deletes it when the run has ended. Without it both are left to you.
-        poll_seconds: between two looks of that process; more while Google does not answer.
-        silence_minutes: after which that process deletes machines that are there and write nothing into `staging`:
-            every 20 s they copy their logs there. The job ends if they never have; else the slice is asked for again.
-        options: further options of `gcloud compute tpus queued-resources create`, as --valid-until-duration=12h.
+        supervise: starts a process on this machine that requests the slice again whenever it was
+            taken away, and deletes it when the run has ended. Without it both are left to you.
+        poll_seconds: time between two polls of that process; more while Google does not answer.
+        silence_minutes: after this time that process deletes machines that exist and write nothing
+            into `staging`; every 20 s they copy their logs there. The job ends if they have never
+            written; else the slice is requested again.
+        options: further options of `gcloud compute tpus queued-resources create`, as
+            --valid-until-duration=12h.
     """
 
     accelerator_type: str
@@ -116,15 +124,9 @@ class Config(Cluster):
     shares_files: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for name, form in _WORD.items():
-            value = getattr(self, name)
-            if value is not None and not form.fullmatch(value):
-                raise ConfigError(
-                    f"{name} {value!r} is nothing that Google Cloud would have a name for"
-                )
-        addresses = {"staging": self.staging} | {
-            f"mounts.{where}": address for where, address in self.mounts.items()
-        }
+        check_patterns(self, _PATTERNS, "Google Cloud")
+        addresses = {"staging": self.staging}
+        addresses |= {f"mounts.{folder}": address for folder, address in self.mounts.items()}
         for name, address in addresses.items():
             if not _ADDRESS.fullmatch(address) or not address.isprintable():
                 raise ConfigError(
@@ -132,62 +134,61 @@ class Config(Cluster):
                 )
         if not self.staging.removeprefix("gs://").strip("/").partition("/")[2]:
             raise ConfigError(
-                f"staging {self.staging} is a whole bucket; name a folder in it: gs://BUCKET/FOLDER"
+                f"staging {self.staging} is a whole bucket. Name a folder in it: gs://BUCKET/FOLDER."
             )
-        if relative := [where for where in self.mounts if not where.startswith("/")]:
-            raise ConfigError(
-                f"mounts: {relative[0]!r} does not begin with /, as a folder of the machines has to"
-            )
+        for folder in self.mounts:
+            if not folder.startswith("/"):
+                raise ConfigError(
+                    f"mounts: {folder!r} is no folder of the machines. Begin it with /."
+                )
         for key, value in self.labels.items():
             if not _LABEL.fullmatch(value) or not _LABEL.fullmatch(key) or not key[:1].isalpha():
                 raise ConfigError(
-                    f"labels: {key}={value} has more in it than small letters, digits, - and _"
+                    f"labels: {key}={value} is no label. Use lower-case letters, digits, - and _, "
+                    "and begin the key with a letter."
                 )
-        for variable, secret in self.secrets.items():
-            if not VARIABLE.fullmatch(variable) or not _SECRET.fullmatch(secret):
-                raise ConfigError(
-                    f"secrets.{variable} must give an environment variable the name of a secret in Secret Manager, as "
-                    "WANDB_API_KEY: wandb-key; the secret itself has no place here"
-                )
+        check_secrets(self.secrets, _SECRET, "the name of a secret in Secret Manager, as wandb-key")
         check_variables(self.variables)
         check_setup(self.setup)
-        command_line.check_options(self.options, "gcloud")
+        check_options(self.options, "gcloud")
         if self.reservation is not None and self.capacity != "reserved":
             raise ConfigError(
                 f"reservation {self.reservation} needs capacity=reserved, not {self.capacity}"
             )
         if self.package is None and self.code == "installed":
             raise ConfigError(
-                "code=installed needs package: what the machines are to install, as samestep[gcs,tpu]"
+                "code=installed needs a package for the machines to install. Set package, as to "
+                "samestep[gcs,tpu]."
             )
-        for name in ("poll_seconds", "silence_minutes"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
-        _ = self.devices  # refuses what is no type
+        for name, number in (
+            ("poll_seconds", self.poll_seconds),
+            ("silence_minutes", self.silence_minutes),
+        ):
+            if not number > 0:
+                raise ConfigError(f"{name} must be above 0, not {number}")
+        _ = self.devices  # raises if the type is invalid
 
     @property
-    def devices(self) -> tuple[int | Literal["here"], ...]:
-        """Those that XLA sees on the slice."""
+    def devices(self) -> tuple[int, ...]:
+        """The XLA devices of the slice."""
         return (tpu_types.devices(self.accelerator_type, self.topology),)
 
-    @property
-    def takes_snapshot(self) -> bool:
-        return self.code == "snapshot"
-
     def render(self, job: JobSpec) -> Submission:
-        """The machines' script, and what this machine has to know to find them again."""
+        """The machines' script, and a file with what this machine needs to find them again."""
         if job.action == "build":
             raise ConfigError(
-                "a dataset is not built on Cloud TPU, where chips would wait for it: build it with another kind of "
-                "cluster (slurm, kubernetes, local) or `samestep data build`, then `samestep data push` it to a bucket "
-                "in the region of the zone"
+                "a dataset is not built on Cloud TPU, where chips would wait for it. Build it with "
+                "another kind of cluster (slurm, kubernetes, local) or `samestep data build`, then "
+                "`samestep data push` it to a bucket in the region of the zone."
             )
         tree: Tree = yaml.safe_load(job.config)
         output = str(tree["output"])
-        run = f"{output}\n{(tree.get('checkpoint') or {}).get('folder')}"  # what makes another launch the same run
+        # Launches with the same output and checkpoints continue the same run.
+        run = f"{output}\n{(tree.get('checkpoint') or {}).get('folder')}"
         place = f"{self.staging.rstrip('/')}/{job.name}-{_digest(run)[:8]}"
-        mine = _digest(run, self.staging, str(job.folder), str(os.getuid()), platform.node())
-        name = f"samestep-{job.name}-{mine[:8]}-{job.folder.name}"  # others launch runs of the same name
+        # Others launch runs of the same name, so the slice's name holds a digest of the launch.
+        launch = _digest(run, self.staging, str(job.folder), str(os.getuid()), platform.node())
+        name = f"samestep-{job.name}-{launch[:8]}-{job.folder.name}"
         startup = Startup(
             name=name,
             staging=f"{place}/{job.folder.name}",
@@ -207,7 +208,7 @@ class Config(Cluster):
         script = startup.render()
         mark = _digest(script, job.config)[:16]
         command = self._create(name, job.name, mark)
-        of_slice = Slice(
+        slice_file = Slice(
             name,
             self.project,
             self.zone,
@@ -218,36 +219,32 @@ class Config(Cluster):
             supervise=self.supervise,
             poll_seconds=self.poll_seconds,
             silence_seconds=60 * self.silence_minutes,
-        )
-        return Submission({STARTUP: script, FILE: of_slice.dump()}, command)
+        ).dump()
+        return Submission({STARTUP: script, FILE: slice_file}, command)
 
     def _create(self, name: str, job: str, mark: str) -> tuple[str, ...]:
-        """The command; of gcloud's alpha only where nothing else has the option."""
+        """The command that requests the slice."""
+        # Only gcloud's alpha commands have these two options.
         alpha = ["alpha"] if self.reservation or self.topology else []
-        words = [
-            "gcloud",
-            *alpha,
-            "compute",
-            "tpus",
-            "queued-resources",
-            "create",
-            name,
-            f"--node-id={name}",
-        ]
-        words += [f"--project={self.project}", f"--zone={self.zone}"]
+        words = ["gcloud", *alpha, "compute", "tpus", "queued-resources", "create", name]
+        words += [f"--node-id={name}", f"--project={self.project}", f"--zone={self.zone}"]
         if self.topology:
             words += [f"--type={self.accelerator_type}", f"--topology={self.topology}"]
         else:
             words.append(f"--accelerator-type={self.accelerator_type}")
-        words.append(
-            f"--runtime-version={self.runtime_version or tpu_types.image(self.accelerator_type)}"
-        )
+        image = self.runtime_version or tpu_types.image(self.accelerator_type)
+        words.append(f"--runtime-version={image}")
         if self.capacity != "on_demand":
             words.append(f"--{self.capacity}")
         if alpha and self.capacity == "spot":
-            words.append("--provisioning-model=spot")  # else it says standard, and spot beside it
-        named = {"reservation": self.reservation, "service-account": self.service_account}
-        named |= {"network": self.network, "subnetwork": self.subnetwork}
+            # Else the request would say both spot and, by default, the standard model.
+            words.append("--provisioning-model=spot")
+        named = {
+            "reservation": self.reservation,
+            "service-account": self.service_account,
+            "network": self.network,
+            "subnetwork": self.subnetwork,
+        }
         words += [f"--{option}={value}" for option, value in named.items() if value is not None]
         words += ["--internal-ips"] * self.internal_ips
         labels = {"samestep": job} | self.labels | {tpu_slice.MARK: mark}
@@ -255,7 +252,7 @@ class Config(Cluster):
         return (*words, f"--metadata-from-file=startup-script={STARTUP}", *self.options, "--quiet")
 
     def check(self) -> None:
-        """Asks which types the zone has, which needs an account, the interface, the project and the zone."""
+        """Requests the zone's types, which needs an account, the API, the project and the zone."""
         command_line.require("gcloud", "install it: https://cloud.google.com/sdk/docs/install")
         words = tpu_slice.tpus(
             self.project, self.zone, "tpu-vm", "accelerator-types", "list", "--format=value(type)"
@@ -263,36 +260,37 @@ class Config(Cluster):
         types = command_line.run(words, HINTS).split()
         if self.topology is None and self.accelerator_type not in types:
             kind = self.accelerator_type.partition("-")[0]
-            known = sorted(
-                (each for each in types if each.startswith(f"{kind}-")),
-                key=lambda each: (len(each), each),
-            )
-            has = f"of these it has {', '.join(known)}" if known else f"it has none of {kind}"
+            same = sorted(type_ for type_ in types if type_.startswith(f"{kind}-"))
+            same.sort(key=len)  # v4-8 before v4-16
+            has = f"of these it has {', '.join(same)}" if same else f"it has none of {kind}"
             raise LaunchError(
-                f"zone {self.zone} has no {self.accelerator_type}: {has}; choose another type or zone"
+                f"zone {self.zone} has no {self.accelerator_type}: {has}; choose another type or "
+                "zone"
             )
 
     def submit(self, submission: Submission, folder: Path) -> tuple[str, Mapping[str, str]]:
-        """Uploads what the machines need, asks for them, and starts the supervisor."""
+        """Uploads what the machines need, requests them, and starts the supervisor."""
         tree: Tree = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-        _refuse_what_is_lost(tree, folders_come=bool(self.mounts or self.setup))
+        _check_experiment(tree, has_folders=bool(self.mounts or self.setup))
         if self.package is None and not (folder / CODE / "pyproject.toml").is_file():
             raise LaunchError(
-                "the machines would have nothing to install: the folder that you submit from is no clone of samestep "
-                "(git knows of no pyproject.toml in it); go there, or set cluster.package to what they are to install"
+                "the machines would have nothing to install: the folder that you submit from is no "
+                "clone of samestep (git knows of no pyproject.toml in it). Submit from a clone, or "
+                "set cluster.package."
             )
         place, files = Slice.of(folder), [folder / CONFIG]
+        archive = folder / _ARCHIVE
         if (folder / CODE).is_dir():
-            with tarfile.open(folder / _ARCHIVE, "w:gz") as archive:
-                archive.add(folder / CODE, arcname=".")
-            files.append(folder / _ARCHIVE)
+            with tarfile.open(archive, "w:gz") as tar:
+                tar.add(folder / CODE, arcname=".")
+            files.append(archive)
         place.upload(files)
         try:
             place.request(folder)
-            (folder / _ARCHIVE).unlink(missing_ok=True)
+            archive.unlink(missing_ok=True)
             if self.supervise:
                 tpu_supervisor.start(folder)
-        except BaseException:  # Ctrl-C, too: whatever has come of the request would cost money
+        except BaseException:  # Ctrl-C, too: a slice that nobody knows of would cost money
             place.take_back()
             with suppress(LaunchError):
                 place.remove_files()
@@ -300,50 +298,49 @@ class Config(Cluster):
         return place.name, {}
 
     def states(self, records: Iterable[Record]) -> Mapping[str, State]:
-        """Those that Google knows of as it calls them, the others by their exit codes."""
-        listed = list(records)
-        ended = {record.id for record in listed if (record.folder / EXIT).exists()}
-        places = {record.id: Slice.of(record.folder) for record in listed if record.id not in ended}
-        zones = {(place.project, place.zone) for place in places.values()}
-        queued = {zone: tpu_slice.listed(*zone) for zone in zones}
-        found = {}
-        for record in listed:
-            if record.id in ended:
+        """Google's states for existing slices, else from the exit codes."""
+        found: dict[str, State] = {}
+        queued: dict[tuple[str, str], dict[str, tpu_slice.Resource]] = {}  # one request per zone
+        for record in records:
+            if (record.folder / EXIT).exists():
                 found[record.id] = _ended(record.folder)
-            else:
-                place = places[record.id]
-                resource = queued[place.project, place.zone].get(place.name) or place.queued()
-                found[record.id] = _state(record.folder, place, tpu_slice.state_of(resource))
+                continue
+            place = Slice.of(record.folder)
+            zone = place.project, place.zone
+            if zone not in queued:
+                queued[zone] = tpu_slice.listed(*zone)
+            resource = queued[zone].get(place.name) or place.queued()
+            found[record.id] = _state(record.folder, place, tpu_slice.state_of(resource))
         return found
 
     def logs(self, record: Record, follow: bool) -> Iterable[str]:
-        """What all machines have copied to the bucket, boot by boot; by ssh what they have not copied."""
+        """The machines' copies of their logs, boot by boot; before the first copy by ssh."""
         place = Slice.of(record.folder)
         nothing_kept = not tpu_slice.logs_in(place.objects())
         if not follow and nothing_kept and tpu_slice.state_of(place.queued()) == "ACTIVE":
             yield place.ssh(f"tail -n +1 {tpu_slice.WORK}/{place.name}/{LOG}")
             return
-        yield from place.kept_logs(lambda: follow and self.states([record])[record.id].active)
+        yield from place.kept_logs(lambda: follow and self.is_active(record))
 
     def cancel(self, record: Record) -> None:
-        """Gives the run its time for a checkpoint, then deletes the slice; returns when it is gone."""
+        """Gives the run time for a checkpoint, then deletes the slice; returns when it is gone."""
         place = Slice.of(record.folder)
         resource = place.queued()
-        if resource is None and (
-            (record.folder / EXIT).exists() or Memory.of(record.folder).phase != "recreating"
-        ):
+        has_ended = (record.folder / EXIT).exists()
+        if resource is None and (has_ended or Memory.of(record.folder).phase != "recreating"):
             raise LaunchError(f"{record.id} has ended already")
         (record.folder / CANCEL).touch()
-        place.ask_to_stop()  # before anything is deleted: a supervisor must not ask for it again
+        place.ask_to_stop()  # before the deletion, or a supervisor would request the slice again
         code = place.end_run() if tpu_slice.state_of(resource) == "ACTIVE" else None
         place.delete()
+        # Asked twice: one answer of NOT_FOUND may be wrong.
         if not tpu_slice.comes_true(
             lambda: not (place.queued() or place.queued()), _DELETION_SECONDS
         ):
             raise LaunchError(
-                f"{place.name} is still being deleted after {_DELETION_SECONDS:.0f} s, and may cost money until it is "
-                f"gone: gcloud compute tpus queued-resources describe {place.name} --project={place.project} "
-                f"--zone={place.zone}"
+                f"{place.name} is still being deleted after {_DELETION_SECONDS:.0f} s, and may "
+                f"cost money until it is gone: gcloud compute tpus queued-resources describe "
+                f"{place.name} --project={place.project} --zone={place.zone}"
             )
         tpu_slice.note_end(record.folder, code)
 
@@ -351,14 +348,14 @@ class Config(Cluster):
 def _state(folder: Path, place: Slice, word: str) -> State:
     memory = Memory.of(folder)
     if not word and memory.phase != "recreating":
-        with suppress(LaunchError):  # the machines may have left more than this one knows
+        with suppress(LaunchError):  # the bucket may have exit codes that this machine lacks
             tpu_slice.note_end(folder, tpu_slice.outcome(place.exits(place.objects()), 1))
         return _ended(folder)
     detail = "" if memory.phase == "running" else memory.why
     if place.supervise and not tpu_supervisor.is_running(folder):
-        detail = f"nobody looks after it here; python -m launch.tpu.supervisor {folder} does"
+        detail = f"no supervisor runs here; python -m launch.tpu.supervisor {folder} starts it"
     return State(
-        word.lower() or "gone, to be asked for again",
+        word.lower() or "gone, to be requested again",
         active=place.supervise or word not in ("SUSPENDED", "FAILED"),
         nodes=place.name if word == "ACTIVE" else "",
         restarts=memory.restarts,
@@ -375,8 +372,11 @@ def _digest(*texts: str) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
-def _refuse_what_is_lost(experiment: Tree, folders_come: bool) -> None:
-    """Refuses an experiment whose files the machines would not find, or would take with them.
+def _check_experiment(experiment: Tree, has_folders: bool) -> None:
+    """Rejects an experiment whose inputs the machines lack, or whose checkpoints they would lose.
+
+    Args:
+        has_folders: absolute paths may exist on the machines, through mounts or the setup.
 
     Raises:
         ConfigError: naming the setting.
@@ -385,26 +385,28 @@ def _refuse_what_is_lost(experiment: Tree, folders_come: bool) -> None:
     kind = strategy.get("kind") if isinstance(strategy, dict) else strategy
     if kind != "xla_spmd":
         raise ConfigError(
-            f"strategy {kind or 'fsdp'} is not for XLA: add accelerator=xla strategy=xla_spmd"
+            f"strategy {kind or 'fsdp'} is not for XLA. Add accelerator=xla strategy=xla_spmd."
         )
 
-    def stays(path: object) -> bool:
-        return not isinstance(path, str) or "://" in path or (path.startswith("/") and folders_come)
+    def is_reachable(path: object) -> bool:
+        if not isinstance(path, str) or "://" in path:
+            return True
+        return path.startswith("/") and has_folders
 
     data, checkpoint = experiment.get("data") or {}, experiment.get("checkpoint") or {}
-    read = {"init_from": experiment.get("init_from"), "data.path": data.get("path")}
-    read |= {
-        f"data.sources.{i}.path": each.get("path")
-        for i, each in enumerate(data.get("sources") or ())
-    }
-    for name, path in read.items():
-        if not stays(path):
+    inputs = {"init_from": experiment.get("init_from"), "data.path": data.get("path")}
+    for index, source in enumerate(data.get("sources") or ()):
+        inputs[f"data.sources.{index}.path"] = source.get("path")
+    for name, path in inputs.items():
+        if not is_reachable(path):
             raise ConfigError(
-                f"{name} {path} is a folder that the machines do not have; put it into a bucket (`samestep data push` "
-                "does that with datasets) and name it as gs://..., or mount one with cluster.mounts"
+                f"{name} {path} is a folder that the machines do not have. Put it into a bucket "
+                "(`samestep data push` does that with datasets) and name it as gs://..., or mount "
+                "one with cluster.mounts."
             )
-    if not stays(folder := checkpoint.get("folder") or "OUTPUT/checkpoints"):
+    folder = checkpoint.get("folder") or "OUTPUT/checkpoints"
+    if not is_reachable(folder):
         raise ConfigError(
-            f"checkpoint.folder {folder} is on the machines' disks, which are deleted with them; set it to "
-            "gs://BUCKET/FOLDER"
+            f"checkpoint.folder {folder} is on the machines' disks, which are deleted with them. "
+            "Set it to gs://BUCKET/FOLDER."
         )

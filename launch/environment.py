@@ -1,4 +1,4 @@
-"""How a job finds `samestep` where it runs: shell lines that are safe whatever the names in them."""
+"""The environment of a job: shell lines that make `samestep` available, quoted for any name."""
 
 from __future__ import annotations
 
@@ -16,38 +16,40 @@ SECRET_ADDRESS = re.compile(
     r"|://\S*[?&]([\w-]*(signature|credential|token)|sig|key|apikey|api_key|auth|password)=",
     re.IGNORECASE,
 )
-"""An address with a password or a signature in it."""
+"""A URL with a password or a signature in it."""
 
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-"""The name of an environment variable."""
-
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(
     r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE
 )
 _HARMLESS = re.compile(
     r"(^|_)(FILE|PATH|DIR|DISABLE)(_|$)|^GOOGLE_APPLICATION_CREDENTIALS$", re.IGNORECASE
 )
-_PLAIN = re.compile(r"[~.]*/\S*|\d{1,3}|true|false", re.IGNORECASE)  # a path, a number, a switch
+_PLAIN = re.compile(r"[~.]*/\S*|\d{1,3}|true|false", re.IGNORECASE)  # a path, number or switch
 _OPTION = re.compile(r"--?[\w-]*(api[-_]?key|token|secret|password|passwd)", re.IGNORECASE)
-# A value, not where it is found.
+# NAME=value, --option value or `wandb login` value in a line of shell. The value is a literal: one
+# that begins with $, ` or < is read from elsewhere.
 _GIVEN = re.compile(
-    r"""(?<![\w.-])(--?[\w-]+(?=[ =])|\w+(?==)|wandb login(?= \w))[ =]["']?([^\s"'$`<][^\s"'$`;&|)]*)"""
+    r"(?<![\w.-])(--?[\w-]+(?=[ =])|\w+(?==)|wandb login(?= \w))"
+    r"""[ =]["']?([^\s"'$`<][^\s"'$`;&|)]*)"""
 )
 _REFERENCE = re.compile(r"\$(\w+|\{[^}]*\}|\([^)]*\))")
 _KEPT = (
-    "and what is written here ends up in files that others can read; set it in the environment that you submit from, "
-    "or name it under secrets where the kind of cluster has that"
+    "and what is written here is kept in files that others can read. Set it in the environment "
+    "that you submit from, or name it under secrets if this kind of cluster has that."
 )
 _FIND_MODULE = (
-    'for init in "$MODULESHOME/init/bash" "$LMOD_PKG/init/bash" /etc/profile.d/*modules.sh /etc/profile.d/*lmod.sh; do',
+    'for init in "$MODULESHOME/init/bash" "$LMOD_PKG/init/bash" /etc/profile.d/*modules.sh '
+    "/etc/profile.d/*lmod.sh; do",
     '  type module > /dev/null 2>&1 || [ ! -r "$init" ] || source "$init"',
     "done",
 )
-# Not within what is sourced: scripts of others may have commands that fail and do not matter.
+# The trap ignores failures within sourced scripts: those of others may have commands that fail and
+# do not matter.
 _ON_FAILURE = (
     "trap 'code=$?; [ ${#BASH_SOURCE[@]} -gt 1 ] || "
-    '{ echo "the environment cannot be set up: $BASH_COMMAND: exit code $code; add || true where that may be" >&2; '
-    "exit 1; }' ERR"
+    '{ echo "the environment cannot be set up: $BASH_COMMAND: exit code $code; add || true where '
+    "that may be\" >&2; exit 1; }' ERR"
 )
 
 
@@ -56,12 +58,12 @@ class Environment:
     """What is set up before the command.
 
     Attributes:
-        modules: to be loaded (`module load`), in order.
+        modules: modules to load (`module load`), in order.
         conda: a conda environment, by name or folder.
-        venv: folder of a virtual environment. Without conda, venv and container it is that of the `samestep` that
-            submits.
+        venv: folder of a virtual environment. Without conda, venv and container the job uses the
+            environment of the `samestep` that submits it.
         setup: further lines of shell. A command that fails ends the job.
-        variables: environment variables. Not for secrets, which would lie in the script for all to read.
+        variables: environment variables. Not for secrets, as others can read the script.
     """
 
     modules: tuple[str, ...] = ()
@@ -72,15 +74,17 @@ class Environment:
 
     def __post_init__(self) -> None:
         if self.conda and self.venv:
-            raise ConfigError("conda and venv are two environments; leave one of them out")
+            raise ConfigError(
+                f"conda {self.conda} and venv {self.venv} are two environments. Remove one of them."
+            )
         check_variables(self.variables)
         check_setup(self.setup)
 
     def lines(self, own: bool = True) -> list[str]:
-        """Lines of shell, which end it where one of them fails.
+        """Lines of shell, which end the shell if one of them fails.
 
         Args:
-            own: whether the environment of this process is taken where none is named.
+            own: use this process's environment if no other is named.
         """
         lines = [f"module load {shlex.quote(module)}" for module in self.modules]
         if self.conda:
@@ -89,9 +93,8 @@ class Environment:
                 f"conda activate {shlex.quote(self.conda)}",
             ]
         elif self.venv:
-            lines.append(
-                f"source {shlex.quote(str(Path(self.venv).absolute() / 'bin' / 'activate'))}"
-            )
+            activate = Path(self.venv).absolute() / "bin" / "activate"
+            lines.append(f"source {shlex.quote(str(activate))}")
         elif own:
             lines.append(f'export PATH={shlex.quote(str(Path(sys.prefix, "bin")))}:"$PATH"')
         lines += self.setup
@@ -106,38 +109,55 @@ def exports(variables: Mapping[str, str]) -> list[str]:
 
 
 def check_variables(variables: Mapping[str, str]) -> None:
-    """Refuses names that are none, and secrets.
+    """Rejects invalid names of environment variables, and secrets.
 
     Raises:
         ConfigError: naming the variable.
     """
     for name, value in variables.items():
-        if not VARIABLE.fullmatch(name):
-            raise ConfigError(f"variables.{name} is no name of an environment variable")
+        if not _VARIABLE.fullmatch(name):
+            raise ConfigError(
+                f"variables.{name} is no name of an environment variable. Use letters, digits, _."
+            )
         if _is_secret(name, value):
             raise ConfigError(f"variables.{name} looks like a secret, {_KEPT}")
         if SECRET_ADDRESS.search(value):
+            raise ConfigError(f"variables.{name} has a password or a signature in a URL, {_KEPT}")
+
+
+def check_secrets(secrets: Mapping[str, str], reference: re.Pattern[str], form: str) -> None:
+    """Rejects anything but references to a cluster's secrets.
+
+    Args:
+        secrets: references by environment variable.
+        form: what a reference is, for the message.
+
+    Raises:
+        ConfigError: naming the variable, but not its value, which may be a secret.
+    """
+    for name, value in secrets.items():
+        if not _VARIABLE.fullmatch(name) or not reference.fullmatch(value):
             raise ConfigError(
-                f"variables.{name} has a password or a signature in an address, {_KEPT}"
+                f"secrets.{name} must give an environment variable {form}. Do not write the secret "
+                "itself."
             )
 
 
 def check_setup(lines: Iterable[str]) -> None:
-    """Refuses lines of shell with secrets in them; they may name variables and files that hold some.
+    """Rejects lines of shell with secrets; they may name variables and files that hold some.
 
     Raises:
         ConfigError: naming what the secret is given to.
     """
     for line in lines:
-        for match in _GIVEN.finditer(line):
-            name, value = match.groups()
+        for name, value in _GIVEN.findall(line):
             option = _OPTION.fullmatch(name) and not _PLAIN.fullmatch(value)
             if option or name == "wandb login" or (name[0] != "-" and _is_secret(name, value)):
-                raise ConfigError(f"setup: what {name} is given looks like a secret, {_KEPT}")
+                raise ConfigError(f"setup: the value of {name} looks like a secret, {_KEPT}")
         if SECRET_ADDRESS.search(_REFERENCE.sub("/", line)):
-            raise ConfigError(f"setup has a password or a signature in an address, {_KEPT}")
+            raise ConfigError(f"setup has a password or a signature in a URL, {_KEPT}")
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Whether a variable holds a secret, rather than the path of a file with one, or a switch."""
+    """Whether a variable holds a secret, rather than a path to one, or a switch."""
     return bool(_SECRET.search(name)) and not (_HARMLESS.search(name) or _PLAIN.fullmatch(value))

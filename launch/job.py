@@ -1,4 +1,4 @@
-"""What is submitted, and what a kind of cluster has to offer."""
+"""What is submitted to a cluster, and the interface that every kind of cluster implements."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from launch.environment import Environment
+
 CONFIG = "config.yaml"
 CODE = "code"
 SCRIPT = "job.sh"
 LOG = "job.log"
-EXIT = "exit"  # the job's exit code, once it has ended by itself
-CANCEL = "cancel"  # is there once the job has been asked to end
+EXIT = "exit"
+"""File with the exit code of a job that has ended by itself."""
+CANCEL = "cancel"
+"""File that exists once the job was asked to end."""
 
 
 @dataclass(frozen=True)
@@ -22,15 +26,17 @@ class JobSpec:
     """Work for a cluster of any kind.
 
     Attributes:
-        name: of small letters, digits and dashes.
+        name: lower-case letters, digits and dashes.
         action: train an experiment, or build a dataset.
-        config: the experiment or dataset, its bases and overrides merged, as YAML; it lies in `folder` as config.yaml.
-        folder: what is kept of this launch: what was rendered, the configuration, the code, logs.
-        directory: where the configuration's relative paths start, on machines that share files with this one.
-        code: whether `folder` holds a snapshot of the code, which goes before what is installed.
-        tasks: the jobs of an array that a dataset is built by.
-        stop_signals: those upon which a run saves a checkpoint and exits with code 75.
-        stop_seconds: that it gets for that.
+        config: the experiment or dataset as YAML, with bases and overrides merged; lies in `folder`
+            as config.yaml.
+        folder: keeps the files of this launch: rendered files, configuration, code and logs.
+        directory: where the configuration's relative paths start, on machines that share files with
+            this one.
+        code: whether `folder` holds a snapshot of the code, which precedes the installed package.
+        tasks: number of jobs in the array that builds a dataset.
+        stop_signals: signals on which a run saves a checkpoint and exits with code 75.
+        stop_seconds: time that the run gets to do so.
     """
 
     name: str
@@ -45,34 +51,33 @@ class JobSpec:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The command that does the work, but for the configuration's file."""
+        """The command, without the configuration's file."""
         return ("samestep", "train") if self.action == "train" else ("samestep", "data", "build")
 
-    def shell_command(self, *more: str) -> str:
+    def shell_command(self, *arguments: str) -> str:
         """The command as a line of shell, on machines that see `folder`.
 
         Args:
-            more: further arguments, quoted where they need to be.
+            arguments: further arguments, already quoted where necessary.
         """
-        return " ".join([*self.command, shlex.quote(str(self.folder / CONFIG)), *more])
+        return " ".join([*self.command, shlex.quote(str(self.folder / CONFIG)), *arguments])
 
     def exports(self) -> list[str]:
-        """Lines of shell that tell the command where it belongs, on machines that see `folder`."""
+        """Lines of shell that tell the command where its logs and code are, in `folder`."""
         lines = [f"export SAMESTEP_LOGS={shlex.quote(str(self.folder / 'logs'))}"]
         if self.code:
-            lines.append(
-                f'export PYTHONPATH={shlex.quote(str(self.folder / CODE))}"${{PYTHONPATH:+:$PYTHONPATH}}"'
-            )
+            code = shlex.quote(str(self.folder / CODE))
+            lines.append(f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}"')
         return lines
 
 
 @dataclass(frozen=True)
 class Submission:
-    """What a job has become for one kind of cluster.
+    """A job as one kind of cluster takes it.
 
     Attributes:
-        files: texts by name; they are written into the job's folder.
-        command: what submits them, run in the job's folder without a shell.
+        files: texts by name, which are written into the job's folder.
+        command: submits them; run in the job's folder without a shell.
     """
 
     files: Mapping[str, str]
@@ -81,13 +86,13 @@ class Submission:
 
 @dataclass(frozen=True)
 class State:
-    """How a job stands.
+    """The state of a job.
 
     Attributes:
-        word: in the cluster's own words, in small letters.
-        active: whether it waits or runs.
-        nodes: where, if that is known.
-        restarts: how often it was started again, if that is known.
+        word: the cluster's own word, in lower case.
+        active: whether the job waits or runs.
+        nodes: names of the nodes, if known.
+        restarts: number of restarts, if known.
         detail: why it waits, or how it ended.
     """
 
@@ -103,13 +108,13 @@ class Record:
     """A job that was submitted.
 
     Attributes:
-        id: the cluster's name of it.
-        kind: of cluster.
-        name: of the job.
-        output: the run's folder or dataset's: absolute, or as those see it who do not share files.
-        folder: what is kept of the launch.
+        id: the cluster's identifier of the job.
+        kind: kind of cluster.
+        name: name of the job.
+        output: folder of the run or dataset; absolute, unless the cluster shares no files.
+        folder: keeps the files of the launch.
         time: of submission, in seconds since the epoch.
-        about: what else the cluster needs to find it again.
+        about: what else the cluster needs to find the job again.
     """
 
     id: str
@@ -122,42 +127,36 @@ class Record:
 
 
 class Cluster(ABC):
-    """A kind of cluster: the base of the `Config` of its module."""
+    """A kind of cluster: the base class of the `Config` in its module."""
 
     shares_files: ClassVar[bool]
-    """Whether the machines see the folders of the one that submits."""
+    """Whether its machines see the folders of the machine that submits."""
+
+    # Defaults for kinds that have no such setting; others declare a field of the same name.
+    code: Literal["snapshot", "installed"] = "installed"
+    environment: Environment = Environment()
 
     @property
     @abstractmethod
     def devices(self) -> tuple[int | Literal["here"], ...]:
-        """All numbers of devices that a run may get."""
-
-    @property
-    def takes_snapshot(self) -> bool:
-        """Whether jobs run a copy of the code that they are submitted from."""
-        return False
+        """Every number of devices that a run may get; "here" is what this machine has."""
 
     @property
     def waits_for_jobs(self) -> bool:
-        """Whether jobs wait for others, which may write what they read."""
+        """Whether jobs wait for other jobs, which may write the weights that they read."""
         return False
-
-    @property
-    def exported(self) -> Mapping[str, str]:
-        """Environment variables of a job that also hold while it is checked on this machine."""
-        return {}
 
     @abstractmethod
     def render(self, job: JobSpec) -> Submission:
-        """Makes the script or manifest; pure.
+        """Renders the script or manifest, without side effects.
 
         Raises:
-            ConfigError: the cluster's settings cannot do this.
+            ConfigError: the cluster's settings do not allow this job.
         """
 
     @abstractmethod
     def check(self) -> None:
-        """Looks whether jobs can be submitted from here at all.
+        """Checks that jobs can be submitted from this machine.
 
         Raises:
             LaunchError: they cannot.
@@ -165,32 +164,37 @@ class Cluster(ABC):
 
     @abstractmethod
     def submit(self, submission: Submission, folder: Path) -> tuple[str, Mapping[str, str]]:
-        """Submits what lies in `folder`; returns the id, and what else finds the job again.
+        """Submits the files in `folder`; returns the job's id, and `Record.about`.
 
         Raises:
-            LaunchError: it is refused; then nothing is left on the cluster.
+            LaunchError: the cluster refuses it, and keeps nothing of it.
         """
 
     @abstractmethod
     def states(self, records: Iterable[Record]) -> Mapping[str, State]:
-        """How jobs stand, by id; those that the cluster has forgotten are left out.
+        """States of jobs by id, without those that the cluster has forgotten.
 
         Raises:
             LaunchError: the cluster does not answer.
         """
 
+    def is_active(self, record: Record) -> bool:
+        """Whether a job waits or runs."""
+        state = self.states([record]).get(record.id)
+        return state is not None and state.active
+
     @abstractmethod
     def logs(self, record: Record, follow: bool) -> Iterable[str]:
-        """What the job has written, in pieces; `follow` goes on until it ends.
+        """The text of the job's log, in chunks; with `follow` until the job ends.
 
         Raises:
-            LaunchError: there is none.
+            LaunchError: there is no log.
         """
 
     @abstractmethod
     def cancel(self, record: Record) -> None:
-        """Ends the job: a run saves a checkpoint first.
+        """Ends a job; a run saves a checkpoint first.
 
         Raises:
-            LaunchError: that is not possible.
+            LaunchError: it has ended, or cannot be reached.
         """

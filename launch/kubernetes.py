@@ -1,4 +1,4 @@
-"""Kubernetes: a JobSet or an Indexed Job, each of whose pods runs one `samestep train --elastic`; and TPUs of GKE."""
+"""Kubernetes, and TPUs of GKE: a JobSet or Job whose pods run `samestep train --elastic`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import ClassVar, Literal
 
 import yaml
 
-from launch import command_line, objects
-from launch.environment import VARIABLE, check_variables
-from launch.job import CONFIG, Cluster, JobSpec, Record, State, Submission
-from launch.nodes import device_counts, node_range
-from launch.objects import ACTION_LABEL, CONTAINER, GROUP, JOB_LABEL, Object, new
+from launch import command_line, kubectl, manifest
+from launch.environment import check_secrets, check_variables
+from launch.job import CONFIG, JobSpec, Record, State, Submission
+from launch.manifest import ACTION_LABEL, GROUP, JOB_LABEL, Object, fill
+from launch.settings import NodeCluster, check_least, check_patterns, chips_of
 from trainer.config import Tree
 from trainer.errors import ConfigError, LaunchError
 
 MANIFEST = "manifest.yaml"
 
-_PORT = 29400  # where the pods meet
-_MOUNT = "/etc/samestep"
-_USER = 10001  # that of the images of docker/
+_PORT = 29400  # of the rendezvous
+_MOUNT = "/etc/samestep"  # folder of the configuration in pods
+_USER = 10001  # user id in the images of docker/
 
 _SECRET = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._A-Za-z0-9]+")
 _KEY = re.compile(
@@ -32,7 +32,7 @@ _KEY = re.compile(
 )
 _VALUE = re.compile(r"([A-Za-z0-9]([-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?)?")
 _NAME = re.compile(r"[a-z0-9]([-_.a-z0-9]*[a-z0-9])?")
-_WORDS = {
+_PATTERNS = {
     **dict.fromkeys(("image", "context", "interface"), re.compile(r"[^\s-]\S*")),
     **dict.fromkeys(("namespace", "service_account", "queue", "priority_class"), _NAME),
     **dict.fromkeys(("memory", "shm"), re.compile(r"\d+(\.\d+)?([kMGTP]|[KMGTP]i)?")),
@@ -42,12 +42,13 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Tpu:
-    """A slice of TPUs of Google Kubernetes Engine, all of whose machines are taken; a pod drives those of a machine.
+    """A TPU slice of Google Kubernetes Engine, used as a whole; a pod drives one of its machines.
 
     Attributes:
-        accelerator: what GKE calls the chips, as tpu-v5-lite-podslice, tpu-v5p-slice or tpu-v6e-slice.
-        topology: how the slice's chips are laid out, as 4x4 or 2x2x4.
-        chips_per_node: chips of one machine.
+        accelerator: GKE's name of the chips, as tpu-v5-lite-podslice, tpu-v5p-slice or
+            tpu-v6e-slice.
+        topology: arrangement of the slice's chips, as 4x4 or 2x2x4.
+        chips_per_node: number of chips in one machine.
     """
 
     accelerator: str
@@ -55,22 +56,20 @@ class Tpu:
     chips_per_node: int = 4
 
     def __post_init__(self) -> None:
-        if not _VALUE.fullmatch(self.accelerator):
-            raise ConfigError(
-                f"accelerator {self.accelerator!r} is nothing that GKE would have a name for"
-            )
-        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", self.topology):
+        check_patterns(self, {"accelerator": _VALUE}, "GKE")
+        if not self.chips:
             raise ConfigError(f"topology must be written as 4x4 or 2x2x4, not {self.topology}")
         if self.chips_per_node < 1 or self.chips % self.chips_per_node:
             raise ConfigError(
-                f"topology {self.topology} has {self.chips} chips, which are not a number of machines with "
-                f"{self.chips_per_node} each; set chips_per_node to what one machine of the slice has"
+                f"topology {self.topology} has {self.chips} chips, which cannot be divided into "
+                f"machines with {self.chips_per_node} each. Set chips_per_node to the number of "
+                "chips in one machine of the slice."
             )
 
     @property
     def chips(self) -> int:
-        """Of the slice."""
-        return math.prod(map(int, self.topology.split("x")))
+        """Number of chips in the slice."""
+        return chips_of(self.topology)
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,11 @@ class Volume:
     """Files that outlive pods; one of `claim` and `bucket`.
 
     Attributes:
-        mount: where pods see it.
-        claim: a PersistentVolumeClaim of the namespace; with several pods, one that many nodes may write to.
-        bucket: a bucket of Google Cloud Storage, by way of GKE's Cloud Storage FUSE. For reading; the run's output
-            needs files that can be appended to and renamed.
+        mount: folder of the pods where they appear.
+        claim: a PersistentVolumeClaim of the namespace; with several pods, one that many nodes may
+            write to.
+        bucket: a bucket of Google Cloud Storage, through GKE's Cloud Storage FUSE. For reading
+            only: the run's output needs files that can be appended to and renamed.
     """
 
     mount: str
@@ -91,25 +91,23 @@ class Volume:
     def __post_init__(self) -> None:
         if (self.claim is None) == (self.bucket is None):
             raise ConfigError(f"the volume at {self.mount} needs either claim or bucket")
-        if (
-            not self.mount.startswith("/")
-            or ":" in self.mount
-            or posixpath.normpath(self.mount) != self.mount
-        ):
+        mount = self.mount
+        if not mount.startswith("/") or ":" in mount or posixpath.normpath(mount) != mount:
             raise ConfigError(
-                f"mount must be a folder such as /data, without a colon, not {self.mount!r}"
+                f"mount must be a folder such as /data, without a colon, not {mount!r}"
             )
-        if self.mount in ("/", _MOUNT, "/dev/shm"):
+        if mount in ("/", _MOUNT, "/dev/shm"):
             raise ConfigError(
-                f"mount {self.mount} would hide what a pod needs there; choose another folder"
+                f"mount {mount} would hide what a pod needs there. Choose another folder."
             )
-        if not _NAME.fullmatch(name := self.claim or self.bucket or ""):
+        name = self.claim or self.bucket or ""
+        if not _NAME.fullmatch(name):
             raise ConfigError(
-                f"{name!r} is no name of a claim or bucket; leave out gs:// and folders"
+                f"{name!r} is no name of a claim or bucket. Leave out gs:// and folders."
             )
 
     def source(self, user: int) -> Object:
-        """As manifests have it; a bucket's files have no owner of their own."""
+        """The volume in a manifest; files of a bucket have no owner, so they get this user."""
         if self.claim is not None:
             return {"persistentVolumeClaim": {"claimName": self.claim}}
         attributes = {
@@ -120,40 +118,49 @@ class Volume:
 
 
 @dataclass(frozen=True)
-class Config(Cluster):
+class Config(NodeCluster):
     """A namespace of a Kubernetes cluster.
 
     Attributes:
-        image: that samestep is installed in; the code reaches the nodes in no other way.
-        image_pull_policy: when nodes fetch it; None is Kubernetes' own: always for the tag latest, else once.
-        namespace: where the job is made.
+        image: an image with samestep installed; the code reaches the nodes in no other way.
+        image_pull_policy: when nodes pull it; None is Kubernetes' own: always for the tag latest,
+            else once.
+        namespace: where the job is created.
         context: of the kubectl configuration; None takes the current one.
-        controller: jobset needs JobSet installed on the cluster. job is a plain Job, which any cluster has; it is not
-            started anew as a whole, and does not keep to one of several equal TPU slices.
-        nodes: pods, each of which is to have a node's devices: a number, or a range as 2-8, with which the run starts
-            as soon as the fewest are there and takes in the others as they come. None is 1, or with `tpu` its machines.
+        controller: jobset needs JobSet installed on the cluster. job is a plain Job, which every
+            cluster has; it is not restarted as a whole, and may spread over several equal TPU
+            slices.
+        nodes: number of pods, each of which gets a node's devices, or a range as 2-8: the run
+            starts as soon as the least are there and takes in the others as they come. None is 1,
+            or with `tpu` the number of its machines.
         gpus_per_node: GPUs of a pod, with one process for each; 0 trains on the CPU, or on TPUs.
-        gpu_resource: what the cluster calls GPUs.
-        tpu: a slice of TPUs, in the place of GPUs.
-        processes_per_node: without GPUs and TPUs.
-        cpus_per_node: cores that a pod is promised; None promises none.
-        memory: that a pod is promised, as 200Gi; None promises none.
+        gpu_resource: the cluster's name of GPUs.
+        tpu: a slice of TPUs, instead of GPUs.
+        processes_per_node: number of processes in a pod without GPUs and TPUs.
+        cpus_per_node: cores that a pod requests; None requests none.
+        memory: memory that a pod requests, as 200Gi; None requests none.
         shm: shared memory (/dev/shm) that a pod may use, for NCCL; part of its memory.
-        directory: where the configuration's relative paths start, in the pods; None takes the image's.
-        volumes: files that outlive pods. Checkpoints have to lie in a claim among them, or in an object store.
-        variables: environment variables. Not for secrets, which would lie in the manifest for all to read.
-        secrets: environment variables whose values are the cluster's secrets, each as secret/key.
-        interface: the network interface of NCCL and gloo, as eth0; None leaves the choice to them.
-        service_account: whose rights pods have, for object stores; None takes the namespace's default.
+        directory: folder of the pods where the configuration's relative paths start; None takes the
+            image's.
+        volumes: files that outlive pods. Checkpoints must lie in one of their claims, or in an
+            object store.
+        variables: environment variables. Not for secrets, as others can read the manifest.
+        secrets: environment variables with values from the cluster's secrets, each as secret/key.
+        interface: the network interface of NCCL and gloo, as eth0; None lets them choose.
+        service_account: service account of the pods, for object stores; None takes the namespace's
+            default.
         queue: a LocalQueue of Kueue, which then decides when the job starts.
         priority_class: of the pods.
         node_selector: labels that nodes must have.
-        tolerations: taints that nodes may have, as Kubernetes writes them: {key: spot, operator: Exists}.
-        labels: further ones of all that is made.
-        user: whom the processes belong to, by number, and the group of volumes. None is 10001, as in the images
-            of docker/, and for TPUs 0: their devices belong to root, who alone may lock enough memory for them.
-        restarts: pods that may fail, other than by pre-emption and for reasons that starting again does not cure, and
-            be replaced. A JobSet is then started anew as a whole, as often again.
+        tolerations: taints that nodes may have, as Kubernetes writes them:
+            {key: spot, operator: Exists}.
+        labels: further labels of all objects.
+        user: user id of the processes, and group id of volumes. None is 10001, as in the images of
+            docker/, and for TPUs 0: their devices belong to root, who alone may lock enough memory
+            for them.
+        restarts: number of pods that may fail and be replaced, other than by pre-emption and for
+            reasons that a restart does not cure. A JobSet is then restarted as a whole, as often
+            again.
     """
 
     image: str
@@ -186,200 +193,147 @@ class Config(Cluster):
     shares_files: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        self._check_words()
-        smallest = {
-            "processes_per_node": 1,
-            "cpus_per_node": 1,
-            "gpus_per_node": 0,
-            "user": 0,
-            "restarts": 0,
-        }
-        for name, least in smallest.items():
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ConfigError(f"{name} must be at least {least}, not {value}")
+        check_patterns(self, _PATTERNS, "Kubernetes")
+        for key, value in (*self.labels.items(), *self.node_selector.items()):
+            if not _KEY.fullmatch(key) or not _VALUE.fullmatch(value):
+                raise ConfigError(
+                    f"{key}={value!r} is no label. Use at most 63 letters, digits, dashes and dots."
+                )
+        check_variables(self.variables)
+        check_secrets(
+            self.secrets, _SECRET, "a secret of the namespace and a key in it, as wandb/key"
+        )
+        self.check_node_settings()
+        check_least(self, user=0, restarts=0)
         if self.tpu is not None and (self.nodes is not None or self.gpus_per_node):
             raise ConfigError(
-                "tpu is one slice, with as many machines as its topology says, and runs over several slices cannot be "
-                "launched on Kubernetes; leave out nodes and gpus_per_node"
+                "tpu is one slice, whose topology says how many machines it has; runs over several "
+                "slices cannot be launched on Kubernetes. Remove nodes and gpus_per_node."
             )
         if self.directory is not None and not self.directory.startswith("/"):
             raise ConfigError(
                 f"directory must be a folder of the pods such as /work, not {self.directory}"
             )
         mounts = [volume.mount for volume in self.volumes]
-        if twice := next((mount for mount in mounts if mounts.count(mount) > 1), None):
-            raise ConfigError(f"volumes: two of them are mounted at {twice}")
-        _ = self.node_range  # refuses what is none
-
-    def _check_words(self) -> None:
-        for name, pattern in _WORDS.items():
-            if (value := getattr(self, name)) is not None and not pattern.fullmatch(value):
-                raise ConfigError(f"{name} {value!r} is nothing that Kubernetes would take for one")
-        for key, value in (*self.labels.items(), *self.node_selector.items()):
-            if not _KEY.fullmatch(key) or not _VALUE.fullmatch(value):
-                raise ConfigError(
-                    f"{key}={value!r} is no label: letters, digits, dashes and dots, at most 63"
-                )
-        check_variables(self.variables)
-        for name, value in self.secrets.items():
-            if not VARIABLE.fullmatch(name) or not _SECRET.fullmatch(value):
-                raise ConfigError(
-                    f"secrets.{name} must name a secret of the namespace and a key in it, as wandb/key, and not be the "
-                    "secret itself"  # which an error should not repeat
-                )
+        for mount in mounts:
+            if mounts.count(mount) > 1:
+                raise ConfigError(f"volumes: two of them are mounted at {mount}")
 
     @property
     def node_range(self) -> tuple[int, int]:
-        """The fewest pods, and the most."""
+        """The least and the greatest number of pods."""
         if self.tpu is not None:
-            return (self.tpu.chips // self.tpu.chips_per_node,) * 2
-        return node_range(1 if self.nodes is None else self.nodes)
+            machines = self.tpu.chips // self.tpu.chips_per_node
+            return machines, machines
+        return super().node_range
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """One number for each number of nodes."""
-        if self.tpu is not None:
-            return (self.tpu.chips,)
-        return device_counts(self.node_range, self.gpus_per_node or self.processes_per_node)
+        """One number of devices for each number of pods."""
+        return super().devices if self.tpu is None else (self.tpu.chips,)
 
     def render(self, job: JobSpec) -> Submission:
-        """One manifest: the configuration, what gives pods names where that is needed, and the job."""
+        """One manifest: the configuration, the job, and a service where pods need names."""
         if job.action == "train" and job.stop_signals and "SIGTERM" not in job.stop_signals:
             raise ConfigError(
-                "Kubernetes ends pods by SIGTERM, which training.preemption.signals lacks: add it"
+                "Kubernetes ends pods by SIGTERM, which training.preemption.signals lacks. Add it."
             )
-        self._check_kept(yaml.safe_load(job.config))
-        name = objects.name_of(job)
+        self._check_output(yaml.safe_load(job.config))
+        name = manifest.name_of(job)
         labels = {**self.labels, JOB_LABEL: name, ACTION_LABEL: job.action}
-        config_map = new("v1", "ConfigMap", name, labels, immutable=True, data={CONFIG: job.config})
-        make = (
-            self._build
-            if job.action == "build"
-            else self._jobset
-            if self.controller == "jobset"
-            else self._job
-        )
-        text = objects.manifest([config_map, *make(job, name, labels)])
-        command = (*objects.arguments(self.context, self.namespace), "create", "-f", MANIFEST)
-        return Submission({MANIFEST: text}, command)
+        objects = [fill(manifest.CONFIG_MAP, name=name, labels=labels, config=job.config)]
+        build, jobset = job.action == "build", self.controller == "jobset"
+        if build:
+            spec = self._build(job, labels)
+        elif jobset:
+            spec = self._train(job, labels, f"{name}-{GROUP}-0-0.{name}")
+        else:
+            spec = self._train(job, labels, f"{name}-0.{name}")
+            spec["template"]["spec"]["subdomain"] = name
+            objects.append(fill(manifest.SERVICE, name=name, labels=labels))
+        # Suspended even if Kueue is not installed: then nothing starts outside its queues.
+        suspend = None if self.queue is None else True
+        queue = {} if self.queue is None else {"kueue.x-k8s.io/queue-name": self.queue}
+        queued = {**labels, **queue}
+        if build or not jobset:
+            spec = {"suspend": True, **spec} if suspend else spec
+            objects.append(fill(manifest.JOB, name=name, labels=queued, spec=spec))
+        else:
+            # All pods must run on the machines of one slice, which is one node pool. Slices with
+            # one machine may share a pool.
+            is_slice = self.tpu is not None and self.node_range[1] > 1
+            objects.append(
+                fill(
+                    manifest.JOBSET,
+                    name=name,
+                    labels=queued,
+                    annotations=manifest.ONE_NODE_POOL if is_slice else None,
+                    suspend=suspend,
+                    restarts=self.restarts,
+                    job_labels=labels,
+                    spec=spec,
+                )
+            )
+        command = (*kubectl.arguments(self.context, self.namespace), "create", "-f", MANIFEST)
+        return Submission({MANIFEST: manifest.dump(objects)}, command)
 
-    def _check_kept(self, tree: Tree) -> None:
-        """Refuses a run whose checkpoints would be gone with the pod, and a dataset that would be."""
+    def _check_output(self, tree: Tree) -> None:
+        """Rejects a run or dataset whose checkpoints or shards would be lost with the pod."""
         checkpoint = tree.get("checkpoint")
         folder = checkpoint.get("folder") if isinstance(checkpoint, dict) else None
         if "://" in str(folder):
             return
-        name, folder = (
-            ("output", tree["output"]) if folder is None else ("checkpoint.folder", str(folder))
-        )
-        place = posixpath.normpath(posixpath.join(self.directory or "", folder))
+        name = "output" if folder is None else "checkpoint.folder"
+        relative = str(tree["output"] if folder is None else folder)
+        place = posixpath.normpath(posixpath.join(self.directory or "", relative))
+        # Of nested volumes, the innermost one holds the folder.
         around = [volume for volume in self.volumes if f"{place}/".startswith(f"{volume.mount}/")]
-        if not around or max(around, key=lambda volume: len(volume.mount)).claim is None:
+        innermost = max(around, key=lambda volume: len(volume.mount), default=None)
+        if innermost is None or innermost.claim is None:
             raise ConfigError(
-                f"{name} {place} lies in no claim of cluster.volumes, and would be lost with the pod: mount one and "
-                "choose a folder in it (cluster.directory says where relative ones start), or set "
-                "checkpoint.folder=gs://..."
+                f"{name} {place} lies in no claim of cluster.volumes, and would be lost with the "
+                "pod. Mount a claim and choose a folder in it (cluster.directory says where "
+                "relative paths start), or set checkpoint.folder=gs://..."
             )
 
-    def _jobset(self, job: JobSpec, name: str, labels: dict[str, str]) -> list[Object]:
-        spec = self._train(job, name, labels, f"{name}-{GROUP}-0-0.{name}")
-        group = {
-            "name": GROUP,
-            "replicas": 1,
-            "template": {"metadata": {"labels": labels}, "spec": spec},
-        }
-        jobset_spec = {
-            # Pods have names before they are ready.
-            "network": {
-                "enableDNSHostnames": True,
-                "publishNotReadyAddresses": True,
-                "subdomain": name,
-            },
-            "failurePolicy": {"maxRestarts": self.restarts, "rules": objects.JOBSET_RULES},
-            "replicatedJobs": [group],
-        }
-        jobset = self._queued("jobset.x-k8s.io/v1alpha2", "JobSet", name, labels, jobset_spec)
-        if self.tpu is not None and self.node_range[1] > 1:  # all pods on machines of one slice
-            exclusive = {
-                "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
-            }
-            jobset["metadata"]["annotations"] = exclusive
-        return [jobset]
-
-    def _job(self, job: JobSpec, name: str, labels: dict[str, str]) -> list[Object]:
-        # Without an address of its own, the service gives each pod a name: JOB-INDEX.SERVICE.
-        service = {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {JOB_LABEL: name},
-        }
-        spec = self._train(job, name, labels, f"{name}-0.{name}")
-        spec["template"]["spec"]["subdomain"] = name
-        return [
-            new("v1", "Service", name, labels, spec=service),
-            self._queued("batch/v1", "Job", name, labels, spec),
-        ]
-
-    def _build(self, job: JobSpec, name: str, labels: dict[str, str]) -> list[Object]:
-        """One slice a pod; the last one that is done merges and verifies."""
-        # The shell's text is fixed, and reads what Kubernetes says in the environment. $$ is $ there.
-        part = '"$$((JOB_COMPLETION_INDEX + 1))/$$SAMESTEP_TASKS"'
-        command = ["sh", "-c", f"exec {' '.join(job.command)} {_MOUNT}/{CONFIG} --slice {part}"]
+    def _build(self, job: JobSpec, labels: dict[str, str]) -> Object:
+        """Each pod builds one slice; the last one to finish merges and verifies."""
+        # The shell's text is fixed: it reads numbers from the environment. Kubernetes turns $$
+        # into $.
+        slice_ = '"$$((JOB_COMPLETION_INDEX + 1))/$$SAMESTEP_TASKS"'
+        command = ["sh", "-c", f"exec {' '.join(job.command)} {_MOUNT}/{CONFIG} --slice {slice_}"]
         pod = self._pod(job, labels, command, {"SAMESTEP_TASKS": str(job.tasks)}, {})
-        return [self._queued("batch/v1", "Job", name, labels, self._indexed(pod, job.tasks))]
+        return self._indexed(pod, job.tasks)
 
-    def _train(self, job: JobSpec, name: str, labels: dict[str, str], first: str) -> Object:
-        (fewest, most), tpu = self.node_range, self.tpu
-        devices = (
-            {"google.com/tpu": tpu.chips_per_node}
-            if tpu
-            else {self.gpu_resource: self.gpus_per_node}
-        )
-        processes = (
-            [] if tpu or self.gpus_per_node else ["--processes", str(self.processes_per_node)]
-        )
-        elastic = ["--elastic", f"{fewest}:{most}", "--rendezvous", f"{first}:{_PORT}"]
-        command = [
-            *job.command,
-            f"{_MOUNT}/{CONFIG}",
-            *processes,
-            *elastic,
-        ]  # ranks come from the meeting
-        command = [*objects.LOCKING_MEMORY, *command] if tpu else command
-        sockets = {
-            f"{library}_SOCKET_IFNAME": self.interface
-            for library in ("NCCL", "GLOO")
-            if self.interface
-        }
-        pod = self._pod(job, labels, command, sockets, devices if tpu or self.gpus_per_node else {})
+    def _train(self, job: JobSpec, labels: dict[str, str], first_pod: str) -> Object:
+        (least, most), tpu = self.node_range, self.tpu
+        devices: Object = {}
         if tpu is not None:
-            chips = {"accelerator": tpu.accelerator, "topology": tpu.topology}
-            machines = {f"cloud.google.com/gke-tpu-{key}": value for key, value in chips.items()}
-            pod["spec"]["nodeSelector"] = machines | self.node_selector
+            devices = {"google.com/tpu": tpu.chips_per_node}
+        elif self.gpus_per_node:
+            devices = {self.gpu_resource: self.gpus_per_node}
+        # Pods get no ranks from Kubernetes: the rendezvous assigns them.
+        rendezvous = f"{first_pod}:{_PORT}"
+        arguments = self.train_arguments(f"{least}:{most}", rendezvous, bool(devices))
+        command = [*job.command, f"{_MOUNT}/{CONFIG}", *arguments]
+        if tpu is not None:
+            command = [*manifest.LOCKING_MEMORY, *command]
+        pod = self._pod(job, labels, command, self.socket_variables(), devices)
+        if tpu is not None:
+            pod["spec"]["nodeSelector"] = {
+                "cloud.google.com/gke-tpu-accelerator": tpu.accelerator,
+                "cloud.google.com/gke-tpu-topology": tpu.topology,
+                **self.node_selector,
+            }
         spec = self._indexed(pod, most)
         if most > 1:
-            # What the first has done is done by all. Pods that never found a node, or were lost at the very end, do not
-            # hold up the end: nobody is left for them to meet.
+            # When the first pod is done, all are. Pods that never found a node, or were lost at the
+            # very end, must not hold up the end: nobody is left for them to join.
             spec["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
         return spec
 
-    def _queued(
-        self, version: str, kind: str, name: str, labels: dict[str, str], spec: Object
-    ) -> Object:
-        """What Kueue starts once it has admitted it; should it not be installed, nothing starts outside its queues."""
-        if self.queue is None:
-            return new(version, kind, name, labels, spec=spec)
-        labels = {**labels, "kueue.x-k8s.io/queue-name": self.queue}
-        return new(version, kind, name, labels, spec={"suspend": True, **spec})
-
     def _indexed(self, pod: Object, pods: int) -> Object:
-        numbers = {"completions": pods, "parallelism": pods, "backoffLimit": self.restarts}
-        return {
-            "completionMode": "Indexed",
-            **numbers,
-            "podFailurePolicy": {"rules": objects.RULES},
-            "template": pod,
-        }
+        return fill(manifest.INDEXED, pods=pods, restarts=self.restarts, pod=pod)
 
     def _pod(
         self,
@@ -391,99 +345,90 @@ class Config(Cluster):
     ) -> Object:
         name = labels[JOB_LABEL]
         tpu = job.action == "train" and self.tpu is not None
-        user = self.user if self.user is not None else 0 if tpu else _USER
-        security = objects.UNPRIVILEGED if user else objects.LOCKS_MEMORY if tpu else {}
-        # Images of CUDA ask for all GPUs of a node, and get them from some container runtimes.
+        user = self.user
+        if user is None:
+            user = 0 if tpu else _USER
+        security: Object | None = manifest.LOCKS_MEMORY if tpu else None
+        if user:
+            security = manifest.UNPRIVILEGED
+        # CUDA images ask for all GPUs of a node, and some container runtimes grant that.
         hidden = {} if self.gpu_resource in devices else {"NVIDIA_VISIBLE_DEVICES": "void"}
         variables = {"SAMESTEP_JOB": name, **hidden, **variables, **self.variables}
-        promised = {"cpu": self.cpus_per_node, "memory": self.memory}
-        requests = {key: value for key, value in promised.items() if value is not None}
-        resources = {
-            key: value for key, value in (("requests", requests), ("limits", devices)) if value
-        }
-        memory = {"emptyDir": {"medium": "Memory", "sizeLimit": self.shm}}
-        files: list[tuple[str, str, Object]] = [
-            ("config", _MOUNT, {"configMap": {"name": name}}),
-            ("shm", "/dev/shm", memory),
+        volumes = [
+            {"name": "config", "configMap": {"name": name}},
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": self.shm}},
         ]
-        files += [
-            (f"files-{i}", each.mount, each.source(user)) for i, each in enumerate(self.volumes)
-        ]
-        container = {
-            "name": CONTAINER,
-            "image": self.image,
-            **({"imagePullPolicy": self.image_pull_policy} if self.image_pull_policy else {}),
-            "command": command,
-            **({"workingDir": self.directory} if self.directory else {}),
-            "env": objects.environment(variables, self.secrets),
-            **({"resources": resources} if resources else {}),
-            **({"securityContext": security} if security else {}),
-            "volumeMounts": [{"name": volume, "mountPath": mount} for volume, mount, _ in files],
-        }
-        whose: Object = {"runAsNonRoot": True} if user else {}
-        whose |= {
-            "runAsUser": user,
-            "runAsGroup": user,
-            "fsGroup": user,
-            "fsGroupChangePolicy": "OnRootMismatch",
-        }
-        optional = {
-            "serviceAccountName": self.service_account,
-            "priorityClassName": self.priority_class,
-            "nodeSelector": self.node_selector,
-            "tolerations": list(self.tolerations),
-        }
-        spec = {
-            "restartPolicy": "Never",  # as podFailurePolicy wants it: the Job replaces pods
-            "terminationGracePeriodSeconds": math.ceil(job.stop_seconds) + 60,
-            "shareProcessNamespace": True,  # the first process of a container is deaf to SIGTERM until it has set up
-            "enableServiceLinks": False,  # a service that is called master would set MASTER_PORT
-            "automountServiceAccountToken": False,
-            "securityContext": whose | {"seccompProfile": {"type": "RuntimeDefault"}},
-            **{key: value for key, value in optional.items() if value},
-            "containers": [container],
-            "volumes": [{"name": volume, **source} for volume, _, source in files],
-        }
-        buckets = any(each.bucket for each in self.volumes)
-        fuse = {"annotations": {"gke-gcsfuse/volumes": "true"}} if buckets else {}
-        return {"metadata": {"labels": labels, **fuse}, "spec": spec}
+        mounts = [("config", _MOUNT), ("shm", "/dev/shm")]
+        for index, volume in enumerate(self.volumes):
+            mounts.append((f"files-{index}", volume.mount))
+            volumes.append({"name": f"files-{index}", **volume.source(user)})
+        return fill(
+            manifest.POD,
+            labels=labels,
+            buckets="true" if any(volume.bucket for volume in self.volumes) else None,
+            grace_seconds=math.ceil(job.stop_seconds) + 60,
+            non_root=True if user else None,
+            user=user,
+            service_account=self.service_account,
+            priority_class=self.priority_class,
+            node_selector=self.node_selector,
+            tolerations=list(self.tolerations),
+            image=self.image,
+            pull_policy=self.image_pull_policy,
+            command=command,
+            directory=self.directory,
+            environment=manifest.environment(variables, self.secrets),
+            cpus=self.cpus_per_node,
+            memory=self.memory,
+            devices=devices,
+            security=security,
+            mounts=[{"name": volume, "mountPath": mount} for volume, mount in mounts],
+            volumes=volumes,
+        )
 
     def check(self) -> None:
-        """Looks for kubectl."""
+        """Checks that kubectl is installed."""
         command_line.require(
             "kubectl",
             "install it (https://kubernetes.io/docs/tasks/tools) and log in to the cluster",
         )
 
     def submit(self, submission: Submission, folder: Path) -> tuple[str, Mapping[str, str]]:
-        """All objects, or none: the server looks at all of them before it makes the first."""
+        """Creates all objects or none: the server validates all of them before the first."""
         place, what = submission.command[:-3], ("-f", MANIFEST)
-        objects.run([*place, "create", "--dry-run=server", *what], folder)
-        name, controller, action = objects.labels_of(submission.files[MANIFEST])
-        context = (
-            self.context or objects.current_context()
-        )  # which is another one once the user has switched
-        undo = (*place, "delete", "--ignore-not-found", "--wait=false", *what)
+        kubectl.run([*place, "create", "--dry-run=server", *what], folder)
+        name, controller, action = manifest.labels_of(submission.files[MANIFEST])
+        # The current context is another one once the user has switched.
+        context = self.context or kubectl.current_context()
         try:
-            objects.run(submission.command, folder)
+            kubectl.run(submission.command, folder)
         except LaunchError as error:
-            raise objects.taken_back(error, undo, folder) from None
-        about = {"context": context, "namespace": self.namespace, "name": name}
-        return name, about | {"controller": controller, "action": action}
+            # What somebody else has created since the validation is not ours to delete.
+            if "AlreadyExists" not in str(error):
+                try:
+                    undo = [*place, "delete", "--ignore-not-found", "--wait=false", *what]
+                    kubectl.run(undo, folder)
+                except LaunchError as second:
+                    raise LaunchError(
+                        f"{error}. What had been created by then could not be deleted: {second}"
+                    ) from None
+            raise
+        return name, {
+            "context": context,
+            "namespace": self.namespace,
+            "name": name,
+            "controller": controller,
+            "action": action,
+        }
 
     def states(self, records: Iterable[Record]) -> Mapping[str, State]:
-        """As the cluster has them; those that were deleted are left out."""
-        return objects.states(records)
+        """The cluster's states, without jobs that were deleted."""
+        return kubectl.states(records)
 
     def logs(self, record: Record, follow: bool) -> Iterable[str]:
-        """What the cluster still has of them: logs go with their pods."""
-
-        def goes_on() -> bool:
-            state = objects.states([record]).get(record.id)
-            return follow and state is not None and state.active
-
-        return objects.logs(record, goes_on)
+        """What the cluster still has of them: logs are deleted with their pods."""
+        return kubectl.logs(record, lambda: follow and self.is_active(record))
 
     def cancel(self, record: Record) -> None:
         """Deletes the job; the run gets its deadline for a checkpoint."""
-        objects.delete(record)
+        kubectl.delete(record)

@@ -1,4 +1,4 @@
-"""This machine: `samestep train --elastic` in the background, which goes on when the terminal is closed."""
+"""This machine: `samestep train --elastic` in the background, which survives a closed terminal."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import ClassVar, Literal
 from launch import logs
 from launch.environment import Environment
 from launch.job import CANCEL, EXIT, LOG, SCRIPT, Cluster, JobSpec, Record, State, Submission
+from launch.settings import check_least
 from trainer.errors import ConfigError, LaunchError
 
 _PROC = Path("/proc")
@@ -27,10 +28,11 @@ class Config(Cluster):
     """This machine.
 
     Attributes:
-        processes: that train; None takes one a GPU, else one.
+        processes: number of training processes; None starts one for each GPU, or one without GPUs.
         environment: what is set up before the command.
-        code: snapshot copies what git knows of the folder that you submit from, which then comes before what is
-            installed: you can go on editing. installed takes that alone.
+        code: snapshot copies the files that git knows in the folder that you submit from, and
+            prefers them to the installed package, so you can go on editing; installed takes the
+            package alone.
     """
 
     processes: int | None = None
@@ -40,58 +42,41 @@ class Config(Cluster):
     shares_files: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.processes is not None and self.processes < 1:
-            raise ConfigError(
-                f"processes must be at least 1, not {self.processes}; leave it out for one a GPU"
-            )
+        check_least(self, processes=1)
 
     @property
     def devices(self) -> tuple[int | Literal["here"], ...]:
-        """Those that this machine turns out to have, unless they are named."""
+        """The devices of this machine, unless `processes` is set."""
         return (self.processes or "here",)
 
-    @property
-    def takes_snapshot(self) -> bool:
-        return self.code == "snapshot"
-
-    @property
-    def exported(self) -> Mapping[str, str]:
-        return self.environment.variables
-
     def render(self, job: JobSpec) -> Submission:
-        """One script: a shell that becomes the command, within one that writes down how it has ended."""
+        """A script: a subshell becomes the command, and the shell writes its exit code."""
         if job.tasks > 1:
             raise ConfigError(
-                "this machine builds a dataset by one job with many processes; leave --tasks out"
+                "this machine builds a dataset in one job with many processes. Remove --tasks."
             )
-        train = [
-            "--elastic",
-            "1",
-            *(["--processes", str(self.processes)] if self.processes else []),
-        ]
-        more = train if job.action == "train" else []
-        write_down = f"echo $? > {shlex.quote(str(job.folder / EXIT))}"
+        arguments: list[str] = []
+        if job.action == "train":
+            arguments = ["--elastic", "1"]
+            if self.processes:
+                arguments += ["--processes", str(self.processes)]
+        write_exit = f"echo $? > {shlex.quote(str(job.folder / EXIT))}"
         lines = [
             "#!/bin/bash",
             "# Written by samestep launch.",
-            f"trap {shlex.quote(write_down)} EXIT",
-        ]
-        lines += ["trap : TERM  # which is for the command to heed"]
-        lines += [
+            f"trap {shlex.quote(write_exit)} EXIT",
+            "trap : TERM  # the command handles it",
             'export SAMESTEP_JOB="local-$$"',
             "(",
             f"cd -- {shlex.quote(str(job.directory))} || exit 1",
-        ]
-        lines += [
             *self.environment.lines(),
             *job.exports(),
             "",
-            f"exec {job.shell_command(*more)}",
+            f"exec {job.shell_command(*arguments)}",
             ")",
             "code=$?",
-        ]
-        lines += [
-            f"if [ $code = {128 + signal.SIGTERM} ]; then  # before the run could heed it: what sets up ends, too",
+            f"if [ $code = {128 + signal.SIGTERM} ]; then",
+            "  # The signal came before the command: end what the setup has started, too.",
             "  trap '' TERM",
             "  kill -- -$$ 2> /dev/null",
             "fi",
@@ -100,14 +85,15 @@ class Config(Cluster):
         return Submission({SCRIPT: "\n".join(lines) + "\n"}, ("bash", SCRIPT))
 
     def check(self) -> None:
-        """Looks for what tells whether jobs live."""
+        """Checks for /proc, which says which processes live."""
         if not _stat(os.getpid()):
             raise LaunchError(
-                "kind local needs Linux, whose /proc says which jobs live; use samestep train instead"
+                "kind local needs Linux, whose /proc says which jobs live. Use samestep train "
+                "instead."
             )
 
     def submit(self, submission: Submission, folder: Path) -> tuple[str, Mapping[str, str]]:
-        """Starts it in a session of its own."""
+        """Starts the script in a session of its own."""
         with (folder / LOG).open("wb") as log:
             process = subprocess.Popen(
                 submission.command,
@@ -125,12 +111,12 @@ class Config(Cluster):
         return f"local-{process.pid}", about
 
     def states(self, records: Iterable[Record]) -> Mapping[str, State]:
-        """Whether their processes are there, or how they have ended; those of other machines are not seen from here."""
+        """From the process, or the exit code; jobs of other machines are not visible from here."""
         return {record.id: _state(record) for record in records}
 
     def logs(self, record: Record, follow: bool) -> Iterable[str]:
-        """What the run says."""
-        return logs.read(record.folder, lambda: follow and _state(record).active)
+        """The output of the run."""
+        return logs.read(record.folder, lambda: follow and self.is_active(record))
 
     def cancel(self, record: Record) -> None:
         """The run saves a checkpoint first."""
@@ -139,14 +125,15 @@ class Config(Cluster):
             raise LaunchError(f"{record.id} has ended already")
         if not _is_alive(record):
             raise LaunchError(
-                f"{record.id} was started {state.word}, and can be cancelled only there; if that machine is gone, "
-                f"remove {record.folder}"
+                f"{record.id} was started {state.word}, and can be cancelled only there. If that "
+                f"machine is gone, remove {record.folder}."
             )
         (record.folder / CANCEL).touch()
         pid = int(record.about["pid"])
-        while not (children := _children(pid)) and _is_alive(record):  # it starts, or ends
+        while not (children := _children(pid)) and _is_alive(record):  # it is starting or ending
             time.sleep(0.01)
-        for child in children:  # its script lives on, to write down how it has ended
+        # Signal the command only: the script must live to write its exit code.
+        for child in children:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGTERM)
 
@@ -155,10 +142,9 @@ def _state(record: Record) -> State:
     host = record.about.get("host", "another machine")
     if _is_alive(record):
         return State("running", True)
-    here = host == socket.gethostname() or record.about.get("started", "").startswith(
-        _boot()
-    )  # names may change
-    if here or (record.folder / EXIT).exists():
+    # A machine's name may change, but not the id of its boot.
+    is_here = host == socket.gethostname() or record.about.get("started", "").startswith(_boot())
+    if is_here or (record.folder / EXIT).exists():
         return logs.state_of_ended(record.folder)
     return State(f"on {host}", True)
 
@@ -168,18 +154,18 @@ def _is_alive(record: Record) -> bool:
 
 
 def _started(pid: int) -> str:
-    """What tells a process from any other one of its number: which start of the machine, and the clock ticks since.
+    """Identifies a process among others of its pid: boot id and start in clock ticks since then.
 
-    Empty where there is none.
+    Empty if there is no such process.
     """
     stat = _stat(pid)
-    if not stat or stat[0] in "ZX":
+    if not stat or stat[0] in "ZX":  # zombie or dead
         return ""
     return f"{_boot()} {stat[19]}"
 
 
 def _boot() -> str:
-    """What no other start of this machine has, and no other machine."""
+    """The id of this boot of this machine."""
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -189,8 +175,9 @@ def _children(pid: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """What the kernel says of a process (proc_pid_stat(5)), from its state on; nothing where there is none."""
+    """Fields of /proc/PID/stat from the state on (proc_pid_stat(5)); empty without the process."""
     try:
+        # The name before the state is in parentheses, and may hold anything.
         return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []

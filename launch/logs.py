@@ -1,10 +1,11 @@
-"""What jobs leave in their folder: the log, and how they ended."""
+"""Files that a job leaves in its folder: logs and exit codes."""
 
 from __future__ import annotations
 
 import codecs
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,58 +17,55 @@ _CHUNK = 2**16
 
 
 def read(folder: Path, goes_on: Callable[[], bool], every: float = _POLL_SECONDS) -> Iterator[str]:
-    """The text of a job's log files, those of an array's tasks one after the other.
+    """The text of a job's log files; the tasks of an array follow each other.
 
     Args:
         folder: of the launch.
         goes_on: whether more may come.
-        every: seconds after which that is asked again, but at once when the job leaves its exit code.
+        every: seconds between two calls of `goes_on`; when the job leaves its exit code, it is
+            called at once.
 
     Raises:
-        LaunchError: there is none, and none will come.
+        LaunchError: there is no log, and none will come.
     """
-    places: dict[Path, int] = {}
-    decoders: dict[Path, codecs.IncrementalDecoder] = {}  # a piece may end within a character
+    new_decoder = codecs.getincrementaldecoder("utf-8")
+    read_bytes: dict[Path, int] = defaultdict(int)
+    decoders: dict[Path, codecs.IncrementalDecoder] = {}  # a chunk may end within a character
     asked, has_ended = -math.inf, False
     while True:
         last_look, had_ended, has_ended = False, has_ended, (folder / EXIT).exists()
         if time.monotonic() >= asked + every or (has_ended and not had_ended):
+            # Asked before reading, so that the last look reads the end of the log.
             last_look, asked = not goes_on(), time.monotonic()
         for file in sorted(folder.glob("job*.log"), key=lambda path: (len(path.name), path.name)):
-            while text := _from(file, places.get(file, 0)):
-                places[file] = places.get(file, 0) + len(text)
-                decoder = decoders.setdefault(
-                    file, codecs.getincrementaldecoder("utf-8")("replace")
-                )
-                yield decoder.decode(text)
+            decoder = decoders.setdefault(file, new_decoder("replace"))
+            with file.open("rb") as stream:
+                stream.seek(read_bytes[file])
+                while chunk := stream.read(_CHUNK):
+                    read_bytes[file] += len(chunk)
+                    yield decoder.decode(chunk)
         if last_look:
             break
         time.sleep(_POLL_SECONDS)
-    if not places:
+    if not any(read_bytes.values()):
         raise LaunchError(
-            f"the job has written no log into {folder} yet; `samestep jobs` says whether it has started"
+            f"the job has written no log into {folder} yet. `samestep jobs` says whether it has "
+            "started."
         )
 
 
-def _from(file: Path, start: int) -> bytes:
-    with file.open("rb") as stream:
-        stream.seek(start)
-        return stream.read(_CHUNK)
-
-
 def state_of_ended(folder: Path, tasks: int = 1) -> State:
-    """How a job that waits and runs no more has ended, by the code that its script has left, or each of its tasks."""
+    """The state of a job that neither waits nor runs, from the exit codes of all its tasks."""
+    files = [folder / EXIT, *folder.glob(f"{EXIT}-*")]
     try:
-        codes = [
-            int(file.read_text())
-            for file in (folder / EXIT, *folder.glob(f"{EXIT}-*"))
-            if file.exists()
-        ]
+        codes = [int(file.read_text()) for file in files if file.exists()]
     except (OSError, ValueError):
         codes = []
     code = max(codes) if len(codes) == tasks else None
-    if code in (EXIT_DONE, EXIT_PREEMPTED):
-        return State("done" if code == EXIT_DONE else "stopped", False)
+    if code == EXIT_DONE:
+        return State("done", False)
+    if code == EXIT_PREEMPTED:
+        return State("stopped", False)
     if (folder / CANCEL).exists():
         return State("cancelled", False)
     if code is None:

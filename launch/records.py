@@ -1,4 +1,4 @@
-"""Which jobs have been submitted from this machine by this user: a line each in a file of theirs."""
+"""The jobs that this user has submitted from this machine: one line of JSON each."""
 
 from __future__ import annotations
 
@@ -24,37 +24,35 @@ _FILE = "jobs.jsonl"
 
 
 def state_folder() -> Path:
-    """Where this user's programs keep what they remember (XDG Base Directory Specification)."""
+    """The user's folder for the state of samestep (XDG Base Directory Specification)."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "samestep"
 
 
 def add(record: Record) -> None:
-    """Remembers a job."""
+    """Appends a job."""
     folder = state_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    # The line before may have been cut short, as by a full disk.
+    # Begins with a line break, as a full disk may have cut the line before.
     line = f"\n{json.dumps({**asdict(record), 'folder': str(record.folder)})}\n".encode()
-    with (folder / _FILE).open("ab") as file:  # one write, which nobody else's come into
-        file.write(line)
+    with (folder / _FILE).open("ab") as file:
+        file.write(line)  # one write: lines of concurrent launches do not mix
 
 
 def newest_first() -> list[Record]:
-    """The jobs whose folders are still there."""
+    """The jobs whose folders still exist."""
     file = state_folder() / _FILE
     try:
         lines = file.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    found = []
+    found: list[Record] = []
     for number, line in enumerate(lines, start=1):
         if line:
             try:
                 found.append(_parse(line))
             except (ValueError, TypeError, KeyError):
                 logger.warning(
-                    "%s, line %d is no job of this version of samestep; passing over it",
-                    file,
-                    number,
+                    "%s, line %d is no job of this version of samestep; skipping it", file, number
                 )
     return [record for record in reversed(found) if record.folder.is_dir()]
 
@@ -68,26 +66,24 @@ def _parse(line: bytes) -> Record:
 
 
 def find(job: str) -> Record:
-    """A job by its id, or by the run folder that it works on: the newest.
+    """Finds the newest job by its id, its folder, or its output.
 
     Args:
         job: the id may be that of a later segment, or of a task of an array (4711_3).
 
     Raises:
-        LaunchError: there is none.
+        LaunchError: there is no such job.
     """
     number, place = re.sub(r"_\d+$", "", job), os.path.abspath(job)
     for record in newest_first():
         ids = (record.id, *record.about.get("segments", "").split())
-        if (
-            number in ids
-            or job.rstrip("/") == record.output
-            or place in (str(record.folder), record.output)
-        ):
+        if number in ids or job.rstrip("/") == record.output:
+            return record
+        if place in (str(record.folder), record.output):
             return record
     raise LaunchError(
-        f"no job {job} has been submitted from here by you; `samestep jobs` lists yours. Others' jobs, and those "
-        "submitted elsewhere, are for the cluster's own commands"
+        f"no job {job} has been submitted from here by you. `samestep jobs` lists yours; use the "
+        "cluster's own commands for jobs of others, or from elsewhere."
     )
 
 
@@ -103,6 +99,6 @@ def cluster_of(record: Record) -> Cluster:
         return decode(Annotated[Cluster, KINDS], tree, "cluster")
     except (OSError, ValueError, yaml.YAMLError, AttributeError, KeyError, ConfigError) as error:
         raise LaunchError(
-            f"{file}, which says where job {record.id} was submitted to, cannot be read: {error}; the cluster's own "
-            f"commands know the job. Remove {record.folder} to forget it"
+            f"{file}, which says where job {record.id} was submitted to, cannot be read: {error}. "
+            f"Use the cluster's own commands for the job, or remove {record.folder} to forget it."
         ) from error

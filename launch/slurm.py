@@ -1,4 +1,4 @@
-"""Slurm: a batch script whose only step is one `samestep train --elastic` a node."""
+"""Slurm: a batch script whose only step runs one `samestep train --elastic` on each node."""
 
 from __future__ import annotations
 
@@ -14,45 +14,54 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from launch import command_line, logs
-from launch.environment import Environment
-from launch.job import CANCEL, EXIT, LOG, SCRIPT, Cluster, JobSpec, Record, State, Submission
-from launch.nodes import device_counts, node_range
+from launch.environment import Environment, exports
+from launch.job import CANCEL, EXIT, LOG, SCRIPT, JobSpec, Record, State, Submission
+from launch.settings import NodeCluster, check_least, check_options, check_patterns
 from trainer.errors import EXIT_PREEMPTED, EXIT_UNAVAILABLE, ConfigError, LaunchError
 
 _WORD = re.compile(r"[\w.:,@+\-*/&|()\[\]=%]+")
-_FOREIGN = re.compile(r"SLURM_(?!CONF$)|SBATCH_|SRUN_|SQUEUE_|SCANCEL_")
-_ASK_SECONDS = 15.0  # between two questions whether a job that is followed goes on
+_WORDS = dict.fromkeys(
+    ("nodes", "partition", "account", "qos", "constraint", "memory", "gpu_type"), _WORD
+)
 _TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?")
-_OURS = {
-    "array",
-    "clusters",
-    "job-name",
-    "nodes",
-    "ntasks",
-    "open-mode",
-    "output",
-    "parsable",
-    "signal",
-    "wait",
-}
-_STARTUP = 60  # seconds beyond those for a checkpoint: Slurm may be late with its signal
-_STOPS = 5  # in a row from the same step, after which a run is not requeued
+_OWN_OPTIONS = re.compile(
+    "--(array|clusters|job-name|nodes|ntasks|open-mode|output|parsable|signal|wait)(=.*)?"
+)
+# Variables of Slurm's commands: set by a user's shell, or by a job that this process is part of.
+_FOREIGN = re.compile(r"SLURM_(?!CONF$)|SBATCH_|SRUN_|SQUEUE_|SCANCEL_")
+_POLL_SECONDS = 15.0  # between two requests for the state of a job whose log is followed
+_SIGNAL_MARGIN = 60  # seconds: Slurm may be late with its signal
+_MAX_STOPS = 5  # in a row from the same step; a run is not requeued after that
 _HINTS = {
-    "invalid partition": "`sinfo --summarize` lists the partitions; set cluster.partition to one of them",
-    "invalid account": "`sacctmgr show associations user=$USER` lists your accounts; set cluster.account to one",
-    "node configuration is not available|node count specification invalid|more processors requested": (
-        "no node of the partition has that many GPUs, cores or that much memory, or it has too few nodes: see "
-        "`sinfo --Node --long`, and lower cluster.gpus_per_node or cluster.nodes"
+    "invalid partition": (
+        "`sinfo --summarize` lists the partitions; set cluster.partition to one of them"
     ),
-    "invalid generic resource|invalid gres": "its nodes have no such GPUs: see `sinfo --format='%N %G'`",
-    "time limit": "`sinfo` shows the partition's limit; lower cluster.time: the run goes on in a requeued job",
+    "invalid account": (
+        "`sacctmgr show associations user=$USER` lists your accounts; set cluster.account to one"
+    ),
+    (
+        "node configuration is not available|node count specification invalid"
+        "|more processors requested"
+    ): (
+        "no node of the partition has that many GPUs, cores or that much memory, or it has too few "
+        "nodes: see `sinfo --Node --long`, and lower cluster.gpus_per_node or cluster.nodes"
+    ),
+    "invalid generic resource|invalid gres": (
+        "its nodes have no such GPUs: see `sinfo --format='%N %G'`"
+    ),
+    "time limit": (
+        "`sinfo` shows the partition's limit; lower cluster.time: the run continues in a requeued "
+        "job"
+    ),
     "unable to contact slurm controller|connection refused|configuration source": (
-        "Slurm's controller cannot be reached from here; try on a login node, or ask `scontrol ping`"
+        "Slurm's controller cannot be reached from here; try on a login node, or ask "
+        "`scontrol ping`"
     ),
-    "invalid user|access/permission denied|expired|munge": "log in again, and see `munge -n | unmunge`",
+    "invalid user|access/permission denied|expired|munge": (
+        "log in again, and see `munge -n | unmunge`"
+    ),
     "invalid job id": "`samestep jobs` lists yours",
 }
-_SELECTION = ("nodes", "partition", "account", "qos", "constraint", "memory", "gpu_type")
 
 
 @dataclass(frozen=True)
@@ -61,9 +70,9 @@ class Container:
 
     Attributes:
         kind: pyxis (srun's --container-image, with enroot) or apptainer.
-        image: a file, or a name that the kind knows how to find.
-        mounts: further folders that are seen inside, at the same place, or FROM:TO. Those of the run and of the launch
-            are there already.
+        image: a file, or a name that the kind can find.
+        mounts: further folders to mount at the same path inside, or FROM:TO. The folders of the run
+            and of the launch are mounted already.
     """
 
     image: str
@@ -71,51 +80,55 @@ class Container:
     mounts: tuple[str, ...] = ()
 
     def words(self, job: JobSpec, gpus: bool) -> list[str]:
-        """What goes between srun and the command."""
+        """The words between srun's options and the command."""
         folders = dict.fromkeys((str(job.directory), str(job.folder.parents[1])))
         mounts = [*(f"{folder}:{folder}" for folder in folders), *self.mounts]
-        if wrong := [mount for mount in mounts if "," in mount or mount.count(":") > 1]:
-            raise ConfigError(
-                f"container.mounts: {wrong[0]!r} has a comma or colon in it, which separate mounts"
-            )
+        for mount in mounts:
+            if "," in mount or mount.count(":") > 1:
+                raise ConfigError(
+                    f"container.mounts: {mount!r} holds a comma or colon, which separate mounts. "
+                    "Use another folder."
+                )
         if self.kind == "apptainer":
             place = ["--pwd", str(job.directory), "--bind", ",".join(mounts)]
             return ["apptainer", "exec", *["--nv"] * gpus, *place, self.image]
-        # Enroot takes what is no path for an image of a registry.
+        # Enroot takes anything but a path for an image of a registry.
         image = str(job.directory / self.image) if self.image.endswith(".sqsh") else self.image
         options = [f"--container-image={image}", f"--container-workdir={job.directory}"]
-        # Images with PyTorch in them are given ranks, which the agent would take for another launcher's.
-        without = ["env", "-u", "RANK", "-u", "WORLD_SIZE", "-u", "LOCAL_RANK"]
-        return [*options, f"--container-mounts={','.join(mounts)}", *without]
+        # pyxis sets ranks in images with PyTorch, which the agent would take for a launcher's.
+        without_ranks = ["env", "-u", "RANK", "-u", "WORLD_SIZE", "-u", "LOCAL_RANK"]
+        return [*options, f"--container-mounts={','.join(mounts)}", *without_ranks]
 
 
 @dataclass(frozen=True)
-class Config(Cluster):
+class Config(NodeCluster):
     """A partition of a Slurm cluster whose nodes share files with the machine that submits.
 
     Attributes:
-        nodes: a number, or a range as 2-8: the run starts as soon as it can have the fewest, and each time it is
-            requeued with what is free then.
+        nodes: number of nodes, or a range as 2-8: the run starts as soon as it can have the least,
+            and whenever it is requeued it takes what is free.
         gpus_per_node: GPUs, with one process for each; 0 trains on the CPU.
-        gpu_type: Slurm's name of the GPUs, where it has several types.
-        processes_per_node: without GPUs.
-        cpus_per_node: cores; None takes what the partition gives, all of them if `exclusive`.
-        memory: of a node, as Slurm writes it (200G; 0 is all); None takes what the partition gives.
-        partition: None takes the cluster's own.
-        account: what the time is charged to.
+        gpu_type: Slurm's name of the GPUs, if the cluster has several types.
+        processes_per_node: number of processes on a node without GPUs.
+        cpus_per_node: cores; None takes the partition's default, all of them if `exclusive`.
+        memory: memory of a node, as Slurm writes it (200G; 0 is all); None takes the partition's
+            default.
+        partition: None takes the cluster's default.
+        account: account that is charged.
         qos: quality of service.
         constraint: features that nodes must have.
-        time: limit of one job, as 2d, 12h or 1d6h30m. The run is not bound by it: shortly before, it saves a checkpoint
-            and is requeued. None takes the partition's.
+        time: limit of one job, as 2d, 12h or 1d6h30m. The run may take longer: shortly before the
+            limit it saves a checkpoint and is requeued. None takes the partition's limit.
         exclusive: whether no other job shares the nodes.
-        requeue: whether a run that was stopped by the limit, by pre-emption or by a node's failure goes on by itself.
-        segments: jobs that are submitted at once, each of which goes on when the one before has not finished the run:
-            for clusters that allow no requeuing. They take the place of `requeue`.
-        interface: the network interface of NCCL and gloo, as ib0; None leaves the choice to them.
+        requeue: whether a run that was stopped by the limit, by pre-emption or by a node's failure
+            continues by itself.
+        segments: number of jobs that are submitted at once, each of which continues the run if the
+            one before has not finished it: for clusters without requeuing. Replaces `requeue`.
+        interface: the network interface of NCCL and gloo, as ib0; None lets them choose.
         container: an image to run in; None takes the environment.
         environment: what is set up before the command.
-        code: snapshot copies what git knows of the folder that you submit from, which then comes before what is
-            installed; installed takes that alone.
+        code: snapshot copies the files that git knows in the folder that you submit from, and
+            prefers them to the installed package; installed takes the package alone.
         options: further options of sbatch, as --reservation=week7.
     """
 
@@ -142,27 +155,16 @@ class Config(Cluster):
     shares_files: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name in _SELECTION:
-            value = getattr(self, name)
-            if value is not None and not _WORD.fullmatch(str(value)):
-                raise ConfigError(f"{name} {value!r} is nothing that Slurm would have a name for")
-        command_line.check_options(self.options, "sbatch")
+        check_patterns(self, _WORDS, "Slurm")
+        check_options(self.options, "sbatch")
         for option in self.options:
-            if option.removeprefix("--").partition("=")[0] in _OURS:
+            if _OWN_OPTIONS.fullmatch(option):
                 raise ConfigError(
-                    f"options: {option!r} would undo what samestep launch sets; leave it out"
+                    f"options: {option!r} would undo what samestep launch sets. Remove it."
                 )
-        for name in ("processes_per_node", "segments", "cpus_per_node"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, not {value}")
-        if self.gpus_per_node < 0:
-            raise ConfigError(f"gpus_per_node must be at least 0, not {self.gpus_per_node}")
-        _ = self.node_range, self.minutes  # refuses what is none
-
-    @property
-    def node_range(self) -> tuple[int, int]:
-        """The fewest nodes, and the most."""
-        return node_range(self.nodes)
+        self.check_node_settings()
+        check_least(self, segments=1)
+        _ = self.minutes  # raises if `time` is invalid
 
     @property
     def minutes(self) -> int | None:
@@ -171,157 +173,149 @@ class Config(Cluster):
             return None
         match = _TIME.fullmatch(self.time)
         days, hours, minutes = (int(part or 0) for part in match.groups()) if match else (0, 0, 0)
-        if not (total := 60 * (24 * days + hours) + minutes):
+        total = 60 * (24 * days + hours) + minutes
+        if not total:
             raise ConfigError(f"time must be written as 2d, 12h, 90m or 1d6h30m, not {self.time}")
         return total
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        """One number for each number of nodes."""
-        return device_counts(self.node_range, self.gpus_per_node or self.processes_per_node)
-
-    @property
-    def takes_snapshot(self) -> bool:
-        return self.code == "snapshot"
 
     @property
     def waits_for_jobs(self) -> bool:
         return any(option.startswith("--dependency") for option in self.options)
 
-    @property
-    def exported(self) -> Mapping[str, str]:
-        return self.environment.variables
-
     def render(self, job: JobSpec) -> Submission:
         """One batch script."""
         build = job.action == "build"
-        lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in self._options(job))]
-        lines += [
+        exit_file = f'"$launch/{EXIT}{"-$SLURM_ARRAY_TASK_ID" if build else ""}"'
+        lines = [
+            "#!/bin/bash",
+            *(f"#SBATCH {option}" for option in self._options(job)),
             "",
-            "# Written by samestep launch. Slurm runs it on the first node, again after each requeue.",
-        ]
-        ended = f'"$launch/{EXIT}{"-$SLURM_ARRAY_TASK_ID" if build else ""}"'
-        lines += [
+            "# Written by samestep launch. Slurm runs it on the first node, and again after each",
+            "# requeue.",
             f"launch={shlex.quote(str(job.folder))}",
-            f"rm -f -- {ended}",
-            f"trap 'echo 1 > {ended}' EXIT",
-        ]
-        lines += [f"cd -- {shlex.quote(str(job.directory))} || exit 1"]
-        lines += [*self.environment.lines(own=self.container is None), "trap - EXIT", "set +eu"]
-        lines += [
+            f"rm -f -- {exit_file}",
+            f"trap 'echo 1 > {exit_file}' EXIT",
+            f"cd -- {shlex.quote(str(job.directory))} || exit 1",
+            *self.environment.lines(own=self.container is None),
+            # The user's setup may have set -e, under which exit codes below would end the script.
+            "trap - EXIT",
+            "set +eu",
             *job.exports(),
             'export SAMESTEP_JOB="$SLURM_JOB_ID" SAMESTEP_NODES="$SLURM_JOB_NODELIST"',
+            *exports(self.socket_variables()),
+            "",
+            *(self._build(job) if build else self._train(job)),
+            f"echo $code > {exit_file}",
+            "exit $code",
         ]
-        if self.interface:
-            lines += [
-                f"export {name}_SOCKET_IFNAME={shlex.quote(self.interface)}"
-                for name in ("NCCL", "GLOO")
-            ]
-        lines.append("")
-        lines += self._build(job, ended) if build else self._train(job, ended)
         log = _pattern(job.folder / ("job-%a.log" if build else LOG))
         return Submission(
             {SCRIPT: "\n".join(lines) + "\n"}, ("sbatch", "--parsable", f"--output={log}", SCRIPT)
         )
 
     def _options(self, job: JobSpec) -> list[str]:
-        build, (fewest, most) = job.action == "build", self.node_range
-        chain = hashlib.sha256(str(job.folder).encode()).hexdigest()[
-            :6
-        ]  # whose name no other jobs may have
-        options = [
-            f"--job-name={job.name}" + f"-{chain}" * (self.segments > 1),
-            "--open-mode=append",
-        ]
-        options += ["--dependency=singleton"] * (self.segments > 1)
+        build = job.action == "build"
+        options = ["--open-mode=append"]
+        if self.segments > 1:
+            # Jobs of one user and name run one after the other, so no other jobs may have the name.
+            digest = hashlib.sha256(str(job.folder).encode()).hexdigest()[:6]
+            options.insert(0, f"--job-name={job.name}-{digest}")
+            options.append("--dependency=singleton")
+        else:
+            options.insert(0, f"--job-name={job.name}")
+        least, most = self.node_range
         if build:
             options += ["--nodes=1", f"--array=1-{job.tasks}"]
         else:
-            options += [f"--nodes={fewest}-{most}" if most > fewest else f"--nodes={fewest}"]
-        if self.gpus_per_node and not build:
-            of_type = f"{self.gpu_type}:" if self.gpu_type else ""
-            options.append(
-                f"--gres=gpu:{of_type}{self.gpus_per_node}"
-            )  # which every select plugin takes
-        named = {"mincpus": self.cpus_per_node, "mem": self.memory, "partition": self.partition}
-        named |= {"account": self.account, "qos": self.qos, "constraint": self.constraint}
+            options.append(f"--nodes={least}-{most}" if most > least else f"--nodes={least}")
+            if self.gpus_per_node:  # --gres works with every select plugin, --gpus-per-node not
+                of_type = f"{self.gpu_type}:" if self.gpu_type else ""
+                options.append(f"--gres=gpu:{of_type}{self.gpus_per_node}")
+        named = {
+            "mincpus": self.cpus_per_node,
+            "mem": self.memory,
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "constraint": self.constraint,
+        }
         options += [f"--{name}={value}" for name, value in named.items() if value is not None]
         if self.minutes is not None:
             days, minutes = divmod(self.minutes, 24 * 60)
             options.append(f"--time={days}-{minutes // 60:02}:{minutes % 60:02}:00")
-        options += ["--exclusive"] * (self.exclusive and not build)
-        if not build and job.stop_signals:
-            name = "SIGUSR1" if "SIGUSR1" in job.stop_signals else job.stop_signals[0]
-            lead = round(job.stop_seconds) + _STARTUP
-            if self.minutes is not None and self.minutes * 60 < 2 * lead:
-                raise ConfigError(
-                    f"time {self.time} is too short: {lead} s before its end the run is told to save a checkpoint; "
-                    "raise cluster.time, or lower training.preemption.deadline"
-                )
-            options.append(f"--signal={name.removeprefix('SIG')}@{lead}")
+        if not build:
+            options += ["--exclusive"] * self.exclusive + self._signal_option(job)
         options.append("--requeue" if build or self._requeues else "--no-requeue")
-        named_by_user = (option.partition("=") for option in self.options)
-        return [
-            *options,
-            *(
-                f"{name}{equals}{shlex.quote(value) if value else ''}"
-                for name, equals, value in named_by_user
-            ),
-        ]
+        for option in self.options:
+            name, equals, value = option.partition("=")
+            options.append(f"{name}{equals}{shlex.quote(value) if value else ''}")
+        return options
+
+    def _signal_option(self, job: JobSpec) -> list[str]:
+        """Has Slurm signal a run before the job's limit, in time for a checkpoint."""
+        if not job.stop_signals:
+            return []
+        name = "SIGUSR1" if "SIGUSR1" in job.stop_signals else job.stop_signals[0]
+        lead = round(job.stop_seconds) + _SIGNAL_MARGIN
+        if self.minutes is not None and self.minutes * 60 < 2 * lead:
+            raise ConfigError(
+                f"time {self.time} is too short: {lead} s before its end the run is told to save a "
+                "checkpoint. Raise cluster.time, or lower training.preemption.deadline."
+            )
+        return [f"--signal={name.removeprefix('SIG')}@{lead}"]
 
     @property
     def _requeues(self) -> bool:
         return self.requeue and self.segments == 1
 
-    def _build(self, job: JobSpec, ended: str) -> list[str]:
-        """One slice a task; the last one merges and verifies."""
+    def _build(self, job: JobSpec) -> list[str]:
+        """Each task of the array builds one slice; the last one to finish merges and verifies."""
         slice_ = ["--slice", f'"$SLURM_ARRAY_TASK_ID/{job.tasks}"']
-        lines = [" ".join(self._srun(job, gpus=False)) + " \\", "  " + job.shell_command(*slice_)]
-        return [*lines, "code=$?", f"echo $code > {ended}", "exit $code"]
+        return [*self._srun(job, job.shell_command(*slice_), gpus=False), "code=$?"]
 
-    def _srun(self, job: JobSpec, gpus: bool) -> list[str]:
-        """What runs a command on each node."""
-        # The batch script asks for no tasks: Slurm would stop at nodes for those, and take the fewest of a range.
+    def _srun(self, job: JobSpec, command: str, gpus: bool) -> list[str]:
+        """Runs a command once on each node."""
+        # The batch script requests no tasks: Slurm would stop adding nodes once it has enough for
+        # the tasks, and take the least of a range.
         srun = ["srun", '--ntasks="$SLURM_JOB_NUM_NODES"', "--ntasks-per-node=1", "--cpu-bind=none"]
         srun += [f"--cpus-per-task={self.cpus_per_node}"] * bool(self.cpus_per_node)
         inside = self.container.words(job, gpus) if self.container else []
-        return [*srun, "--kill-on-bad-exit=0", *map(shlex.quote, inside)]
+        words = [*srun, "--kill-on-bad-exit=0", *map(shlex.quote, inside)]
+        return [" ".join(words) + " \\", f"  {command}"]
 
-    def _train(self, job: JobSpec, ended: str) -> list[str]:
-        processes = [] if self.gpus_per_node else ["--processes", str(self.processes_per_node)]
-        elastic = [
-            "--elastic",
-            f'"{self.node_range[0]}:$SLURM_JOB_NUM_NODES"',
-            "--rendezvous",
-            '"$rendezvous"',
-        ]
-        srun = self._srun(job, gpus=bool(self.gpus_per_node))
-        cancel, stops = (f'"$launch/{name}"' for name in (CANCEL, "stops"))
+    def _train(self, job: JobSpec) -> list[str]:
+        gpus = bool(self.gpus_per_node)
+        nodes = f'"{self.node_range[0]}:$SLURM_JOB_NUM_NODES"'
+        command = job.shell_command(*self.train_arguments(nodes, '"$rendezvous"', gpus))
+        cancel, stops = f'"$launch/{CANCEL}"', '"$launch/stops"'
         lines = [
-            "# The nodes meet at the first of them.",
+            "# The first node hosts the rendezvous.",
             'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             'rendezvous="$first:$((20000 + SLURM_JOB_ID % 10000))"',
-        ]
-        lines += [
             f"[ ! -e {cancel} ] || exit {EXIT_PREEMPTED}",
             "",
-            " ".join(srun) + " \\",
-            "  " + job.shell_command(*processes, *elastic),
+            *self._srun(job, command, gpus),
             "code=$?",
         ]
-        # 128 and a signal's number: it was not done with its checkpoint in time, or killed, as for want of memory.
-        signals = {_number(each) for each in (*job.stop_signals, "SIGKILL")}
-        codes = (EXIT_UNAVAILABLE, EXIT_PREEMPTED, *(128 + number for number in sorted(signals)))
+        # Exit codes of a run that was stopped. 128 + signal: its checkpoint took too long, or it
+        # was killed, for example as memory ran out.
+        known = signal.Signals.__members__
+        names = {*job.stop_signals, "SIGKILL"}
+        numbers = sorted({known[name].value if name in known else 0 for name in names})
+        codes = [EXIT_UNAVAILABLE, EXIT_PREEMPTED, *(128 + number for number in numbers)]
         stopped = "|".join(map(str, codes))
         if self._requeues:
             starts = shlex.quote(str(job.folder.parents[1] / "starts.jsonl"))
+            most = _MAX_STOPS
+            newest_step = f"tail -n 1 -- {starts} | grep -o '\"step\": *[0-9]*'"
             lines += [
                 "",
-                "# If it was stopped, it goes on from its newest checkpoint, unless it comes no further by that.",
+                "# A run that was stopped is requeued and continues from its newest checkpoint,",
+                "# unless it makes no progress that way.",
                 f"case $code in {stopped})",
-                f"  {{ tail -n 1 -- {starts} | grep -o '\"step\": *[0-9]*' || echo none; }} >> {stops}",
-                f"  if tail -n {_STOPS} -- {stops} | uniq -c | grep -q '^ *{_STOPS} '; then",
-                f'    echo "stopped {_STOPS} times without a newer checkpoint: not requeued" >&2',
+                f"  {{ {newest_step} || echo none; }} >> {stops}",
+                f"  if tail -n {most} -- {stops} | uniq -c | grep -q '^ *{most} '; then",
+                f'    echo "stopped {most} times without a newer checkpoint: not requeued" >&2',
                 f"  elif [ ! -e {cancel} ]; then",
                 '    scontrol requeue "$SLURM_JOB_ID" && exit $code',
                 "  fi ;;",
@@ -330,23 +324,23 @@ class Config(Cluster):
         elif self.segments > 1:
             lines += [
                 "",
-                "# Unless it was stopped, there is nothing left for the segments after it.",
+                "# A run that was not stopped leaves nothing to do for the segments after it.",
                 f"case $code in {stopped}) ;; *)",
                 '  scancel --state=PENDING --user="$(id -un)" --name="$SLURM_JOB_NAME" ;;',
                 "esac",
             ]
-        return [*lines, f"echo $code > {ended}", "exit $code"]
+        return lines
 
     def check(self) -> None:
-        """Looks for Slurm's commands."""
+        """Checks that Slurm's commands are installed."""
         command_line.require("sbatch", "jobs are submitted from a login node of the Slurm cluster")
 
     def submit(self, submission: Submission, folder: Path) -> tuple[str, Mapping[str, str]]:
-        """All segments, or none; the id is that of the first one."""
+        """Submits all segments or none; the id is that of the first."""
         ids: list[str] = []
         try:
             for _ in range(self.segments):
-                ids.append(_identity(_run(submission.command, folder)))
+                ids.append(_job_id(_run(submission.command, folder)))
         except LaunchError:
             if ids:
                 _run(["scancel", *ids])
@@ -355,34 +349,33 @@ class Config(Cluster):
         return ids[0], {"segments": " ".join(ids), "tasks": array[1] if array else "1"}
 
     def states(self, records: Iterable[Record]) -> Mapping[str, State]:
-        """Those that wait or run as Slurm's queue has them, the others by what their script has left."""
+        """From Slurm's queue for jobs that wait or run, else from the exit code that they left."""
         queue = _queue()
         return {record.id: _state(record, queue) for record in records}
 
     def logs(self, record: Record, follow: bool) -> Iterable[str]:
-        """The log of the first segment or task on; all nodes write into one."""
-        return logs.read(
-            record.folder, lambda: follow and self.states([record])[record.id].active, _ASK_SECONDS
-        )
+        """All nodes and segments write into one log; the tasks of an array have one each."""
+        return logs.read(record.folder, lambda: follow and self.is_active(record), _POLL_SECONDS)
 
     def cancel(self, record: Record) -> None:
-        """A run that goes on saves a checkpoint, however long that takes; asked twice, it is ended at once."""
+        """The run saves a checkpoint, however long that takes. A second call ends it at once."""
         queue, mark = _queue(), record.folder / CANCEL
-        states = {job: queue[job][0][0] for job in record.about["segments"].split() if job in queue}
+        states = {job: queue[job][0][0] for job in _segments(record) if job in queue}
         if not states:
             raise LaunchError(f"{record.id} has ended already")
-        saves = re.search(
-            r"^#SBATCH --signal=(\w+)@", (record.folder / SCRIPT).read_text(encoding="utf-8"), re.M
-        )
+        script = (record.folder / SCRIPT).read_text(encoding="utf-8")
+        saves = re.search(r"^#SBATCH --signal=(\w+)@", script, re.M)
         again = mark.exists()
-        gently = saves is not None and not again
-        told = [job for job, state in states.items() if state == "RUNNING" and gently]
-        mark.touch()
+        signalled = [
+            job for job, state in states.items() if saves and state == "RUNNING" and not again
+        ]
+        ended = [job for job in states if job not in signalled]
+        mark.touch()  # before the signal: the script must not requeue
         try:
-            if ended := [job for job in states if job not in told]:
+            if ended:
                 _run(["scancel", *ended])
-            if told and saves:
-                _run(["scancel", f"--signal={saves[1]}", *told])
+            if signalled and saves:
+                _run(["scancel", f"--signal={saves[1]}", *signalled])
         except LaunchError:
             if not again:
                 mark.unlink()
@@ -390,13 +383,13 @@ class Config(Cluster):
 
 
 def _run(command: Sequence[str], folder: Path | None = None) -> str:
-    """What a command of Slurm's prints, whatever the shell has of settings, or of a job that it is part of."""
+    """Runs a command of Slurm without the variables that would change what it does."""
     environment = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)}
     return command_line.run(command, _HINTS, folder, environment=environment)
 
 
 def _queue() -> dict[str, list[list[str]]]:
-    """This user's jobs that wait or run, by number: state, nodes, restarts and reason of each task."""
+    """This user's jobs by number: state, nodes, restarts and reason of each task."""
     form = "ArrayJobID:|,State:|,NodeList:|,RestartCnt:|,Reason:"
     queue: dict[str, list[list[str]]] = {}
     for line in _run(["squeue", "--me", "--noheader", "--array", f"--Format={form}"]).splitlines():
@@ -405,42 +398,43 @@ def _queue() -> dict[str, list[list[str]]]:
     return queue
 
 
+def _segments(record: Record) -> list[str]:
+    return record.about["segments"].split()
+
+
 def _state(record: Record, queue: Mapping[str, list[list[str]]]) -> State:
-    found = [each for number in record.about["segments"].split() for each in queue.get(number, [])]
+    found = [task for number in _segments(record) for task in queue.get(number, [])]
     if not found:
         return logs.state_of_ended(record.folder, int(record.about["tasks"]))
-    words = Counter(word.lower() for word, *_ in found)
-    word = (
-        next(iter(words))
-        if len(words) == 1
-        else ", ".join(f"{count} {word}" for word, count in words.items())
-    )
-    _, nodes, restarts, reason = next((each for each in found if each[0] == "RUNNING"), found[0])
+    words = Counter(task[0].lower() for task in found)
+    word = ", ".join(f"{count} {word}" for word, count in words.items())
+    if len(words) == 1:
+        word = next(iter(words))
+    running = [task for task in found if task[0] == "RUNNING"]
+    _, nodes, restarts, reason = (running or found)[0]
     return State(word, True, nodes, int(restarts or 0), "" if reason == "None" else reason)
 
 
-def _identity(printed: str) -> str:
-    """The job's id, out of what sbatch --parsable prints; clusters may greet before it."""
+def _job_id(printed: str) -> str:
+    """The job's id from `sbatch --parsable`, in the last line: clusters may print a greeting."""
     match = re.fullmatch(r"(\d+)(;\S+)?", printed.strip().rpartition("\n")[2])
     if match is None:
         raise LaunchError(
-            f"sbatch printed no job id but {printed.strip()!r}; `squeue --me` says whether there is a job"
+            f"sbatch printed no job id but {printed.strip()!r}. `squeue --me` says whether there "
+            "is a job."
         )
     return match[1]
 
 
-def _number(name: str) -> int:
-    return signal.Signals[name] if name in signal.Signals.__members__ else 0
-
-
 def _pattern(path: Path) -> str:
-    """A path as sbatch's --output takes it, but for the %a of an array.
+    """A path as a filename pattern of sbatch, which keeps the %a of an array in the last part.
 
     Raises:
         ConfigError: there is no way to write it.
     """
     if "\\" in str(path):
         raise ConfigError(
-            f"output {path} has a backslash in it, which Slurm takes for something else; choose another"
+            f"output {path} has a backslash in it, which Slurm treats as an escape. Choose another "
+            "output."
         )
     return str(path.parent).replace("%", "%%") + "/" + path.name

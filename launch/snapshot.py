@@ -1,4 +1,4 @@
-"""A copy of the code that a job runs, so that editing goes on while it waits in a queue."""
+"""A copy of the code for a job, so that you can go on editing while it waits in a queue."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import shutil
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.errors import LaunchError
@@ -16,84 +17,90 @@ MOST_BYTES = 100 * 2**20
 
 
 def files_of(directory: Path, without: Sequence[Path]) -> list[Path] | None:
-    """The files that git knows of in a folder, or would add, relative to it; None where there is no git.
+    """The files in a folder that git tracks, or would add; None without git.
 
     Args:
-        directory: the folder.
-        without: folders whose files are left out: the run's own.
+        without: folders whose files are excluded: the run's own.
+
+    Returns:
+        Paths relative to `directory`.
 
     Raises:
-        LaunchError: they are too many to be code.
+        LaunchError: they are too large to be code.
     """
     try:
-        known, others = _known(directory)
+        files, others = _known(directory)
     except LaunchError as error:
         logger.info(
             "no snapshot of the code is taken, so the job runs what is installed: %s", error
         )
         return None
-    kept_out = [
-        place.relative_to(directory) for place in without if place.is_relative_to(directory)
+    excluded = [
+        folder.relative_to(directory) for folder in without if folder.is_relative_to(directory)
     ]
-    files, left_out = (
-        [path for path in paths if not any(map(path.is_relative_to, kept_out))]
-        for paths in (known, others)
+    files, others = (
+        [path for path in paths if not any(map(path.is_relative_to, excluded))]
+        for paths in (files, others)
     )
-    if left_out:
+    if others:
         logger.warning(
-            "the snapshot of the code is without %s: of folders, it takes those of this one and its submodules",
-            ", ".join(map(str, left_out)),
+            "the snapshot of the code is without %s: it takes the files of this repository and of "
+            "its submodules",
+            ", ".join(map(str, others)),
         )
     sizes = {path: (directory / path).stat().st_size for path in files}
-    if sum(sizes.values()) > MOST_BYTES:
+    total = sum(sizes.values())
+    if total > MOST_BYTES:
         largest = max(sizes, key=lambda path: sizes[path])
         raise LaunchError(
-            f"the code in {directory} would be {sum(sizes.values()) / 2**20:.0f} MiB, {largest} the largest file: name "
-            "in .gitignore what is no code, or set cluster.code=installed"
+            f"the code in {directory} has {total / 2**20:.0f} MiB, and {largest} is its largest "
+            "file. Name in .gitignore what is no code, or set cluster.code=installed."
         )
     return files
 
 
 def _known(directory: Path) -> tuple[list[Path], list[Path]]:
-    """The files that git knows of in a folder, or would add; and the folders that it has no files of.
+    """The files that git tracks or would add, and the folders of which it knows no files.
 
-    Files of submodules are among them, and those that links to folders lead to.
+    Follows submodules, and links to folders inside the repository: their files are copied.
 
     Raises:
-        LaunchError: there is no git, or it knows nothing of the folder.
+        LaunchError: git is not installed, or the folder is in no repository.
     """
     files: list[Path] = []
     links: list[Path] = []
     others: list[Path] = []
-    for name in _git(
-        directory, "ls-files", "--cached", "--others", "--exclude-standard", "-z"
-    ).split("\0")[:-1]:
+    listing = _git(directory, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
+    for name in listing.split("\0")[:-1]:
         path, place = Path(name), directory / name
         if place.is_file():
             files.append(path)
         elif place.is_symlink() and place.exists():
             links.append(path)
-        elif (place / ".git").exists() and not name.endswith(
-            "/"
-        ):  # as repositories do that are no submodules
+        # A name with a slash at the end is a repository that is no submodule.
+        elif (place / ".git").exists() and not name.endswith("/"):
             try:
-                of_submodule = _known(place)
+                inner_files, inner_others = _known(place)
             except LaunchError:  # it is broken, or belongs to somebody else
-                of_submodule = [], [Path()]
-            for found, new in zip((files, others), of_submodule, strict=True):
-                found += [path / each for each in new]
+                inner_files, inner_others = [], [Path()]
+            files += [path / inner for inner in inner_files]
+            others += [path / inner for inner in inner_others]
         elif place.is_dir():
             others.append(path)
-    root, behind = directory.resolve(), []
+    # A link `linked` to the folder `own` adds `linked/part.py` for `own/part.py`.
+    root, linked = directory.resolve(), []
     for link in links:
         target = (directory / link).resolve()
-        inside = (
-            target.relative_to(root) if target.is_relative_to(root) else root
-        )  # where none of them is
-        reached = [link / each.relative_to(inside) for each in files if each.is_relative_to(inside)]
-        behind += reached
-        others += [link] * (not reached)
-    return files + behind, others
+        behind = []
+        if target.is_relative_to(root):
+            inside = target.relative_to(root)
+            behind = [
+                link / file.relative_to(inside) for file in files if file.is_relative_to(inside)
+            ]
+        linked += behind
+        if not behind:
+            others.append(link)
+    return files + linked, others
 
 
 def _git(directory: Path, *arguments: str) -> str:
@@ -102,20 +109,17 @@ def _git(directory: Path, *arguments: str) -> str:
     except FileNotFoundError as error:
         raise LaunchError("git is not on this machine") from error
     if done.returncode:
-        raise LaunchError(
-            done.stderr.decode(errors="replace").strip().partition("\n")[0].removeprefix("fatal: ")
-        )
+        said = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+        raise LaunchError(said.removeprefix("fatal: "))
     return done.stdout.decode(errors="surrogateescape")
 
 
 def take(directory: Path, files: list[Path], target: Path) -> None:
-    """Copies the files, and notes the commit that they differ from, if at all."""
+    """Copies the files, and writes the commit beside them, with -dirty if they differ from it."""
     for path in files:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(directory / path, target / path)
-    commit = subprocess.run(
-        ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40"],
-        capture_output=True,
-        text=True,
-    )
-    (target.parent / "commit").write_text(commit.stdout)
+    commit = ""
+    with suppress(LaunchError):  # there is no commit yet
+        commit = _git(directory, "describe", "--always", "--dirty", "--abbrev=40")
+    (target.parent / "commit").write_text(commit)

@@ -1,4 +1,4 @@
-"""From two files to a job: read, render, check, write down, submit."""
+"""From two files to a job: read, render, check, write, submit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated
 
 import yaml
 
@@ -33,16 +33,14 @@ _PACKAGES = ("trainer", "data_pipeline", "launch")
 
 @dataclass(frozen=True)
 class Launch:
-    """A job that has been rendered, and not submitted yet.
+    """A job that has been rendered and not submitted yet.
 
     Attributes:
-        kind: of cluster.
-        cluster: where it is to run.
-        job: what is to run.
-        submission: what the job has become there.
+        kind: kind of cluster.
+        submission: the job as the cluster takes it.
         arguments: file and overrides, as they were typed.
-        output: the folder of the run or dataset.
-        code: the files of the snapshot; None takes none.
+        output: folder of the run or dataset.
+        code: files of the snapshot; None takes none.
     """
 
     kind: str
@@ -57,157 +55,142 @@ class Launch:
 def prepare(
     cluster_file: str, file: str, overrides: Sequence[str], tasks: int | None = None
 ) -> Launch:
-    """Renders a job; writes nothing and asks nobody.
+    """Renders a job, without writing anything or asking the cluster.
 
     Args:
         cluster_file: describes the cluster.
         file: an experiment, or a dataset to build.
-        overrides: settings of the file, and of the cluster where they begin with `cluster.`.
-        tasks: of the array that builds a dataset.
+        overrides: settings of the file, or of the cluster if they begin with `cluster.`.
+        tasks: number of jobs that build the dataset.
 
     Raises:
-        ConfigError: a file is not what it should be.
+        ConfigError: a setting or a file is invalid.
     """
     of_cluster = [each.removeprefix(_CLUSTER) for each in overrides if each.startswith(_CLUSTER)]
-    settings_of_run = [each for each in overrides if not each.startswith(_CLUSTER)]
+    of_file = [each for each in overrides if not each.startswith(_CLUSTER)]
     settings = read_tree(cluster_file, of_cluster)
     cluster = decode(Annotated[Cluster, records.KINDS], settings, "cluster")
-    tree = read_tree(file, settings_of_run)
-    action: Literal["train", "build"] = "build" if "source" in tree else "train"
-    if not isinstance(output := tree.get("output"), str) or not output:
-        raise ConfigError(f"{file} names no output, the folder that is written; add output=FOLDER")
+    tree = read_tree(file, of_file)
+    build = "source" in tree
+    output = tree.get("output")
+    if not isinstance(output, str) or not output:
+        raise ConfigError(f"{file} names no output, the folder to write. Add output=FOLDER.")
     config = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
     if SECRET_ADDRESS.search(config):
         raise ConfigError(
-            f"{file} holds a password or a signature in an address, which would be kept with the job for others to "
-            "read; let the store's own tools find the credentials (docs/object_stores.md)"
+            f"{file} holds a password or a signature in a URL, which would be kept with the job "
+            "for others to read. Let the store's own tools find the credentials "
+            "(docs/object_stores.md)."
         )
-    if action == "train" and tasks is not None:
+    if tasks is not None and not build:
         raise ConfigError(
-            f"--tasks is for building a dataset, and {file} is an experiment; leave it out"
+            f"--tasks is for building a dataset, and {file} is an experiment. Remove it."
         )
     if tasks is not None and tasks < 1:
         raise ConfigError(f"--tasks must be at least 1, not {tasks}")
     name = re.sub(r"[^a-z0-9]+", "-", Path(output).name.lower()).strip("-")[:40].strip("-") or "run"
-    folder = (
-        _folder(output, action)
-        if cluster.shares_files
-        else records.state_folder() / "launches" / name
-    )
-    written = (Path(output).absolute(), folder)
-    files = snapshot.files_of(Path.cwd(), written) if cluster.takes_snapshot else None
-    _check_names(files or [])
+    place = Path(os.path.abspath(output))
+    if not cluster.shares_files:
+        folder = records.state_folder() / "launches" / name
+    elif build:  # beside the dataset, whose folder holds nothing else
+        folder = place.with_name(f"{place.name}.launch")
+    else:
+        folder = place / "launch"
+    files = None
+    if cluster.code == "snapshot":
+        files = snapshot.files_of(Path.cwd(), (Path(output).absolute(), folder))
+        _check_names(files or [])
+    numbers = [int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal()]
     job = JobSpec(
         name,
-        action,
+        "build" if build else "train",
         config,
-        _next_folder(folder),
+        folder / f"{max(numbers, default=0) + 1:03}",
         Path.cwd(),
         code=bool(files),
         tasks=tasks or 1,
-        **_stop(tree),
     )
-    return Launch(
-        settings["kind"],
-        cluster,
-        job,
-        cluster.render(job),
-        (file, *settings_of_run),
-        output,
-        tuple(files) if files else None,
-    )
+    job = _with_preemption(job, tree)
+    submission = cluster.render(job)
+    arguments = (file, *of_file)
+    code = tuple(files) if files else None
+    return Launch(settings["kind"], cluster, job, submission, arguments, output, code)
 
 
-class _Stop(TypedDict, total=False):
-    stop_signals: tuple[str, ...]
-    stop_seconds: float
-
-
-def _stop(tree: Tree) -> _Stop:
-    """The settings of `training.preemption`, where there are any; wrong ones are left for the check to refuse."""
-    found: _Stop = {}
+def _with_preemption(job: JobSpec, tree: Tree) -> JobSpec:
+    """Applies `training.preemption`; invalid values are left for the check to report."""
     training = tree.get("training")
     preemption = training.get("preemption") if isinstance(training, dict) else None
-    if not isinstance(preemption, dict):
-        return found
-    if isinstance(names := preemption.get("signals"), list):
-        found["stop_signals"] = tuple(map(str, names))
-    with suppress(TypeError, ValueError):
-        found["stop_seconds"] = float(preemption["deadline"]) if "deadline" in preemption else 120.0
-    return found
+    if isinstance(preemption, dict):
+        if isinstance(names := preemption.get("signals"), list):
+            job = replace(job, stop_signals=tuple(map(str, names)))
+        with suppress(TypeError, ValueError):
+            job = replace(job, stop_seconds=float(preemption.get("deadline", job.stop_seconds)))
+    return job
 
 
 def _check_names(files: Sequence[Path]) -> None:
-    """Refuses code that would be taken for this program's own, unless it is."""
+    """Rejects code with the names of this program's packages, unless it is this program."""
     names = {path.parts[0].removesuffix(".py") for path in files}
-    if Path("trainer/cli.py") not in files and (
-        clash := [name for name in _PACKAGES if name in names]
-    ):
+    clash = [name for name in _PACKAGES if name in names]
+    if clash and Path("trainer/cli.py") not in files:
         raise ConfigError(
-            f"the folder that you submit from has a {clash[0]} of its own, which would hide samestep's module of that "
-            "name from the job; rename it, or set cluster.code=installed"
+            f"the folder that you submit from has a {clash[0]} of its own, which would hide "
+            "samestep's module of that name from the job. Rename it, or set cluster.code=installed."
         )
 
 
-def _folder(output: str, action: str) -> Path:
-    """Where launches are kept: in the run's folder, but beside a dataset's, which is nothing but the dataset."""
-    place = Path(os.path.abspath(output))
-    return place / "launch" if action == "train" else place.with_name(f"{place.name}.launch")
-
-
-def _next_folder(folder: Path) -> Path:
-    numbers = [int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal()]
-    return folder / f"{max(numbers, default=0) + 1:03}"
-
-
 def check(launch: Launch) -> None:
-    """Refuses what would fail only once the job has waited for its turn.
+    """Rejects a job that would fail only after it has waited in the queue.
 
     Raises:
-        ConfigError: the run does not fit the devices, or its files are not there.
+        ConfigError: the run does not fit the devices, or its files do not exist.
         LaunchError: there is no client, or another job works on the same output.
     """
     launch.cluster.check()
-    busy = [record for record in records.newest_first() if record.output == _place(launch)]
-    for record in busy[:1]:
+    for record in records.newest_first():
+        if record.output != _place(launch):
+            continue
         state = records.cluster_of(record).states([record]).get(record.id)
         if state is not None and state.active:
             raise LaunchError(
-                f"job {record.id} ({state.word}) is about {launch.output} already; `samestep cancel {record.id}` ends "
-                "it, or choose another output"
+                f"job {record.id} ({state.word}) works on {launch.output} already. "
+                f"`samestep cancel {record.id}` ends it, or choose another output."
             )
-    logger.info("looking whether this could start there")
+        break  # only the newest job of an output can be active
+    logger.info("checking whether this could start there")
     if launch.job.action == "build":
-        _ask(["data", "build", *launch.arguments, "--check"], launch.cluster.exported)
+        _ask(["data", "build", *launch.arguments, "--check"], launch.cluster.environment.variables)
         return
+    arguments = [*launch.arguments]
     elsewhere = not launch.cluster.shares_files
+    if launch.cluster.waits_for_jobs:
+        # The weights of init_from may not exist yet. Without `model.kind` in the experiment they
+        # would say which model it is, so it is checked as one whose files are on other machines.
+        model = yaml.safe_load(launch.job.config).get("model") or {}
+        unknown = isinstance(model, dict) and "kind" not in model
+        elsewhere = elsewhere or unknown
+        arguments.append("init_from=of_the_job_before" if unknown else "init_from=null")
     devices = ",".join(map(str, launch.cluster.devices))
-    later = launch.cluster.waits_for_jobs  # one of them may be to make the weights
-    model = yaml.safe_load(launch.job.config).get("model") or {}
-    without = ["init_from=null"] if later else []
-    if later and isinstance(model, dict) and "kind" not in model:  # which those weights are to tell
-        elsewhere, without = True, ["init_from=of_the_job_before"]
     flags = ["--elsewhere"] if elsewhere else []
-    _ask(
-        ["config", *launch.arguments, *without, "--devices", devices, *flags],
-        launch.cluster.exported,
-    )
+    _ask(["config", *arguments, "--devices", devices, *flags], launch.cluster.environment.variables)
 
 
 def _place(launch: Launch) -> str:
-    """The output, written in one way only."""
-    return (
-        os.path.abspath(launch.output) if launch.cluster.shares_files else launch.output.rstrip("/")
-    )
+    """The output in a normalized form."""
+    shared = launch.cluster.shares_files
+    return os.path.abspath(launch.output) if shared else launch.output.rstrip("/")
 
 
 def _ask(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+    """Runs a `samestep` command with the job's environment variables; raises its error."""
     command = [sys.executable, "-P", "-m", "trainer.cli", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables})
     if done.returncode < 0:
         raise LaunchError(
-            f"looking whether the run could start was ended by {signal.Signals(-done.returncode).name}: has this "
-            f"machine too little memory? Try `{shlex.join(['samestep', *arguments])}` by itself"
+            "checking whether the run could start was ended by "
+            f"{signal.Signals(-done.returncode).name}: has this machine too little memory? Try "
+            f"`{shlex.join(['samestep', *arguments])}` by itself."
         )
     if done.returncode:
         _, found, message = done.stderr.partition("error: ")
@@ -215,17 +198,17 @@ def _ask(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
 
 
 def submit(launch: Launch) -> Record:
-    """Writes down what is submitted, and submits it; if that fails, nothing is left.
+    """Writes the job's files and submits it; a failure leaves nothing behind.
 
     Raises:
-        LaunchError: it is refused, or cannot be written.
+        LaunchError: the cluster refuses it, or a file cannot be written.
     """
     folder = launch.job.folder
-    with _uninterrupted(), _made(folder):
+    with _deferred_signals(), _created(folder):
         _write(launch)
-        identity, about = launch.cluster.submit(launch.submission, folder)
+        id_, about = launch.cluster.submit(launch.submission, folder)
         record = Record(
-            identity, launch.kind, launch.job.name, _place(launch), folder, time.time(), about
+            id_, launch.kind, launch.job.name, _place(launch), folder, time.time(), about
         )
         try:
             records.add(record)
@@ -238,20 +221,21 @@ def submit(launch: Launch) -> Record:
 
 
 def _write(launch: Launch) -> None:
-    """Puts into the job's folder what it needs, and what tells later what it was.
+    """Writes the job's files into its folder.
 
     Raises:
-        LaunchError: that is not possible.
+        LaunchError: one of them cannot be written.
     """
     folder = launch.job.folder
+    described = {"kind": launch.kind, **to_tree(launch.cluster)}
+    texts = {
+        **launch.submission.files,
+        CONFIG: launch.job.config,
+        records.CLUSTER: yaml.safe_dump(described, sort_keys=False),
+    }
     try:
-        for name, text in launch.submission.files.items():
+        for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-        (folder / CONFIG).write_text(launch.job.config, encoding="utf-8")
-        described = {"kind": launch.kind, **to_tree(launch.cluster)}
-        (folder / records.CLUSTER).write_text(
-            yaml.safe_dump(described, sort_keys=False), encoding="utf-8"
-        )
         if launch.code is not None:
             snapshot.take(launch.job.directory, list(launch.code), folder / CODE)
     except OSError as error:
@@ -259,47 +243,45 @@ def _write(launch: Launch) -> None:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Holds signals back until the cluster has answered, lest there be a job that nobody knows of."""
-    held: list[int] = []
+def _deferred_signals() -> Iterator[None]:
+    """Defers signals until the cluster has answered, or there might be a job without a record."""
+    deferred: list[int] = []
 
-    def hold(number: int, _: object) -> None:
-        held.append(number)
+    def defer(number: int, _: object) -> None:
+        deferred.append(number)
         logger.warning(
             "waiting for the cluster's answer; `samestep jobs` will list the job if it takes it"
         )
 
-    before = {
-        number: signal.signal(number, hold)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, defer) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if held:
-            signal.raise_signal(held[0])
+        if deferred:
+            signal.raise_signal(deferred[0])
 
 
 @contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """Makes a folder with those above it; takes back what it has made if what follows fails.
+def _created(folder: Path) -> Iterator[None]:
+    """Creates a folder and its parents, and removes them if the block fails.
 
-    Those above it stay where others have put something into them meanwhile, such as the other runs of a sweep.
+    Parents stay if others have put something into them meanwhile, such as other runs of a sweep.
     """
-    above = [place for place in folder.parents if not place.exists()]
+    parents = [place for place in folder.parents if not place.exists()]
     try:
         (folder / "logs").mkdir(parents=True)
     except OSError as error:
         raise LaunchError(
-            f"cannot write {folder}: {error.strerror}; choose another output"
+            f"cannot write {folder}: {error.strerror}. Choose another output."
         ) from error
     try:
         yield
     except BaseException:
         shutil.rmtree(folder)
         with suppress(OSError):  # not empty
-            for place in above:
+            for place in parents:
                 place.rmdir()
         raise

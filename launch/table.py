@@ -1,11 +1,10 @@
-"""The list of jobs."""
+"""The table of jobs."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,30 +18,31 @@ from trainer.errors import LaunchError
 
 logger = logging.getLogger(__name__)
 
-_ENDED = 10  # that are listed
+_ENDED = 10  # listed jobs that have ended
 _TAIL_BYTES = 2**16
+_HEADINGS = ("JOB", "KIND", "STATE", "STEP", "RESTARTS", "NODES", "AGE", "OUTPUT")
 
 
 def show(console: Console, everything: bool) -> None:
     """Prints the jobs that wait or run, and the newest of those that have ended."""
     found = records.newest_first()
-    states = _states(found)
-    active = [record for record in found if record.id in states and states[record.id].active]
-    ended = [record for record in found if record not in active][: None if everything else _ENDED]
     if not found:
         console.print("no job has been submitted from here; see samestep launch --help")
         return
+    states = _states(found)
+    active = [record for record in found if record.id in states and states[record.id].active]
+    ended = [record for record in found if record not in active]
     newest = {record.output: record for record in reversed(found)}
     table = Table(header_style="dim", box=None, padding=(0, 2, 0, 0))
-    for heading in ("JOB", "KIND", "STATE", "STEP", "RESTARTS", "NODES", "AGE", "OUTPUT"):
+    for heading in _HEADINGS:
         table.add_column(heading, no_wrap=heading != "OUTPUT", overflow="fold")
-    for record in (*active, *ended):
+    for record in (*active, *ended[: None if everything else _ENDED]):
         state = states.get(record.id, State("unknown", False))
         word = f"{state.word} ({state.detail})" if state.detail and state.active else state.word
         step, restarts = "", state.restarts
-        if newest[record.output] is record:  # whose the run's files are now
-            step, restarts = _step(record), _restarts(record) if restarts is None else restarts
-        age = _age(time.time() - record.time)
+        if newest[record.output] is record:  # the run's files are about its newest job
+            step = _step(record)
+            restarts = _restarts(record) if restarts is None else restarts
         table.add_row(
             record.id,
             record.kind,
@@ -50,14 +50,14 @@ def show(console: Console, everything: bool) -> None:
             step,
             str(restarts or ""),
             state.nodes,
-            age,
-            _shown(record),
+            _age(time.time() - record.time),
+            _output(record),
         )
     console.print(table)
 
 
 def _states(found: list[Record]) -> dict[str, State]:
-    """How they stand; a kind of cluster that does not answer is reported, and leaves its jobs out."""
+    """States by id, without those of clusters that do not answer."""
     states: dict[str, State] = {}
     for kind in dict.fromkeys(record.kind for record in found):
         of_kind = [record for record in found if record.kind == kind]
@@ -69,7 +69,7 @@ def _states(found: list[Record]) -> dict[str, State]:
 
 
 def _cluster(of_kind: list[Record]) -> Cluster:
-    """The newest description that can be read: all know how the jobs of a kind stand.
+    """The newest readable description of a cluster: each can ask for all jobs of its kind.
 
     Raises:
         LaunchError: there is none.
@@ -81,39 +81,28 @@ def _cluster(of_kind: list[Record]) -> Cluster:
 
 
 def _step(record: Record) -> str:
-    """The last step that was logged, of how many; empty where that cannot be seen from here."""
+    """The last logged step and the number of steps; empty if it is not visible from here."""
     try:
-        training = (
-            yaml.safe_load((record.folder / CONFIG).read_text(encoding="utf-8")).get("training")
-            or {}
-        )
+        config = yaml.safe_load((record.folder / CONFIG).read_text(encoding="utf-8"))
         with (Path(record.output) / "metrics.jsonl").open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _TAIL_BYTES))
-            rows = file.read().splitlines()
-        last: Mapping[str, float] = json.loads(rows[-1])
-        return f"{last['step']}/{training.get('steps', '?')}"
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        TypeError,
-        yaml.YAMLError,
-    ):  # cut short, perhaps
-        return ""
+            last = json.loads(file.read().splitlines()[-1])
+        return f"{last['step']}/{(config.get('training') or {}).get('steps', '?')}"
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, yaml.YAMLError):
+        return ""  # either file may be cut short
 
 
 def _restarts(record: Record) -> int:
-    """How often the run was started again, over all of its jobs."""
+    """Number of restarts of the run, over all of its jobs."""
     try:
         return max(0, len((Path(record.output) / "starts.jsonl").read_bytes().splitlines()) - 1)
     except OSError:
         return 0
 
 
-def _shown(record: Record) -> str:
-    """The output, from here on where it lies here."""
+def _output(record: Record) -> str:
+    """The output, relative to the current folder if it lies in it."""
     place, here = Path(record.output), Path.cwd()
     return str(place.relative_to(here)) if place.is_relative_to(here) else record.output
 

@@ -1,1 +1,1 @@
-"""What the cluster kind `cloud_tpu` consists of."""
+"""The parts of the cluster kind `cloud_tpu`."""

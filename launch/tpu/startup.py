@@ -1,4 +1,4 @@
-"""What the machines of a TPU slice do by themselves: one script, which each of them runs whenever it boots."""
+"""The script that every machine of a TPU slice runs when it boots."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from launch.environment import exports
 from launch.tpu.slice import WORK
 from trainer.errors import EXIT_PREEMPTED, EXIT_UNAVAILABLE
 
-PORT = 29400  # where the machines of a slice meet, as in docs/tpu.md
-_RESTARTS = (
-    5  # of a run that was stopped and not told why, or has met too few machines, after each boot
-)
+PORT = 29400  # of the rendezvous, as in docs/tpu.md
+# Of a run that was stopped for an unknown reason, or has waited in vain for others, per boot.
+_RESTARTS = 5
 
 
 @dataclass(frozen=True)
 class Startup:
-    """What is particular about a run.
+    """The parts of the script that differ between runs.
 
     Attributes:
         name: of the slice.
-        staging: the folder in a bucket with the job's files.
-        stop_seconds: that the run gets for its last checkpoint.
-        kept: the folder there that the run's folder is copied to, and from when the run goes on on other machines.
+        staging: folder in a bucket with the job's files.
+        stop_seconds: time that the run gets for its last checkpoint.
+        kept: folder in a bucket with a copy of the run's folder, from which the run continues on
+            other machines.
         output: the run's folder, as the experiment names it.
-        project: whose secrets are meant.
+        project: project of the secrets.
         user: who runs the experiment; root does all else.
         code: whether staging has a snapshot of the code.
-        package: what pip installs, or the address of a wheel in a bucket; None installs the snapshot.
+        package: a requirement of pip, or the URL of a wheel in a bucket; None installs the
+            snapshot.
         extras: of the package.
-        mounts: buckets and folders in them (gs://...), by where they are to be seen.
-        secrets: names in Secret Manager, by the environment variables that get their values.
+        mounts: buckets and folders in them (gs://...), by the folder where they are mounted.
+        secrets: names in Secret Manager, by environment variable.
         variables: environment variables.
         setup: further lines of shell.
     """
@@ -60,62 +61,61 @@ class Startup:
             "staging": self.staging,
             "kept": self.kept,
             "output": self.output,
+            "project": self.project,
+            "user": self.user,
+            "work": f"{WORK}/{self.name}",
+            "stop_seconds": str(math.ceil(self.stop_seconds)),
         }
-        values |= {"project": self.project, "user": self.user, "work": f"{WORK}/{self.name}"}
-        values |= {"stop_seconds": str(math.ceil(self.stop_seconds))}
-        return "\n".join(
-            [
-                "#!/bin/bash",
-                f"# Written by samestep launch: the run {self.name} on Cloud TPU. Each machine of the slice runs this",
-                "# as root whenever it boots: when it is new, and after maintenance. Values of secrets are printed",
-                "# nowhere, so there is no `set -x` in here.",
-                "set -u -o pipefail",
-                "umask 022",
-                "",
-                *(f"{name}={shlex.quote(value)}" for name, value in values.items()),
-                f"port={PORT} restarts={_RESTARTS} stopped={EXIT_PREEMPTED} alone={EXIT_UNAVAILABLE}",
-                'home="$work/home"  # of the user: the code, its environment, caches',
-                f'place="$home{"/code" if self.code else ""}"  # where relative paths start',
-                *self._become(),
-                *self._function(
-                    "get_code", "Everything there is to install, as root.", self._code()
-                ),
-                *self._function(
-                    "install",
-                    "The package, in an environment of its own; as the user.",
-                    self._install(),
-                ),
-                *self._function("mounts", "Buckets as folders.", self._mounts()),
-                *self._function("setup", "Further commands of cluster.setup.", self._setup()),
-                *self._function("environment", "What the run alone sees.", self._environment()),
-                _BODY,
-            ]
-        )
+        lines = [
+            "#!/bin/bash",
+            f"# Written by samestep launch: the run {self.name} on Cloud TPU. Each machine of the",
+            "# slice runs this as root whenever it boots: when it is new, and after maintenance.",
+            "# Secrets must not be printed, so there is no `set -x` in here.",
+            "set -u -o pipefail",
+            "umask 022",
+            "",
+            *(f"{name}={shlex.quote(value)}" for name, value in values.items()),
+            f"port={PORT} restarts={_RESTARTS} stopped={EXIT_PREEMPTED} alone={EXIT_UNAVAILABLE}",
+            'home="$work/home"  # of the user: the code, its environment, caches',
+            f'place="$home{"/code" if self.code else ""}"  # where relative paths start',
+            self._become(),
+        ]
+        functions = {
+            "get_code  # Fetches what is installed, as root.": self._code(),
+            "install  # Installs the package in its own environment, as the user.": self._install(),
+            "mounts  # Mounts buckets as folders.": self._mounts(),
+            "setup  # Runs the commands of cluster.setup.": self._setup(),
+            "environment  # Sets the variables that only the run sees.": self._environment(),
+        }
+        for title, commands in functions.items():
+            name, _, about = title.partition("  ")
+            body = [f"  {command}" for command in commands or [":"]]
+            lines += ["", f"{name}() {{  {about}", *body, "}"]
+        return "\n".join([*lines, _BODY])
 
-    def _become(self) -> list[str]:
+    def _become(self) -> str:
         home = 'env HOME="$home"'
         if self.user == "root":
-            return [f"become=({home})"]
-        # Not su or runuser: they stay between the signals and the run, and kill it two seconds after the first.
-        return [
-            f'become=(setpriv --reuid="$user" --regid="$user" --init-groups {home} USER="$user" LOGNAME="$user")'
-        ]
-
-    @staticmethod
-    def _function(name: str, about: str, lines: list[str]) -> list[str]:
-        return ["", f"{name}() {{  # {about}", *(f"  {line}" for line in lines or [":"]), "}"]
+            return f"become=({home})"
+        # Not su or runuser: they stay between the signals and the run, and kill it two seconds
+        # after the first signal.
+        identity = 'setpriv --reuid="$user" --regid="$user" --init-groups'
+        return f'become=({identity} {home} USER="$user" LOGNAME="$user")'
 
     def _code(self) -> list[str]:
         lines = [
-            'if present "$staging/versions"; then fetch "$staging/versions" "$home/versions" || return; fi'
+            'if present "$staging/versions"; then',
+            '  fetch "$staging/versions" "$home/versions" || return',
+            "fi",
         ]
         if self.code:
-            lines.append('fetch "$staging/code.tar.gz" "$work/code.tar.gz" &&')
-            lines.append(
-                '  mkdir -p "$home/code" && tar -xzf "$work/code.tar.gz" --no-same-owner -C "$home/code" || return'
-            )
-        if self._is_wheel:
-            lines.append(f'fetch {shlex.quote(str(self.package))} "$home"/ || return')
+            lines += [
+                'fetch "$staging/code.tar.gz" "$work/code.tar.gz" &&',
+                '  mkdir -p "$home/code" &&',
+                '  tar -xzf "$work/code.tar.gz" --no-same-owner -C "$home/code" || return',
+            ]
+        if self.package is not None and self._is_wheel:
+            lines.append(f'fetch {shlex.quote(self.package)} "$home"/ || return')
         return lines
 
     @property
@@ -131,15 +131,18 @@ class Startup:
         else:
             requirement = shlex.quote(self.package)
         return [
-            "# The images have Python 3.10, and samestep needs 3.11, which uv brings.",
+            "# The images have Python 3.10, and samestep needs 3.11, which uv installs.",
             "curl -LsSf --max-time 300 https://astral.sh/uv/install.sh |",
-            '  limited 600 "${become[@]}" UV_INSTALL_DIR="$home/bin" UV_NO_MODIFY_PATH=1 sh || return',
+            '  limited 600 "${become[@]}" UV_INSTALL_DIR="$home/bin" UV_NO_MODIFY_PATH=1 sh ||',
+            "  return",
             'rm -rf "$home/env"',
-            'limited 600 "${become[@]}" "$home/bin/uv" venv --python 3.11 --seed "$home/env" || return',
-            "# What was installed at first is installed again on the next machines, whatever is new meanwhile.",
+            'limited 600 "${become[@]}" "$home/bin/uv" venv --python 3.11 --seed "$home/env" ||',
+            "  return",
+            "# Later machines install the versions of the first ones, whatever is newer by then.",
             "local same=()",
             'if [ -e "$home/versions" ]; then same=(--constraint "$home/versions"); fi',
-            f'limited 3600 "${{become[@]}}" "$home/env/bin/pip" install --quiet {requirement} "${{same[@]}}"',
+            'limited 3600 "${become[@]}" "$home/env/bin/pip" install --quiet \\',
+            f'  {requirement} "${{same[@]}}"',
         ]
 
     def _mounts(self) -> list[str]:
@@ -153,8 +156,10 @@ class Startup:
         return [f"bash -e -c {shlex.quote(chr(10).join(self.setup))}"] if self.setup else []
 
     def _environment(self) -> list[str]:
-        lines = ['export SAMESTEP_JOB="$name" SAMESTEP_NODES']
-        lines.append('SAMESTEP_NODES=$(IFS=,; printf %s "${hosts[*]}")')
+        lines = [
+            'export SAMESTEP_JOB="$name" SAMESTEP_NODES',
+            'SAMESTEP_NODES=$(IFS=,; printf %s "${hosts[*]}")',
+        ]
         if self.code and self.package is not None:
             lines.append('export PYTHONPATH="$home/code"')
         lines += exports(self.variables)
@@ -168,12 +173,14 @@ export PATH="$PATH:/snap/bin" HOME="${HOME:-/root}"
 log="$work/job.log" boot=$(date +%Y%m%d-%H%M%S) worker=$(hostname) hosts=()
 mkdir -p "$home"
 if [ -z "${SAMESTEP_UNIT:-}" ]; then
-  # A unit of its own, which systemd tells to stop, and waits for, while there is a network. That of startup scripts
-  # would not pass it on: the run would hear of it at the very end, without a network.
-  unit=(--unit="$name" --collect --setenv=SAMESTEP_UNIT=1 --property=KillMode=mixed --property=OOMPolicy=continue)
+  # A unit of its own: systemd stops it, and waits for it, while there is a network. The unit of
+  # startup scripts would not pass the signal on, and the run would end without a network.
+  unit=(--unit="$name" --collect --setenv=SAMESTEP_UNIT=1
+    --property=KillMode=mixed --property=OOMPolicy=continue)
   unit+=(--property=TimeoutStopSec="$((stop_seconds + 60))")
   unit+=(--property=After="network-online.target google-guest-agent.service snapd.service")
-  cp "$0" "$work/startup.sh" && systemd-run --quiet --no-block "${unit[@]}" bash "$work/startup.sh" && exit
+  cp "$0" "$work/startup.sh" &&
+    systemd-run --quiet --no-block "${unit[@]}" bash "$work/startup.sh" && exit
 fi
 exec >>"$log" 2>&1 </dev/null
 before=$(wc -l <"$log")  # lines of earlier boots
@@ -182,7 +189,7 @@ cd "$work" || exit 1
 
 say() { printf '%s startup: %s\n' "$(date +%T)" "$*" >&2; }
 
-again() {  # a command, tried five times: networks and package indices come and go
+again() {  # tries a command five times: networks and package indices come and go
   local pause
   for pause in 2 10 30 60; do
     "$@" && return
@@ -192,7 +199,7 @@ again() {  # a command, tried five times: networks and package indices come and 
   "$@"
 }
 
-limited() { timeout --kill-after=10 "$@"; }  # what hangs would cost money for ever
+limited() { timeout --kill-after=10 "$@"; }  # a command that hangs would cost money forever
 
 gcloud() { limited 300 gcloud "$@"; }
 
@@ -217,22 +224,25 @@ mount_bucket() {  # BUCKET FOLDER WHERE
 install_gcsfuse() {
   curl -LsSf --max-time 300 -o /usr/share/keyrings/cloud.google.asc \
     https://packages.cloud.google.com/apt/doc/apt-key.gpg &&
-    printf 'deb [signed-by=/usr/share/keyrings/cloud.google.asc] https://packages.cloud.google.com/apt %s main\n' \
-      "gcsfuse-$(lsb_release -cs)" >/etc/apt/sources.list.d/gcsfuse.list &&
+    printf 'deb [signed-by=%s] https://packages.cloud.google.com/apt %s main\n' \
+      /usr/share/keyrings/cloud.google.asc "gcsfuse-$(lsb_release -cs)" \
+      >/etc/apt/sources.list.d/gcsfuse.list &&
     limited 900 apt-get update -qq && limited 900 apt-get install -y -qq gcsfuse
 }
 
-copy_run() {  # the small files of the run's folder: not what others keep, nor what the next start makes anew
-  # Rank 0 writes it, as a rule on the machine where they meet.
+copy_run() {  # the small files of the run's folder, without those that exist elsewhere
+  # Rank 0 writes them, usually on the machine that hosts the rendezvous.
   cd "$place" 2>/dev/null && [ "$worker" = 0 ] && [ -d "$output" ] || return 0
   rm -rf "$work/run" && mkdir "$work/run"
-  tar -C "$output" --exclude=./.owner --exclude=./checkpoints --exclude=./tensorboard --exclude=./wandb -cf - . |
+  tar -C "$output" --exclude=./.owner --exclude=./checkpoints --exclude=./tensorboard \
+    --exclude=./wandb -cf - . |
     tar -C "$work/run" -xf -
   gcloud storage rsync --recursive --quiet "$work/run" "$kept" >"$work/copies" 2>&1
 }
 
-copy_log() {  # of this boot; whole lines of valid text, so that any part of them can be read
-  head -n "$(wc -l <"$log")" "$log" | tail -n "+$((before + 1))" | iconv -c -f utf-8 -t utf-8 >"$work/log"
+copy_log() {  # of this boot; whole lines of valid UTF-8, as readers fetch ranges of bytes
+  head -n "$(wc -l <"$log")" "$log" | tail -n "+$((before + 1))" |
+    iconv -c -f utf-8 -t utf-8 >"$work/log"
   gcloud storage cp --quiet "$work/log" "$staging/log/$boot-worker-$worker.log" >"$work/copies" 2>&1
 }
 
@@ -250,7 +260,7 @@ keep_versions() {
     say "which versions were installed could not be kept"
 }
 
-finish() {  # the end of the run, for whoever waits for it
+finish() {  # reports the end of the run to whoever waits for it
   say "the run has ended with exit code $1"
   keep
   printf '%s %s\n' "$worker" "$1" >"$work/exit"
@@ -260,7 +270,8 @@ finish() {  # the end of the run, for whoever waits for it
 
 signal_run() { [ -e "$work/pid" ] && kill -TERM "$(<"$work/pid")" 2>/dev/null; }
 
-note() { mkdir "$work/$1" 2>/dev/null && signal_run; }  # once: a second signal would end the run without a checkpoint
+# Once only: a second signal would end the run without a checkpoint.
+note() { mkdir "$work/$1" 2>/dev/null && signal_run; }
 
 watch_machine() {  # a spot machine has 30 seconds from here
   until [ "$(metadata preempted)" = TRUE ]; do sleep 2; done
@@ -276,17 +287,19 @@ watch_bucket() {
 }
 
 start_run() {
-  local run=("${become[@]}" "$home/env/bin/samestep" train "$work/config.yaml" --elastic "${#hosts[@]}")
+  local run=("${become[@]}" "$home/env/bin/samestep" train "$work/config.yaml"
+    --elastic "${#hosts[@]}")
   if [ "${#hosts[@]}" -gt 1 ]; then run+=(--rendezvous "${hosts[0]}:$port"); fi
   (
-    ulimit -l unlimited  # chips are reached through locked memory
+    ulimit -l unlimited  # the driver locks the memory that chips read and write
     environment && exec "${run[@]}"
   ) &
   echo $! >"$work/pid"
-  if [ -e "$work/stop" ] || [ -e "$work/leaving" ]; then signal_run; fi  # it came while there was nobody to tell
+  # A note that came before there was a run.
+  if [ -e "$work/stop" ] || [ -e "$work/leaving" ]; then signal_run; fi
   wait $!
   code=$?
-  while kill -0 $! 2>/dev/null; do  # a signal to this script has ended `wait`, and not the run
+  while kill -0 $! 2>/dev/null; do  # a signal to this script ended `wait`, but not the run
     wait $!
     code=$?
   done
@@ -309,7 +322,8 @@ watch_bucket &
 watchers+=($!)
 trap 'kill "${watchers[@]}" 2>/dev/null' EXIT
 
-id -u "$user" >/dev/null 2>&1 || useradd --system --user-group --home-dir "$home" --no-create-home "$user"
+id -u "$user" >/dev/null 2>&1 ||
+  useradd --system --user-group --home-dir "$home" --no-create-home "$user"
 fetch "$staging/config.yaml" "$work/config.yaml" || finish 1
 if [ ! -e "$work/installed" ]; then
   get_code || finish 1
@@ -323,7 +337,8 @@ setup || finish 1
 cd "$place" || finish 1
 if [ "$worker" = 0 ] && [ ! -e "$output" ] && present "$kept/**"; then
   say "bringing back the run's folder"
-  { "${become[@]}" mkdir -p "$output" && again gcloud storage rsync --recursive --quiet "$kept" "$output" &&
+  { "${become[@]}" mkdir -p "$output" &&
+    again gcloud storage rsync --recursive --quiet "$kept" "$output" &&
     chown -R "$user:" "$output"; } || finish 1
 fi
 
@@ -335,7 +350,8 @@ for ((tries = 0; ; tries++)); do
     keep
     exit
   fi
-  if [ -e "$work/stop" ] || ((tries >= restarts || (code != stopped && code != alone && code <= 128))); then
+  if [ -e "$work/stop" ] ||
+    ((tries >= restarts || (code != stopped && code != alone && code <= 128))); then
     finish "$code"
   fi
   say "the run has ended with exit code $code, and is started again"

@@ -110,7 +110,7 @@ def test_killed_worker(
     result = stalled.wait(30)
     assert result.code == 1
     assert "rank 1 was killed by SIGKILL" in result.message
-    assert "go on from the newest checkpoint" in result.message
+    assert "continue from the newest checkpoint" in result.message
     assert_gone(workers, 0)
     assert not stalled.leftovers
 

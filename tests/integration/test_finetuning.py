@@ -173,8 +173,8 @@ def test_predictions_are_one_file_of_any_number_of_processes(
     ("name", "arguments", "message"),
     [
         ("predictions.csv", [], "is written as JSON Lines. Use a name that ends in .jsonl"),
-        ("nowhere/predictions.jsonl", [], "the folder nowhere does not exist"),
-        ("there.jsonl", [], "--predictions there.jsonl exists already and is complete"),
+        ("nowhere/predictions.jsonl", [], "nowhere does not exist"),
+        ("there.jsonl", [], "there.jsonl exists already and is complete. Name another"),
         ("predictions.jsonl", ["--generate"], "--generate writes texts"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What Slurm's batch script decides, with commands of Slurm that only note that they were called."""
+"""Slurm's batch script, with commands of Slurm that only record their calls."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_one_job_for_one_output(project: Path) -> None:
     submitted("output=runs/a")
     (project / "local.yaml").write_text("kind: local\ncode: installed\n")
     for output in ("runs/a", "runs/b/../a", str(project / "runs" / "a")):
-        with pytest.raises(LaunchError, match=r"job 4711 .running. is about"):
+        with pytest.raises(LaunchError, match=r"job 4711 .running. works on"):
             submit.check(submit.prepare("local.yaml", "run.yaml", [f"output={output}"]))
     submit.check(submit.prepare("local.yaml", "run.yaml", ["output=runs/b"]))
 

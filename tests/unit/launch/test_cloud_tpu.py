@@ -1,6 +1,6 @@
 """Cloud TPU without one: the real gcloud talks to a control plane on loopback.
 
-Buckets and ssh are the tests' own. Where the real gcloud would add nothing but seconds, it is the tests' own, too.
+Buckets and ssh are programs of the tests, and so is gcloud where the real one only costs time.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     (folder / "tpu.yaml").write_text(yaml.safe_dump(tree))
     (folder / "run.yaml").write_text(
-        "output: runs/run\nstrategy: xla_spmd\ndata: {path: gs://bucket/data}\ncheckpoint: {folder: gs://bucket/run}\n"
+        "output: runs/run\nstrategy: xla_spmd\ndata: {path: gs://bucket/data}\ncheckpoint: "
+        "{folder: gs://bucket/run}\n"
     )
     (folder / "pyproject.toml").write_text("[project]\nname = 'samestep'\n")
     subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
@@ -233,7 +234,7 @@ def test_bodies_that_gcloud_posts_are_googles(
     assert posted_to == version
     assert {key: value for key, value in body.items() if key != "tpu"} == tier
     body.pop("provisioningModel", None)  # which Google's client of 2026 does not know
-    # A topology goes as `type: V6E`, an enumeration, so the client would refuse a kind that does not exist.
+    # A topology is sent as `type: V6E`, an enumeration, so the client rejects unknown kinds.
     module = tpu_v2 if version == "v2" else tpu_v2alpha1
     [spec] = module.QueuedResource.from_json(json.dumps(body)).tpu.node_spec
     assert (spec.parent, spec.node_id) == (
@@ -275,27 +276,33 @@ def test_refusals_of_google_come_with_a_hint(real: Path, plane: ControlPlane) ->
     ("said", "hint"),
     [  # each was heard from gcloud 528
         (
-            "You do not currently have an active account selected.\nPlease run:\n\n  $ gcloud auth login",
+            "You do not currently have an active account selected.\nPlease run:\n\n  $ gcloud "
+            "auth login",
             "log in",
         ),
         (
-            "UNAUTHENTICATED: Request had invalid authentication credentials. Expected OAuth 2 access token",
+            "UNAUTHENTICATED: Request had invalid authentication credentials. Expected OAuth 2 "
+            "access token",
             "log in",
         ),
         (
-            "There was a problem refreshing your current auth tokens: ('invalid_grant: Bad Request')",
+            "There was a problem refreshing your current auth tokens: ('invalid_grant: Bad "
+            "Request')",
             "log in",
         ),
         (
-            "PERMISSION_DENIED: Cloud TPU API has not been used in project p before or it is disabled.",
+            "PERMISSION_DENIED: Cloud TPU API has not been used in project p before or it is "
+            "disabled.",
             "services enable",
         ),
         (
-            "PERMISSION_DENIED: Permission tpu.queuedResources.list denied on resource //tpu.googleapis.com",
+            "PERMISSION_DENIED: Permission tpu.queuedResources.list denied on resource "
+            "//tpu.googleapis.com",
             "TPU Admin",
         ),
         (
-            "RESOURCE_EXHAUSTED: Quota limit TPUV4sPreemptiblePodPerProjectPerZoneForTPUAPI has been",
+            "RESOURCE_EXHAUSTED: Quota limit TPUV4sPreemptiblePodPerProjectPerZoneForTPUAPI has "
+            "been",
             "ask for more",
         ),
         (
@@ -540,7 +547,7 @@ def test_a_supervisor_that_is_killed_can_be_started_again(
         text=True,
     )
     assert again.returncode == 0
-    assert "another one looks after" in again.stderr
+    assert "another supervisor of" in again.stderr
 
 
 def test_a_supervisor_waits_for_google_and_tries_again(
@@ -618,7 +625,10 @@ def test_machines_that_never_write_are_deleted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     record = looked_after("cluster.supervise=false", "cluster.silence_minutes=0.001")
-    program = "import sys, launch.tpu.supervisor as s; s._GRACE_SECONDS = 0; sys.exit(s.main(sys.argv[1:]))"
+    program = (
+        "import sys, launch.tpu.supervisor as s; s._GRACE_SECONDS = 0; "
+        "sys.exit(s.main(sys.argv[1:]))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program, record.folder], timeout=120, capture_output=True, text=True
     )

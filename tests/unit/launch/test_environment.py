@@ -1,4 +1,4 @@
-"""What a job's environment is made of: lines that are run here, by a bash that is no login shell."""
+"""The shell lines of a job's environment, run here by a bash that is no login shell."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ def test_the_command_module_is_looked_for(tmp_path: Path, variable: str) -> None
         (f"tool login --password {KEY}", "--password"),
         (f"tool login --password={KEY}", "--password"),
         (f'tool --hf-token "{KEY}"', "--hf-token"),
-        (f"export https_proxy=http://me:{KEY}@proxy:3128", "address"),
-        (f"pip install git+https://{KEY}@github.com/a/b", "address"),
+        (f"export https_proxy=http://me:{KEY}@proxy:3128", "URL"),
+        (f"pip install git+https://{KEY}@github.com/a/b", "URL"),
         (f"wandb login {KEY}", "wandb login"),
     ],
 )
 def test_secrets_in_the_setup(line: str, named: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"setup.*{named}.* ends up in files that others can read"
+        ConfigError, match=rf"setup.*{named}.* is kept in files that others can read"
     ) as refusal:
         Environment(setup=("true", line))
     assert KEY not in str(refusal.value)
@@ -104,11 +104,13 @@ def test_secrets_in_the_setup(line: str, named: str) -> None:
         "export WANDB_API_KEY=$(cat ~/.wandb_key) HF_TOKEN=`cat ~/.hf` A_TOKEN=",
         'export WANDB_API_KEY="$KEY_OF_MINE"',
         'tool login --password "$PASSWORD" --token-file ~/.token --password-stdin < file',
-        "export GOOGLE_APPLICATION_CREDENTIALS=/home/me/key.json AWS_SHARED_CREDENTIALS_FILE=~/.aws/credentials",
+        "export GOOGLE_APPLICATION_CREDENTIALS=/home/me/key.json "
+        "AWS_SHARED_CREDENTIALS_FILE=~/.aws/credentials",
         'export https_proxy="http://me:$PROXY_PASSWORD@proxy:3128" http_proxy=http://proxy:3128',
         "pip install git+ssh://git@github.com/a/b git+https://github.com/a/b@main",
         "sort --key=2 --key 3; export TOKENIZERS_PARALLELISM=false PAD_TOKEN=0 SSH_KEY=~/.ssh/id",
-        "export HF_HUB_DISABLE_IMPLICIT_TOKEN=1; tool --use-auth-token true; wandb login --verify; source ~/.keys",
+        "export HF_HUB_DISABLE_IMPLICIT_TOKEN=1; tool --use-auth-token true; wandb login "
+        "--verify; source ~/.keys",
         "apptainer pull docker://ubuntu@sha256:0123456789abcdef",
     ],
 )
@@ -118,7 +120,7 @@ def test_no_secrets_in_the_setup(line: str) -> None:
 
 def test_secrets_in_values() -> None:
     with pytest.raises(
-        ConfigError, match=r"variables.https_proxy has a password or a signature in an address"
+        ConfigError, match=r"variables.https_proxy has a password or a signature in a URL"
     ):
         check_variables({"https_proxy": f"http://me:{KEY}@proxy:3128"})
     paths = (

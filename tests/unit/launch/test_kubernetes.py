@@ -1,7 +1,7 @@
-"""Manifests that servers of several versions would take, as far as schemas say; and kubectl, as far as its words go.
+"""Manifests that match the schemas of several versions of Kubernetes, and calls of kubectl.
 
-No API server was there to try them on. `kubectl` is a program of the tests that answers with what the real one was
-heard to say; where the real one is installed, it has to understand the commands.
+There is no API server here. `kubectl` is a program of the tests with recorded answers of the real
+one; where the real one is installed, it must understand the commands.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
-from launch import objects, records, submit
+from launch import kubectl as client
+from launch import manifest, records, submit
 from launch.job import JobSpec, Record
 from launch.kubernetes import MANIFEST, Config, Tpu, Volume
 from trainer.config import decode, to_tree
@@ -158,11 +159,11 @@ def test_all_objects_are_found_by_one_label():
         *_, last = found = documents(config, job)
         names = {document["metadata"]["name"] for document in found}
         labels = {
-            each["metadata"]["labels"][objects.JOB_LABEL]
+            each["metadata"]["labels"][manifest.JOB_LABEL]
             for each in (*found, job_of(config, job), pod_of(config, job))
         }
         assert names == labels == {last["metadata"]["name"]}
-        assert objects.labels_of(config.render(job).files[MANIFEST]) == (
+        assert manifest.labels_of(config.render(job).files[MANIFEST]) == (
             *names,
             last["kind"].lower(),
             job.action,
@@ -341,7 +342,7 @@ def test_nasty_words_are_only_words(tmp_path: Path):
     "word", ["1e3", "0o17", "0x1F", "y", "n", "no", "null", "1_000", "12:30", "~", "", ".5", "-"]
 )
 def test_words_stay_words_for_other_readers_of_yaml(word: str):
-    """kubectl's reader takes 1e3 and y for a number and a boolean, which PyYAML would write without quotes."""
+    """kubectl reads 1e3 and y as a number and a boolean, which PyYAML writes without quotes."""
     text = replace(GPU, variables={"WORD": word}).render(TRAIN).files[MANIFEST]
     line = text.splitlines()[text.splitlines().index("              - name: WORD") + 1]
     assert line.strip() in (f'value: "{word}"', f"value: '{word}'")
@@ -370,9 +371,9 @@ def test_kueue_starts_what_names_a_queue():
 
 @pytest.mark.parametrize("name", ["x" * 40, "a-" * 19 + "b", "3b", "0"])
 def test_names_fit_into_dns(name: str):
-    """Services begin with a letter, and the longest name of a pod is that of a JobSet's last one."""
-    made = objects.name_of(replace(TRAIN, name=name))
-    assert objects.name_of(replace(TRAIN, name=name)) == made
+    """Services begin with a letter, and a JobSet's last pod has the longest name."""
+    made = manifest.name_of(replace(TRAIN, name=name))
+    assert manifest.name_of(replace(TRAIN, name=name)) == made
     assert made[0].isalpha()
     assert made.replace("-", "a").isalnum()
     assert "--" not in made
@@ -385,7 +386,7 @@ def test_users_and_experiments_of_one_namespace_have_names_of_their_own():
         replace(TRAIN, config="output: runs/other\n"),
         TRAIN,
     )
-    assert len({objects.name_of(job) for job in others}) == 3
+    assert len({manifest.name_of(job) for job in others}) == 3
 
 
 def test_root_is_for_tpus_only():
@@ -445,19 +446,19 @@ def test_a_run_on_tpus_asks_for_locked_memory_first(tmp_path: Path, can: str):
         ({"gpus_per_node": -1}, "gpus_per_node must be at least 0, not -1"),
         ({"restarts": -1}, "restarts must be at least 0"),
         ({"user": -1}, "user must be at least 0"),
-        ({"image": "--privileged"}, "image '--privileged'"),
-        ({"image": "a b"}, "image 'a b'"),
-        ({"context": "-x"}, "context '-x'"),
-        ({"namespace": "A_b"}, "namespace 'A_b'"),
-        ({"memory": "lots"}, "memory 'lots'"),
-        ({"shm": "8 GB"}, "shm '8 GB'"),
+        ({"image": "--privileged"}, "image is '--privileged'"),
+        ({"image": "a b"}, "image is 'a b'"),
+        ({"context": "-x"}, "context is '-x'"),
+        ({"namespace": "A_b"}, "namespace is 'A_b'"),
+        ({"memory": "lots"}, "memory is 'lots'"),
+        ({"shm": "8 GB"}, "shm is '8 GB'"),
         ({"labels": {"team": "a b"}}, "team='a b' is no label"),
         ({"node_selector": {"a/b/c": "x"}}, "a/b/c='x' is no label"),
         ({"directory": "work"}, "not work"),
         ({"volumes": (WORK, Volume("/work", claim="other"))}, "two of them are mounted at /work"),
         ({"tpu": Tpu("tpu-v6e-slice", "4x4")}, "over several slices"),
         ({"variables": {"a-b": "c"}}, "variables.a-b is no name"),
-        ({"secrets": {"KEY": "a/b/c"}}, "secrets.KEY must name"),
+        ({"secrets": {"KEY": "a/b/c"}}, "secrets.KEY must give an environment variable a secret"),
     ],
 )
 def test_settings_that_are_none_are_refused(settings: dict[str, Any], says: str):
@@ -471,15 +472,15 @@ def test_settings_that_are_none_are_refused(settings: dict[str, Any], says: str)
         (lambda: Tpu("tpu-v5p-slice", "4"), "topology must be written as 4x4"),
         (
             lambda: Tpu("tpu-v5p-slice", "2x3", 4),
-            "6 chips, which are not a number of machines with 4",
+            "6 chips, which cannot be divided into machines with 4",
         ),
-        (lambda: Tpu("tpu v5p", "2x2"), "accelerator 'tpu v5p'"),
+        (lambda: Tpu("tpu v5p", "2x2"), "accelerator is 'tpu v5p'"),
         (lambda: Volume("/data"), "needs either claim or bucket"),
         (lambda: Volume("/data", claim="a", bucket="b"), "needs either claim or bucket"),
         (lambda: Volume("data", claim="a"), "mount must be a folder"),
         (lambda: Volume("/a:b", claim="a"), "without a colon"),
         (lambda: Volume("/etc/samestep", claim="a"), "would hide what a pod needs"),
-        (lambda: Volume("/data", bucket="gs://b"), "leave out gs://"),
+        (lambda: Volume("/data", bucket="gs://b"), "Leave out gs://"),
     ],
 )
 def test_parts_that_are_none_are_refused(make: Any, says: str):
@@ -558,7 +559,8 @@ verb = next(word for word in arguments if word in ("create", "get", "logs", "del
 manifest = pathlib.Path("manifest.yaml")
 read = manifest.read_text() if "-f" in arguments else None
 with (root / "calls.jsonl").open("a") as calls:
-    calls.write(json.dumps([arguments, read, sys.stdin.read() if not sys.stdin.isatty() else ""]) + chr(10))
+    typed = sys.stdin.read() if not sys.stdin.isatty() else ""
+    calls.write(json.dumps([arguments, read, typed]) + chr(10))
 answers = json.loads((root / "answers.json").read_text())
 verb = "dry-run" if "--dry-run=server" in arguments else verb
 code, out, error = answers[verb].pop(0) if len(answers[verb]) > 1 else answers[verb][0]
@@ -601,7 +603,7 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kubectl:
     (folder / "answers.json").write_text("{}")
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr(objects, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(client, "_POLL_SECONDS", 0.01)
     made = Kubectl(folder)
     fine = [(0, "made", "")]
     made.answers(
@@ -629,7 +631,7 @@ def test_a_launch_is_looked_at_by_the_server_first(kubectl: Kubectl, tmp_path: P
         [*place, "create", "-f", MANIFEST],
     ]
     assert kubectl.manifests == [launch.submission.files[MANIFEST]] * 2
-    name = objects.name_of(launch.job)
+    name = manifest.name_of(launch.job)
     assert (record.id, record.kind) == (name, "kubernetes")
     assert record.about == {
         "context": "gke_project_zone_cluster",
@@ -651,13 +653,17 @@ def test_a_context_that_is_named_is_kept_to(kubectl: Kubectl, tmp_path: Path):
 
 
 ATTEMPT = (
-    'E1122 02:39:19.588780   31608 memcache.go:265] "Unhandled Error" err="couldn\'t get current server API group '
-    'list: Get \\"https://10.0.0.1/api?timeout=32s\\": dial tcp 10.0.0.1:443: connect: connection refused"\n'
+    'E1122 02:39:19.588780   31608 memcache.go:265] "Unhandled Error" err="couldn\'t get current '
+    "server API group "
+    'list: Get \\"https://10.0.0.1/api?timeout=32s\\": dial tcp 10.0.0.1:443: connect: '
+    'connection refused"\n'
 )
 ERRORS = {
     "unreachable": (
-        ATTEMPT * 5
-        + "The connection to the server 10.0.0.1 was refused - did you specify the right host or port?\n",
+        ATTEMPT
+        * 5
+        + "The connection to the server 10.0.0.1 was refused - did you specify the right host or "
+        "port?\n",
         "cannot be reached from here",
     ),
     "no such host": (
@@ -665,8 +671,10 @@ ERRORS = {
         "cannot be reached from here",
     ),
     "openapi": (
-        'error: error validating "manifest.yaml": error validating data: failed to download openapi: Get '
-        '"http://127.0.0.1:9/openapi/v2?timeout=32s": dial tcp 127.0.0.1:9: connect: connection refused; if you choose '
+        'error: error validating "manifest.yaml": error validating data: failed to download '
+        "openapi: Get "
+        '"http://127.0.0.1:9/openapi/v2?timeout=32s": dial tcp 127.0.0.1:9: connect: connection '
+        "refused; if you choose "
         "to ignore these errors, turn validation off with --validate=false\n",
         "cannot be reached from here",
     ),
@@ -676,42 +684,53 @@ ERRORS = {
         "log in again",
     ),
     "plugin": (
-        "Unable to connect to the server: getting credentials: exec: executable gke-gcloud-auth-plugin failed with "
+        "Unable to connect to the server: getting credentials: exec: executable "
+        "gke-gcloud-auth-plugin failed with "
         "exit code 1\n",
         "log in again",
     ),
     "forbidden": (
-        'Error from server (Forbidden): error when creating "manifest.yaml": jobsets.jobset.x-k8s.io is forbidden: '
-        'User "ada" cannot create resource "jobsets" in API group "jobset.x-k8s.io" in the namespace "training"\n',
+        'Error from server (Forbidden): error when creating "manifest.yaml": '
+        "jobsets.jobset.x-k8s.io is forbidden: "
+        'User "ada" cannot create resource "jobsets" in API group "jobset.x-k8s.io" in the '
+        'namespace "training"\n',
         "needs the verbs create, get, list and delete",
     ),
     "quota": (
-        'Error from server (Forbidden): error when creating "manifest.yaml": jobs.batch "x" is forbidden: exceeded '
-        "quota: gpus, requested: count/jobs.batch=1, used: count/jobs.batch=4, limited: count/jobs.batch=4\n",
+        'Error from server (Forbidden): error when creating "manifest.yaml": jobs.batch "x" is '
+        "forbidden: exceeded "
+        "quota: gpus, requested: count/jobs.batch=1, used: count/jobs.batch=4, limited: "
+        "count/jobs.batch=4\n",
         "may use and does",
     ),
     "no CRD": (
-        'error: resource mapping not found for name: "x" namespace: "" from "manifest.yaml": no matches for kind '
+        'error: resource mapping not found for name: "x" namespace: "" from "manifest.yaml": no '
+        "matches for kind "
         '"JobSet" in version "jobset.x-k8s.io/v1alpha2"\nensure CRDs are installed first\n',
         "set cluster.controller=job",
     ),
     "no namespace": (
-        'Error from server (NotFound): error when creating "manifest.yaml": namespaces "training" not found\n',
+        'Error from server (NotFound): error when creating "manifest.yaml": namespaces '
+        '"training" not found\n',
         "kubectl create namespace",
     ),
     "no context": ('error: context "nope" does not exist\n', "set cluster.context"),
     "too old": (
-        'Error from server (BadRequest): error when creating "manifest.yaml": Job in version "v1" cannot be handled as '
+        'Error from server (BadRequest): error when creating "manifest.yaml": Job in version '
+        '"v1" cannot be handled as '
         'a Job: strict decoding error: unknown field "spec.successPolicy"\n',
         r"needs Kubernetes 1\.31",
     ),
     "webhook": (
-        'Error from server (InternalError): Internal error occurred: failed calling webhook "mjobset.kb.io": failed to '
-        'call webhook: Post "https://jobset-webhook-service.jobset-system.svc:443/x": connect: connection refused\n',
+        "Error from server (InternalError): Internal error occurred: failed calling webhook "
+        '"mjobset.kb.io": failed to '
+        'call webhook: Post "https://jobset-webhook-service.jobset-system.svc:443/x": connect: '
+        "connection refused\n",
         "does not run",
     ),
     "exists": (
-        'Error from server (AlreadyExists): error when creating "manifest.yaml": configmaps "x" already exists\n',
+        'Error from server (AlreadyExists): error when creating "manifest.yaml": configmaps "x" '
+        "already exists\n",
         "choose another output",
     ),
 }
@@ -757,7 +776,7 @@ def test_what_cannot_be_deleted_is_told(kubectl: Kubectl, tmp_path: Path):
         create=[(1, "", ERRORS["webhook"][0])], delete=[(1, "", ERRORS["unreachable"][0])]
     )
     with pytest.raises(
-        LaunchError, match=r"does not run.*could not be taken back: .*cannot be reached"
+        LaunchError, match=r"does not run.*could not be deleted: .*cannot be reached"
     ):
         submit.submit(prepared(tmp_path))
 
@@ -1011,7 +1030,7 @@ def test_following_goes_on_after_the_connection_ends(kubectl: Kubectl):
 
 
 def test_lines_of_one_moment_are_all_told(kubectl: Kubectl):
-    """A clock that ticks slowly, or is set back, gives several lines one time; a connection may end between them."""
+    """A slow clock gives several lines one time stamp; a connection may end between them."""
     running, done = pod(0, "Running", state=RUNNING), pod(0, "Succeeded", state=ENDED)
     done["metadata"]["name"] = running["metadata"]["name"]
     jobset, ended = (
@@ -1068,7 +1087,10 @@ def test_no_logs_are_told(kubectl: Kubectl):
 
 def test_who_stops_reading_leaves_no_process(kubectl: Kubectl, tmp_path: Path):
     """The log of a run that goes on does not end."""
-    stays = "import os, time; sys.stdout.flush(); (root / 'pid').write_text(str(os.getpid())); time.sleep(600)"
+    stays = (
+        "import os, time; sys.stdout.flush(); "
+        "(root / 'pid').write_text(str(os.getpid())); time.sleep(600)"
+    )
     program = KUBECTL.replace("sys.exit(code)", f"if verb == 'logs':\n    {stays}\nsys.exit(code)")
     (kubectl.folder / "kubectl").write_text(program)
     running = pod(0, "Running", state=RUNNING)
@@ -1130,13 +1152,13 @@ def test_the_real_kubectl_understands_the_commands(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    assert objects.current_context() == "c"
+    assert client.current_context() == "c"
     launch = prepared(tmp_path)
     (tmp_path / MANIFEST).write_text(launch.submission.files[MANIFEST])
     place = ("kubectl", "--namespace", "n")
     attempts = [
         lambda: submit.submit(launch),
-        lambda: objects.run(
+        lambda: client.run(
             (*place, "delete", "--ignore-not-found", "--wait=false", "-f", MANIFEST), tmp_path
         ),
         lambda: GPU.states([record()]),
@@ -1148,4 +1170,4 @@ def test_the_real_kubectl_understands_the_commands(tmp_path: Path, monkeypatch: 
         assert "memcache.go" not in str(refused.value)
     since = {"x": ("2026-01-01T00:00:00.123456789Z", 1)}
     with pytest.raises(LaunchError, match="was refused"):
-        list(objects._lines([*place, "logs", "x", "--container", "samestep"], "x", since))
+        list(client._lines([*place, "logs", "x", "--container", "samestep"], "x", since))

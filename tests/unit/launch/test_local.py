@@ -1,4 +1,4 @@
-"""Jobs on this machine: how they stand, and how they end, with a command that only notes that it was started."""
+"""Jobs on this machine: their states and ends, with a command that only records its start."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_jobs_of_other_machines_are_not_judged(start: Start) -> None:
     assert all(Config().states([record])[record.id].active for record in (other, old))
     with pytest.raises(
         LaunchError,
-        match=rf"was started on node7, and can be cancelled only there; .* {here.folder}",
+        match=rf"was started on node7, and can be cancelled only there. .* {here.folder}",
     ):
         Config().cancel(other)
     assert state(here) == "running"

@@ -1,4 +1,4 @@
-"""The file of jobs, and the list of them, when some lines or folders are not what they should be."""
+"""The file of jobs and the table of jobs, with some invalid lines and folders."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     return add
 
 
-def test_lines_that_are_none_are_passed_over(add, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_lines_are_skipped(add, caplog: pytest.LogCaptureFixture) -> None:
     first = add("1")
     file = records.state_folder() / "jobs.jsonl"
     good = json.loads(file.read_text())
-    wrong = [b"[]", b"7", b'{"id": 1}', b"\xff", *(json.dumps({**good, **more}).encode() for more in (
-        {"new": 1}, {"id": 4}, {"time": "x"}, {"about": {"a": 1}}, {"about": []}
-    ))]  # fmt: skip
+    changes = ({"new": 1}, {"id": 4}, {"time": "x"}, {"about": {"a": 1}}, {"about": []})
+    wrong = [json.dumps({**good, **change}).encode() for change in changes]
+    wrong = [b"[]", b"7", b'{"id": 1}', b"\xff", *wrong]
     with file.open("ab") as stream:
         stream.write(b"\n".join(wrong) + b'\n{"id": "2", "ki')  # the disk is full
     second = add("3")

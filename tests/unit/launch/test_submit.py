@@ -149,8 +149,8 @@ def test_containers(project: Path) -> None:
     mounts = f"--container-mounts={place}:{place},{place}/run:{place}/run,/data"
     workdir = f"--container-workdir={place}"
     assert (
-        f"--container-image={place}/images/samestep.sqsh {workdir} {mounts} env -u RANK -u WORLD_SIZE"
-        in text
+        f"--container-image={place}/images/samestep.sqsh {workdir} {mounts} env -u RANK -u "
+        f"WORLD_SIZE" in text
     )
     assert "export PATH" not in text
     assert "--container-image=nvcr.io#a/b:c " in script(
@@ -190,7 +190,8 @@ def test_names_are_quoted(project: Path, cluster: str) -> None:
     tools = project / "bin"
     tools.mkdir()
     for name, body in {
-        "samestep": f'printf "%s\\0" "$@" > {project}/arguments; printf "%s" "$SAMESTEP_LOGS" > {project}/logs',
+        "samestep": f'printf "%s\\0" "$@" > {project}/arguments; '
+        f'printf "%s" "$SAMESTEP_LOGS" > {project}/logs',
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
         "scontrol": "echo n1",
     }.items():
@@ -239,7 +240,7 @@ def test_environments() -> None:
         (["cluster.kind=slrum"], "cluster.kind: no module for 'slrum'; did you mean 'slurm'"),
         (
             ["cluster.nodes=8-2"],
-            "nodes must be a number of nodes such as 4, or a range such as 2-8, not 8-2",
+            "nodes must be a number such as 4, or a range as 2-8, not 8-2",
         ),
         (["cluster.nodes=0"], "nodes must be a number"),
         (
@@ -248,13 +249,13 @@ def test_environments() -> None:
         ),
         (
             ["cluster.partition='a b'"],
-            "partition 'a b' is nothing that Slurm would have a name for",
+            "partition is 'a b'. Use a value that Slurm accepts",
         ),
         (['cluster.options=["--x=1\\n#SBATCH --uid=0"]'], "is no option of sbatch"),
-        (["cluster.options=[reservation]"], "write each one as --name=value"),
+        (["cluster.options=[reservation]"], "Write each one as --name=value"),
         (["cluster.segments=0"], "segments must be at least 1"),
         (["cluster.gpus_per_node=-1"], "gpus_per_node must be at least 0"),
-        (["cluster.environment={conda: a, venv: b}"], "conda and venv are two environments"),
+        (["cluster.environment={conda: a, venv: b}"], "conda a and venv b are two environments"),
         (["cluster.environment.variables.WANDB_API_KEY=abc"], "looks like a secret"),
         (["cluster.environment.variables.hf_token=abc"], "looks like a secret"),
         (
@@ -263,7 +264,7 @@ def test_environments() -> None:
         ),
         (
             ["cluster.environment.setup=[export WANDB_API_KEY=abc]"],
-            "setup: what WANDB_API_KEY is given looks like",
+            "setup: the value of WANDB_API_KEY looks like",
         ),
         (["cluster.environment.variables={a-b: c}"], "is no name of an environment variable"),
         (["output=a\\b"], "has a backslash in it"),
@@ -280,17 +281,17 @@ def test_what_is_refused(
 
 
 def test_tasks_are_for_datasets(project: Path) -> None:
-    with pytest.raises(ConfigError, match="is an experiment; leave it out"):
+    with pytest.raises(ConfigError, match="is an experiment"):
         submit.prepare("slurm.yaml", "run.yaml", [], tasks=3)
     with pytest.raises(ConfigError, match="--tasks must be at least 1"):
         submit.prepare("slurm.yaml", "data.yaml", [], tasks=0)
-    with pytest.raises(ConfigError, match="this machine builds a dataset by one job"):
+    with pytest.raises(ConfigError, match="this machine builds a dataset in one job"):
         submit.prepare("local.yaml", "data.yaml", [], tasks=2)
     text = script(file="data.yaml", tasks=3)
     assert "#SBATCH --array=1-3" in text
     assert (
-        f'samestep data build {project}/built.launch/001/config.yaml --slice "$SLURM_ARRAY_TASK_ID/3"'
-        in text
+        f"samestep data build {project}/built.launch/001/config.yaml --slice "
+        f'"$SLURM_ARRAY_TASK_ID/3"' in text
     )
     assert "--gpus" not in text
 
@@ -355,7 +356,7 @@ class TestSnapshots:
 
     def test_of_too_much(self, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("launch.snapshot.MOST_BYTES", 3)
-        with pytest.raises(LaunchError, match=r"name in .gitignore what is no code"):
+        with pytest.raises(LaunchError, match=r"Name in .gitignore what is no code"):
             submit.prepare("local.yaml", "run.yaml", [])
 
 

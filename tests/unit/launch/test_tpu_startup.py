@@ -1,6 +1,6 @@
 """The script that machines of a slice boot with, run for real in a folder.
 
-Metadata comes from a server on loopback; gcloud's buckets, uv, pip and samestep are programs of the tests.
+Metadata comes from a server on loopback; gcloud, uv, pip and samestep are programs of the tests.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ echo "uv $*" >> "$RECORD"
 [ "$1" = venv ] || exit 1
 mkdir -p "${@: -1}/bin"
 printf '%s\\n' '#!/bin/bash' \
-  'echo "pip $*" >> "$RECORD"; [ "$1" != list ] || echo torch==2.9.1; [ ! -e "$RECORD.no-pip" ]' > "${@: -1}/bin/pip"
+  'echo "pip $*" >> "$RECORD"; [ "$1" != list ] || echo torch==2.9.1; [ ! -e "$RECORD.no-pip" ]' \\
+  > "${@: -1}/bin/pip"
 cp "$SAMESTEP" "${@: -1}/bin/samestep"
 chmod +x "${@: -1}"/bin/*
 """
@@ -106,7 +107,8 @@ PROGRAMS = {
     "systemd-run": SYSTEMD_RUN,
     "timeout": TIMEOUT,
     "curl": '#!/bin/bash\n[[ "$*" == *astral.sh* ]] || exec /usr/bin/curl "$@"\n'
-    'echo \'mkdir -p "$UV_INSTALL_DIR" && cp "$UV" "$UV_INSTALL_DIR/uv" && chmod +x "$UV_INSTALL_DIR/uv"\'\n',
+    'echo \'mkdir -p "$UV_INSTALL_DIR" && cp "$UV" "$UV_INSTALL_DIR/uv" &&'
+    ' chmod +x "$UV_INSTALL_DIR/uv"\'\n',
     "sleep": '#!/bin/bash\nexec /bin/sleep "$(echo "$1" | awk \'{print $1 / 200}\')"\n',
     "gcsfuse": '#!/bin/bash\necho "gcsfuse $*" >> "$RECORD"\n',
     "mountpoint": "#!/bin/bash\nexit 1\n",
@@ -137,7 +139,7 @@ class Machine:
     booted: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def boots(self, *codes: object) -> subprocess.Popen[bytes]:
-        """Starts the script; the run's processes will exit with these codes, or wait for a signal."""
+        """Starts the script; the run exits with these codes, or waits for a signal."""
         (self.folder / "record.codes").write_text(" ".join(map(str, codes)) + "\n")
         (self.folder / STARTUP).write_text(self.startup.render())
         process = subprocess.Popen(

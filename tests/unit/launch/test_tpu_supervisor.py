@@ -220,7 +220,7 @@ def test_whoever_ends_a_supervisor_hears_what_goes_on(
             tpu_supervisor.main([str(tmp_path)])
     finally:
         signal.signal(signal.SIGTERM, handler)
-    assert "nobody looks after name any more" in caplog.text
+    assert "no supervisor of name runs any more" in caplog.text
     assert "gcloud compute tpus queued-resources delete name --force" in caplog.text
 
 
@@ -249,12 +249,14 @@ def test_answers_of_gcloud_that_are_none_are_mistakes(monkeypatch: pytest.Monkey
     [
         ("PERMISSION_DENIED: Permission tpu.queuedResources.create denied", True),
         (
-            "RESOURCE_EXHAUSTED: Quota limit TPUV4sPreemptiblePodPerProjectPerZone has been exceeded",
+            "RESOURCE_EXHAUSTED: Quota limit TPUV4sPreemptiblePodPerProjectPerZone has been "
+            "exceeded",
             True,
         ),
         ("RESOURCE_EXHAUSTED: There is no more capacity in the zone", False),
         (
-            "RESOURCE_EXHAUSTED: Quota exceeded for quota metric 'Requests' and limit 'Requests per minute'",
+            "RESOURCE_EXHAUSTED: Quota exceeded for quota metric 'Requests' and limit 'Requests "
+            "per minute'",
             False,
         ),
         ("UNAVAILABLE: The service is currently unavailable", False),

@@ -1,4 +1,4 @@
-"""Google's side of Cloud TPU on loopback: queued resources with their states, and the metadata of a machine."""
+"""Cloud TPU's control plane on loopback: states of queued resources, and machines' metadata."""
 
 from __future__ import annotations
 

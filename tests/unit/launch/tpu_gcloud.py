@@ -1,7 +1,8 @@
 """A program of the tests: the part of `gcloud` that cannot be had here.
 
-Buckets are folders, secrets are files, and `ssh` runs a command on this machine. All else goes to the real gcloud, or,
-where THIN is set, straight to the control plane, which is much faster and knows only what `launch` asks for.
+Buckets are folders, secrets are files, and `ssh` runs a command on this machine. All else goes to
+the real gcloud, or with THIN straight to the control plane, which is much faster and knows only
+what `launch` asks for.
 """
 
 from __future__ import annotations
