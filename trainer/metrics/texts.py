@@ -71,7 +71,9 @@ def unknown_labels(texts: Sequence[str], labels: Sequence[str]) -> list[str]:
 
 
 def _classes(
-    texts: Sequence[str], references: Sequence[str], labels: Sequence[str]
+    texts: Sequence[str],
+    references: Sequence[str],
+    labels: Sequence[str],
 ) -> tuple[Array, Array]:
     """The classes of texts and references.
 

@@ -154,7 +154,11 @@ class Classification(PooledTask):
         outputs = model(Inputs.of(batch), self._outputs)
         logits = outputs["classification"][:, 0]
         of_class = class_loss(
-            logits, target, weights, totals["examples"], self.config.label_smoothing
+            logits,
+            target,
+            weights,
+            totals["examples"],
+            self.config.label_smoothing,
         )
         if not lm_weight:
             return of_class

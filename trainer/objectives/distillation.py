@@ -276,12 +276,10 @@ class _FixedOutputs(nn.Module):
 
 
 def soft_loss(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
-    """T^2 times the KL divergence of softened predictions: [B, P, C] -> [B, P].
-
-    Its gradient equals that of Hinton et al.'s cross-entropy, from which it differs by the
-    teacher's entropy, a constant; it is 0 where both models agree. T^2 makes up for gradients that
-    shrink as 1 / T^2, so that the temperature does not change the balance with `hard`.
-    """
+    """T^2 times the KL divergence of softened predictions: [B, P, C] -> [B, P]."""
+    # Hinton et al. use the cross-entropy, which differs by the teacher's entropy, a constant: the
+    # gradients are equal, and the divergence is 0 where both models agree. T^2 makes up for
+    # gradients that shrink as 1 / T^2, so the temperature does not change the balance with `hard`.
     log_probabilities = F.log_softmax(logits.float() / temperature, dim=-1)
     log_taught = F.log_softmax(taught.float() / temperature, dim=-1)
     divergence = F.kl_div(log_probabilities, log_taught, reduction="none", log_target=True)
@@ -289,10 +287,8 @@ def soft_loss(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
 
 
 def _select(logits: Tensor, positions: Tensor) -> Tensor:
-    """The logits at int64 [B, P] positions: [B, S, V] -> [B, P, V].
-
-    Rows are numbered through the batch: position 3 of row 2 is row 2 S + 3 of the flat logits.
-    """
+    """The logits at int64 [B, P] positions: [B, S, V] -> [B, P, V]."""
+    # Position 3 of row 2 is row 2 S + 3 of the flat logits.
     first = torch.arange(len(positions), device=positions.device)[:, None] * logits.shape[1]
     chosen = logits.flatten(0, 1).index_select(0, (first + positions).flatten())
     return chosen.view(*positions.shape, -1)

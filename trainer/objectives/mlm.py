@@ -81,11 +81,12 @@ class MaskedLM(TokenObjective):
             )
         self._rows = Rows.for_encoder(vocabulary)
         self._ordinary = np.setdiff1d(
-            np.arange(vocabulary.size, dtype=np.int32), vocabulary.special
+            np.arange(vocabulary.size, dtype=np.int32),
+            vocabulary.special,
         )
         if self._ordinary.size == 0:
             raise ConfigError(
-                "the tokenizer has 0 ordinary tokens, only special ones. Train one on your text."
+                "the tokenizer has 0 ordinary tokens, only special ones. Train one on your text.",
             )
         self.config = config
         self._mask = np.int32(vocabulary.mask)
@@ -129,11 +130,9 @@ class MaskedLM(TokenObjective):
         return predicted, labels, used
 
     def _choose(self, key: U64, tokens: Int32) -> tuple[Int64, Bools]:
-        """Chooses the ordinary tokens of smallest hash: their columns, and which are in use.
-
-        The count is exact: of 100 ordinary tokens, mask_fraction 0.15 takes the 15 of smallest
-        hash, in ascending order of columns.
-        """
+        """Chooses the ordinary tokens of smallest hash: their columns, and which are in use."""
+        # The count is exact, not a probability for each token: of 100 ordinary tokens,
+        # mask_fraction 0.15 takes the 15 of smallest hash.
         width = tokens.shape[1]
         slots = self.predictions(width)
         maskable = self._is_ordinary.take(tokens)
@@ -157,11 +156,9 @@ class MaskedLM(TokenObjective):
         return np.where(used, lowest & COLUMN_BITS, 0).astype(np.int64), used
 
     def _replace(self, key: U64, predicted: Int64, labels: Int32) -> Int32:
-        """The tokens to put at predicted positions: [MASK], random ordinary ones, or the labels.
-
-        With the defaults, a uniform number below 0.8 means [MASK], one from 0.8 to 0.9 a random
-        token, and one above 0.9 the label.
-        """
+        """The tokens to put at predicted positions: [MASK], random ordinary ones, or the labels."""
+        # With the defaults, a number below 0.8 means [MASK], one from 0.8 to 0.9 a random token,
+        # and a higher one the label, of which the model cannot know that it was left in place.
         hashed = combine(key[:, None], _REPLACE, predicted)
         sample = uniform(hashed)
         is_masked = sample < self.config.replace_mask

@@ -17,7 +17,7 @@ _COLUMNS = ("source", "document", "begin", "column", "length", "examples")
 
 
 class Gatherer:
-    """Keeps a replica's outputs on its device, and sorts those of all replicas at the end.
+    """Keeps a replica's outputs on its device, and sorts all replicas' at the end.
 
     Args:
         examples: number of examples of the split.
@@ -42,16 +42,15 @@ class Gatherer:
     ) -> Predictions:
         """Predictions of all replicas, which call this together.
 
-        Each example is on one replica. So every replica fills a table of the whole split with its
-        own examples, zeros elsewhere, and the sum of the tables is complete. Example: of 4
-        examples, replica 0 has 0 and 2, replica 1 has 1; [a 0 c 0] + [0 b 0 0] = [a b c 0].
-
         Args:
             rows_on_host: copies this replica's rows of outputs to the host.
             all_reduce: sums a tensor over the replicas.
             rows: of each source of the split.
             labels: names of classes or tags.
         """
+        # Each example is on one replica. So every replica fills a table of the whole split with its
+        # own examples, zeros elsewhere, and the sum of the tables is complete. Example: of 4
+        # examples, replica 0 has 0 and 2, replica 1 has 1; [a 0 c 0] + [0 b 0 0] = [a b c 0].
         names = self._batches[0].keys()
         host = {name: torch.cat([batch[name] for batch in self._batches]) for name in names}
         # Without rows that only pad a batch.

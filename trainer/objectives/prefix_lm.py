@@ -50,8 +50,7 @@ class PrefixLM(SelfSupervised):
     An encoder-decoder gets two pairs of each text, one of each half. The first half's prefix has
     any length; the second half's is as long as the rest of the first half. So each prefix is
     uniformly random, and yet the sources of a text have as many tokens as its targets: rows of a
-    fixed shape are full on both sides. Example: of 10 tokens, with a prefix of 2 in the first half,
-    the pairs are (2, 3) and (3, 2) tokens, 5 on each side.
+    fixed shape are full on both sides.
     """
 
     def sizes(self, length: Int64) -> tuple[Int64, Int64]:
@@ -65,7 +64,8 @@ class PrefixLM(SelfSupervised):
         length = (texts.length + 1) // 2 if self._has_encoder else texts.length
         prefix = 1 + np.floor(uniform(combine(key, _CUT)) * (length - 1)).astype(np.int64)
         if self._has_encoder:
-            # Interleaves the halves: text 0's first, text 0's second, text 1's first, and so on.
+            # A text of 10 tokens with a prefix of 2 in the first half gives pairs of 2 + 3 and 3 +
+            # 2 tokens, 5 on each side. Both halves of text 0 come first, then those of text 1.
             halves = np.stack((length, texts.length - length), axis=1).reshape(-1)
             prefixes = np.stack((prefix, length - prefix), axis=1).reshape(-1)
             used = halves > 0

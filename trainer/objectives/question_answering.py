@@ -6,19 +6,19 @@ As in Devlin et al. 2019, sections 4.2 and 4.3, and BERT's run_squad.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from trainer.errors import ConfigError
-from trainer.examples import Batch, Examples, PackSpec, TaskRow, Vocabulary
+from trainer.examples import Batch, Examples, PackSpec, Vocabulary
 from trainer.metrics import squad
+from trainer.metrics.squad import Float64
 from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors
 from trainer.objectives.rows import Float32, Int64, logits
 from trainer.objectives.task_rows import RowTask, RowWindows, labels_of, last_chunks
@@ -221,12 +221,9 @@ class QuestionAnswering(RowTask):
         of questions with and without an answer (has_answer_exact_match, has_answer_f1,
         no_answer_accuracy) and the best exact_match and f1 of any threshold.
         """
-        answers = self.answers(predictions)
-        scores = _scores(answers, predictions.rows)
+        _, scores, doubt, threshold = self._scored(predictions)
         if not self.config.impossible:
             return scores.means()
-        doubt = _doubts(answers)
-        threshold = self._threshold(scores, doubt)
         return {
             **scores.without(doubt > threshold).means_by_kind(),
             "best_exact_match": squad.best_threshold(scores.exact, scores, doubt)[0],
@@ -241,11 +238,7 @@ class QuestionAnswering(RowTask):
         answer" is one of them, "" from 0 to 0; `null_odds` is how much better it scores than the
         best other, and "" is predicted if that is above the threshold.
         """
-        answers = self.answers(predictions)
-        threshold = math.inf
-        if self.config.impossible:
-            scores = _scores(answers, predictions.rows)
-            threshold = self._threshold(scores, _doubts(answers))
+        answers, _, _, threshold = self._scored(predictions)
         for row, of_row in zip(predictions.rows, answers, strict=True):
             n_best, null_odds = list(of_row.best), {}
             if self.config.impossible:
@@ -267,30 +260,27 @@ class QuestionAnswering(RowTask):
                 ],
             }
 
-    def _threshold(self, scores: squad.Scores, doubt: npt.NDArray[np.float64]) -> float:
-        """The doubt above which no answer is predicted."""
+    def _scored(
+        self, predictions: Predictions
+    ) -> tuple[list[Answers], squad.Scores, Float64, float]:
+        """Candidate answers; scores and doubts of the best; the doubt above which none is given."""
+        answers = self.answers(predictions)
+        right = [row.answers for row in predictions.rows]
+        scores = squad.raw_scores([each.text for each in answers], right)
+        doubt = np.array([each.doubt for each in answers])
+        threshold = math.inf
         if self.config.threshold is not None:
-            return self.config.threshold
-        return squad.best_threshold(scores.f1, scores, doubt)[1]
-
-
-def _scores(answers: Sequence[Answers], rows: Sequence[TaskRow]) -> squad.Scores:
-    """Scores of the best answer to each question."""
-    return squad.raw_scores([each.text for each in answers], [row.answers for row in rows])
-
-
-def _doubts(answers: Sequence[Answers]) -> npt.NDArray[np.float64]:
-    """float64 [R], the doubt of each question."""
-    return np.array([each.doubt for each in answers])
+            threshold = self.config.threshold
+        elif self.config.impossible:
+            threshold = squad.best_threshold(scores.f1, scores, doubt)[1]
+        return answers, scores, doubt, threshold
 
 
 def max_context(begin: Int64, length: Int64, tokens: int) -> Int64:
     """The window with the most context around each token of a text: int64 [tokens].
 
     A token's context is the smaller number of tokens before and after it in the window; of two
-    equal ones the longer window wins, then the first. Example: windows [0, 5) and [3, 8): token 3
-    has 1 after it in the first and 0 before it in the second, so the first owns it; token 4 has 0
-    and 1, so the second does.
+    equal ones the longer window wins, then the first.
 
     Args:
         begin, length: int64 [W], of the windows, W at least 1 if there are tokens.
@@ -298,6 +288,8 @@ def max_context(begin: Int64, length: Int64, tokens: int) -> Int64:
     """
     if not begin.size:
         return np.zeros(tokens, dtype=np.int64)
+    # Example: the windows [0, 5) and [3, 8) share the tokens 3 and 4. Token 3 has 1 token after it
+    # in the first and 0 before it in the second, so the first owns it; token 4 has 0 and 1.
     token = np.arange(tokens)
     least = np.minimum(token - begin[:, None], (begin + length)[:, None] - 1 - token)
     context = np.where(least < 0, -np.inf, least + 0.01 * length[:, None])  # as in run_squad.py

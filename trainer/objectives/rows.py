@@ -89,20 +89,18 @@ class Rows:
         return cls(begin, end, end if vocabulary.pad is None else vocabulary.pad)
 
     def lay_out(self, examples: Examples, width: int) -> dict[str, Int32]:
-        """The rows of a micro-batch, S = `width`.
-
-        Example with width 8, of chunks a b c and d e in one row:
-
-            isolated        tokens     [CLS] a b c [SEP] [CLS] d e ...
-                            segments   1 1 1 1 1 2 2 2
-                            positions  0 1 2 3 4 0 1 2
-            not isolated    tokens     [CLS] a b c [SEP] d e [SEP]
-                            segments   1 1 1 1 1 1 1 1
-                            positions  0 1 2 3 4 5 6 7
-        """
+        """The rows of a micro-batch, S = `width`."""
+        # Example with width 9, of the chunks a b c and d e in one row:
+        #
+        #     isolated        tokens     [CLS] a b c [SEP] [CLS] d e [SEP]
+        #                     segments   1     1 1 1 1     2     2 2 2
+        #                     positions  0     1 2 3 4     0     1 2 3
+        #     not isolated    tokens     [CLS] a b c [SEP] d e [SEP] [PAD]
+        #                     segments   1     1 1 1 1     1 1 1     0
+        #                     positions  0     1 2 3 4     5 6 7     0
+        #
         row, shape = examples.row, (examples.key.size, width)
-        # From here on, positions are numbered through the batch, row by row: the chunk at column 2
-        # of row 1 begins at width + 2.
+        # Here, positions are numbered through the batch, row by row: column 2 of row 1 is 9 + 2.
         first = row * width + examples.column
         after = first + examples.length
         size = examples.key.size * width
@@ -132,10 +130,11 @@ class Rows:
 def fill_spans(begin: Int64, end: Int64, value: npt.ArrayLike, size: int) -> npt.NDArray[Any]:
     """An array of `size` zeros with value[i] in [begin[i], end[i]).
 
-    Spans are in ascending order and do not overlap. The result is a sequence of runs, gap, span,
-    gap, ..., whose lengths are the differences of `edges`: spans [1, 3) and [3, 4) of 6 give the
-    edges 0 1 3 3 4 6 and the values 0 v0 0 v1 0, repeated 1, 2, 0, 1 and 2 times.
+    Spans are in ascending order and do not overlap.
     """
+    # The result is a sequence of runs: gap, span, gap, ..., whose lengths are the differences of
+    # `edges`. Example: the spans [1, 3) and [3, 4) of 6 have the edges 0 1 3 3 4 6, which repeat
+    # the values 0 v0 0 v1 0 1, 2, 0, 1 and 2 times.
     edges = np.empty(2 * begin.size + 2, dtype=np.int64)
     edges[0], edges[1:-1:2], edges[2:-1:2], edges[-1] = 0, begin, end, size
     values = np.zeros(edges.size - 1, dtype=np.result_type(value))
@@ -221,5 +220,5 @@ class ZLossConfig(ObjectiveConfig):
     def __post_init__(self) -> None:
         if self.z_loss < 0:
             raise ConfigError(
-                f"z_loss is {self.z_loss}. Use 0 to disable it, or a small coefficient, as 1e-4."
+                f"z_loss is {self.z_loss}. Use 0 to disable it, or a small coefficient, as 1e-4.",
             )

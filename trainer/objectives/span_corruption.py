@@ -51,15 +51,15 @@ class Config(LayoutConfig):
         super().__post_init__()
         if not 0 < self.noise_density < 1:
             raise ConfigError(
-                f"noise_density is {self.noise_density}. Use a fraction between 0 and 1, as 0.15."
+                f"noise_density is {self.noise_density}. Use a fraction between 0 and 1, as 0.15.",
             )
         if self.mean_span_length < 1:
             raise ConfigError(
-                f"mean_span_length is {self.mean_span_length}. Use at least 1 token, as 3."
+                f"mean_span_length is {self.mean_span_length}. Use at least 1 token, as 3.",
             )
         if self.target_length is not None and self.target_length < 1:
             raise ConfigError(
-                f"target_length is {self.target_length}. Use at least 1, as 114, or null."
+                f"target_length is {self.target_length}. Use at least 1, as 114, or null.",
             )
 
     def build(self, vocabulary: Vocabulary) -> Objective:
@@ -90,11 +90,9 @@ class SpanCorruption(SelfSupervised):
         self._sentinels = np.array(vocabulary.sentinels, dtype=np.int32)
 
     def counts(self, length: Int64) -> tuple[Int64, Int64]:
-        """Number of corrupted tokens, and of spans, in texts of the given lengths.
-
-        The bounds keep at least one token before each span, and at least one in it. Where they
-        contradict each other, for texts of one token, the upper one wins: nothing is corrupted.
-        """
+        """Number of corrupted tokens, and of spans, in texts of the given lengths."""
+        # The bounds keep at least one token before each span, and at least one in it. For a text of
+        # one token they contradict each other, and np.clip gives the upper one, 0 tokens.
         config = self.config
         noise = np.clip(np.rint(length * config.noise_density), 1, length - 1)
         wanted = np.rint(noise / config.mean_span_length)
@@ -128,19 +126,15 @@ class SpanCorruption(SelfSupervised):
         return spec
 
     def pairs(self, texts: Ragged, key: U64) -> tuple[Int64, Ragged, Ragged]:
-        """Makes one pair of each text.
-
-        Example: the text a b c d e with 2 spans, kept parts of 1 and 1 tokens and corrupted ones of
-        1 and 2, is a (b) c (d e):
-
-            kept_before        1 2     kept tokens up to each span
-            corrupted_before   0 1     corrupted tokens before it
-            begin              1 3     their sum: where the span begins in the text
-            source position    1 3     of <0> and <1> in a <0> c <1> </s>
-            target position    0 2     of <0> and <1> in <0> b <1> d e </s>
-
-        All numbers are counted through all texts.
-        """
+        """Makes one pair of each text."""
+        # Example: the text a b c d e with kept parts of 1 and 1 tokens and corrupted ones of 1 and
+        # 2 is a (b) c (d e). All numbers are counted through all texts.
+        #
+        #     kept_before        1 2     kept tokens up to each span
+        #     corrupted_before   0 1     corrupted tokens before it
+        #     begin              1 3     their sum: where the span begins in the text
+        #     source position    1 3     of <0> and <1> in a <0> c <1> </s>
+        #     target position    0 2     of <0> and <1> in <0> b <1> d e </s>
         noise, spans = self.counts(texts.length)
         has_spans = spans > 0  # texts of more than one token
         # The kept tokens of all texts, then the corrupted ones of all texts, in one call.
@@ -156,7 +150,7 @@ class SpanCorruption(SelfSupervised):
         begin = kept_before + corrupted_before
         is_noise = fill_spans(begin, begin + corrupted, np.True_, texts.tokens.size)
         sentinel = self._sentinels[span - (np.cumsum(spans) - spans)[text]]
-        # A sentinel comes after those of the spans before, and the </s> of the texts before.
+        # A sentinel comes after the sentinels of earlier spans and the </s> of earlier texts.
         specials_before = span + text
         source = self._ended(
             texts.tokens[~is_noise],
@@ -175,8 +169,6 @@ def random_parts(items: Int64, parts: Int64, key: U64) -> Int64:
     """Cuts rows of items into parts of at least one item; each way to do so is equally likely.
 
     A row's first part begins with its first item, and the others with the items of lowest hash.
-    Example: 5 items in 3 parts, hashes 7 4 9 1 6: the items 0, 3 (hash 1) and 1 (hash 4) begin
-    parts, which have 1, 2 and 2 items.
 
     Args:
         items: int64 [G], number of items of each row; at most 65,536.
@@ -186,6 +178,9 @@ def random_parts(items: Int64, parts: Int64, key: U64) -> Int64:
     Returns:
         int64 [sum of parts], the number of items of each part.
     """
+    # Example: 5 items in 3 parts with the hashes 7 4 9 1 6. Parts begin with the items 0, 3 (hash
+    # 1) and 1 (hash 4), so they have 1, 2 and 2 items.
+    #
     # All rows are sorted at once. The bits of a rank, from high to low: the row, which keeps rows
     # apart; bits of the hash; and the item's position in its row, 16 bits, which makes ranks
     # distinct and is read back after sorting. A row's first item has hash 0 and so comes first.

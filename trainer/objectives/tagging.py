@@ -57,7 +57,7 @@ class Tagging(RowTask):
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
         batch = self.lay_out(examples, sequence_length)
         labels, (column, length) = labels_of(examples), last_chunks(examples)
-        # Each example comes with the tags of its whole row and takes those of its window. If a row
+        # Each example comes with the tags of its whole row and takes the window's. If a row
         # of 5 tags became windows of 3 and 2, the values are 0 1 2 3 4 0 1 2 3 4, and the examples
         # take the values from 0 + 0 and from 5 + 3 on.
         first_tag = np.cumsum(labels.count) - labels.count + labels.begin
@@ -75,7 +75,10 @@ class Tagging(RowTask):
         scores = logits(model, batch, self.predicts).float()
         labels, weights = batch["labels"], batch["weights"]
         nll = F.cross_entropy(
-            scores.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-1
+            scores.flatten(0, 1),
+            labels.flatten(),
+            reduction="none",
+            ignore_index=-1,
         )
         nll = (nll * weights.flatten()).sum()
         tags = scores.detach().argmax(-1)
@@ -124,13 +127,12 @@ def _tags_of_tokens(of_row: RowWindows, predictions: Predictions) -> Int64:
 def _first_tokens(words: Int64, tokens: Int64) -> Int64:
     """The first token that shares a character with each word; -1 where none does.
 
-    Example: of the tokens at characters 0-3, 4-5 and 5-7, the words at 4-7 and 8-9 get 1 and -1.
-
     Args:
         words: int64 [w, 2], their characters, [begin, end).
         tokens: int64 [n, 2], likewise, in order.
     """
-    # A token of white space may have no characters.
+    # Example: with tokens at the characters 0-3, 4-5 and 5-7, the words at 4-7 and 8-9 get 1 and
+    # -1. A token of white space may have no characters.
     visible = np.flatnonzero(tokens[:, 0] < tokens[:, 1])
     if not visible.size:
         return np.full(len(words), -1)

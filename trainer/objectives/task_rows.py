@@ -156,9 +156,9 @@ class PooledConfig(ObjectiveConfig):
     """Settings of an objective that scores sequences as a whole.
 
     Attributes:
-        reads: the pooled position of a sequence: `first`, that of [CLS], for encoders; `last` for
-            decoders. null goes by the tokenizer: first for those of BERT and RoBERTa, which a GPT
-            may also have, else last.
+        reads: the pooled position of a sequence: `first` ([CLS]) for encoders, `last` for decoders.
+            null goes by the tokenizer: first for tokenizers of BERT and RoBERTa, which a GPT may
+            also have, else last.
     """
 
     reads: Pooled | None

@@ -264,13 +264,6 @@ def alternating(first: Int64, second: Int64) -> Bools:
 class _Grid:
     """Sequences in rows, one after another from the first position on.
 
-    Example: rows 0 0 1 with lengths 2 3 4 and shape (2, 6):
-
-        row 0   1 1 2 2 2 .      `segments`
-        row 1   1 1 1 1 . .
-
-        start 0 2 5, column 0 2 0, position 0 1 0 1 2 0 1 2 3
-
     Attributes:
         filled: bool [B, W], the positions of sequences.
         start: int64 [Q], the first token of each sequence, counted through all of them.
@@ -284,6 +277,11 @@ class _Grid:
     """
 
     def __init__(self, row: Int64, length: Int64, shape: tuple[int, int]) -> None:
+        # Example: sequences of 2, 3 and 4 tokens in the rows 0, 0 and 1, of width 6:
+        #
+        #     segments   1 1 2 2 2 0     start      0 2 5
+        #                1 1 1 1 0 0     column     0 2 0
+        #                                position   0 1 0 1 2 0 1 2 3
         self.filled = np.arange(shape[1]) < np.bincount(row, length, shape[0])[:, None]
         self.start = np.cumsum(length) - length
         first = np.searchsorted(row, row)  # the first sequence of each sequence's row

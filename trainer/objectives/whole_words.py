@@ -22,10 +22,6 @@ def choose_words(key: U64, maskable: Bools, continuing: Bools, budget: Int64) ->
     exceeded, and a row whose words are all longer than it gets none. A word does not extend across
     a token that is not maskable.
 
-    Example: tokens [CLS] un ##want ##ed run ##ning sea [SEP] with a budget of 3 hold words of 3, 2
-    and 1 tokens. In the order running, unwanted, sea, the second does not fit any more: "running"
-    and "sea" are chosen.
-
     Args:
         key: uint64 [B], of each row's choices.
         maskable: bool [B, S], the positions that may be chosen.
@@ -35,6 +31,9 @@ def choose_words(key: U64, maskable: Bools, continuing: Bools, budget: Int64) ->
     Returns:
         bool [B, S], the chosen positions.
     """
+    # Example: [CLS] un ##want ##ed run ##ning sea [SEP] with a budget of 3 holds words of 3, 2 and
+    # 1 tokens. In the random order "running", "unwanted", "sea", the second does not fit after the
+    # first, so "running" and "sea" are chosen.
     rows, width = maskable.shape
     begins = maskable.copy()
     begins[:, 1:] &= ~(maskable[:, :-1] & continuing[:, 1:])
@@ -66,14 +65,15 @@ def choose_words(key: U64, maskable: Bools, continuing: Bools, budget: Int64) ->
 def _take(lengths: npt.NDArray[np.int32], budget: Int64) -> Bools:
     """Takes, going through a row of lengths [B, W], each one that the rest of its budget allows.
 
-    Lengths of 0 are not taken. All rows are gone through together, a block of columns at a time,
-    since most budgets are spent after the first. Within a block, the sum of the lengths up to each
-    one must stay within the budget. From the first one that exceeds it on, every length above what
-    was left before it cannot fit: it becomes 0, and the sums are recomputed.
-
-    Example: a budget of 6 and lengths 3 2 4 1 2: sums 3 5 9 10 12 exceed 6 from the third on, when
-    6 - 5 = 1 is left. The 4 and the last 2 are more than 1 and become 0: 3 2 0 1 0 fits.
+    Lengths of 0 are not taken.
     """
+    # All rows are gone through together, a block of columns at a time, since most budgets are spent
+    # after the first block. Within a block, the sum up to each length must stay within the budget.
+    # From the first one that exceeds it on, every length above what was left before it cannot fit:
+    # it becomes 0, and the sums are recomputed. Example with a budget of 6:
+    #
+    #     lengths 3 2 4 1 2    sums 3 5 9 10 12    exceeds from the 4 on, with 6 - 5 = 1 left
+    #     lengths 3 2 0 1 0    sums 3 5 5 6 6      fits: 3, 2 and 1 are taken
     taken = np.zeros(lengths.shape, dtype=np.bool_)
     left = budget.copy()
     block = int(budget.max(initial=0)) + 1

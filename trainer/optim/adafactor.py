@@ -94,15 +94,16 @@ class Adafactor(Blockwise):
 
         v_ij = r_i c_j / mean(c)
 
-    (The paper divides by mean(r), which is the same number.) Example: with g^2 = [[1, 2], [3, 6]],
-    r = [1.5, 4.5], c = [2, 4] and mean(c) = 3; r_2 c_1 / 3 = 4.5 * 2 / 3 = 3. It is exact because
-    this g^2 has rank 1; in general v is the best such approximation by generalized KL divergence.
-
-    Every process holds r and c whole: each has n + m numbers, and a partition of g by rows needs
-    all of c. A step takes two collectives for all tensors together: one for the sums of r, c and
-    x^2, and one for the sums of u^2, which depend on r and c. The update is computed in the memory
-    of the gradients, which are lost.
+    (The paper divides by mean(r), which is the same number.) A step takes two collectives for all
+    tensors together. The update is computed in the memory of the gradients, which are lost.
     """
+
+    # Example: with v = [[1, 2], [3, 6]], r = [1.5, 4.5], c = [2, 4] and mean(c) = 3, and r_2 c_1 /
+    # 3 = 4.5 * 2 / 3 = 3. It is exact because this v has rank 1; otherwise it is the closest such
+    # matrix by generalized KL divergence (section 3 of the paper).
+    #
+    # Every process holds r and c whole: they are small, and a partition by rows needs all of c. The
+    # first collective adds up r, c and x^2; the second adds up u^2, which depends on r and c.
 
     def __init__(self, groups: list[Group], blocks: Mapping[Tensor, int], config: Config) -> None:
         super().__init__(groups, blocks, {"lr": config.lr})
@@ -155,7 +156,10 @@ class Adafactor(Blockwise):
         return gradients
 
     def _update_moments(
-        self, weights: list[Tensor], gradients: list[Tensor], squares: Tensor
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        squares: Tensor,
     ) -> Tensor:
         """Updates the second moments: v = (1 - f) v + f (g^2 + eps) with f = t^-decay_rate.
 
@@ -213,14 +217,16 @@ class Adafactor(Blockwise):
         return blocks, math.prod(shape[:-1]) // blocks, shape[-1]
 
     def _rectangles(
-        self, weight: Tensor, part: Tensor
+        self,
+        weight: Tensor,
+        part: Tensor,
     ) -> Iterator[tuple[Tensor, tuple[slice, slice], tuple[slice, slice]]]:
         """Cuts the local part of a matrix into rectangles [blocks, rows, columns] of its blocks.
 
-        Each comes with its place in arrays [blocks, rows] and in arrays [blocks, columns]. A flat
-        segment may begin and end inside a row. Of one block [3, 4], the elements 2-9 are three
-        rectangles: columns 2:4 of row 0, all of row 1, and columns 0:2 of row 2.
+        Each comes with its place in arrays [blocks, rows] and in arrays [blocks, columns].
         """
+        # A flat segment may begin and end inside a row. Of one block [3, 4], the elements 2:10 are
+        # three rectangles: columns 2:4 of row 0, all of row 1, and columns 0:2 of row 2.
         for rectangle, offset in rectangles(part, flat_start(weight), self._block_shape(weight)):
             block, row, column = (
                 slice(i, i + n) for i, n in zip(offset, rectangle.shape, strict=True)

@@ -42,7 +42,7 @@ class Config:
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(
-                f"betas is {list(self.betas)}. Use two numbers from 0 to below 1, as [0.9, 0.999]."
+                f"betas is {list(self.betas)}. Use two numbers from 0 to below 1, as [0.9, 0.999].",
             )
         for name in ("lr", "weight_decay"):
             value = getattr(self, name)
@@ -63,7 +63,10 @@ class Config:
         """Builds the optimizer of these named parameters, on the device they are on."""
         named = list(parameters)
         groups = parameter_groups(
-            named, self.weight_decay, self.layer_decay, structure.layers_above
+            named,
+            self.weight_decay,
+            self.layer_decay,
+            structure.layers_above,
         )
         return self._optimizer(groups, structure.blocks(named))
 
@@ -101,7 +104,12 @@ class UncorrectedAdamW(AdamW):
     """
 
     def __init__(
-        self, groups: list[Group], lr: float, betas: tuple[float, float], eps: float, fused: bool
+        self,
+        groups: list[Group],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        fused: bool,
     ) -> None:
         counted = [{**group, "updates": 0} for group in groups]
         super().__init__(counted, lr=lr, betas=betas, eps=eps, fused=fused)
@@ -131,7 +139,10 @@ class TracedAdamW(BlockwiseAdam):
     """AdamW of plain operations, for devices without torch's fused kernels."""
 
     def _scales(
-        self, weights: list[Tensor], blocks: list[Tensor], updates: list[Tensor]
+        self,
+        weights: list[Tensor],
+        blocks: list[Tensor],
+        updates: list[Tensor],
     ) -> list[Tensor]:
         ones = torch.ones(len(blocks), dtype=blocks[0].dtype, device=blocks[0].device)
         return list(ones.unbind())

@@ -63,7 +63,10 @@ class AdamWScale(BlockwiseAdam):
         return super()._adam(group, weights)
 
     def _scales(
-        self, weights: list[Tensor], blocks: list[Tensor], updates: list[Tensor]
+        self,
+        weights: list[Tensor],
+        blocks: list[Tensor],
+        updates: list[Tensor],
     ) -> list[Tensor]:
         norms = whole_norms(blocks, weights[0], self._counts_of(weights))
         rms = norms / self._sizes(weights).sqrt()

@@ -66,7 +66,10 @@ class Blockwise(Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(
-        self, groups: list[Group], blocks: Mapping[Tensor, int], settings: Mapping[str, object]
+        self,
+        groups: list[Group],
+        blocks: Mapping[Tensor, int],
+        settings: Mapping[str, object],
     ) -> None:
         super().__init__([{**group, "updates": 0} for group in groups], dict(settings))
         self._counts: dict[Tensor, list[int]] = {}  # number of blocks in each entry of `_blocks`
@@ -106,7 +109,7 @@ class Blockwise(Optimizer):
             start = stop
 
     def _blocks(self, weights: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
-        """Cuts local parts, which lie as those of the weights do, into blocks: views of them."""
+        """Cuts local parts, partitioned like the weights, into blocks: views of them."""
         blocks = []
         for weight, part in zip(weights, parts, strict=True):
             if not isinstance(weight, StackedParameter):
@@ -122,12 +125,10 @@ class Blockwise(Optimizer):
         return [count for weight in weights for count in self._counts[weight]]
 
     def _factors(self, values: Tensor, weights: list[Tensor], blocks: list[Tensor]) -> list[Tensor]:
-        """Turns values [blocks] into tensors that broadcast over the entries of `_blocks`.
-
-        A stack [layers, rows, columns] gets its values as [layers, rows, 1]: with 2 layers of 4
-        rows and 2 blocks each, the values a, b, c, d become a a b b for the rows of the first
-        layer and c c d d for the second.
-        """
+        """Turns values [blocks] into tensors that broadcast over the entries of `_blocks`."""
+        # A stack [layers, rows, columns] gets its values as [layers, rows, 1]: with 2 layers of 4
+        # rows and 2 blocks each, the values a, b, c, d become a a b b for the rows of the first
+        # layer and c c d d for the second.
         factors = []
         parts = torch.split(values.to(blocks[0].dtype), self._counts_of(weights))
         for part, block in zip(parts, blocks, strict=True):
@@ -145,10 +146,8 @@ class Blockwise(Optimizer):
         return torch.cat([self._block_sizes[weight] for weight in weights])
 
     def _finite(self, like: Tensor) -> Tensor:
-        """1, or 0 where loss scaling has found that gradients overflowed; fp64.
-
-        Multiplying by it skips an update without the host waiting for the answer.
-        """
+        """1, or 0 where loss scaling has found that gradients overflowed; fp64."""
+        # Multiplying by it skips an update without the host waiting for the answer.
         if self.found_inf is None:
             return torch.ones((), dtype=torch.float64, device=like.device)
         return 1 - self.found_inf.double()
@@ -181,7 +180,10 @@ class BlockwiseAdam(Blockwise):
 
     @abstractmethod
     def _scales(
-        self, weights: list[Tensor], blocks: list[Tensor], updates: list[Tensor]
+        self,
+        weights: list[Tensor],
+        blocks: list[Tensor],
+        updates: list[Tensor],
     ) -> list[Tensor]:
         """The scale of each block's update: from `_factors`, or scalars on the device.
 
@@ -210,13 +212,15 @@ class BlockwiseAdam(Blockwise):
         return updates
 
     def _fused_adam(
-        self, group: Group, gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]
+        self,
+        group: Group,
+        gradients: list[Tensor],
+        means: list[Tensor],
+        squares: list[Tensor],
     ) -> list[Tensor]:
-        """Computes u with torch's fused kernel.
-
-        The kernel only updates weights, as w -= lr * u. From zeros, with a learning rate of -1, it
-        leaves u itself behind.
-        """
+        """Computes u with torch's fused kernel."""
+        # The kernel only updates weights, as w -= lr * u. From zeros, with a learning rate of -1,
+        # it leaves u itself behind.
         updates = [torch.zeros_like(gradient) for gradient in gradients]
         # The kernel adds 1 to the step. Its correction 1 - beta ** step is 1 for infinitely many.
         step = group["updates"] - 1.0 if group["bias_correction"] else math.inf
@@ -241,12 +245,14 @@ class BlockwiseAdam(Blockwise):
         return updates
 
     def _traced_adam(
-        self, group: Group, gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]
+        self,
+        group: Group,
+        gradients: list[Tensor],
+        means: list[Tensor],
+        squares: list[Tensor],
     ) -> list[Tensor]:
-        """Computes u with plain operations, for devices without a fused kernel.
-
-        Numbers that change from step to step are tensors: constants would recompile the graph.
-        """
+        """Computes u with plain operations, for devices without a fused kernel."""
+        # Numbers that change from step to step are tensors: constants would recompile the graph.
         beta1, beta2 = group["betas"]
         t = group["updates"] if group["bias_correction"] else math.inf
         torch._foreach_lerp_(means, gradients, 1 - beta1)

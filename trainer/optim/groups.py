@@ -91,7 +91,8 @@ def set_step(optimizer: Optimizer, step: int) -> None:
 
 
 def state_tensors(
-    optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
 ) -> dict[str, Tensor]:
     """The state of a primed optimizer as "exp_avg/<parameter name>"; step counts are left out.
 

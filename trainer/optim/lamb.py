@@ -57,18 +57,21 @@ class Lamb(BlockwiseAdam):
     where m and v are Adam's running means, corrected for bias, and the trust ratio is 1 if one of
     the norms is 0. The paper's phi is the identity here. Norms are of whole tensors, however they
     are partitioned; all else is local.
-
-    The ratio is one number per layer and matrix, so u decides the direction and lr alone the
-    length of a step: with |x| = 2, |u| = 40 and lr = 0.01, x changes by 0.01 * (2 / 40) * 40 =
-    0.02, which is 1 % of its norm, whatever the gradient's scale.
     """
+
+    # The trust ratio is one number for each matrix of each layer. So u gives a step its direction,
+    # and lr alone its length relative to the weights: with |x| = 2, |u| = 40 and lr = 0.01, x
+    # changes by 0.01 * (2 / 40) * 40 = 0.02, which is 1 % of |x|, whatever the gradient's scale.
 
     def __init__(self, groups: list[Group], blocks: Mapping[Tensor, int], config: Config) -> None:
         super().__init__(groups, blocks, config._settings)
         self._config = config
 
     def _scales(
-        self, weights: list[Tensor], blocks: list[Tensor], updates: list[Tensor]
+        self,
+        weights: list[Tensor],
+        blocks: list[Tensor],
+        updates: list[Tensor],
     ) -> list[Tensor]:
         counts = self._counts_of(weights)
         # Norms of weights and of updates together, for one collective instead of two.

@@ -15,7 +15,7 @@ from tests.outputs import outputs
 from tests.unit.objectives.texts import pack
 from trainer.config import decode
 from trainer.errors import ConfigError
-from trainer.examples import Examples, Vocabulary
+from trainer.examples import HOST_COLUMNS, Examples, Vocabulary
 from trainer.models import bert
 from trainer.objectives import Objective, classification, distillation, mlm, regression
 
@@ -90,6 +90,7 @@ def test_the_loss_equals_the_papers(cells: str) -> None:
         cells=cells,
     )
     batch = batch_of(objective, texts())
+    assert batch.keys().isdisjoint(HOST_COLUMNS)  # which the loader keeps from the device
     loss = objective.loss(model, batch, totals_of(objective, batch))
     given = {name: batch[name] for name in ("tokens", "segments", "positions")}
     with torch.no_grad():
