@@ -188,7 +188,10 @@ def test_one_that_is_stopped_goes_on_to_the_same_bytes(
     assert output.read_bytes() == whole.read_bytes()
     assert not partial.exists()
     assert not state.exists()
-    assert "exists already and is complete" in samestep("label", teacher, file, "--output", output).message
+    assert (
+        "exists already and is complete"
+        in samestep("label", teacher, file, "--output", output).message
+    )
 
 
 HELD = """
