@@ -1,7 +1,8 @@
 """Writes what an image installs as three lists: requirements.txt, constraints.txt and torch.txt.
 
-A layer of an image is made anew when a file that it is made from changes. pyproject.toml and the constraints change
-often, and most changes concern an image's dependencies not at all, or the small ones; torch's layer has gigabytes.
+A layer of an image is made anew when a file that it is made from changes. pyproject.toml and the
+constraints change often, and most changes concern an image's dependencies not at all, or the small
+ones; torch's layer has gigabytes.
 
     python3 lists.py EXTRA,EXTRA,... CONSTRAINTS...
 
@@ -34,7 +35,8 @@ def requirements(extras: list[str]) -> list[str]:
     for extra in extras:
         if extra not in project["optional-dependencies"]:
             sys.exit(
-                f"samestep has no extra {extra!r}; it has {', '.join(project['optional-dependencies'])}"
+                f"samestep has no extra {extra!r}; it has "
+                f"{', '.join(project['optional-dependencies'])}"
             )
         needed += project["optional-dependencies"][extra]
     return needed

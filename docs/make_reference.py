@@ -1,4 +1,7 @@
-"""Writes docs/reference.md, every setting there is, from the docstrings: python docs/make_reference.py"""
+"""Writes docs/reference.md, every setting there is, from the docstrings.
+
+Python docs/make_reference.py
+"""
 
 from __future__ import annotations
 

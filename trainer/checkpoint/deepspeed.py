@@ -1,12 +1,14 @@
 """DeepSpeed's checkpoints, read and written without DeepSpeed and one tensor at a time.
 
-Two layouts are read: what `engine.save_checkpoint` writes under ZeRO stages 1 to 3, flat partitions in a file for each
-rank, and the universal one of `deepspeed.checkpoint.ds_to_universal`, a folder for each parameter. The latter is also
-written. The layouts are those of DeepSpeed 0.19; files of others are read as far as they are alike.
+Two layouts are read: what `engine.save_checkpoint` writes under ZeRO stages 1 to 3, flat partitions
+in a file for each rank, and the universal one of `deepspeed.checkpoint.ds_to_universal`, a folder
+for each parameter. The latter is also written. The layouts are those of DeepSpeed 0.19; files of
+others are read as far as they are alike.
 
-All these files are pickles, and a pickle can name any function and have it called. Here they go through torch's
-restricted unpickler, and no name in them is ever looked up: `_StandIn` is there in place of every class that the
-unpickler does not know. Files are read through once, for their checksums; after that tensors are mapped.
+All these files are pickles, and a pickle can name any function and have it called. Here they go
+through torch's restricted unpickler, and no name in them is ever looked up: `_StandIn` is there in
+place of every class that the unpickler does not know. Files are read through once, for their
+checksums; after that tensors are mapped.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class DeepSpeedState:
         step: updates that the optimizer has made.
         examples: rows that the run has seen; None if it has not kept count.
         settings: those of the optimizer's first group.
-        tensors: weights ("fp32") and moments ("exp_avg", "exp_avg_sq") by kind, then by DeepSpeed's name, fp32.
+        tensors: weights ("fp32") and moments ("exp_avg", "exp_avg_sq") by kind, then by DeepSpeed's
+            name, fp32.
     """
 
     step: int
@@ -64,7 +67,10 @@ class DeepSpeedState:
 
 
 def step_folder(path: Path) -> Path | None:
-    """Where the files of a DeepSpeed checkpoint lie, given that folder or the one above; None if it is none."""
+    """Where the files of a DeepSpeed checkpoint lie, given that folder or the one above.
+
+    None if it is none.
+    """
     for pointer in ("latest", "latest_universal"):
         if (path / pointer).is_file():
             return path / (path / pointer).read_text().strip()
@@ -80,7 +86,8 @@ def open_checkpoint(folder: Path) -> DeepSpeedState:
     """Opens a checkpoint; its tensors are read when they are asked for.
 
     Raises:
-        CheckpointError: files are missing, damaged, of different saves, or hold what cannot be taken over.
+        CheckpointError: files are missing, damaged, of different saves, or hold what cannot be
+            taken over.
     """
     try:
         return (
@@ -88,13 +95,16 @@ def open_checkpoint(folder: Path) -> DeepSpeedState:
         )
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
-            f"{folder} is not laid out as DeepSpeed {_LAYOUT} does it ({type(error).__name__}: {error}); go on from it "
+            f"{folder} is not laid out as DeepSpeed {_LAYOUT} does it ({type(error).__name__}: "
+            f"{error}); go on from it "
             "with a newer DeepSpeed, save it there, and convert that"
         ) from error
 
 
 def _open_partitioned(folder: Path) -> DeepSpeedState:
-    """ZeRO's own layout: rank r has the r-th stretch of what is laid end to end, or of each parameter in stage 3."""
+    """ZeRO's own layout: rank r has the r-th stretch of what is laid end to end, or of each
+    parameter in stage 3.
+    """
     found = {
         path: match
         for path in sorted(folder.glob("*.pt"))
@@ -102,20 +112,24 @@ def _open_partitioned(folder: Path) -> DeepSpeedState:
     }
     if not found:
         raise CheckpointError(
-            f"{folder} has no partitions of ZeRO (zero_pp_rank_*_optim_states.pt): it was saved without ZeRO, or not "
+            f"{folder} has no partitions of ZeRO (zero_pp_rank_*_optim_states.pt): it was saved "
+            "without ZeRO, or not "
             "copied whole; copy all its files, or save it under ZeRO stage 1 to 3"
         )
     if any(int(match[2]) for match in found.values()) or any(folder.glob("layer_*")):
         raise CheckpointError(
-            f"{folder} is of a run with tensor, pipeline or expert parallelism, whose parts only DeepSpeed can put "
-            "together; convert it with python -m deepspeed.checkpoint.ds_to_universal first, and name what that writes"
+            f"{folder} is of a run with tensor, pipeline or expert parallelism, whose parts only "
+            "DeepSpeed can put "
+            "together; convert it with python -m deepspeed.checkpoint.ds_to_universal first, and "
+            "name what that writes"
         )
     model = _model_states(folder)
     paths = {int(match[1]): path for path, match in found.items()}
     absent = sorted(set(range(model["dp_world_size"])) - paths.keys())
     if absent:
         raise CheckpointError(
-            f"{folder} was saved by {model['dp_world_size']} processes, and the optimizer states of rank {absent[0]} "
+            f"{folder} was saved by {model['dp_world_size']} processes, and the optimizer states "
+            f"of rank {absent[0]} "
             "are missing; copy the files of all machines into it"
         )
     shapes = {
@@ -160,7 +174,9 @@ def _open_partitioned(folder: Path) -> DeepSpeedState:
 def _spans(
     shapes: Mapping[str, Sequence[int]], rank: int, ranks: int
 ) -> Iterator[tuple[str, int, int]]:
-    """Where a rank has its parts of the parameters of a group, and their lengths without padding, in stage 3."""
+    """Where a rank has its parts of the parameters of a group, and their lengths without padding,
+    in stage 3.
+    """
     start = 0
     for name, shape in shapes.items():
         size, part = math.prod(shape), _padded_part(shape, ranks)
@@ -176,18 +192,23 @@ def _padded_part(shape: Sequence[int], ranks: int) -> int:
 def _check_lengths(
     shapes: Mapping[str, Sequence[int]], ranks: int, flats: Mapping[str, Tensor], path: Path
 ) -> None:
-    """Refuses what is shorter or longer than the parts of a group that a rank has in stage 3, padding included."""
+    """Refuses what is shorter or longer than the parts of a group that a rank has in stage 3,
+    padding included.
+    """
     due = sum(_padded_part(shape, ranks) for shape in shapes.values())
     for kind in (WEIGHTS, *MOMENTS):
         if flats[kind].numel() != due:
             raise CheckpointError(
-                f"{path} holds {flats[kind].numel()} elements of {kind} where {due} belong; it was not saved or copied "
+                f"{path} holds {flats[kind].numel()} elements of {kind} where {due} belong; it was "
+                "not saved or copied "
                 "whole, or is of another run: copy it again, or use another one"
             )
 
 
 def _open_universal(folder: Path) -> DeepSpeedState:
-    """The universal layout: what ZeRO stages 1 and 2 had is there with its shape and step, what stage 3 had without."""
+    """The universal layout: what ZeRO stages 1 and 2 had is there with its shape and step, what
+    stage 3 had without.
+    """
     model, common = _model_states(folder), _load(folder / _UNIVERSAL / "optimizer_state.pt")
     shapes = {
         name: tuple(shape)
@@ -234,7 +255,8 @@ def _model_states(folder: Path) -> Loaded:
     model = _load(path)
     if frozen := model.get("frozen_param_shapes"):
         raise CheckpointError(
-            f"{folder} is of a run that trained only some of its parameters: {next(iter(frozen))} was frozen, and here "
+            f"{folder} is of a run that trained only some of its parameters: {next(iter(frozen))} "
+            "was frozen, and here "
             "all are trained; start a new run from its weights (save_pretrained, and init_from)"
         )
     return model
@@ -246,8 +268,10 @@ def _check_moments(state: Mapping[str, object], where: Path) -> None:
     if keys != sorted(MOMENTS):
         has = f"keeps {', '.join(keys)}" if keys else "has made no update"
         raise CheckpointError(
-            f"{where} is of an optimizer that {has}, and only {' and '.join(MOMENTS)} of the Adam family (Adam, AdamW, "
-            "LAMB) can be taken over; start a new run from its weights (save_pretrained, and init_from)"
+            f"{where} is of an optimizer that {has}, and only {' and '.join(MOMENTS)} of the Adam "
+            "family (Adam, AdamW, "
+            "LAMB) can be taken over; start a new run from its weights (save_pretrained, and "
+            "init_from)"
         )
 
 
@@ -282,7 +306,8 @@ def _stored(
         held = sum(length for flat, start, length in parts if start + length <= len(flat))
         if held != math.prod(shape):
             raise CheckpointError(
-                f"{folder} holds {held} of the {math.prod(shape)} elements of {name}; it was not saved or copied "
+                f"{folder} holds {held} of the {math.prod(shape)} elements of {name}; it was not "
+                "saved or copied "
                 "whole: copy it again, or use another one"
             )
         elements = partial(_elements, parts, f"{kind} of {name} in {folder}", kind == MOMENTS[1])
@@ -305,7 +330,10 @@ def _elements(ranges: Sequence[Range], what: str, is_square: bool, start: int, s
 
 
 class _StandIn:
-    """In place of any object that is not torch's: what it was made from is dropped, what it holds is kept."""
+    """In place of any object that is not torch's.
+
+    What it was made from is dropped, what it holds is kept.
+    """
 
     def __new__(cls, *_args: object) -> _StandIn:
         return super().__new__(cls)
@@ -321,7 +349,8 @@ def _load(path: Path) -> Loaded:
     """The content of a file; tensors are mapped, objects of classes are stand-ins.
 
     Raises:
-        CheckpointError: it is missing or damaged, or holds what even a stand-in cannot be put in place of.
+        CheckpointError: it is missing or damaged, or holds what even a stand-in cannot be put in
+            place of.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -336,12 +365,15 @@ def _load(path: Path) -> Loaded:
     except pickle.UnpicklingError as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(
-            f"{path} is not read, because reading a pickle may run code, and it holds what is neither tensors nor "
-            f"settings ({reason}); if you trust it, load it with DeepSpeed and save it without its client_state"
+            f"{path} is not read, because reading a pickle may run code, and it holds what is "
+            "neither tensors nor "
+            f"settings ({reason}); if you trust it, load it with DeepSpeed and save it without its "
+            "client_state"
         ) from error
     except zipfile.BadZipFile as error:
         raise CheckpointError(
-            f"cannot read {path}: it is cut off, damaged, or of a torch before 1.6; copy it again, or save it anew"
+            f"cannot read {path}: it is cut off, damaged, or of a torch before 1.6; copy it again, "
+            "or save it anew"
         ) from error
     except (OSError, RuntimeError, ValueError, EOFError) as error:
         reason = str(error).partition("\n")[0]
@@ -353,13 +385,15 @@ def _load(path: Path) -> Loaded:
 def write_universal(
     folder: Path, step: int, parameters: Iterable[tuple[str, Mapping[str, Tensor]]]
 ) -> None:
-    """Writes a universal checkpoint, which DeepSpeed loads under any ZeRO stage and number of processes.
+    """Writes a universal checkpoint, which DeepSpeed loads under any ZeRO stage and number of
+    processes.
 
-    The settings of the optimizer are left to the script that loads it: those in the file, one set for all groups in
-    stage 3, would replace them.
+    The settings of the optimizer are left to the script that loads it: those in the file, one set
+    for all groups in stage 3, would replace them.
 
     Args:
-        folder: gets the checkpoint of the step and `latest_universal`, which names it, written last.
+        folder: gets the checkpoint of the step and `latest_universal`, which names it, written
+            last.
         step: updates that the optimizer has made.
         parameters: DeepSpeed's name, and the tensors by kind, fp32; all kinds of one shape.
 
@@ -381,7 +415,8 @@ def write_universal(
                     "param": tensor.detach().clone(memory_format=torch.contiguous_format)
                 }  # without its base
                 torch.save(content, temporary / _UNIVERSAL / name / f"{kind}.pt")
-        # Stages 1 and 2 take groups one by one, and leave out those that have no counterpart; stage 3 takes the other.
+        # Stages 1 and 2 take groups one by one, and leave out those that have no counterpart; stage
+        # 3 takes the other.
         groups: list[dict[str, object]] = [{}] * _PARAM_GROUPS
         optimizer = {"state": {0: {"step": count}}, "param_groups": groups[:1]}
         common = {"ds_version": _LAYOUT, "param_groups": groups, "optimizer_state_dict": optimizer}
@@ -399,7 +434,8 @@ def write_universal(
         (folder / "latest_universal").write_text(target.name)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(
-            f"cannot write {target}: {error}; free some space, or name a folder that can be written in"
+            f"cannot write {target}: {error}; free some space, or name a folder that can be "
+            "written in"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

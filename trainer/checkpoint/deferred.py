@@ -1,4 +1,7 @@
-"""Tensors that are made when they are needed: what is done to all of a model takes the memory of one of them."""
+"""Tensors that are made when they are needed.
+
+What is done to all of a model takes the memory of one of them.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,12 @@ T = TypeVar("T")
 
 
 class Deferred(Tensor):
-    """The promise of a tensor: its shape and type are there, and its elements once `make` is called.
+    """The promise of a tensor: its shape and type are there, and its elements once `make` is
+    called.
 
-    Whatever is done to promises (joining, cutting, transposing) gives promises. So a mapping of all parameters to
-    those of another library is run once, at no cost, and each of its results is then made and let go one by one.
+    Whatever is done to promises (joining, cutting, transposing) gives promises. So a mapping of all
+    parameters to those of another library is run once, at no cost, and each of its results is then
+    made and let go one by one.
 
     Attributes:
         make: makes the tensor, anew at each call.

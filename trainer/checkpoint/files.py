@@ -1,7 +1,8 @@
 """Every operation of checkpoints on files: nothing else in this package opens, renames or deletes.
 
-A checkpoint lies in a folder of a file system (a `Path`) or in an object store (a `Url`). A write is atomic in both,
-and durable: the name appears once all bytes are there, and never with some of them.
+A checkpoint lies in a folder of a file system (a `Path`) or in an object store (a `Url`). A write
+is atomic in both, and durable: the name appears once all bytes are there, and never with some of
+them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ _PART_BYTES = (
 
 @dataclass(frozen=True)
 class Url:
-    """The address of an object or of a folder of objects, with what is used here of the methods of a `Path`."""
+    """The address of an object or of a folder of objects, with what is used here of the methods of
+    a `Path`.
+    """
 
     url: str
 
@@ -87,8 +90,8 @@ def write(path: Location, *parts: bytes | memoryview) -> Digest:
     """Writes the parts one after the other as one file, hashing on the way.
 
     Raises:
-        CheckpointError: the disk is full, the folder cannot be written, ...; the name does not exist then, or still
-            has its former content.
+        CheckpointError: the disk is full, the folder cannot be written, ...; the name does not
+            exist then, or still has its former content.
     """
     if isinstance(path, Url):
         return storage.write(path.url, *parts)
@@ -131,7 +134,9 @@ def size(path: Location) -> int:
 
 
 def open_bytes(path: Location) -> Callable[[int, int], Tensor]:
-    """A file as a function from (start, stop) to its bytes, uint8, which reads little more than is asked for."""
+    """A file as a function from (start, stop) to its bytes, uint8, which reads little more than is
+    asked for.
+    """
     if isinstance(path, Url):
         return _Ranges(path.url)
     with _explained("read", path):
@@ -142,7 +147,10 @@ def open_bytes(path: Location) -> Callable[[int, int], Tensor]:
 
 
 class _Ranges:
-    """Ranges of an object. Small ones, such as biases that lie side by side, come out of blocks that are kept."""
+    """Ranges of an object.
+
+    Small ones, such as biases that lie side by side, come out of blocks that are kept.
+    """
 
     def __init__(self, url: str) -> None:
         size = storage.size(url)
@@ -197,7 +205,10 @@ def appears(path: Location, seconds: float) -> bool:
 
 
 def folder_appears(folder: Location, seconds: float) -> bool:
-    """Whether a folder that another node has made is there, within so many seconds; stores need no folders."""
+    """Whether a folder that another node has made is there, within so many seconds.
+
+    Stores need no folders.
+    """
     return isinstance(folder, Url) or appears(folder, seconds)
 
 
@@ -231,7 +242,10 @@ def remove(path: Location) -> None:
 
 
 def remove_folder(folder: Location, first: str) -> None:
-    """Removes a folder and all that it holds; nothing else is gone before the file named `first` is, for good."""
+    """Removes a folder and all that it holds.
+
+    Nothing else is gone before the file named `first` is, for good.
+    """
     remove(folder / first)
     if isinstance(folder, Url):
         storage.remove_folder(folder.url)

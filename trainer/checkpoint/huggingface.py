@@ -1,4 +1,7 @@
-"""Folders in Hugging Face format: config.json, safetensors weights (whole or in parts with an index), a tokenizer."""
+"""Folders in Hugging Face format.
+
+Config.json, safetensors weights (whole or in parts with an index), a tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -93,8 +96,10 @@ def load_folder(folder: Path) -> tuple[Tree, LazyTensors]:
         return config, tensors
     if (folder / "pytorch_model.bin").exists():
         raise CheckpointError(
-            f"{folder} has its weights in pytorch_model.bin, a pickle, which could run any code when read; convert it "
-            f"where you trust it: AutoModelForMaskedLM.from_pretrained({str(folder)!r}).save_pretrained('converted')"
+            f"{folder} has its weights in pytorch_model.bin, a pickle, which could run any code "
+            "when read; convert it "
+            "where you trust it: "
+            f"AutoModelForMaskedLM.from_pretrained({str(folder)!r}).save_pretrained('converted')"
         )
     raise CheckpointError(
         f"{folder} has neither {_WEIGHTS} nor {_INDEX}; name a folder that save_pretrained wrote"
@@ -115,7 +120,8 @@ def load_adapter(folder: Path) -> tuple[Tree, LazyTensors]:
     config = _read_json(folder / _ADAPTER_CONFIG)
     if not (folder / _ADAPTER_WEIGHTS).exists():
         raise CheckpointError(
-            f"{folder} has no {_ADAPTER_WEIGHTS}; copy or download it whole, or save it as safetensors"
+            f"{folder} has no {_ADAPTER_WEIGHTS}; copy or download it whole, or save it as "
+            "safetensors"
         )
     return config, LazyTensors([folder / _ADAPTER_WEIGHTS])
 
@@ -128,7 +134,9 @@ def save_folder(
     card: str | None = None,
     adapter: bool = False,
 ) -> None:
-    """Writes a folder that `transformers`, or `peft`, loads; it appears under its name once it is whole.
+    """Writes a folder that `transformers`, or `peft`, loads.
+
+    It appears under its name once it is whole.
 
     Args:
         folder: must not exist yet, or be empty.
@@ -139,7 +147,8 @@ def save_folder(
         adapter: whether it is of the `peft` library.
 
     Raises:
-        CheckpointError: the folder is taken or cannot be written, or there is no tokenizer in `tokenizer_folder`.
+        CheckpointError: the folder is taken or cannot be written, or there is no tokenizer in
+            `tokenizer_folder`.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} already exists; remove it, or export to another folder")
@@ -183,7 +192,8 @@ def _read_json(path: Path) -> Tree:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"cannot read {path}: {error}; name a folder that save_pretrained wrote, or download it again"
+            f"cannot read {path}: {error}; name a folder that save_pretrained wrote, or download "
+            "it again"
         ) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not a {type(content).__name__}")

@@ -1,7 +1,8 @@
 """Whether a step's folder is whole: what commits it, and how damage is found later.
 
-`checksums.json` names every file with its SHA-256 and size; `COMMITTED` holds the SHA-256 of `checksums.json` and is
-written last. Writes are atomic (`files`), so a crash at any byte leaves a step without `COMMITTED`, or a whole one.
+`checksums.json` names every file with its SHA-256 and size; `COMMITTED` holds the SHA-256 of
+`checksums.json` and is written last. Writes are atomic (`files`), so a crash at any byte leaves a
+step without `COMMITTED`, or a whole one.
 """
 
 from __future__ import annotations
@@ -135,16 +136,20 @@ def _damaged(path: Location, reason: str) -> CheckpointError:
 
 
 def read_meta(folder: Location) -> Tree:
-    """What a committed step says about itself: format, step, world_size, versions, and what was given to `save`.
+    """What a committed step says about itself.
+
+    Format, step, world_size, versions, and what was given to `save`.
 
     Raises:
-        CheckpointError: the step is not committed, its meta.json is damaged or of a format from the future.
+        CheckpointError: the step is not committed, its meta.json is damaged or of a format from the
+            future.
     """
     _check_file(folder / META, read_checksums(folder)[META])
     meta: Tree = json.loads(files.read(folder / META))
     if meta["format"] != FORMAT:
         raise CheckpointError(
-            f"{folder} has checkpoint format {meta['format']} and this samestep reads format {FORMAT}; "
+            f"{folder} has checkpoint format {meta['format']} and this samestep reads format "
+            f"{FORMAT}; "
             f"use samestep {meta['versions']['samestep']}, which wrote it"
         )
     if "config" in meta:

@@ -1,9 +1,10 @@
 """How tensors lie in a checkpoint: as pieces of logical tensors, in one safetensors file per rank.
 
-A piece is a rectangle of a logical (unsharded) tensor. What wrote it (one process, DDP, FSDP2, ZeRO) and how many
-ranks there were leaves no trace but the way tensors are cut, and reading does not care: it copies the overlap of
-the pieces that are there with the pieces that are wanted. Files follow the safetensors format
-(https://github.com/huggingface/safetensors#format); where a piece lies in its tensor stands in their metadata.
+A piece is a rectangle of a logical (unsharded) tensor. What wrote it (one process, DDP, FSDP2,
+ZeRO) and how many ranks there were leaves no trace but the way tensors are cut, and reading does
+not care: it copies the overlap of the pieces that are there with the pieces that are wanted. Files
+follow the safetensors format (https://github.com/huggingface/safetensors#format); where a piece
+lies in its tensor stands in their metadata.
 """
 
 from __future__ import annotations
@@ -94,7 +95,10 @@ def stored_piece(piece: Piece) -> StoredPiece:
 
 
 def local_pieces(name: str, tensor: Tensor) -> list[Piece]:
-    """The pieces of a tensor that this process holds: one of a plain tensor or a DTensor, any number of a segment."""
+    """The pieces of a tensor that this process holds.
+
+    One of a plain tensor or a DTensor, any number of a segment.
+    """
     shape = whole_shape(tensor)
     return [
         Piece(name, shape, offset, local) for local, offset in local_rectangles(tensor.detach())
@@ -102,10 +106,13 @@ def local_pieces(name: str, tensor: Tensor) -> list[Piece]:
 
 
 def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> list[Piece]:
-    """The pieces that `rank` is to write: each one is written by exactly one of the ranks that hold it.
+    """The pieces that `rank` is to write.
 
-    Tensors go, largest first, to the replica with the fewest bytes so far. All ranks come to the same answer
-    without speaking to each other. (Of segments each knows its own bytes only; but its replicas know the same.)
+    Each one is written by exactly one of the ranks that hold it.
+
+    Tensors go, largest first, to the replica with the fewest bytes so far. All ranks come to the
+    same answer without speaking to each other. (Of segments each knows its own bytes only; but its
+    replicas know the same.)
     """
     pieces = []
     loads: dict[int, list[int]] = {}
@@ -140,8 +147,8 @@ def _replica(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int]:
 class Staging:
     """Host memory that holds a rank's file while it is written, and is kept for the next one.
 
-    Training goes on changing the tensors meanwhile, so they are copied; into memory that was used before, which
-    takes a quarter of the time, and is page-locked for tensors on a GPU.
+    Training goes on changing the tensors meanwhile, so they are copied; into memory that was used
+    before, which takes a quarter of the time, and is page-locked for tensors on a GPU.
     """
 
     def __init__(self) -> None:
@@ -150,7 +157,9 @@ class Staging:
         self._thread = ThreadPoolExecutor(1, "staging")
 
     def reserve(self, pieces: Iterable[Piece]) -> None:
-        """Takes the memory for a file of such pieces in the background, so that the first copy finds it there."""
+        """Takes the memory for a file of such pieces in the background, so that the first copy
+        finds it there.
+        """
         self._reserve(_ordered(pieces))
 
     def _reserve(self, ordered: Sequence[Piece]) -> Future[Tensor]:
@@ -242,7 +251,8 @@ def group_by_name(pieces: Iterable[StoredPiece]) -> dict[str, list[StoredPiece]]
 
 
 def fill(wanted: Sequence[Piece], stored: Mapping[str, Sequence[StoredPiece]]) -> None:
-    """Copies into each wanted piece its elements from the stored pieces of the same tensor, and reads little more.
+    """Copies into each wanted piece its elements from the stored pieces of the same tensor, and
+    reads little more.
 
     Raises:
         CheckpointError: a wanted piece is not covered, or a file cannot be read.
@@ -255,7 +265,8 @@ def fill(wanted: Sequence[Piece], stored: Mapping[str, Sequence[StoredPiece]]) -
         for target, copied in zip(wanted, pool.map(copy, wanted), strict=True):
             if copied != target.tensor.numel():
                 raise CheckpointError(
-                    f"the checkpoint holds {copied} of the {target.tensor.numel()} elements of {target.name} that are "
+                    f"the checkpoint holds {copied} of the {target.tensor.numel()} elements of "
+                    f"{target.name} that are "
                     f"wanted; it was not written whole: restore another step"
                 )
 
@@ -285,7 +296,9 @@ def _copy_overlap(source: StoredPiece, target: Piece) -> int:
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Tensors that are read from the disk when they are asked for, whole or some elements; none is kept.
+    """Tensors that are read from the disk when they are asked for, whole or some elements.
+
+    None is kept.
 
     Attributes:
         pieces: those of each tensor.
@@ -309,7 +322,9 @@ class StoredTensors(Mapping[str, Tensor]):
         return self.pieces[name][0].shape
 
     def elements(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a flattened tensor; reads no more than the rows that they lie in.
+        """Elements [start, stop) of a flattened tensor.
+
+        Reads no more than the rows that they lie in.
 
         Raises:
             CheckpointError: some of them were not stored.
@@ -327,7 +342,8 @@ class StoredTensors(Mapping[str, Tensor]):
 def check_same_tensors(
     wanted: Mapping[str, Tensor], stored: Mapping[str, Sequence[StoredPiece]], where: Location
 ) -> None:
-    """Refuses a checkpoint whose tensors differ from the wanted ones in name, shape or element type.
+    """Refuses a checkpoint whose tensors differ from the wanted ones in name, shape or element
+    type.
 
     Raises:
         CheckpointError: naming the first few of each difference.
@@ -349,7 +365,8 @@ def check_same_tensors(
         )
         raise CheckpointError(
             f"{where} is a checkpoint of another model or optimizer. Tensors {found}. "
-            "Use the configuration that it was saved with (in its meta.json), or start in another output folder"
+            "Use the configuration that it was saved with (in its meta.json), or start in another "
+            "output folder"
         )
 
 

@@ -1,9 +1,10 @@
 """One training at a time in a folder: who comes second is told who was first.
 
-The owner leaves a note, `.owner`, and renews it every few seconds; removed in the end, it stays behind when the process
-is killed. A note that is not renewed for a while belongs to nobody, whatever the clocks of the machines say. In a
-folder, an `flock` on `.lock` tells at once on the machine itself, where network file systems may have locks that others
-do not see, or none. Object stores have no locks at all.
+The owner leaves a note, `.owner`, and renews it every few seconds; removed in the end, it stays
+behind when the process is killed. A note that is not renewed for a while belongs to nobody,
+whatever the clocks of the machines say. In a folder, an `flock` on `.lock` tells at once on the
+machine itself, where network file systems may have locks that others do not see, or none. Object
+stores have no locks at all.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ class Lock:
         self._thread = threading.Thread(target=self._renew, name="lock", daemon=True)
 
     def check(self) -> None:
-        """Makes sure that nobody has taken the folder over while this process was stopped or cut off.
+        """Makes sure that nobody has taken the folder over while this process was stopped or cut
+        off.
 
         Raises:
             ConfigError: somebody has.
@@ -117,8 +119,10 @@ class Lock:
         owner = self.owner()
         if owner is not None and owner.token != self._me.token:
             raise ConfigError(
-                f"another training has taken {self.folder} over, as this one gave no sign of life: {owner}; "
-                "this one ends, so that their files do not mix: to go on with it, stop the other and start it again"
+                f"another training has taken {self.folder} over, as this one gave no sign of life: "
+                f"{owner}; "
+                "this one ends, so that their files do not mix: to go on with it, stop the other "
+                "and start it again"
             )
 
     def owner(self) -> Owner | None:
@@ -207,7 +211,8 @@ def only_writer(folder: Location) -> Iterator[None]:
 
     Raises:
         CheckpointError: the folder cannot be written in.
-        ConfigError: another training writes in it, and has not ended within some seconds, as killed processes would.
+        ConfigError: another training writes in it, and has not ended within some seconds, as killed
+            processes would.
     """
     files.make_folder(folder)
     lock = Lock(folder)
@@ -230,13 +235,17 @@ def _refused(folder: Location, owner: Owner | None) -> ConfigError:
     """What the second one hears."""
     who = "" if owner is None else f": {owner}"
     return ConfigError(
-        f"another training is running in {folder}{who}; wait for it to end or stop it, or choose another folder"
+        f"another training is running in {folder}{who}; wait for it to end or stop it, or choose "
+        "another folder"
     )
 
 
 @contextmanager
 def _flocked(path: Path, lock: Lock) -> Iterator[bool]:
-    """Holds the system's lock on a file, which goes with this process, however that ends; False if it has none."""
+    """Holds the system's lock on a file, which goes with this process, however that ends.
+
+    False if it has none.
+    """
     deadline = time.monotonic() + _WAIT_SECONDS
     with path.open("w") as file:
         while True:

@@ -1,4 +1,6 @@
-"""The Checkpointer: saves in the background, restores at any world size, and keeps what is worth keeping."""
+"""The Checkpointer: saves in the background, restores at any world size, and keeps what is worth
+keeping.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +37,18 @@ class Config:
 
     Attributes:
         every: steps between checkpoints.
-        keep_last: how many of the newest checkpoints to keep; at least 2, so that there is one to fall back on when
-            the newest is damaged.
-        keep_every: checkpoints of steps that this divides are kept for ever; None keeps only the newest.
-        asynchronous: whether training goes on while a checkpoint is written. It takes a copy of the rank's tensors
-            in host memory either way.
-        folder: where checkpoints lie: a folder, or an address such as s3://BUCKET/RUN or gs://BUCKET/RUN. No two runs
-            may share one. None is the folder `checkpoints` of the run.
-        snapshot_every: steps between snapshots, which are checkpoints in the memory of the machines: an elastic run
-            that loses a worker or a machine goes on from there. Each machine holds up to three of what its processes
-            train, and as many of its neighbour's. None takes none.
+        keep_last: how many of the newest checkpoints to keep; at least 2, so that there is one to
+            fall back on when the newest is damaged.
+        keep_every: checkpoints of steps that this divides are kept for ever; None keeps only the
+            newest.
+        asynchronous: whether training goes on while a checkpoint is written. It takes a copy of the
+            rank's tensors in host memory either way.
+        folder: where checkpoints lie: a folder, or an address such as s3://BUCKET/RUN or
+            gs://BUCKET/RUN. No two runs may share one. None is the folder `checkpoints` of the run.
+        snapshot_every: steps between snapshots, which are checkpoints in the memory of the
+            machines: an elastic run that loses a worker or a machine goes on from there. Each
+            machine holds up to three of what its processes train, and as many of its neighbour's.
+            None takes none.
     """
 
     every: int = 1000
@@ -61,7 +65,8 @@ class Config:
             )
         if self.keep_last < 2:
             raise ConfigError(
-                f"keep_last is {self.keep_last}; keep 2 or more: the newest may turn out to be damaged"
+                f"keep_last is {self.keep_last}; keep 2 or more: the newest may turn out to be "
+                "damaged"
             )
         if self.keep_every is not None and self.keep_every < 1:
             raise ConfigError(
@@ -73,18 +78,22 @@ class Config:
             )
         if self.folder is not None and is_url(self.folder) and not is_writable(self.folder):
             raise ConfigError(
-                f"folder {shown(self.folder)!r} can only be read; use s3://..., gs://... or a local folder"
+                f"folder {shown(self.folder)!r} can only be read; use s3://..., gs://... or a "
+                "local folder"
             )
 
 
 class Checkpointer:
     """Saves and restores named tensors, sharded or not, together with a JSON-able description.
 
-    All methods but `steps` are collective: all ranks call them in the same order, and all return or all raise. The
-    background threads take part in no collective: they meet through files, for `peer_timeout` seconds at most.
+    All methods but `steps` are collective: all ranks call them in the same order, and all return or
+        all raise. The
+    background threads take part in no collective: they meet through files, for `peer_timeout`
+        seconds at most.
 
-    A save that fails, for a full disk or a store that is gone, is warned of at once and takes no space; the checkpoints
-    before it stay, and the next save tries again. Who needs the last save to have succeeded calls `wait`.
+    A save that fails, for a full disk or a store that is gone, is warned of at once and takes no
+    space; the checkpoints before it stay, and the next save tries again. Who needs the last save to
+    have succeeded calls `wait`.
     """
 
     def __init__(
@@ -98,13 +107,15 @@ class Checkpointer:
     ) -> None:
         """
         Args:
-            folder: of all checkpoints of the run, in an object store or on a file system that all ranks share; `save`
-                makes it if need be.
+            folder: of all checkpoints of the run, in an object store or on a file system that all
+                ranks share; `save` makes it if need be.
             config: when to save and what to keep.
             rank: of this process.
-            world_size: number of processes; the default process group must be initialised if there are several.
-            peer_timeout: seconds that ranks wait for each other's files; shorter than the time-out of collectives, in
-                which the others wait meanwhile, so that this one explains the failure.
+            world_size: number of processes; the default process group must be initialised if there
+                are several.
+            peer_timeout: seconds that ranks wait for each other's files; shorter than the time-out
+                of collectives, in which the others wait meanwhile, so that this one explains the
+                failure.
         """
         self.folder = folder
         self.config = config
@@ -121,7 +132,10 @@ class Checkpointer:
         self._kept: int | None = None
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes the memory that saving such tensors needs, in the background; without it the first save is slow."""
+        """Takes the memory that saving such tensors needs, in the background.
+
+        Without it the first save is slow.
+        """
         self._staging.reserve(layout.pieces_to_write(tensors, self._rank, self._world_size))
 
     def save(
@@ -133,16 +147,17 @@ class Checkpointer:
     ) -> None:
         """Writes a checkpoint; returns once the tensors have been copied, if `asynchronous`.
 
-        One save is under way at a time: the next waits for it, and a process must `wait` for its last one. Saving
-        the step that was just saved or restored does nothing. Checkpoints of later steps, left by a run that was
-        then continued from an earlier one, are removed.
+        One save is under way at a time: the next waits for it, and a process must `wait` for its
+        last one. Saving the step that was just saved or restored does nothing. Checkpoints of later
+        steps, left by a run that was then continued from an earlier one, are removed.
 
         Args:
             step: the number of optimizer steps taken.
-            tensors: by logical name; plain tensors hold the same values on all ranks, DTensors are split or
-                replicated over all ranks, segments split over all.
+            tensors: by logical name; plain tensors hold the same values on all ranks, DTensors are
+                split or replicated over all ranks, segments split over all.
             meta: what else is needed to go on; anything JSON can hold.
-            kept: a step that retention does not remove from now on, in place of that of the last call.
+            kept: a step that retention does not remove from now on, in place of that of the last
+                call.
         """
         self.settle()
         self._kept = kept
@@ -184,7 +199,10 @@ class Checkpointer:
 
     @property
     def failed(self) -> int | None:
-        """The step of the last save if that failed, on any rank; as of when it was last waited for."""
+        """The step of the last save if that failed, on any rank.
+
+        As of when it was last waited for.
+        """
         return None if self._error is None else self._saving
 
     def wait(self) -> None:
@@ -198,7 +216,8 @@ class Checkpointer:
             raise self._error
 
     def check_shared(self) -> None:
-        """Makes sure that checkpoints can be written where all ranks see them, before a run has something to lose.
+        """Makes sure that checkpoints can be written where all ranks see them, before a run has
+        something to lose.
 
         Raises:
             CheckpointError: naming the nodes that do not; or rank 0 cannot write in it.
@@ -266,13 +285,15 @@ class Checkpointer:
                 logger.warning("passing over the checkpoint of step %d: %s", step, damage)
         if steps and most is None and least is None:
             raise CheckpointError(
-                f"all {len(steps)} checkpoints in {self.folder} are damaged (see the warnings); bring one back from "
+                f"all {len(steps)} checkpoints in {self.folder} are damaged (see the warnings); "
+                "bring one back from "
                 "a copy, or start anew in another output folder"
             )
         return None
 
     def discard_after(self, step: int) -> None:
-        """Removes the checkpoints of later steps, the newest first, so that a restart goes on from this one, too.
+        """Removes the checkpoints of later steps, the newest first, so that a restart goes on from
+        this one, too.
 
         Raises:
             CheckpointError: they cannot be removed.
@@ -284,14 +305,16 @@ class Checkpointer:
                     integrity.remove_step(integrity.step_folder(self.folder, later))
 
     def restore(self, tensors: Mapping[str, Tensor], step: int | None = None) -> Tree:
-        """Fills the given tensors in place, of any kind, whatever world size and strategy wrote them.
+        """Fills the given tensors in place, of any kind, whatever world size and strategy wrote
+        them.
 
         Args:
             tensors: by logical name; exactly those of the checkpoint, in shape and element type.
             step: which checkpoint; None takes the newest sound one.
 
         Returns:
-            The checkpoint's meta.json: what was given to `save`, with format, step, world_size and versions.
+            The checkpoint's meta.json: what was given to `save`, with format, step, world_size and
+            versions.
 
         Raises:
             CheckpointError: there is none, it is damaged, or it belongs to another model.
@@ -350,9 +373,11 @@ class Checkpointer:
         integrity.check_content(folder, self._rank, self._world_size)
 
     def _clear_the_way(self, step: int) -> None:
-        """Removes what crashed saves and abandoned continuations left behind, and makes the next step's folder.
+        """Removes what crashed saves and abandoned continuations left behind, and makes the next
+        step's folder.
 
-        Before writing rather than after: a crash in between must not let the abandoned steps pass for the newest.
+        Before writing rather than after: a crash in between must not let the abandoned steps pass
+            for the newest.
         """
         for leftover in integrity.uncommitted_folders(self.folder):
             logger.info("removing %s: saving it was cut short", leftover)
@@ -396,7 +421,10 @@ class Checkpointer:
             )
 
     def _remove_old(self) -> None:
-        """Removes what retention lets go; it stays if that fails, which takes nothing from what was saved."""
+        """Removes what retention lets go.
+
+        It stays if that fails, which takes nothing from what was saved.
+        """
         try:
             last, every = self.config.keep_last, self.config.keep_every
             for step in retention.outdated_steps(
@@ -419,7 +447,8 @@ class Checkpointer:
         nodes = {node for node in blind if node is not None}
         if nodes:
             raise CheckpointError(
-                f"{', '.join(sorted(nodes))} cannot see {path}, which rank 0 has made; use an output folder on a file "
+                f"{', '.join(sorted(nodes))} cannot see {path}, which rank 0 has made; use an "
+                "output folder on a file "
                 "system that all nodes share, under the same path"
             )
 

@@ -1,4 +1,7 @@
-"""Which checkpoints make room for others: neither the newest sound ones nor the milestones, nor the best."""
+"""Which checkpoints make room for others.
+
+Neither the newest sound ones nor the milestones, nor the best.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ def outdated_steps(
     check: Callable[[Location], None],
     best: int | None = None,
 ) -> list[int]:
-    """The committed steps that are to go: older than the newest sound ones, no milestones, and not the best.
+    """The committed steps that are to go.
+
+    Older than the newest sound ones, no milestones, and not the best.
 
     Args:
         root: the folder of a run's checkpoints.
@@ -36,7 +41,9 @@ def outdated_steps(
 
 
 def best_step(root: Location) -> int | None:
-    """The step that a run has found to be the best, as the newest readable checkpoint says; None if it names none.
+    """The step that a run has found to be the best, as the newest readable checkpoint says.
+
+    None if it names none.
 
     Raises:
         CheckpointError: the folder cannot be read.

@@ -1,4 +1,6 @@
-"""What ranks do together: a failure on one is everybody's, so that nobody waits for who has given up."""
+"""What ranks do together: a failure on one is everybody's, so that nobody waits for who has given
+up.
+"""
 
 from __future__ import annotations
 

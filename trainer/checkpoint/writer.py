@@ -1,7 +1,10 @@
-"""One rank's part in writing a step: its own file, and on rank 0 the commit once all other files are there.
+"""One rank's part in writing a step.
 
-Runs beside training, so ranks speak through files only, never through a collective: each leaves a note
-`rank-NNNNN.json` with the digest of its file, or `rank-NNNNN.failed` with the reason why there is none.
+Its own file, and on rank 0 the commit once all other files are there.
+
+Runs beside training, so ranks speak through files only, never through a collective: each leaves a
+note `rank-NNNNN.json` with the digest of its file, or `rank-NNNNN.failed` with the reason why there
+is none.
 """
 
 from __future__ import annotations
@@ -112,7 +115,8 @@ def _await_peers(folder: Location, world_size: int, timeout: float) -> dict[str,
                 waiting.remove(rank)
         if waiting and time.monotonic() > deadline:
             raise CheckpointError(
-                f"no files from ranks {sorted(waiting)[:8]} in {folder} after {timeout:.0f} s; check that these "
+                f"no files from ranks {sorted(waiting)[:8]} in {folder} after {timeout:.0f} s; "
+                "check that these "
                 "processes run and that the folder is on a file system that all nodes share"
             )
         if waiting:

@@ -1,7 +1,7 @@
 """Taking over runs of DeepSpeed, and handing runs over to it: `samestep checkpoint convert`.
 
-Moments are mapped to the names of parameters as the weights of Hugging Face models are: joining, cutting and
-transposing move elements and change none.
+Moments are mapped to the names of parameters as the weights of Hugging Face models are: joining,
+cutting and transposing move elements and change none.
 """
 
 from __future__ import annotations
@@ -42,21 +42,24 @@ _PREFIXES = {WEIGHTS: "model/", **{kind: f"optimizer/{kind}/" for kind in MOMENT
 def take_over(source: Path, experiment: Experiment) -> None:
     """Writes the first checkpoint of a run, which goes on from a checkpoint of DeepSpeed.
 
-    Weights, moments and the number of updates are those of DeepSpeed. Which examples the other run has seen cannot be
-    known: the data order is that of the experiment, from its beginning.
+    Weights, moments and the number of updates are those of DeepSpeed. Which examples the other run
+    has seen cannot be known: the data order is that of the experiment, from its beginning.
 
     Args:
         source: the folder of the checkpoint, or the one above it, with `latest` in it.
-        experiment: the run. The checkpoint has the names of its parameters in transformers, or our own.
+        experiment: the run. The checkpoint has the names of its parameters in transformers, or our
+            own.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or of another model or optimizer, or the run has begun already.
+        CheckpointError: the checkpoint is damaged or of another model or optimizer, or the run has
+            begun already.
         ConfigError: the experiment's optimizer or steps do not fit it.
     """
     folder = deepspeed.step_folder(source)
     if folder is None:
         raise CheckpointError(
-            f"{source} is no checkpoint of DeepSpeed (no latest, no *_model_states.pt and no folder zero in it); name "
+            f"{source} is no checkpoint of DeepSpeed (no latest, no *_model_states.pt and no "
+            "folder zero in it); name "
             "the folder that engine.save_checkpoint was given, or the one of a step in it"
         )
     state = deepspeed.open_checkpoint(folder)
@@ -66,7 +69,8 @@ def take_over(source: Path, experiment: Experiment) -> None:
     with only_writer(root):
         if steps := integrity.committed_steps(root):
             raise CheckpointError(
-                f"{root} has a checkpoint of step {steps[-1]} already; set output to another folder, or remove it"
+                f"{root} has a checkpoint of step {steps[-1]} already; set output to another "
+                "folder, or remove it"
             )
         for leftover in integrity.uncommitted_folders(root):
             integrity.remove_step(leftover)
@@ -80,7 +84,8 @@ def take_over(source: Path, experiment: Experiment) -> None:
 
 
 def hand_over(source: str, target: str) -> None:
-    """Writes the newest checkpoint of a run, or a certain one, as a universal checkpoint of DeepSpeed.
+    """Writes the newest checkpoint of a run, or a certain one, as a universal checkpoint of
+    DeepSpeed.
 
     The parameters get the names that they have in transformers.
 
@@ -89,13 +94,14 @@ def hand_over(source: str, target: str) -> None:
         target: the folder that DeepSpeed is to load from.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, of another optimizer than Adam's family, or cannot
-            be written.
+        CheckpointError: there is no such checkpoint, it is damaged, of another optimizer than
+            Adam's family, or cannot be written.
         ConfigError: transformers has no such model, or source and target do not go together.
     """
     if deepspeed.step_folder(Path(source)) is not None:
         raise ConfigError(
-            f"{source} is a checkpoint of DeepSpeed; name the experiment that is to go on from it, a YAML file, and "
+            f"{source} is a checkpoint of DeepSpeed; name the experiment that is to go on from it, "
+            "a YAML file, and "
             f"not {target}"
         )
     if is_url(target):
@@ -105,12 +111,14 @@ def hand_over(source: str, target: str) -> None:
     weights = load_weights(source)
     if weights.step is None:
         raise CheckpointError(
-            f"{source} is a Hugging Face model, without the state of an optimizer; let the script of DeepSpeed begin "
+            f"{source} is a Hugging Face model, without the state of an optimizer; let the script "
+            "of DeepSpeed begin "
             "with from_pretrained"
         )
     if weights.base is not None:
         raise ConfigError(
-            f"{weights.folder} trains only some of its parameters, and the state of the others' optimizer is missing; "
+            f"{weights.folder} trains only some of its parameters, and the state of the others' "
+            "optimizer is missing; "
             f"samestep export {source} writes weights to start from"
         )
     weights.config.to_huggingface()  # refuses a model that transformers does not have
@@ -124,7 +132,8 @@ def hand_over(source: str, target: str) -> None:
     ):
         kept = ", ".join(sorted(pieces.keys() - {WEIGHTS}))
         raise CheckpointError(
-            f"{weights.folder} is of an optimizer that keeps {kept}, and {' and '.join(MOMENTS)} of the Adam family "
+            f"{weights.folder} is of an optimizer that keeps {kept}, and {' and '.join(MOMENTS)} "
+            "of the Adam family "
             f"are what can be handed over; samestep export {source} writes its weights"
         )
     exported = {
@@ -143,19 +152,23 @@ def _check_run(experiment: Experiment, state: DeepSpeedState) -> None:
     optimizer = experiment.optimizer
     if experiment.freezes:
         raise ConfigError(
-            "the checkpoint holds the state of an optimizer that trained all parameters, and model.peft or frozen "
+            "the checkpoint holds the state of an optimizer that trained all parameters, and "
+            "model.peft or frozen "
             "leaves some out; start a new run from the weights (save_pretrained, and init_from)"
         )
     if not isinstance(optimizer, adamw.Config):
         kind = type(optimizer).__module__.rpartition(".")[2]
         raise ConfigError(
-            f"the checkpoint holds {' and '.join(MOMENTS)}, and optimizer {kind} goes on from others; set optimizer to "
-            "{kind: adamw}, {kind: lamb} or {kind: adamw_scale}, or start a new run from the weights (save_pretrained, "
+            f"the checkpoint holds {' and '.join(MOMENTS)}, and optimizer {kind} goes on from "
+            "others; set optimizer to "
+            "{kind: adamw}, {kind: lamb} or {kind: adamw_scale}, or start a new run from the "
+            "weights (save_pretrained, "
             "and init_from)"
         )
     if state.step >= experiment.training.steps:
         raise ConfigError(
-            f"training.steps is {experiment.training.steps} and the checkpoint of step {state.step}, which leaves "
+            f"training.steps is {experiment.training.steps} and the checkpoint of step "
+            f"{state.step}, which leaves "
             f"nothing to do; set training.steps above {state.step}"
         )
     if state.settings.get("decoupled_weight_decay") is False and state.settings.get("weight_decay"):
@@ -197,7 +210,10 @@ def _own_tensors(experiment: Experiment, state: DeepSpeedState, folder: Path) ->
 
 
 def _begin_run(experiment: Experiment, state: DeepSpeedState) -> Tree:
-    """Makes the run's folder, with a ledger that says where it begins; returns what its first checkpoint says."""
+    """Makes the run's folder, with a ledger that says where it begins.
+
+    Returns what its first checkpoint says.
+    """
     dataset = experiment.data.open()
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
     with torch.device("meta"):

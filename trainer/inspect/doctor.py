@@ -1,4 +1,6 @@
-"""`samestep doctor`: does this machine do what a run will ask of it? Each answer was tried out, not looked up."""
+"""`samestep doctor`: does this machine do what a run will ask of it? Each answer was tried out, not
+looked up.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,9 @@ def _metrics(names: Sequence[str]) -> Iterator[Finding]:
 
 
 def _disk(subject: str, folder: Path, needed: float) -> Iterator[Finding]:
-    """Writes a file in the folder, or in the nearest one above it that exists, and takes it away again."""
+    """Writes a file in the folder, or in the nearest one above it that exists, and takes it away
+    again.
+    """
     folder = folder.resolve()
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     block = os.urandom(2**20)

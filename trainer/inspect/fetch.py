@@ -32,8 +32,8 @@ def fetch(target: str, overrides: list[str], to: str | None) -> list[str]:
     Args:
         target: hf://NAME, or the file of an experiment or of a dataset.
         overrides: settings that replace those of the file.
-        to: the folder that gets it all. Without it, models and tokenizers go to the cache of the Hub, where they are
-            found under their own names, and data to the folder "fetched".
+        to: the folder that gets it all. Without it, models and tokenizers go to the cache of the
+            Hub, where they are found under their own names, and data to the folder "fetched".
 
     Returns:
         The settings that make a run use what was fetched, such as "init_from=DIR".
@@ -46,7 +46,8 @@ def fetch(target: str, overrides: list[str], to: str | None) -> list[str]:
         return [f"init_from={model_folder(target, to)}"]
     if storage.is_url(target):
         raise ConfigError(
-            f"{storage.shown(target)} is neither hf://NAME nor a file; to get a dataset or a checkpoint, name the "
+            f"{storage.shown(target)} is neither hf://NAME nor a file; to get a dataset or a "
+            "checkpoint, name the "
             f"experiment that uses it: samestep fetch EXPERIMENT data.path={storage.shown(target)}"
         )
     tree = read_tree(target, overrides)
@@ -118,7 +119,8 @@ def _dataset_inputs(config: build.Config, to: str | None) -> Iterator[str]:
         source: Source = config.source.build()
         if len({_local(file, folder) for file in source.files}) < len(source.files):
             raise ConfigError(
-                "source.paths names files that differ in the query (?...) of their addresses only, and so would get "
+                "source.paths names files that differ in the query (?...) of their addresses only, "
+                "and so would get "
                 "the same name; download them by hand under names of their own"
             )
         _source_files(source, config.limit_bytes, folder)
@@ -155,7 +157,9 @@ def _built_dataset(url: str, folder: Path) -> Path:
 
 
 def _checkpoint(weights: Weights, run: Path) -> Path:
-    """Downloads a checkpoint, its tokenizer and its frozen weights, as far as they are not on this machine anyway."""
+    """Downloads a checkpoint, its tokenizer and its frozen weights, as far as they are not on this
+    machine anyway.
+    """
     assert weights.step is not None
     step, base = run / integrity.step_folder(run, weights.step).name, weights.base
     if base is not None:
@@ -171,7 +175,9 @@ def _checkpoint(weights: Weights, run: Path) -> Path:
 
 
 def _local(path: str, folder: Path) -> str:
-    """Where a file, or a pattern of files, is on this machine when it has been downloaded into `folder`."""
+    """Where a file, or a pattern of files, is on this machine when it has been downloaded into
+    `folder`.
+    """
     return str(folder / storage.shown(path).partition("://")[2]) if storage.is_url(path) else path
 
 

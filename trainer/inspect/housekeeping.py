@@ -1,4 +1,7 @@
-"""`samestep checkpoint ls|verify|gc|convert`: looking after the checkpoints of a run, wherever they lie."""
+"""`samestep checkpoint ls|verify|gc|convert`.
+
+Looking after the checkpoints of a run, wherever they lie.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,8 @@ def register(commands: Commands) -> None:
         subcommands,
         "gc",
         _gc,
-        "remove what saves that were cut short have left, and the checkpoints that retention lets go",
+        "remove what saves that were cut short have left, and the checkpoints that retention lets "
+        "go",
         "The newest that stay are verified. Refused while a training writes there.\n\n"
         "example:\n  samestep checkpoint gc runs/bert_mini --keep-last 2 --dry-run",
     )
@@ -195,7 +199,8 @@ def _convert(args: argparse.Namespace) -> int:
         conversion.take_over(Path(args.folder), load_experiment(args.target, args.overrides))
     elif args.overrides:
         raise ConfigError(
-            f"{args.target} is no experiment (a YAML file), so {args.overrides[0]} has nothing to replace; leave it out"
+            f"{args.target} is no experiment (a YAML file), so {args.overrides[0]} has nothing to "
+            "replace; leave it out"
         )
     else:
         conversion.hand_over(args.folder, args.target)
@@ -215,7 +220,9 @@ def _root(args: argparse.Namespace) -> Location:
 
 
 def _retention(root: Location, keep_last: int | None) -> Config:
-    """What the run keeps that made the newest readable checkpoint, unless something else is asked for."""
+    """What the run keeps that made the newest readable checkpoint, unless something else is asked
+    for.
+    """
     from trainer.checkpoint import Config, integrity, read_meta
 
     kept: Tree = {}

@@ -29,13 +29,15 @@ def check(experiment: Experiment, devices: Sequence[int], elsewhere: bool = Fals
     Args:
         experiment: the run.
         devices: each number of them that it may be spread over.
-        elsewhere: whether its folders are those of other machines, so that only addresses can be looked at here.
+        elsewhere: whether its folders are those of other machines, so that only addresses can be
+            looked at here.
 
     Raises:
-        ConfigError: batch, strategy, model, objective and dataset do not fit each other or the devices.
+        ConfigError: batch, strategy, model, objective and dataset do not fit each other or the
+            devices.
         DataError: the dataset cannot be read.
-        CheckpointError: the output folder or that of checkpoints cannot be written in, or there are no weights to
-            start from.
+        CheckpointError: the output folder or that of checkpoints cannot be written in, or there are
+            no weights to start from.
     """
     for number in devices:
         for phase in experiment.resolved_phases():
@@ -88,7 +90,8 @@ def _check_output(folder: Path, name: str) -> None:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise CheckpointError(
-            f"cannot write in {existing}, where {name}={folder} is to lie: {error.strerror}; choose another {name}"
+            f"cannot write in {existing}, where {name}={folder} is to lie: {error.strerror}; "
+            f"choose another {name}"
         ) from error
 
 

@@ -81,7 +81,8 @@ class Run:
 
     @contextmanager
     def loader(self, order: Row, first: int, end: int) -> Iterator[StreamingLoader]:
-        """A loader, in large batches, of the examples of a data order from `first` to before `end`, and those after.
+        """A loader, in large batches, of the examples of a data order from `first` to before `end`,
+        and those after.
 
         Args:
             order: the row of the ledger with which the order begins.
@@ -100,7 +101,8 @@ class Run:
         )
         if phase is None:
             raise ConfigError(
-                f"{self.folder}/config.yaml has no phase of data order {order['order']}; put it back"
+                f"{self.folder}/config.yaml has no phase of data order {order['order']}; put it "
+                "back"
             )
         self._check_datasets(order, end)
         length = order["sequence_length"]
@@ -132,13 +134,18 @@ class Run:
         }
         for digest in sorted(needed - present):
             raise DataError(
-                f"the run was fed from a dataset of digest {digest[:12]}..., and {self.dataset.name} is another one: "
-                "name the right one by data.path=DIR, or among data.sources (with a weight of 0, if no longer used)"
+                f"the run was fed from a dataset of digest {digest[:12]}..., and "
+                f"{self.dataset.name} is another one: "
+                "name the right one by data.path=DIR, or among data.sources (with a weight of 0, "
+                "if no longer used)"
             )
 
 
 def columns(loader: StreamingLoader, names: tuple[str, ...], end: int) -> Iterator[Columns]:
-    """Yields columns of the examples before `end`, sorted by "number"; those of a loader of a single replica."""
+    """Yields columns of the examples before `end`, sorted by "number".
+
+    Those of a loader of a single replica.
+    """
     for (batch,) in loader:
         arrays: Columns = {name: batch[name].numpy() for name in ("number", *names)}
         by_number = np.argsort(arrays["number"])

@@ -23,7 +23,8 @@ def register(commands: Commands) -> None:
         _verify,
         "make all batches of a run again and compare them with what its processes were fed",
         "example:\n  samestep ledger verify runs/bert_mini",
-        "Proves that each example of a finished pass over the data was consumed exactly once, and each of the last one "
+        "Proves that each example of a finished pass over the data was consumed exactly once, and "
+        "each of the last one "
         "at most once, but for those that the run excluded. Exits with 1 if that is not so.",
     )
     step = add_command(
@@ -32,7 +33,8 @@ def register(commands: Commands) -> None:
         _step,
         "list the documents that a step saw",
         "example:\n  samestep ledger step runs/bert_mini 600 --json",
-        "Prints each example of a step with the source file and line of each document that it has text of.",
+        "Prints each example of a step with the source file and line of each document that it has "
+        "text of.",
     )
     for command in (verify, step):
         command.add_argument(

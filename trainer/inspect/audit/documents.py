@@ -21,7 +21,8 @@ Example = TypedDict(
         "documents": list[dict[str, str | int]],
     },
 )
-"""An example: its global number, its source, the pass over that, its number there, its documents."""
+"""An example: its global number, its source, the pass over that, its number there, its documents.
+"""
 
 
 class Seen(TypedDict):
@@ -33,7 +34,8 @@ class Seen(TypedDict):
 
 
 def documents(run: Run, step: int) -> Seen:
-    """What a step saw: its examples in the order of their numbers, each with its source files and lines.
+    """What a step saw: its examples in the order of their numbers, each with its source files and
+    lines.
 
     Raises:
         ConfigError: the ledger has no such step.

@@ -18,8 +18,8 @@ class Pass:
 
     Attributes:
         seen: bool [N], which of its examples were consumed or excluded.
-        consumed, repeated, excluded: examples that were consumed; how often one was that had been before; examples
-            that the run passed over.
+        consumed, repeated, excluded: examples that were consumed; how often one was that had been
+            before; examples that the run passed over.
     """
 
     seen: npt.NDArray[np.bool_]
@@ -50,9 +50,9 @@ class Pass:
 class Tally:
     """The passes over one source in one data order.
 
-    A lane of the order reads its part of each pass in turn, so a pass is over when every lane is beyond it. Of an order
-    that is grouped by length, which hides the lanes, it is over when there has been a pool without any of it, and with
-    so many examples that all lanes have a part in it.
+    A lane of the order reads its part of each pass in turn, so a pass is over when every lane is
+    beyond it. Of an order that is grouped by length, which hides the lanes, it is over when there
+    has been a pool without any of it, and with so many examples that all lanes have a part in it.
 
     Attributes:
         size: examples in a pass.

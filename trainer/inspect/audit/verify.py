@@ -1,9 +1,10 @@
 """`samestep ledger verify`: whether a run was fed what its data order says, each example once.
 
-Four things are shown, each from what the one before has shown: the rows of the ledger are those that were written (the
-chain, and its head in the newest checkpoint); they cover the steps and the examples of each data order without a hole
-or an overlap; the sums in them are those of the rows that the dataset gives for these examples; and by their names in
-the dataset, these are all examples of each finished pass, once.
+Four things are shown, each from what the one before has shown: the rows of the ledger are those
+that were written (the chain, and its head in the newest checkpoint); they cover the steps and the
+examples of each data order without a hole or an overlap; the sums in them are those of the rows
+that the dataset gives for these examples; and by their names in the dataset, these are all examples
+of each finished pass, once.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ class Verdict:
 
 @dataclass
 class Stretch:
-    """Rows of the ledger that count examples of the same data order: those after a row of kind `order`."""
+    """Rows of the ledger that count examples of the same data order.
+
+    Those after a row of kind `order`.
+    """
 
     order: Row
     fed: list[Row] = field(default_factory=list)
@@ -95,7 +99,8 @@ def verify(run: Run) -> Verdict:
 def _broken_chain(run: Run) -> Iterator[str]:
     if len(run.rows) < run.lines:
         yield (
-            f"line {len(run.rows) + 1} of {run.lines} of ledger.jsonl does not follow from those before it: it has "
+            f"line {len(run.rows) + 1} of {run.lines} of ledger.jsonl does not follow from those "
+            "before it: it has "
             "been changed, or one before it removed; it and the lines after it are not looked at"
         )
     for row in run.rows:
@@ -104,7 +109,10 @@ def _broken_chain(run: Run) -> Iterator[str]:
 
 
 def _forgotten_head(run: Run) -> Iterator[str]:
-    """Compares with the newest checkpoint that can be read; what comes after it nobody else has written down."""
+    """Compares with the newest checkpoint that can be read.
+
+    What comes after it nobody else has written down.
+    """
     root = checkpoint_folder(run.experiment)
     for step in reversed(integrity.committed_steps(root)):
         try:
@@ -118,7 +126,8 @@ def _forgotten_head(run: Run) -> Iterator[str]:
             continue
         if not any(head in (row["head"], row.get("before")) for row in run.rows):
             yield (
-                f"ledger.jsonl does not lead to the checkpoint of step {step}, whose head is {head[:12]}...: rows up "
+                f"ledger.jsonl does not lead to the checkpoint of step {step}, whose head is "
+                f"{head[:12]}...: rows up "
                 "to that step have been changed or removed"
             )
         return
@@ -168,7 +177,9 @@ def _uncovered(run: Run, verdict: Verdict) -> Iterator[str]:
 
 
 def _remake(run: Run, stretch: Stretch, verdict: Verdict) -> Iterator[str]:
-    """Makes the batches of a stretch again, counts their examples, and compares the sums of their hashes."""
+    """Makes the batches of a stretch again, counts their examples, and compares the sums of their
+    hashes.
+    """
     order = stretch.order["order"]
     excluded = _excluded(run.rows, order)
     segments = [(*part, index) for index, row in enumerate(stretch.fed) for part in row["examples"]]
@@ -205,13 +216,17 @@ def _remake(run: Run, stretch: Stretch, verdict: Verdict) -> Iterator[str]:
     for fed, digest in zip(stretch.fed, sums.tolist(), strict=True):
         if fed["digest"] != f"{digest:016x}":
             yield (
-                f"steps {fed['first_step']} to {fed['step']} were fed other rows than those that {run.dataset.name} "
-                f"gives for the examples that they took: their sum is {fed['digest']}, not {digest:016x}"
+                f"steps {fed['first_step']} to {fed['step']} were fed other rows than those that "
+                f"{run.dataset.name} "
+                f"gives for the examples that they took: their sum is {fed['digest']}, not "
+                f"{digest:016x}"
             )
 
 
 def _count(part: Columns, times: Int64, excluded: Exclusions, tallies: Sequence[Tally]) -> None:
-    """Adds consecutive examples, which were fed so many times each, to the tallies of their sources."""
+    """Adds consecutive examples, which were fed so many times each, to the tallies of their
+    sources.
+    """
     passed_over = np.zeros(len(times), dtype=np.bool_)
     start = int(part["number"][0])
     for first, end in excluded.ranges:
@@ -263,7 +278,8 @@ def report(verdict: Verdict, console: Console) -> None:
             examples = ", ".join(f"{first} to {end - 1}" for first, end in row["examples"])
             reason = row["reason"]
         console.print(
-            f"excluded from step {row['step']} on: examples {examples} of data order {row['order']} ({reason})",
+            f"excluded from step {row['step']} on: examples {examples} of data order "
+            f"{row['order']} ({reason})",
             markup=False,
         )
     for problem in verdict.problems[:_MOST_PROBLEMS]:
@@ -285,7 +301,10 @@ def report(verdict: Verdict, console: Console) -> None:
 
 
 def _cells(tally: Tally, number: int) -> tuple[str, ...]:
-    """What the table says of a pass: its examples, and how many were consumed, excluded, lost and repeated."""
+    """What the table says of a pass.
+
+    Its examples, and how many were consumed, excluded, lost and repeated.
+    """
     each = tally.passes[number]
     lost = each.missing if tally.is_over(number) else 0
     return tuple(

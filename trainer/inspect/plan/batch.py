@@ -1,4 +1,7 @@
-"""The arrays of a micro-batch as the objective makes them, without a dataset: the settings tell their shapes."""
+"""The arrays of a micro-batch as the objective makes them, without a dataset.
+
+The settings tell their shapes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ def stand_in(size: int) -> Vocabulary:
 def example(experiment: Experiment, objective: Objective, phase: Phase) -> Batch:
     """The columns of one example that goes to the device, as full of text as its packing allows.
 
-    Segments, and with them the masks of attention, are left out where the packing fills rows with one sequence each.
+    Segments, and with them the masks of attention, are left out where the packing fills rows with
+    one sequence each.
     """
     spec = objective.pack_spec(phase.sequence_length)
     columns, lengths = _pieces(spec)

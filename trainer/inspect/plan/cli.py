@@ -20,14 +20,19 @@ if TYPE_CHECKING:
     from trainer.training.phases import Phase
 
 _NOTES = (
-    "Batch: examples of a micro-batch x micro-batches of a step. Peak of a step on the device that holds most: "
-    "parameters, gradients, optimizer state, and the larger of activations with buffers and the update's temporary "
-    "tensors; counted by running the model's passes and the optimizer's update on tensors without memory. Sent: by a "
+    "Batch: examples of a micro-batch x micro-batches of a step. Peak of a step on the device that "
+    "holds most: "
+    "parameters, gradients, optimizer state, and the larger of activations with buffers and the "
+    "update's temporary "
+    "tensors; counted by running the model's passes and the optimizer's update on tensors without "
+    "memory. Sent: by a "
     "device in a step, by the ring algorithm."
 )
 _FITS = (
-    "Fits: the largest micro-batch for 90 % of the memory; the rest is for fragmentation and libraries. Between one "
-    "example and a device's share of the batch, activations are interpolated linearly, which is never too little."
+    "Fits: the largest micro-batch for 90 % of the memory; the rest is for fragmentation and "
+    "libraries. Between one "
+    "example and a device's share of the batch, activations are interpolated linearly, which is "
+    "never too little."
 )
 
 
@@ -39,7 +44,8 @@ def register(commands: Commands) -> None:
         _plan,
         "say what a run will take of each device's memory and send between devices",
         "example:\n  samestep plan configs/pretrain/t5_11b.yaml --devices 64 --memory 80GiB",
-        "Says what a run will take of each device's memory under each strategy, and what it will send between devices "
+        "Says what a run will take of each device's memory under each strategy, and what it will "
+        "send between devices "
         "in a step. Needs no GPU and no dataset, and allocates nothing.",
     )
     parser.add_argument("file", help="the experiment, a YAML file")
@@ -130,7 +136,8 @@ def _title(experiment: Experiment, phase: Phase, parameters: str, devices: int) 
     kind = type(experiment.optimizer).__module__.rpartition(".")[2]
     return (
         f"{parameters}, {kind}, {training.precision}, length {phase.sequence_length}"
-        f"{checkpointing}: {phase.global_batch_size} examples a step on {devices} devices, GiB of each"
+        f"{checkpointing}: {phase.global_batch_size} examples a step on {devices} devices, GiB of "
+        "each"
     )
 
 

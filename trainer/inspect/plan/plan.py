@@ -42,8 +42,8 @@ class Plan:
         micro_batches: of a step.
         held: bytes.
         exchanged: collectives of a step.
-        largest: the largest micro-batch that fits into the memory that was asked about; 0 if a single example does not,
-            None if it was not asked.
+        largest: the largest micro-batch that fits into the memory that was asked about; 0 if a
+            single example does not, None if it was not asked.
     """
 
     strategy: str
@@ -75,8 +75,8 @@ class Planner:
 
         Args:
             strategy: one of `STRATEGIES`.
-            memory: bytes of a device; where the experiment leaves the micro-batch to be found, it is the largest that
-                fits into them, else a single example.
+            memory: bytes of a device; where the experiment leaves the micro-batch to be found, it
+                is the largest that fits into them, else a single example.
 
         Raises:
             ConfigError: the strategy cannot be had with so many devices.
@@ -114,7 +114,8 @@ class Planner:
 
 
 def divide(strategy: str, experiment: Experiment, step: Step, devices: int) -> Division:
-    """How a strategy, with the experiment's settings where it is the experiment's own, divides a step.
+    """How a strategy, with the experiment's settings where it is the experiment's own, divides a
+    step.
 
     Raises:
         ConfigError: it cannot be had with so many devices.
@@ -127,7 +128,8 @@ def divide(strategy: str, experiment: Experiment, step: Step, devices: int) -> D
         copies = copies_of(experiment, devices) if strategy == "hsdp" else 1
         if devices % copies:
             raise ConfigError(
-                f"{strategy} with {copies} copies of the model does not divide {devices} devices; set "
+                f"{strategy} with {copies} copies of the model does not divide {devices} devices; "
+                "set "
                 "strategy.replicas to a divisor of them, or plan for another strategy"
             )
         own = experiment.strategy
@@ -154,7 +156,10 @@ def divide(strategy: str, experiment: Experiment, step: Step, devices: int) -> D
 
 
 def copies_of(experiment: Experiment, devices: int) -> int:
-    """Copies of the model under HSDP: the experiment's, or one for each node of 8 devices, or two."""
+    """Copies of the model under HSDP.
+
+    The experiment's, or one for each node of 8 devices, or two.
+    """
     own = experiment.strategy
     if isinstance(own, ShardedConfig) and own.replicas > 1:
         return own.replicas
@@ -164,7 +169,8 @@ def copies_of(experiment: Experiment, devices: int) -> int:
 def _largest(total: Callable[[int], int], budget: int, most: int) -> int:
     """The most rows whose total is inside the budget; 0 if a single one is not.
 
-    Totals grow with the rows, but for the last: a step of one micro-batch may hold less than one of two.
+    Totals grow with the rows, but for the last: a step of one micro-batch may hold less than one of
+        two.
     """
     if total(most) <= budget:
         return most
@@ -191,8 +197,9 @@ def memory_of_run(folder: Path) -> float | None:
     """What the plan says of the peak of a run that has been started, in GiB of each device.
 
     Returns:
-        None where the run has no start to plan for, its strategy is none of `STRATEGIES` (as `accelerate` is not), what
-        it was made of is no longer there, or other versions have changed what it wrote.
+        None where the run has no start to plan for, its strategy is none of `STRATEGIES` (as
+        `accelerate` is not), what it was made of is no longer there, or other versions have changed
+        what it wrote.
     """
     starts = list(read_rows(folder / "starts.jsonl"))
     try:

@@ -1,7 +1,10 @@
-"""What each strategy makes of a training step: what every device holds, and what it exchanges with the others.
+"""What each strategy makes of a training step.
 
-A `Step` traced on one device says how large everything is. How it is divided follows from the strategies' code, and
-tests compare it with the tensors of real runs, and with the collectives that they call for.
+What every device holds, and what it exchanges with the others.
+
+A `Step` traced on one device says how large everything is. How it is divided follows from the
+strategies' code, and tests compare it with the tensors of real runs, and with the collectives that
+they call for.
 """
 
 from __future__ import annotations
@@ -24,12 +27,14 @@ class Held:
     """Bytes of one device's memory at the peak of a step, on the device that holds most.
 
     Attributes:
-        parameters: what the optimizer updates, the copy that passes work with where that is another, and a teacher's.
+        parameters: what the optimizer updates, the copy that passes work with where that is
+            another, and a teacher's.
         gradients: as they are from the second micro-batch of a step on, if it has several.
         optimizer: its state.
         activations: what forward and backward passes hold beside these.
         buffers: what the strategy's collectives hold, gathered parameters included.
-        update: temporary tensors of the optimizer's update, when activations and most buffers are gone.
+        update: temporary tensors of the optimizer's update, when activations and most buffers are
+            gone.
     """
 
     parameters: int
@@ -66,7 +71,9 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends, by the ring algorithm (Patarasuk & Yuan 2009), of which none sends less."""
+        """Bytes that a device sends, by the ring algorithm (Patarasuk & Yuan 2009), of which none
+        sends less.
+        """
         rounds = 2 if self.kind == "all-reduce" else 1
         return rounds * self.nbytes * (self.ranks - 1) / self.ranks
 
@@ -102,7 +109,10 @@ class Division(ABC):
         """What is exchanged in a step, without norms and counts, which take some kilobytes."""
 
     def state(self, parts: int) -> int:
-        """Bytes of optimizer state where what has its parameter's shape is split; the rest is whole everywhere."""
+        """Bytes of optimizer state where what has its parameter's shape is split.
+
+        The rest is whole everywhere.
+        """
         return sum(
             _FP32 * (self.split(shape, parts) if shape == each.shape else math.prod(shape))
             for each in self.parameters
@@ -130,10 +140,13 @@ class Whole(Division):
 
 
 class Rows(Division):
-    """`fsdp` (FSDP2): each parameter is split by rows over `parts` devices; units are gathered for their passes.
+    """`fsdp` (FSDP2): each parameter is split by rows over `parts` devices.
+
+    Units are gathered for their passes.
 
     Args:
-        parts: devices that hold one copy of the model; with fewer than `devices` of them this is HSDP.
+        parts: devices that hold one copy of the model; with fewer than `devices` of them this is
+            HSDP.
         reshard: whether gathered units are freed between their forward and backward passes.
     """
 
@@ -186,8 +199,9 @@ class Rows(Division):
     def _buffers(self, accumulates: bool) -> int:
         """At the height of the backward pass, or of the forward pass where units stay gathered.
 
-        The root unit is gathered all the time, of the others the one at work and the next. The gradients of the unit at
-        work are copied for their reduce-scatter; those of earlier micro-batches with them are counted as gradients.
+        The root unit is gathered all the time, of the others the one at work and the next. The
+        gradients of the unit at work are copied for their reduce-scatter; those of earlier
+        micro-batches with them are counted as gradients.
         """
         unit, of_unit = (
             max((size for key, size in sizes.items() if key is not None), default=0)
@@ -218,7 +232,8 @@ class Buffers:
     """DeepSpeed's settings of what ZeRO reduces and gathers at a time.
 
     Attributes:
-        bucket: elements of the buffer in which gradients are reduced; None takes that of the strategy.
+        bucket: elements of the buffer in which gradients are reduced; None takes that of the
+            strategy.
         overlap: whether stages 1 and 2 have two of them.
         prefetch: elements that stage 3 gathers ahead.
         persistent: stage 3 keeps parameters of up to so many elements gathered.
@@ -233,12 +248,13 @@ class Buffers:
 
 
 class Ranges(Division):
-    """ZeRO: the flattened parameters are split, of the optimizer (stage 1), gradients (2) and passes (3).
+    """ZeRO: the flattened parameters are split, of the optimizer (stage 1), gradients (2) and
+    passes (3).
 
     Attributes:
         stage: 1, 2 or 3.
-        offloads: whether the optimizer's state with its parameters and gradients, and whether the parameters of
-            stage 3 that passes work with, are in the host's memory.
+        offloads: whether the optimizer's state with its parameters and gradients, and whether the
+            parameters of stage 3 that passes work with, are in the host's memory.
         buffers: settings of DeepSpeed.
     """
 
@@ -317,7 +333,8 @@ class Ranges(Division):
 def interpolate(rows: int, traced: Sequence[tuple[int, Activations]]) -> Activations:
     """Activations of a micro-batch between those that were traced, in ascending order.
 
-    A peak is the largest of several sums that grow with the rows, a convex function, so this is at least the truth.
+    A peak is the largest of several sums that grow with the rows, a convex function, so this is at
+    least the truth.
     """
     for (low, below), (high, above) in pairwise(traced):
         if rows <= high:

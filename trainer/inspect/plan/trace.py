@@ -1,8 +1,8 @@
 """A training step without memory: the tensors that it makes are counted, not allocated.
 
-The model's own forward and backward passes and the optimizer's own update run on PyTorch's fake tensors, which have
-shapes and no values. So what is counted is what the code does, whatever the family, objective, attention, precision or
-optimizer; nothing is taken from a rule of thumb.
+The model's own forward and backward passes and the optimizer's own update run on PyTorch's fake
+tensors, which have shapes and no values. So what is counted is what the code does, whatever the
+family, objective, attention, precision or optimizer; nothing is taken from a rule of thumb.
 """
 
 from __future__ import annotations
@@ -56,13 +56,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Activations:
-    """The most bytes that passes over a micro-batch hold at a time beside weights, gradients and optimizer state.
+    """The most bytes that passes over a micro-batch hold at a time beside weights, gradients and
+    optimizer state.
 
     Under autocast the copies of weights in 16 bits are part of it, as far as a strategy needs them.
 
     Attributes:
         bare: without copies of weights, as where all of them are at hand in 16 bits.
-        root: with copies of those outside sharding units, as under FSDP2, which gathers the units in 16 bits.
+        root: with copies of those outside sharding units, as under FSDP2, which gathers the units
+            in 16 bits.
         full: with all copies.
         saved: of `bare`, what autograd keeps at the end of the forward pass.
     """
@@ -74,16 +76,20 @@ class Activations:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of tensors that are made while it is on, for as long as they live; views count once.
+    """Counts the bytes of tensors that are made while it is on, for as long as they live.
+
+    Views count once.
 
     Args:
         existing: tensors that are there already, and are not counted.
-        copied: of parameters: 1 for those of the root unit, 2 for others. Copies of them in another precision are
-            counted apart.
+        copied: of parameters: 1 for those of the root unit, 2 for others. Copies of them in another
+            precision are counted apart.
 
     Attributes:
-        live: bytes alive of tensors, of copies of the root unit's parameters, and of copies of others.
-        peaks: the most that were alive at a time: of the first of these kinds, the first two, and all.
+        live: bytes alive of tensors, of copies of the root unit's parameters, and of copies of
+            others.
+        peaks: the most that were alive at a time: of the first of these kinds, the first two, and
+            all.
     """
 
     def __init__(
@@ -190,7 +196,8 @@ class Step:
         """Runs forward and backward passes over so many copies of an example.
 
         Raises:
-            ConfigError: they need the values of tensors, as they do where an objective reads one on the host.
+            ConfigError: they need the values of tensors, as they do where an objective reads one on
+                the host.
         """
         existing = [
             each
@@ -217,7 +224,8 @@ class Step:
                 total.backward()  # type: ignore[no-untyped-call]
             except DataDependentOutputException as error:
                 raise ConfigError(
-                    f"a step of this objective cannot be planned: {error} needs a value on the host, and tensors have "
+                    f"a step of this objective cannot be planned: {error} needs a value on the "
+                    "host, and tensors have "
                     "none here; leave values on the device (which training is faster with, too)"
                 ) from error
         bare, root, full = live.peaks

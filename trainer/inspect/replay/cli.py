@@ -18,8 +18,10 @@ def register(commands: Commands) -> None:
         _replay,
         "make a step of a run again and rank its examples by loss",
         "example:\n  samestep replay runs/bert_mini 600 --top 20",
-        "Makes the global batch of a step again, bit for bit, in one process on the CPU, compares it with the run's "
-        "ledger, and ranks its examples by their loss under the newest checkpoint from before the step.",
+        "Makes the global batch of a step again, bit for bit, in one process on the CPU, compares "
+        "it with the run's "
+        "ledger, and ranks its examples by their loss under the newest checkpoint from before the "
+        "step.",
     )
     parser.add_argument("run_folder", metavar="RUN", help="the output folder of a run")
     parser.add_argument(

@@ -1,4 +1,7 @@
-"""A step of a run, made again in one process: its batch from the dataset, its weights from a checkpoint."""
+"""A step of a run, made again in one process.
+
+Its batch from the dataset, its weights from a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -83,14 +86,16 @@ class Replayed(TypedDict):
 def replay(
     folder: str, step: int, overrides: Sequence[str], *, exact: bool, skipped: bool
 ) -> Replayed:
-    """Makes the batch of a step again, and scores each of its examples as in training, dropout included.
+    """Makes the batch of a step again, and scores each of its examples as in training, dropout
+    included.
 
     Args:
         folder: of the run.
         step: its number, from 1; it need not have been taken.
         overrides: settings that replace those of the run.
         exact: whether to train up to the step; otherwise the weights are those of the checkpoint.
-        skipped: whether the batch is the one that the step had before examples were last passed over.
+        skipped: whether the batch is the one that the step had before examples were last passed
+            over.
 
     Raises:
         ConfigError: there is no such run or step.
@@ -128,7 +133,10 @@ def replay(
 
 
 def _settings(folder: str, step: int, overrides: Sequence[str]) -> Tree:
-    """The run's settings at the time of a step: those of the first checkpoint since, or else its newest ones."""
+    """The run's settings at the time of a step.
+
+    Those of the first checkpoint since, or else its newest ones.
+    """
     if not (Path(folder) / "config.yaml").is_file():
         raise ConfigError(
             f"{folder} is no run (no config.yaml in it); name the output folder of a run"
@@ -214,8 +222,10 @@ class _Past:
             )
         if f"{digest:016x}" != row["digest"]:
             raise DataError(
-                f"the batches of steps {first} to {last}, made again, have the digest {digest:016x}, and the ledger of "
-                f"{self._experiment.output} says {row['digest']}: the dataset or the settings are not those that the "
+                f"the batches of steps {first} to {last}, made again, have the digest "
+                f"{digest:016x}, and the ledger of "
+                f"{self._experiment.output} says {row['digest']}: the dataset or the settings are "
+                "not those that the "
                 "run had; look for the difference with: samestep ledger verify"
             )
         return first, last
@@ -276,7 +286,10 @@ class _Past:
         return loader
 
     def _state(self, step: int, passed_over: Sequence[Row], begin: LoaderState) -> LoaderState:
-        """The state of a loader before a step; `begin` is that at the beginning of the step's data order."""
+        """The state of a loader before a step.
+
+        `begin` is that at the beginning of the step's data order.
+        """
         phases = self._trainer.phases
         order = phase_of(phases, step - 1).order
         counted, place = self._step, self._place  # how far the run was, and where the loader stood
