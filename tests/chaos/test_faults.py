@@ -307,7 +307,7 @@ def flip_a_bit(file: Path) -> None:
 @LONG
 def test_damaged_checkpoints(run: Run, survived: Survived) -> None:
     """The run goes on from the one before them."""
-    sign = "passing over the checkpoint of step .*rank-00001.safetensors"
+    sign = "skipping the checkpoint of step .*rank-00001.safetensors"
     name = "newest checkpoint torn, a bit flipped in the one before, run killed and started again"
     observer = Observer(name, run.folder, sign)
     first = run.train()
@@ -321,7 +321,7 @@ def test_damaged_checkpoints(run: Run, survived: Survived) -> None:
     flip_a_bit(flipped / "rank-00001.safetensors")
     said = survived(observer, run.train())
     assert f"continuing   at step {int(sound.name.removeprefix('step-'))}" in said
-    assert said.count("passing over the checkpoint of step") == 2
+    assert said.count("skipping the checkpoint of step") == 2
 
 
 @LONG

@@ -83,7 +83,7 @@ def test_a_damaged_one_is_passed_over(
     )
     again = snapshots(addresses)
     assert again.latest(least=0) == 1
-    assert "passing over the checkpoint of step 2" in caplog.text
+    assert "skipping the checkpoint of step 2" in caplog.text
     assert restored(again, 1) == 1
 
 

@@ -248,7 +248,7 @@ def test_damaged_checkpoints(
         content[-1] ^= 1
         file.write_bytes(content)
         result = samestep("evaluate", run)
-        assert f"passing over the checkpoint of step {step}" in result.err
+        assert f"skipping the checkpoint of step {step}" in result.err
         assert result.code == number
     assert "all 2 checkpoints" in result.message
     assert samestep("train", experiment_file, f"output={run}").code == 1

@@ -105,7 +105,7 @@ def test_gc_is_refused_while_a_training_writes_there(
 def test_gc_keeps_at_least_two(run: str, samestep: Samestep) -> None:
     result = samestep("checkpoint", "gc", run, "--keep-last", "1")
     assert result.code == 2
-    assert "keep_last is 1; keep 2 or more" in result.message
+    assert "keep_last is 1. Use 2 or more" in result.message
     assert samestep("checkpoint", "ls", run).out.count("committed") == 5
 
 

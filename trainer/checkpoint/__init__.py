@@ -1,8 +1,19 @@
-"""Checkpoints: sharded, asynchronous, crash-consistent, and the same whatever wrote them.
+"""Checkpoints: sharded, asynchronous, crash-consistent, and independent of strategy and world size.
 
-A step's folder holds one safetensors file per rank (`layout`), `meta.json`, `checksums.json` and,
-written last, `COMMITTED` (`integrity`). `manager.Checkpointer` is what a training loop uses. Every
-operation on disk is in `files`.
+The folder of a step holds a safetensors file per rank, `meta.json`, `checksums.json` and, written
+last, `COMMITTED`. The modules, from the training loop down to the bytes:
+
+    manager      `Checkpointer`: saves in the background, restores, removes old steps
+    writer       what one rank writes in a save, and in which order
+    integrity    a step's folder: committed or not, its checksums, its damage
+    retention    which committed steps are kept, and which is the best
+    layout       which bytes of which tensor lie in which file
+    collective   an error on one rank becomes an error on all
+    files        every file operation, on a file system or in an object store
+    lock         one writer at a time in a folder
+
+Other formats: `deepspeed`, `huggingface`. `deferred` converts a model between formats tensor by
+tensor.
 """
 
 from trainer.checkpoint.integrity import read_meta

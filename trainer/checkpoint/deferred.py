@@ -1,7 +1,4 @@
-"""Tensors that are made when they are needed.
-
-What is done to all of a model takes the memory of one of them.
-"""
+"""Deferred tensors: converting all tensors of a model takes the memory of one tensor."""
 
 from __future__ import annotations
 
@@ -13,32 +10,27 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from trainer.checkpoint.layout import StoredPiece, StoredTensors
+from trainer.checkpoint.layout import StoredTensors
 
 T = TypeVar("T")
 
 
 class Deferred(Tensor):
-    """The promise of a tensor: its shape and type are there, and its elements once `make` is
-    called.
+    """A tensor with a shape and a dtype, whose elements are computed when `make` is called.
 
-    Whatever is done to promises (joining, cutting, transposing) gives promises. So a mapping of all
-    parameters to those of another library is run once, at no cost, and each of its results is then
-    made and let go one by one.
+    An operation on deferred tensors (cat, split, transpose, ...) is recorded and gives deferred
+    tensors. So a function that maps all parameters to another library's names runs once, without
+    memory, and its results are then made and freed one by one.
 
     Attributes:
-        make: makes the tensor, anew at each call.
+        make: computes the tensor, again at each call.
     """
 
     make: Callable[[], Tensor]
 
     @staticmethod
     def __new__(cls, described: Tensor, make: Callable[[], Tensor]) -> Deferred:
-        """
-        Args:
-            described: a tensor of the shape and type, which may be on the meta device.
-            make: as the attribute.
-        """
+        """Takes shape, strides and dtype from `described`, which may be on the meta device."""
         self: Deferred = Tensor._make_wrapper_subclass(
             cls, described.shape, strides=described.stride(), dtype=described.dtype
         )
@@ -56,52 +48,39 @@ class Deferred(Tensor):
         def call(convert: Callable[[object], object]) -> object:
             return function(*tree_map(convert, args), **tree_map(convert, dict(kwargs or {})))
 
-        if (
-            function is torch.ops.aten.equal.default
-        ):  # the only question that is asked about elements
+        # Conversions branch on this one question about elements (are two tensors tied?).
+        if function is torch.ops.aten.equal.default:
             return call(_made)
 
         def make(index: int) -> Tensor:
             made: Tensor = tree_flatten(call(_made))[0][index]
             return made
 
-        described, structure = tree_flatten(call(_described))
-        return tree_unflatten(
-            [Deferred(each, partial(make, index)) for index, each in enumerate(described)],
-            structure,
-        )
+        # Runs the operation on meta tensors for the shapes; `make` repeats it on real ones.
+        outputs, structure = tree_flatten(call(_on_meta))
+        deferred = [Deferred(each, partial(make, index)) for index, each in enumerate(outputs)]
+        return tree_unflatten(deferred, structure)
 
 
-def promises(stored: StoredTensors) -> dict[str, Tensor]:
-    """Stored tensors as promises to read them."""
-    return {
-        name: Deferred(
-            torch.empty(stored.shape(name), dtype=stored.pieces[name][0].dtype, device="meta"),
-            partial(stored.__getitem__, name),
-        )
-        for name in stored
-    }
+def defer(stored: StoredTensors) -> dict[str, Tensor]:
+    """Returns stored tensors as deferred tensors, which are read when they are made."""
+    deferred: dict[str, Tensor] = {}
+    for name, pieces in stored.pieces.items():
+        described = torch.empty(pieces[0].shape, dtype=pieces[0].dtype, device="meta")
+        deferred[name] = Deferred(described, partial(stored.__getitem__, name))
+    return deferred
 
 
-def stored(promised: Mapping[str, Tensor]) -> StoredTensors:
-    """What has become of promises, as stored tensors that are made when they are asked for."""
-    return StoredTensors({name: [_stored_piece(name, each)] for name, each in promised.items()})
-
-
-def _stored_piece(name: str, promised: Tensor) -> StoredPiece:
-    shape = tuple(promised.shape)
-
-    def elements(start: int, stop: int) -> Tensor:
-        return _made(promised).flatten()[start:stop]
-
-    return StoredPiece(name, shape, (0,) * len(shape), shape, promised.dtype, elements)
+def stored(deferred: Mapping[str, Tensor]) -> StoredTensors:
+    """Returns deferred tensors as stored tensors, which are made on access."""
+    return StoredTensors.of(deferred, _made)
 
 
 def _made(value: T) -> T | Tensor:
     return value.make() if isinstance(value, Deferred) else value
 
 
-def _described(value: T) -> T | Tensor:
+def _on_meta(value: T) -> T | Tensor:
     if not isinstance(value, Deferred):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

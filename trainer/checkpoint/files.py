@@ -1,8 +1,7 @@
-"""Every operation of checkpoints on files: nothing else in this package opens, renames or deletes.
+"""File operations of checkpoints: no other module here opens, renames or deletes checkpoint files.
 
-A checkpoint lies in a folder of a file system (a `Path`) or in an object store (a `Url`). A write
-is atomic in both, and durable: the name appears once all bytes are there, and never with some of
-them.
+A checkpoint lies in a folder of a file system (a `Path`) or in an object store (a `Url`). In both,
+a write is atomic and durable: the name appears once all bytes are stored, never with some of them.
 """
 
 from __future__ import annotations
@@ -30,21 +29,18 @@ from trainer import storage
 from trainer.errors import CheckpointError
 from trainer.storage import Digest, keeper
 
-THREADS = 8  # an object store answers each of many requests as fast as one
+THREADS = 8  # an object store answers eight requests in about the time of one
 _LOCAL_POLL_SECONDS = 0.05
 _REMOTE_POLL_SECONDS = 0.5
 _BLOCK_BYTES = 2**18  # takes an object store about as long as a byte
-_BLOCKS_KEPT = 8  # of a file
-_PART_BYTES = (
-    2**25
-)  # of a large range; several parts at a time are faster than one, and cheaper to ask for again
+_BLOCKS_KEPT = 8  # per file
+# Large ranges are read in parts of this size: parallel parts are faster, and cheaper to retry.
+_PART_BYTES = 2**25
 
 
 @dataclass(frozen=True)
 class Url:
-    """The address of an object or of a folder of objects, with what is used here of the methods of
-    a `Path`.
-    """
+    """The address of an object or a folder of objects, with the methods of a `Path` used here."""
 
     url: str
 
@@ -62,9 +58,6 @@ class Url:
     def parent(self) -> Url:
         return Url(self.url.rpartition("/")[0])
 
-    def with_name(self, name: str) -> Url:
-        return self.parent / name
-
     def exists(self) -> bool:
         return storage.exists(self.url)
 
@@ -76,43 +69,44 @@ Location: TypeAlias = Path | Url
 
 
 def location(path: str | Location) -> Location:
-    """Where a path or an address points to.
+    """Converts a path or an address.
 
     Raises:
         ConfigError: an address of an unknown kind.
     """
-    if isinstance(path, str) and storage.is_url(path):
-        return Url(path.rstrip("/"))
-    return Path(path) if isinstance(path, str) else path
+    if isinstance(path, str):
+        return Url(path.rstrip("/")) if storage.is_url(path) else Path(path)
+    return path
 
 
 def write(path: Location, *parts: bytes | memoryview) -> Digest:
     """Writes the parts one after the other as one file, hashing on the way.
 
     Raises:
-        CheckpointError: the disk is full, the folder cannot be written, ...; the name does not
-            exist then, or still has its former content.
+        CheckpointError: the disk is full, the folder is not writable, and so on. The file then does
+            not exist, or still has its former content.
     """
     if isinstance(path, Url):
         return storage.write(path.url, *parts)
+    # Writes a temporary file, fsyncs it, renames it, and fsyncs the folder, in this order.
     with storage.atomic_write(path) as file:
         return storage.copy(storage.chunks(parts), file)
 
 
 def read(path: Location) -> bytes:
-    """The whole content of a small file.
+    """Returns the content of a small file.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     if isinstance(path, Url):
         return storage.read(path.url)
-    with _explained("read", path), path.open("rb") as file:
-        return file.read()
+    with _explained("read", path):
+        return path.read_bytes()
 
 
 def digest(path: Location) -> Digest:
-    """Reads a file through, whatever its size.
+    """Reads a file of any size and hashes it.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -122,7 +116,7 @@ def digest(path: Location) -> Digest:
 
 
 def size(path: Location) -> int:
-    """The number of bytes in a file.
+    """Returns the number of bytes in a file.
 
     Raises:
         CheckpointError: it does not exist.
@@ -134,23 +128,20 @@ def size(path: Location) -> int:
 
 
 def open_bytes(path: Location) -> Callable[[int, int], Tensor]:
-    """A file as a function from (start, stop) to its bytes, uint8, which reads little more than is
-    asked for.
+    """Returns a function from (start, stop) to these bytes of the file, uint8.
+
+    A local file is memory-mapped. Of an object, little more than the range is requested.
     """
     if isinstance(path, Url):
         return _Ranges(path.url)
     with _explained("read", path):
-        content = torch.from_file(
-            str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8
-        )
+        length = path.stat().st_size
+        content = torch.from_file(str(path), shared=False, size=length, dtype=torch.uint8)
     return lambda start, stop: content[start:stop]
 
 
 class _Ranges:
-    """Ranges of an object.
-
-    Small ones, such as biases that lie side by side, come out of blocks that are kept.
-    """
+    """Reads ranges of an object; small ones, such as neighboring biases, from cached blocks."""
 
     def __init__(self, url: str) -> None:
         size = storage.size(url)
@@ -161,15 +152,14 @@ class _Ranges:
         )
 
     def __call__(self, start: int, stop: int) -> Tensor:
-        if start == stop:
+        if start == stop:  # torch.frombuffer rejects an empty buffer
             return torch.empty(0, dtype=torch.uint8)
         if stop - start >= _BLOCK_BYTES:
             content = self._read_parts(start, stop)
         else:
             first = start - start % _BLOCK_BYTES
-            with (
-                self._lock
-            ):  # threads that want the same block wait for it, rather than all read it
+            # Under the lock, or threads that need the same block would all request it.
+            with self._lock:
                 blocks = b"".join(self._block(begin) for begin in range(first, stop, _BLOCK_BYTES))
             content = bytearray(blocks[start - first : stop - first])
         return torch.frombuffer(content, dtype=torch.uint8)
@@ -187,7 +177,7 @@ class _Ranges:
 
 
 def names(folder: Location) -> list[str]:
-    """What a folder holds, sorted; nothing if there is no such folder."""
+    """Lists a folder, sorted; a missing folder is empty."""
     if isinstance(folder, Url):
         return storage.names(folder.url)
     with _explained("read", folder):
@@ -195,34 +185,26 @@ def names(folder: Location) -> list[str]:
 
 
 def appears(path: Location, seconds: float) -> bool:
-    """Whether a file that another node has made is there, within so many seconds."""
+    """Waits for a file that another node has made. Returns False if it does not appear in time."""
     deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > deadline:
             return False
-        wait_a_little(path)
+        pause(path)
     return True
 
 
-def folder_appears(folder: Location, seconds: float) -> bool:
-    """Whether a folder that another node has made is there, within so many seconds.
-
-    Stores need no folders.
-    """
-    return isinstance(folder, Url) or appears(folder, seconds)
-
-
-def wait_a_little(path: Location) -> None:
-    """Sleeps until it is worth while to look again whether something has appeared."""
-    far = isinstance(path, Url) and not keeper.is_keeper_url(path.url)
-    time.sleep(_REMOTE_POLL_SECONDS if far else _LOCAL_POLL_SECONDS)
+def pause(path: Location) -> None:
+    """Sleeps between two looks for something in a folder; longer if a store charges for each."""
+    remote = isinstance(path, Url) and not keeper.is_keeper_url(path.url)
+    time.sleep(_REMOTE_POLL_SECONDS if remote else _LOCAL_POLL_SECONDS)
 
 
 def make_folder(folder: Location) -> None:
-    """Makes a folder that this process can write in, with its parents.
+    """Creates a folder and its parents, and checks that this process can write in it.
 
     Raises:
-        CheckpointError: naming the folder and the reason.
+        CheckpointError: with the folder and the reason.
     """
     if isinstance(folder, Url):
         return
@@ -242,58 +224,54 @@ def remove(path: Location) -> None:
 
 
 def remove_folder(folder: Location, first: str) -> None:
-    """Removes a folder and all that it holds.
-
-    Nothing else is gone before the file named `first` is, for good.
-    """
+    """Removes a folder with its files; the file named `first` is durably gone before any other."""
     remove(folder / first)
     if isinstance(folder, Url):
         storage.remove_folder(folder.url)
     else:
         with _explained("remove", folder):
+            # Without this fsync a power cut could bring `first` back after other files are gone.
             storage.sync_folder(folder)
             shutil.rmtree(folder)
             storage.sync_folder(folder.parent)
 
 
 def copy_folder(source: Location, target: Location) -> None:
-    """Copies the files of a small folder, but not folders in it."""
+    """Copies the files of a small folder, without its subfolders."""
     for name in names(source):
         write(target / name, read(source / name))
 
 
 @contextmanager
 def on_disk(folder: Location) -> Iterator[Path]:
-    """A small folder as one of this machine: itself, or a temporary copy.
+    """Provides a small folder on this machine: the folder itself, or a temporary copy.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     if isinstance(folder, Path):
         yield folder
-    else:
-        with TemporaryDirectory(prefix="samestep-") as copy:
-            if not names(folder):
-                raise CheckpointError(
-                    f"there is nothing in {folder}; copy the folder of that name of the run there"
-                )
-            copy_folder(folder, Path(copy))
-            yield Path(copy)
+        return
+    if not names(folder):
+        raise CheckpointError(f"{folder} is empty. Copy the run's folder of that name there")
+    with TemporaryDirectory(prefix="samestep-") as copy:
+        copy_folder(folder, Path(copy))
+        yield Path(copy)
 
 
 @contextmanager
 def _explained(action: str, path: Location) -> Iterator[None]:
+    """Turns an OSError into a CheckpointError with a fix."""
     try:
         yield
     except OSError as error:
-        fix = {
-            errno.ENOSPC: "free some space, or keep fewer checkpoints (keep_last, keep_every)",
-            errno.EDQUOT: "raise the quota, or keep fewer checkpoints (keep_last, keep_every)",
-            errno.ENOENT: "something has removed it: see what else uses this folder",
-        }.get(
-            error.errno or 0,
-            "check that the folder exists, is writable and its disk works, or name another one",
-        )
-        raise CheckpointError(
-            f"cannot {action} {path}: {error.strerror or error}; {fix}"
-        ) from error
+        fewer = "or keep fewer checkpoints (keep_last, keep_every)"
+        fixes = {
+            errno.ENOSPC: f"free some space, {fewer}",
+            errno.EDQUOT: f"raise the quota, {fewer}",
+            errno.ENOENT: "something has removed it: check what else uses this folder",
+        }
+        fix = "check that the folder exists, is writable and its disk works, or use another one"
+        fix = fixes.get(error.errno or 0, fix)
+        reason = error.strerror or error
+        raise CheckpointError(f"cannot {action} {path}: {reason}; {fix}") from error

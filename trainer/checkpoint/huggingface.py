@@ -1,7 +1,4 @@
-"""Folders in Hugging Face format.
-
-Config.json, safetensors weights (whole or in parts with an index), a tokenizer.
-"""
+"""Folders in Hugging Face format: config.json, safetensors weights, and a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,12 +6,11 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainer.checkpoint import files
@@ -30,79 +26,56 @@ _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _CARD = "README.md"
 
 
-class _TensorFile(Protocol):
-    """A file that `safe_open` has opened."""
-
-    def keys(self) -> list[str]: ...
-    def get_tensor(self, name: str) -> Tensor: ...
-
-
-class LazyTensors(Mapping[str, Tensor]):
-    """Tensors of safetensors files by name, each read from the disk when it is asked for."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self._files: dict[str, _TensorFile] = {}
-        for path in paths:
-            try:
-                file: _TensorFile = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(
-                    f"cannot read {path}: {error}; copy or download it again"
-                ) from error
-            self._files.update(dict.fromkeys(file.keys(), file))
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
+def _load_tensors(paths: Iterable[Path]) -> dict[str, Tensor]:
+    """Memory-maps the tensors of safetensors files; elements are read on access."""
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        try:
+            tensors |= load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"cannot read {path}: {error}. Copy or download it again"
+            ) from error
+    return tensors
 
 
 def identity(folder: Path) -> str:
-    """A digest of a model's settings and weights, or an adapter's."""
-    names = [
-        _ADAPTER_CONFIG if is_adapter(folder) else _CONFIG,
-        *sorted(path.name for path in folder.glob("*.safetensors")),
-    ]
-    return hashlib.sha256(
-        "".join(files.digest(folder / name).sha256 for name in names).encode()
-    ).hexdigest()
+    """Returns a digest of a model's or an adapter's settings and weights."""
+    config = _ADAPTER_CONFIG if is_adapter(folder) else _CONFIG
+    names = [config, *sorted(path.name for path in folder.glob("*.safetensors"))]
+    digests = "".join(files.digest(folder / name).sha256 for name in names)
+    return hashlib.sha256(digests.encode()).hexdigest()
 
 
-def load_folder(folder: Path) -> tuple[Tree, LazyTensors]:
+def load_folder(folder: Path) -> tuple[Tree, dict[str, Tensor]]:
     """Opens a model's folder.
 
     Returns:
-        The content of config.json, and the tensors, which are read when they are asked for.
+        The content of config.json, and the tensors, which are read on access.
 
     Raises:
-        CheckpointError: naming the file that is missing or damaged.
+        CheckpointError: with the file that is missing or damaged.
     """
     config = _read_json(folder / _CONFIG)
     if (folder / _WEIGHTS).exists():
-        return config, LazyTensors([folder / _WEIGHTS])
-    if (folder / _INDEX).exists():
-        parts = _read_json(folder / _INDEX).get("weight_map", {})
-        tensors = LazyTensors([folder / part for part in sorted(set(parts.values()))])
-        absent = sorted(set(parts) - set(tensors))
-        if absent:
+        return config, _load_tensors([folder / _WEIGHTS])
+    if (folder / _INDEX).exists():  # a large model: maps tensor names to files
+        shards = _read_json(folder / _INDEX).get("weight_map", {})
+        tensors = _load_tensors(folder / shard for shard in sorted(set(shards.values())))
+        if absent := sorted(set(shards) - set(tensors)):
             raise CheckpointError(
-                f"{folder / _INDEX} lists {absent[0]}, which {folder / parts[absent[0]]} does not "
-                "hold; download the folder again"
+                f"{folder / _INDEX} lists {absent[0]}, which {folder / shards[absent[0]]} does not "
+                "hold. Download the folder again"
             )
         return config, tensors
     if (folder / "pytorch_model.bin").exists():
         raise CheckpointError(
-            f"{folder} has its weights in pytorch_model.bin, a pickle, which could run any code "
-            "when read; convert it "
-            "where you trust it: "
+            f"{folder} has its weights in pytorch_model.bin, a pickle, which may run code when it "
+            "is read. If you trust it, convert it: "
             f"AutoModelForMaskedLM.from_pretrained({str(folder)!r}).save_pretrained('converted')"
         )
     raise CheckpointError(
-        f"{folder} has neither {_WEIGHTS} nor {_INDEX}; name a folder that save_pretrained wrote"
+        f"{folder} has neither {_WEIGHTS} nor {_INDEX}. Name a folder that save_pretrained wrote"
     )
 
 
@@ -111,19 +84,19 @@ def is_adapter(folder: Path) -> bool:
     return (folder / _ADAPTER_CONFIG).is_file()
 
 
-def load_adapter(folder: Path) -> tuple[Tree, LazyTensors]:
-    """Opens a folder of the `peft` library, as `load_folder` does one of a model.
+def load_adapter(folder: Path) -> tuple[Tree, dict[str, Tensor]]:
+    """Opens a folder of the `peft` library, as `load_folder` opens a model's.
 
     Raises:
-        CheckpointError: naming the file that is missing or damaged.
+        CheckpointError: with the file that is missing or damaged.
     """
     config = _read_json(folder / _ADAPTER_CONFIG)
     if not (folder / _ADAPTER_WEIGHTS).exists():
         raise CheckpointError(
-            f"{folder} has no {_ADAPTER_WEIGHTS}; copy or download it whole, or save it as "
+            f"{folder} has no {_ADAPTER_WEIGHTS}. Copy or download all its files, or save it as "
             "safetensors"
         )
-    return config, LazyTensors([folder / _ADAPTER_WEIGHTS])
+    return config, _load_tensors([folder / _ADAPTER_WEIGHTS])
 
 
 def save_folder(
@@ -134,43 +107,41 @@ def save_folder(
     card: str | None = None,
     adapter: bool = False,
 ) -> None:
-    """Writes a folder that `transformers`, or `peft`, loads.
-
-    It appears under its name once it is whole.
+    """Writes a folder that `transformers` or `peft` loads; it appears once it is complete.
 
     Args:
         folder: must not exist yet, or be empty.
-        config: the content of config.json.
-        tensors: CPU tensors that share no memory.
-        tokenizer_folder: where the tokenizer's files are copied from.
-        card: the content of README.md.
-        adapter: whether it is of the `peft` library.
+        config: content of config.json.
+        tensors: on the CPU; must not share memory.
+        tokenizer_folder: the tokenizer's files are copied from here.
+        card: content of README.md.
+        adapter: whether it is a folder of the `peft` library.
 
     Raises:
-        CheckpointError: the folder is taken or cannot be written, or there is no tokenizer in
+        CheckpointError: the folder is not empty or cannot be written, or there is no tokenizer in
             `tokenizer_folder`.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} already exists; remove it, or export to another folder")
+        raise CheckpointError(f"{folder} already exists. Remove it, or export to another folder")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    config_name, weights = (_ADAPTER_CONFIG, _ADAPTER_WEIGHTS) if adapter else (_CONFIG, _WEIGHTS)
     try:
         temporary.mkdir(parents=True)
-        settings, weights = (_ADAPTER_CONFIG, _ADAPTER_WEIGHTS) if adapter else (_CONFIG, _WEIGHTS)
-        (temporary / settings).write_text(
-            json.dumps(dict(config), indent=2) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(dict(config), indent=2) + "\n"
+        (temporary / config_name).write_text(text, encoding="utf-8")
         save_file(dict(tensors), temporary / weights, metadata={"format": "pt"})
         if tokenizer_folder is not None:
             _copy_tokenizer(tokenizer_folder, temporary)
         if card is not None:
             (temporary / _CARD).write_text(card, encoding="utf-8")
+        # The rename must not become durable before the content, or a power cut leaves empty files.
         for file in temporary.iterdir():
             with file.open("rb") as content:
                 os.fsync(content.fileno())
         temporary.replace(folder)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"cannot write {folder}: {error}; free some space, check the permissions of "
+            f"cannot write {folder}: {error}. Free some space, check the permissions of "
             f"{folder.parent}, or name another folder"
         ) from error
     finally:
@@ -178,13 +149,12 @@ def save_folder(
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
-    files = [source / name for name in TOKENIZER_FILES if (source / name).exists()]
-    if not files:
-        raise CheckpointError(
-            f"{source} holds no tokenizer; name a folder with one of: {', '.join(TOKENIZER_FILES)}"
-        )
-    for file in files:
-        shutil.copyfile(file, target / file.name)
+    found = [name for name in TOKENIZER_FILES if (source / name).exists()]
+    if not found:
+        names = ", ".join(TOKENIZER_FILES)
+        raise CheckpointError(f"{source} holds no tokenizer. Name a folder with one of: {names}")
+    for name in found:
+        shutil.copyfile(source / name, target / name)
 
 
 def _read_json(path: Path) -> Tree:
@@ -192,7 +162,7 @@ def _read_json(path: Path) -> Tree:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"cannot read {path}: {error}; name a folder that save_pretrained wrote, or download "
+            f"cannot read {path}: {error}. Name a folder that save_pretrained wrote, or download "
             "it again"
         ) from error
     if not isinstance(content, dict):

@@ -1,8 +1,8 @@
-"""Whether a step's folder is whole: what commits it, and how damage is found later.
+"""A step's folder: whether it is committed, and whether its files are still as they were written.
 
-`checksums.json` names every file with its SHA-256 and size; `COMMITTED` holds the SHA-256 of
-`checksums.json` and is written last. Writes are atomic (`files`), so a crash at any byte leaves a
-step without `COMMITTED`, or a whole one.
+`checksums.json` lists every file with its SHA-256 and size. `COMMITTED` holds the SHA-256 of
+`checksums.json` and is written last. All writes are atomic (see `files`), so a crash at any byte
+leaves either a step without `COMMITTED`, which is ignored, or a complete one.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from trainer.checkpoint import files
 from trainer.checkpoint.files import Location
 from trainer.config import Tree, renamed
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, ObjectNotFoundError, StorageError
 from trainer.storage import Digest
 
 FORMAT = 1
@@ -24,62 +24,65 @@ META = "meta.json"
 _CHECKSUMS = "checksums.json"
 _COMMITTED = "COMMITTED"
 
+Check = Callable[[Location], None]
+"""Raises a CheckpointError if a step is damaged: `check_sizes` or `check_content`."""
+
 
 def step_folder(root: Location, step: int) -> Location:
-    """Where a step lies among the checkpoints of a run."""
+    """Returns the folder of a step, in the folder of all checkpoints of a run."""
     return root / f"step-{step:08d}"
 
 
 def committed_steps(root: Location) -> list[int]:
-    """The steps that were committed, oldest first; they may have been damaged since."""
-    return [step for step, (_, committed) in _step_folders(root).items() if committed]
+    """Returns the committed steps, oldest first; they may have been damaged since."""
+    return [step for step, committed in _steps(root).items() if committed]
 
 
 def uncommitted_folders(root: Location) -> list[Location]:
-    """What saves that were cut short have left behind."""
-    return [folder for folder, committed in _step_folders(root).values() if not committed]
+    """Returns the folders of saves that were interrupted, or are under way."""
+    return [step_folder(root, step) for step, committed in _steps(root).items() if not committed]
 
 
 def is_committed(folder: Location) -> bool:
-    """Whether a step was written to its end; says nothing about damage since."""
+    """Whether a step was written completely; says nothing about damage since."""
     return (folder / _COMMITTED).exists()
 
 
-def _step_folders(root: Location) -> dict[int, tuple[Location, bool]]:
-    """The folder of each step, oldest first, and whether it was committed."""
-    steps = sorted(
-        int(name.removeprefix("step-"))
-        for name in files.names(root)
-        if re.fullmatch(r"step-\d{8,}", name)
-    )
-    folders = [step_folder(root, step) for step in steps]
+def _steps(root: Location) -> dict[int, bool]:
+    """Returns each step that has a folder, oldest first, and whether it is committed."""
+    names = [name for name in files.names(root) if re.fullmatch(r"step-\d{8,}", name)]
+    steps = sorted(int(name.removeprefix("step-")) for name in names)
+    # In threads, because each check is a request if the root is in an object store.
     with ThreadPoolExecutor(files.THREADS) as pool:
-        return dict(
-            zip(steps, zip(folders, pool.map(is_committed, folders), strict=True), strict=True)
-        )
+        committed = pool.map(lambda step: is_committed(step_folder(root, step)), steps)
+        return dict(zip(steps, committed, strict=True))
 
 
 def commit(folder: Location, digests: Mapping[str, Digest]) -> None:
-    """Declares that these files are all of the step, and durable."""
+    """Commits a step that consists of exactly these files, which must be durable by now.
+
+    The order matters: `files.write` returns after its fsyncs, so when `COMMITTED` appears, no crash
+    or power cut can take away anything that it vouches for.
+    """
     checksums = {name: dataclasses.asdict(digest) for name, digest in sorted(digests.items())}
-    checksums_digest = files.write(folder / _CHECKSUMS, json.dumps(checksums, indent=1).encode())
-    files.write(folder / _COMMITTED, checksums_digest.sha256.encode())
+    written = files.write(folder / _CHECKSUMS, json.dumps(checksums, indent=1).encode())
+    files.write(folder / _COMMITTED, written.sha256.encode())
 
 
 def remove_step(folder: Location) -> None:
-    """Removes a step, committed or not, so that a crash in the middle leaves an uncommitted one."""
+    """Removes a step, committed or not; if interrupted, it leaves an uncommitted step."""
     files.remove_folder(folder, first=_COMMITTED)
 
 
 def read_checksums(folder: Location) -> dict[str, Digest]:
-    """The files of a committed step.
+    """Returns the files of a committed step, except `checksums.json` and `COMMITTED`.
 
     Raises:
         CheckpointError: the step is not committed, or its list of files is damaged.
     """
     if not is_committed(folder):
         raise CheckpointError(
-            f"{folder} was never committed: saving it was cut short; use another step"
+            f"{folder} was never committed: saving it was interrupted. Use another step"
         )
     committed, checksums = files.read(folder / _COMMITTED), folder / _CHECKSUMS
     if files.digest(checksums).sha256.encode() != committed:
@@ -88,35 +91,51 @@ def read_checksums(folder: Location) -> dict[str, Digest]:
 
 
 def identity(folder: Location) -> str:
-    """A digest of all that a committed step holds."""
+    """Returns a digest of everything in a committed step."""
     return files.digest(folder / _CHECKSUMS).sha256
 
 
 def rank_files(folder: Location) -> list[Location]:
-    """The files of a committed step that hold tensors."""
+    """Returns the tensor files of a committed step."""
     return [folder / name for name in read_checksums(folder) if name.endswith(".safetensors")]
 
 
 def check_sizes(folder: Location) -> None:
-    """Looks whether all files are there in full length, without reading them.
+    """Checks that all files exist with their full sizes, without reading them.
 
     Raises:
-        CheckpointError: naming the file and what is wrong with it.
+        CheckpointError: with the file and its damage.
     """
     for name, digest in read_checksums(folder).items():
         _check_size(folder / name, digest)
 
 
-def check_content(folder: Location, share: int = 0, shares: int = 1) -> None:
-    """Reads the files, or one of equal shares of them, and compares checksums.
+def check_content(folder: Location, rank: int = 0, world_size: int = 1) -> None:
+    """Reads the files and compares their checksums; each rank checks every world_size-th file.
 
     Raises:
-        CheckpointError: naming the file and what is wrong with it.
+        CheckpointError: with the file and its damage.
     """
-    checksums: Sequence[tuple[str, Digest]] = sorted(read_checksums(folder).items())[share::shares]
+    checksums = sorted(read_checksums(folder).items())[rank::world_size]
     with ThreadPoolExecutor(files.THREADS) as pool:
         for _ in pool.map(lambda item: _check_file(folder / item[0], item[1]), checksums):
-            pass
+            pass  # raises the error of a thread
+
+
+def find_damage(folder: Location, check: Check) -> str | None:
+    """Returns the damage that a check finds in a committed step, or None.
+
+    Raises:
+        StorageError: the store does not answer. Treating that as damage would make a run resume
+            from an older step and delete this one.
+    """
+    try:
+        check(folder)
+    except CheckpointError as error:
+        if isinstance(error, StorageError) and not isinstance(error, ObjectNotFoundError):
+            raise
+        return str(error)
+    return None
 
 
 def _check_file(path: Location, expected: Digest) -> None:
@@ -132,25 +151,22 @@ def _check_size(path: Location, expected: Digest) -> None:
 
 
 def _damaged(path: Location, reason: str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged: {reason}; check the disk and use another step")
+    return CheckpointError(f"{path} is damaged: {reason}. Check the disk, and use another step")
 
 
 def read_meta(folder: Location) -> Tree:
-    """What a committed step says about itself.
-
-    Format, step, world_size, versions, and what was given to `save`.
+    """Returns a committed step's description: format, step, world_size, versions and `save`'s meta.
 
     Raises:
-        CheckpointError: the step is not committed, its meta.json is damaged or of a format from the
-            future.
+        CheckpointError: the step is not committed, its meta.json is damaged, or this version does
+            not know its format.
     """
     _check_file(folder / META, read_checksums(folder)[META])
     meta: Tree = json.loads(files.read(folder / META))
     if meta["format"] != FORMAT:
         raise CheckpointError(
             f"{folder} has checkpoint format {meta['format']} and this samestep reads format "
-            f"{FORMAT}; "
-            f"use samestep {meta['versions']['samestep']}, which wrote it"
+            f"{FORMAT}. Use samestep {meta['versions']['samestep']}, which wrote it"
         )
     if "config" in meta:
         meta["config"] = renamed.current(meta["config"])

@@ -1,10 +1,34 @@
-"""How tensors lie in a checkpoint: as pieces of logical tensors, in one safetensors file per rank.
+"""Tensor files of a checkpoint: which elements of which tensor lie at which bytes of which file.
 
-A piece is a rectangle of a logical (unsharded) tensor. What wrote it (one process, DDP, FSDP2,
-ZeRO) and how many ranks there were leaves no trace but the way tensors are cut, and reading does
-not care: it copies the overlap of the pieces that are there with the pieces that are wanted. Files
-follow the safetensors format (https://github.com/huggingface/safetensors#format); where a piece
-lies in its tensor stands in their metadata.
+Each rank writes one safetensors file (https://github.com/huggingface/safetensors#format). It holds
+*pieces*. A piece is a rectangle of a logical tensor, that is, of the tensor as a single process
+would hold it. The header says of each piece which tensor it is from, the shape of that tensor, and
+at which offset the rectangle starts. Nothing else depends on the strategy or on the world size of
+the writers, so any number of readers under any strategy can fill their own pieces: each copies what
+a stored piece and a wanted piece have in common.
+
+A worked example: the fp32 matrix `w` of shape [5, 2], whose flattened elements are 0 to 9, and the
+replicated scalar `step`. Two ranks write under FSDP2, which gives each ceil(5 / 2) = 3 rows:
+
+    file                    bytes of the body  key in the header  shape   offset  elements
+    rank-00000.safetensors  0 to 23            w                  [3, 2]  [0, 0]  0 to 5
+                            24 to 27           step               []      []      the scalar
+    rank-00001.safetensors  0 to 15            w@3,0              [2, 2]  [3, 0]  6 to 9
+
+The body starts after an 8-byte length and the JSON header, which is padded to a multiple of 8. A
+key without "@" means that the offset is 0 in all dimensions; a single process writes its tensors
+under their own names, as any other program that saves safetensors.
+
+Three ranks read under FSDP2, with ceil(5 / 3) = 2 rows each:
+
+    reader  wants rows  reads of rank-00000   reads of rank-00001
+    0       0 and 1     w, bytes 0 to 15
+    1       2 and 3     w, bytes 16 to 23     w@3,0, bytes 0 to 7
+    2       4                                 w@3,0, bytes 8 to 15
+
+All three read `step`. Under ZeRO a reader's partition is a flat range, say elements 3 to 6. That is
+no rectangle but up to 2n - 1 of them for n dimensions, here three: element 3 (the end of row 1),
+elements 4 and 5 (row 2), and element 6 (the start of row 3). Each is filled as above.
 """
 
 from __future__ import annotations
@@ -42,16 +66,19 @@ _DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _NAMES_SHOWN = 3
 
+Elements = Callable[[int, int], Tensor]
+"""Reads the elements [start, stop) of a flattened rectangle."""
+
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of a logical tensor.
+    """A rectangle of a logical tensor, in memory.
 
     Attributes:
-        name: the logical tensor.
+        name: of the logical tensor.
         shape: of the logical tensor.
-        offset: where the rectangle starts in it, per dimension.
-        tensor: the elements of the rectangle, in as many dimensions.
+        offset: index of the rectangle's first element, per dimension.
+        tensor: the elements, with as many dimensions as the logical tensor.
     """
 
     name: str
@@ -62,15 +89,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A rectangle of a logical tensor whose elements are read when they are asked for.
+    """A rectangle of a logical tensor in a file; its elements are read on access.
 
     Attributes:
-        name: the logical tensor.
+        name: of the logical tensor.
         shape: of the logical tensor.
-        offset: where the rectangle starts in it, per dimension.
-        lengths: of the rectangle, per dimension.
-        dtype: of its elements.
-        elements: reads the elements [start, stop) of the flattened rectangle.
+        offset: index of the rectangle's first element, per dimension.
+        lengths: shape of the rectangle.
+        dtype: of the elements.
+        elements: reads some of them.
     """
 
     name: str
@@ -78,44 +105,27 @@ class StoredPiece:
     offset: tuple[int, ...]
     lengths: tuple[int, ...]
     dtype: torch.dtype
-    elements: Callable[[int, int], Tensor]
-
-
-def stored_piece(piece: Piece) -> StoredPiece:
-    """A piece that is in memory, as one that is read."""
-    lengths, dtype = tuple(piece.tensor.shape), piece.tensor.dtype
-    return StoredPiece(
-        piece.name,
-        piece.shape,
-        piece.offset,
-        lengths,
-        dtype,
-        lambda start, stop: piece.tensor.flatten()[start:stop],
-    )
+    elements: Elements
 
 
 def local_pieces(name: str, tensor: Tensor) -> list[Piece]:
-    """The pieces of a tensor that this process holds.
-
-    One of a plain tensor or a DTensor, any number of a segment.
-    """
-    shape = whole_shape(tensor)
-    return [
-        Piece(name, shape, offset, local) for local, offset in local_rectangles(tensor.detach())
-    ]
+    """Returns this rank's pieces: one of a plain tensor or a DTensor, any number of a segment."""
+    shape, rectangles = whole_shape(tensor), local_rectangles(tensor.detach())
+    return [Piece(name, shape, offset, local) for local, offset in rectangles]
 
 
 def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> list[Piece]:
-    """The pieces that `rank` is to write.
+    """Returns the pieces that `rank` writes; of all ranks with a piece, exactly one writes it.
 
-    Each one is written by exactly one of the ranks that hold it.
+    Tensors are assigned largest first, each to the replica with the fewest bytes so far. All ranks
+    compute the same assignment without communication. (A rank knows only its own bytes of a
+    segment, but its replicas, among which the choice is, hold the same number.)
 
-    Tensors go, largest first, to the replica with the fewest bytes so far. All ranks come to the
-    same answer without speaking to each other. (Of segments each knows its own bytes only; but its
-    replicas know the same.)
+    With four ranks, a replicated tensor has four replicas. Under HSDP with two copies of the model
+    a sharded parameter has two, and each of its shards is held by one rank of each copy.
     """
     pieces = []
-    loads: dict[int, list[int]] = {}
+    loads: dict[int, list[int]] = {}  # number of replicas -> bytes that each of them writes
     for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
         tensor = tensors[name]
         replica, replicas = _replica(tensor, rank, world_size)
@@ -128,27 +138,31 @@ def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, world_size: int) -
 
 
 def _replica(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int]:
-    """Which of how many copies of its part of a tensor this rank holds."""
-    if isinstance(tensor, SegmentParameter):  # each copy is spread over ranks in a row
+    """Returns which copy of its shard of a tensor this rank holds, and the number of copies."""
+    if isinstance(tensor, SegmentParameter):
+        # Consecutive ranks share a copy: of 4 ranks in groups of 2, ranks 2 and 3 hold copy 1.
         ranks = tensor.segment.group.size()
         return rank // ranks, world_size // ranks
     if not is_dtensor(tensor):
         return rank, world_size
-    assert tensor.device_mesh.size() == world_size, "a tensor must be spread over all ranks"
+    mesh = tensor.device_mesh
+    assert mesh.size() == world_size, "a tensor must be distributed over all ranks"
     replica, replicas = 0, 1
+    # The replicated mesh dimensions are the digits of a number, the replica.
     for dimension, placement in enumerate(tensor.placements):
         if placement.is_replicate():
-            ranks = tensor.device_mesh.size(dimension)
-            replica = replica * ranks + tensor.device_mesh.get_local_rank(dimension)
+            ranks = mesh.size(dimension)
+            replica = replica * ranks + mesh.get_local_rank(dimension)
             replicas *= ranks
     return replica, replicas
 
 
 class Staging:
-    """Host memory that holds a rank's file while it is written, and is kept for the next one.
+    """Host memory for a rank's file while it is written, kept for the next save.
 
-    Training goes on changing the tensors meanwhile, so they are copied; into memory that was used
-    before, which takes a quarter of the time, and is page-locked for tensors on a GPU.
+    The tensors are copied because training changes them during an asynchronous save. Copying into
+    memory that was used before takes a quarter of the time (no page faults). For tensors on a GPU
+    the memory is page-locked.
     """
 
     def __init__(self) -> None:
@@ -156,106 +170,94 @@ class Staging:
         self._body: Future[Tensor] | None = None
         self._thread = ThreadPoolExecutor(1, "staging")
 
-    def reserve(self, pieces: Iterable[Piece]) -> None:
-        """Takes the memory for a file of such pieces in the background, so that the first copy
-        finds it there.
-        """
-        self._reserve(_ordered(pieces))
-
-    def _reserve(self, ordered: Sequence[Piece]) -> Future[Tensor]:
+    def reserve(self, pieces: Iterable[Piece]) -> Future[Tensor]:
+        """Allocates the memory for a file in the background, unless it is there already."""
+        ordered = _in_file_order(pieces)
         header, size = _header(ordered)
         if self._body is None or header != self._header:
-            self._header, self._body = header, None  # frees the memory before taking other
+            # Drop the old memory before the new is allocated, so both never exist together.
+            self._header, self._body = header, None
             device = host_memory.locked_by(piece.tensor for piece in ordered)
             self._body = self._thread.submit(host_memory.reserve, size, device)
         return self._body
 
     def copy(self, pieces: Iterable[Piece]) -> tuple[bytes, memoryview]:
-        """Copies the pieces; returns the file's header and body, good until the next call."""
-        ordered = _ordered(pieces)
-        body = self._reserve(ordered).result()
+        """Copies the pieces. Returns header and body of the file, valid until the next call."""
+        ordered = _in_file_order(pieces)
+        body = self.reserve(ordered).result()
         host_memory.copy((piece.tensor for piece in ordered), body)
         return self._header, body.numpy().data
 
 
-def _ordered(pieces: Iterable[Piece]) -> list[Piece]:
-    """As they lie in a file: wide elements first, which keeps them aligned."""
+def _in_file_order(pieces: Iterable[Piece]) -> list[Piece]:
+    """Sorts pieces by element size, widest first: every piece is then aligned to its elements."""
     return sorted(pieces, key=lambda piece: -piece.tensor.element_size())
 
 
 def _header(pieces: Sequence[Piece]) -> tuple[bytes, int]:
-    """The head of a safetensors file with the pieces in this order, and the size of its body."""
+    """Returns the header of a file with these pieces in this order, and the size of its body."""
     entries: dict[str, object] = {}
     places = {}
     start = 0
     for piece in pieces:
-        key = (
-            f"{piece.name}@{','.join(map(str, piece.offset))}" if any(piece.offset) else piece.name
-        )
+        key, tensor = piece.name, piece.tensor
+        if any(piece.offset):  # several pieces of a tensor may lie in one file
+            key += "@" + ",".join(map(str, piece.offset))
         assert key not in entries, f"two pieces named {key}"
-        assert piece.tensor.dtype in _DTYPE_NAMES, (
-            f"{piece.name}: checkpoints hold no {piece.tensor.dtype}"
-        )
+        assert tensor.dtype in _DTYPE_NAMES, f"{key}: checkpoints cannot hold {tensor.dtype}"
+        stop = start + tensor.nbytes
         entries[key] = {
-            "dtype": _DTYPE_NAMES[piece.tensor.dtype],
-            "shape": list(piece.tensor.shape),
-            "data_offsets": [start, start + piece.tensor.nbytes],
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, stop],
         }
         places[key] = {"name": piece.name, "shape": piece.shape, "offset": piece.offset}
-        start += piece.tensor.nbytes
+        start = stop
+    # The format allows only strings in the metadata, so ours is JSON inside JSON.
     entries["__metadata__"] = {"format": "pt", "pieces": json.dumps(places)}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, start
 
 
-def read_pieces(path: Location) -> list[StoredPiece]:
-    """The pieces in a rank's file.
+def read_files(paths: Iterable[Location]) -> StoredTensors:
+    """Opens the tensors in the files of all ranks; reads the headers only.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        CheckpointError: a file cannot be read.
     """
+    tensors: dict[str, list[StoredPiece]] = {}
+    with ThreadPoolExecutor(files.THREADS) as pool:
+        for pieces in pool.map(_read_pieces, paths):
+            for piece in pieces:
+                tensors.setdefault(piece.name, []).append(piece)
+    return StoredTensors(tensors)
+
+
+def _read_pieces(path: Location) -> list[StoredPiece]:
     content = files.open_bytes(path)
     body = 8 + int.from_bytes(content(0, 8).numpy().tobytes(), "little")
     entries = json.loads(content(8, body).numpy().tobytes())
     pieces = []
     for key, place in json.loads(entries.pop("__metadata__")["pieces"]).items():
         entry = entries[key]
-        dtype, lengths = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-        elements = partial(_elements, content, body + entry["data_offsets"][0], dtype)
-        pieces.append(
-            StoredPiece(
-                place["name"],
-                tuple(place["shape"]),
-                tuple(place["offset"]),
-                lengths,
-                dtype,
-                elements,
-            )
-        )
+        dtype = _DTYPES[entry["dtype"]]
+        begin = body + entry["data_offsets"][0]
+        shape, offset, lengths = map(tuple, (place["shape"], place["offset"], entry["shape"]))
+        elements = partial(_elements, content, begin, dtype)
+        pieces.append(StoredPiece(place["name"], shape, offset, lengths, dtype, elements))
     return pieces
 
 
-def _elements(
-    content: Callable[[int, int], Tensor], begin: int, dtype: torch.dtype, start: int, stop: int
-) -> Tensor:
+def _elements(content: Elements, begin: int, dtype: torch.dtype, start: int, stop: int) -> Tensor:
     return content(begin + start * dtype.itemsize, begin + stop * dtype.itemsize).view(dtype)
 
 
-def group_by_name(pieces: Iterable[StoredPiece]) -> dict[str, list[StoredPiece]]:
-    """The pieces of each logical tensor."""
-    groups: dict[str, list[StoredPiece]] = {}
-    for piece in pieces:
-        groups.setdefault(piece.name, []).append(piece)
-    return groups
-
-
 def fill(wanted: Sequence[Piece], stored: Mapping[str, Sequence[StoredPiece]]) -> None:
-    """Copies into each wanted piece its elements from the stored pieces of the same tensor, and
-    reads little more.
+    """Fills the wanted pieces from the stored pieces of the same tensors, and reads little else.
 
     Raises:
-        CheckpointError: a wanted piece is not covered, or a file cannot be read.
+        CheckpointError: the stored pieces do not cover a wanted one, or a file cannot be read.
     """
 
     def copy(target: Piece) -> int:
@@ -263,20 +265,25 @@ def fill(wanted: Sequence[Piece], stored: Mapping[str, Sequence[StoredPiece]]) -
 
     with ThreadPoolExecutor(files.THREADS) as pool:
         for target, copied in zip(wanted, pool.map(copy, wanted), strict=True):
+            # Stored pieces never overlap, so the count is right only if every element was copied.
             if copied != target.tensor.numel():
                 raise CheckpointError(
                     f"the checkpoint holds {copied} of the {target.tensor.numel()} elements of "
-                    f"{target.name} that are "
-                    f"wanted; it was not written whole: restore another step"
+                    f"{target.name} that this process needs. It is incomplete: restore another step"
                 )
 
 
 @torch.no_grad()
 def _copy_overlap(source: StoredPiece, target: Piece) -> int:
-    """Copies what two pieces of a tensor have in common; returns the number of elements."""
+    """Copies the elements that two pieces of a tensor share. Returns their number.
+
+    In the example above, reader 1 wants rows [2, 4) of `w` and rank 0 stored rows [0, 3). Their
+    overlap is row 2: `from_source` is [2:3, 0:2] and `to_target` is [0:1, 0:2].
+    """
     from_source, to_target = [], []
+    lengths = target.tensor.shape
     for source_start, source_length, target_start, target_length in zip(
-        source.offset, source.lengths, target.offset, target.tensor.shape, strict=True
+        source.offset, source.lengths, target.offset, lengths, strict=True
     ):
         start = max(source_start, target_start)
         stop = min(source_start + source_length, target_start + target_length)
@@ -284,28 +291,37 @@ def _copy_overlap(source: StoredPiece, target: Piece) -> int:
             return 0
         from_source.append(slice(start - source_start, stop - source_start))
         to_target.append(slice(start - target_start, stop - target_start))
-    rows, row = from_source[0] if from_source else slice(0, 1), math.prod(source.lengths[1:])
-    elements = source.elements(rows.start * row, rows.stop * row)
-    block = (
-        elements.view(-1, *source.lengths[1:])[(slice(None), *from_source[1:])]
-        if from_source
-        else elements[0]
-    )
-    target.tensor[tuple(to_target)].copy_(block)
-    return block.numel()
+    # Whole rows are read, as they are contiguous in the file; a scalar is a row of one element.
+    rows, *rest = from_source or [slice(0, 1)]
+    row = math.prod(source.lengths[1:])
+    block = source.elements(rows.start * row, rows.stop * row).view(-1, *source.lengths[1:])
+    place = target.tensor[tuple(to_target)]
+    place.copy_(block[(slice(None), *rest)].reshape(place.shape))
+    return place.numel()
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Tensors that are read from the disk when they are asked for, whole or some elements.
-
-    None is kept.
+    """Tensors that are read on access, whole or in part; nothing is cached.
 
     Attributes:
-        pieces: those of each tensor.
+        pieces: of each tensor.
     """
 
     def __init__(self, pieces: Mapping[str, Sequence[StoredPiece]]) -> None:
         self.pieces = pieces
+
+    @classmethod
+    def of(
+        cls, tensors: Mapping[str, Tensor], make: Callable[[Tensor], Tensor] = Tensor.detach
+    ) -> StoredTensors:
+        """Wraps whole tensors; `make` is applied to a tensor whenever it is read."""
+        pieces = {}
+        for name, tensor in tensors.items():
+            shape = tuple(tensor.shape)
+            start = (0,) * len(shape)
+            elements = partial(_make_elements, make, tensor)
+            pieces[name] = [StoredPiece(name, shape, start, shape, tensor.dtype, elements)]
+        return cls(pieces)
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self.shape(name)
@@ -318,20 +334,19 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self.pieces)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor; reads no elements."""
+        """Returns the shape of a tensor; reads no elements."""
         return self.pieces[name][0].shape
 
     def elements(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a flattened tensor.
-
-        Reads no more than the rows that they lie in.
+        """Reads elements [start, stop) of a flattened tensor; at most the rows that contain them.
 
         Raises:
-            CheckpointError: some of them were not stored.
+            CheckpointError: some of them are not stored.
         """
         first = self.pieces[name][0]
         if first.lengths == first.shape:
             return first.elements(start, stop)
+        # Rows [begin, end) are the smallest rectangle with all of these elements.
         row = max(1, math.prod(first.shape[1:]))
         begin, end = start // row, -(-stop // row)
         rows = torch.empty(end - begin, *first.shape[1:], dtype=first.dtype)
@@ -339,14 +354,19 @@ class StoredTensors(Mapping[str, Tensor]):
         return rows.flatten()[start - begin * row : stop - begin * row]
 
 
+def _make_elements(
+    make: Callable[[Tensor], Tensor], tensor: Tensor, start: int, stop: int
+) -> Tensor:
+    return make(tensor).flatten()[start:stop]
+
+
 def check_same_tensors(
     wanted: Mapping[str, Tensor], stored: Mapping[str, Sequence[StoredPiece]], where: Location
 ) -> None:
-    """Refuses a checkpoint whose tensors differ from the wanted ones in name, shape or element
-    type.
+    """Rejects a checkpoint whose tensors differ from the wanted ones in name, shape or dtype.
 
     Raises:
-        CheckpointError: naming the first few of each difference.
+        CheckpointError: with the first few names of each difference.
     """
     ours = {name: _describe(tensor.dtype, whole_shape(tensor)) for name, tensor in wanted.items()}
     theirs = {name: _describe(pieces[0].dtype, pieces[0].shape) for name, pieces in stored.items()}
@@ -359,12 +379,14 @@ def check_same_tensors(
             if ours[name] != theirs[name]
         ],
     }
-    if any(differences.values()):
-        found = "; ".join(
-            f"{len(names)} {what}: {_first(names)}" for what, names in differences.items() if names
-        )
+    found = []
+    for what, names in differences.items():
+        if names:
+            more = ", ..." if len(names) > _NAMES_SHOWN else ""
+            found.append(f"{len(names)} {what}: {', '.join(names[:_NAMES_SHOWN])}{more}")
+    if found:
         raise CheckpointError(
-            f"{where} is a checkpoint of another model or optimizer. Tensors {found}. "
+            f"{where} is a checkpoint of another model or optimizer. Tensors {'; '.join(found)}. "
             "Use the configuration that it was saved with (in its meta.json), or start in another "
             "output folder"
         )
@@ -372,7 +394,3 @@ def check_same_tensors(
 
 def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
-
-
-def _first(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")

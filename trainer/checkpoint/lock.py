@@ -1,10 +1,12 @@
-"""One training at a time in a folder: who comes second is told who was first.
+"""One training at a time in a folder; a second one is refused and told who the first is.
 
-The owner leaves a note, `.owner`, and renews it every few seconds; removed in the end, it stays
-behind when the process is killed. A note that is not renewed for a while belongs to nobody,
-whatever the clocks of the machines say. In a folder, an `flock` on `.lock` tells at once on the
-machine itself, where network file systems may have locks that others do not see, or none. Object
-stores have no locks at all.
+The owner writes a note, `.owner`, renews it every few seconds, and removes it at the end. If the
+process is killed, the note stays. A note that is not renewed for a while has no owner any more;
+this compares no clocks of different machines, only whether the note changes.
+
+On a file system the owner also holds an `flock` on `.lock`. It ends with the process, so on the
+same machine it tells at once whether the owner is alive. It is not enough alone: the locks of a
+network file system may be invisible to other machines, or missing, and object stores have none.
 """
 
 from __future__ import annotations
@@ -34,24 +36,22 @@ _NOTE = ".owner"
 _LOCK = ".lock"
 _WAIT_SECONDS = 10.0  # killed processes may take that long to end
 _RENEW_SECONDS = 10.0
-_STALE_SECONDS = 35.0  # without a renewal; trying again in a store takes up to 31
-_RACE_SECONDS = 1.0  # in which of two that start at once the later note replaces the other
+_STALE_SECONDS = 35.0  # without a renewal; retries in a store take up to 31
+_RACE_SECONDS = 1.0  # if two start at once, the later note replaces the other within this time
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 
 @dataclass(frozen=True)
 class Owner:
-    """What the note says.
+    """The content of a note.
 
     Attributes:
-        token: of this one time, as process numbers come again.
-        host: the machine.
-        machine: which of those of that name, or which container there: where `pid` counts.
-        pid: the process.
-        user: whose it is.
-        job: the scheduler's number of it, if any.
-        since: when it began, in seconds since 1970.
-        renewed: when the note was last written.
+        token: unique for each start; process numbers are reused.
+        host: name of the machine.
+        machine: running system and container, in which `pid` is unique; see `_machine`.
+        job: the scheduler's number, if any.
+        since: start of the process, in seconds since 1970.
+        renewed: when the note was last written, in seconds since 1970.
     """
 
     token: str
@@ -67,7 +67,7 @@ class Owner:
     def this_process(cls) -> Owner:
         try:
             user = getpass.getuser()
-        except (KeyError, OSError):  # containers may not know it by name
+        except (KeyError, OSError):  # a container may have no name for the user
             user = f"user {os.getuid()}"
         job = next((os.environ[name] for name in _JOBS if name in os.environ), None)
         now = time.time()
@@ -78,7 +78,10 @@ class Owner:
         age, silence = (
             timedelta(seconds=round(time.time() - moment)) for moment in (self.since, self.renewed)
         )
-        return f"{self.user} on {self.host}, process {self.pid}{job}, for {age} (last sign of life {silence} ago)"
+        return (
+            f"{self.user} on {self.host}, process {self.pid}{job}, for {age} "
+            f"(last sign of life {silence} ago)"
+        )
 
     @property
     def is_here(self) -> bool:
@@ -87,15 +90,16 @@ class Owner:
 
     @property
     def is_dead(self) -> bool:
-        """Whether it was a process of this machine, and is no more."""
+        """Whether it was a process of this machine that no longer exists."""
         if not self.is_here:
             return False
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return True
-        except PermissionError:  # another user's
+        except PermissionError:  # it exists, and belongs to another user
             return False
+        # This process has the same number as the owner before a restart of the container.
         return self.pid == os.getpid()
 
 
@@ -110,43 +114,41 @@ class Lock:
         self._thread = threading.Thread(target=self._renew, name="lock", daemon=True)
 
     def check(self) -> None:
-        """Makes sure that nobody has taken the folder over while this process was stopped or cut
-        off.
+        """Checks that no other process has taken the folder over, while this one was stopped.
 
         Raises:
-            ConfigError: somebody has.
+            ConfigError: one has.
         """
         owner = self.owner()
         if owner is not None and owner.token != self._me.token:
             raise ConfigError(
                 f"another training has taken {self.folder} over, as this one gave no sign of life: "
-                f"{owner}; "
-                "this one ends, so that their files do not mix: to go on with it, stop the other "
+                f"{owner}. This one ends, to keep their files apart. To resume it, stop the other "
                 "and start it again"
             )
 
     def owner(self) -> Owner | None:
-        """Who the note says it is; None if there is none.
+        """Reads the note; None if there is none.
 
         Raises:
-            CheckpointError: it cannot be read, which says nothing about whether there is one.
+            CheckpointError: it cannot be read, so there may or may not be an owner.
         """
         try:
             return Owner(**json.loads(files.read(self._note)))
         except CheckpointError as error:
-            if isinstance(error, ObjectNotFoundError) or isinstance(
-                error.__cause__, FileNotFoundError
-            ):
+            if isinstance(error, ObjectNotFoundError):
+                return None
+            if isinstance(error.__cause__, FileNotFoundError):
                 return None
             raise
-        except (ValueError, TypeError):  # another version's
+        except (ValueError, TypeError):  # written by another version
             return None
 
     def take(self, alone: bool) -> None:
-        """Writes the note, once the former owner's is known to be nobody's.
+        """Writes the note once the former owner is known to be gone.
 
         Args:
-            alone: whether no other process of this machine can be the owner.
+            alone: this process holds the `flock`, so no other of this machine is the owner.
 
         Raises:
             ConfigError: the former owner is alive.
@@ -156,6 +158,8 @@ class Lock:
         if former is not None and not former.is_dead and not (alone and former.is_here):
             self._watch(former)
         self._write()
+        # A store cannot create an object only if it is missing, so two processes may both get here.
+        # The later note wins, and the other process finds it after a moment.
         if isinstance(self.folder, Url):
             time.sleep(_RACE_SECONDS)
             self.check()
@@ -164,17 +168,19 @@ class Lock:
     def release(self) -> None:
         """Removes the note."""
         self._released.set()
-        self._thread.join()  # or it could write the note once more
+        self._thread.join()  # or it could write the note again
         with suppress(CheckpointError):
             owner = self.owner()
             if owner is not None and owner.token == self._me.token:
                 files.remove(self._note)
 
     def _watch(self, former: Owner) -> None:
-        """Returns when a note has not been renewed for long enough."""
-        logger.info(
-            "waiting to see whether another training is alive in %s: %s", self.folder, former
-        )
+        """Returns once the note has not been renewed for long enough.
+
+        Raises:
+            ConfigError: it was renewed.
+        """
+        logger.info("waiting to see if another training is alive in %s: %s", self.folder, former)
         deadline = time.monotonic() + _STALE_SECONDS
         while time.monotonic() < deadline:
             time.sleep(min(1.0, _STALE_SECONDS / 10))
@@ -195,10 +201,9 @@ class Lock:
             except ConfigError as error:
                 logger.error("error: %s", error)
                 logging.shutdown()
-                os._exit(
-                    error.exit_code
-                )  # whatever the other threads are at: it must not be written
-            except CheckpointError as error:  # a full disk or a silent store, which passes
+                # At once, with no cleanup: the other threads must not write any more.
+                os._exit(error.exit_code)
+            except CheckpointError as error:  # a full disk or an unreachable store may recover
                 logger.debug("not renewed: %s", error)
 
     def _write(self) -> None:
@@ -207,12 +212,11 @@ class Lock:
 
 @contextmanager
 def only_writer(folder: Location) -> Iterator[None]:
-    """Keeps others out of a folder while the context lasts; it makes the folder if need be.
+    """Owns a folder, which is created if missing, while the context lasts.
 
     Raises:
-        CheckpointError: the folder cannot be written in.
-        ConfigError: another training writes in it, and has not ended within some seconds, as killed
-            processes would.
+        CheckpointError: this process cannot write in the folder.
+        ConfigError: another training owns it, and does not end within some seconds.
     """
     files.make_folder(folder)
     lock = Lock(folder)
@@ -224,41 +228,38 @@ def only_writer(folder: Location) -> Iterator[None]:
 
 
 def _machine() -> str:
-    """Tells running systems apart, and containers, whose process numbers are their own."""
+    """Identifies the running system and the container, in which process numbers are unique."""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # no Linux
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
         return platform.node()
 
 
 def _refused(folder: Location, owner: Owner | None) -> ConfigError:
-    """What the second one hears."""
     who = "" if owner is None else f": {owner}"
     return ConfigError(
-        f"another training is running in {folder}{who}; wait for it to end or stop it, or choose "
-        "another folder"
+        f"another training is running in {folder}{who}. "
+        "Wait for it to end or stop it, or choose another folder"
     )
 
 
 @contextmanager
 def _flocked(path: Path, lock: Lock) -> Iterator[bool]:
-    """Holds the system's lock on a file, which goes with this process, however that ends.
-
-    False if it has none.
-    """
+    """Holds the system's lock on a file; yields False if the file system has no locks."""
     deadline = time.monotonic() + _WAIT_SECONDS
     with path.open("w") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locked = True
+                break
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise _refused(lock.folder, lock.owner()) from None
                 time.sleep(0.2)
-            except OSError as error:  # some network file systems have none
+            except OSError as error:
                 logger.debug("%s cannot be locked: %s", path, error)
-                yield False
-                return
-            else:
-                yield True
-                return
+                locked = False
+                break
+        yield locked

@@ -1,10 +1,16 @@
-"""One rank's part in writing a step.
+"""The commit protocol: what one rank writes in a save, in which order, and when the step counts.
 
-Its own file, and on rank 0 the commit once all other files are there.
+The saving threads run beside training, so they must not use collectives, which would mix with those
+of the training step. They communicate through files in the step's folder instead:
 
-Runs beside training, so ranks speak through files only, never through a collective: each leaves a
-note `rank-NNNNN.json` with the digest of its file, or `rank-NNNNN.failed` with the reason why there
-is none.
+    rank r > 0   writes rank-NNNNN.safetensors, then rank-NNNNN.json with its digest;
+                 or rank-NNNNN.failed with the reason if it cannot
+    rank 0       writes rank-00000.safetensors and meta.json, waits for the digests of all others
+                 and removes them, then writes checksums.json, then COMMITTED
+
+Every write is atomic and durable before the next one starts. So a digest exists only if its tensor
+file is complete, and `COMMITTED` only if everything is; a crash at any point leaves a folder that
+does not count, and the next save removes it.
 """
 
 from __future__ import annotations
@@ -29,25 +35,23 @@ logger = logging.getLogger(__name__)
 
 
 def describe(step: int, world_size: int, meta: Mapping[str, object]) -> bytes:
-    """The content of meta.json.
+    """Returns the content of meta.json.
 
     Args:
-        step: the number of optimizer steps taken.
+        step: number of optimizer steps taken.
         world_size: number of ranks that write.
-        meta: what else is needed to go on; anything JSON can hold.
+        meta: everything else that is needed to resume; must be JSON.
     """
-    versions = {
-        "samestep": trainer.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    saved = datetime.now(UTC).isoformat(timespec="seconds")
     header = {
         "format": integrity.FORMAT,
         "step": step,
-        "saved": saved,
+        "saved": datetime.now(UTC).isoformat(timespec="seconds"),
         "world_size": world_size,
-        "versions": versions,
+        "versions": {
+            "samestep": trainer.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
     }
     assert not header.keys() & meta.keys(), f"reserved: {sorted(header.keys() & meta.keys())}"
     return json.dumps(header | dict(meta), indent=1).encode()
@@ -62,66 +66,63 @@ def write_step(
     world_size: int,
     peer_timeout: float,
 ) -> None:
-    """Writes the rank's file into the step's folder; rank 0 returns when the step is committed.
+    """Writes a rank's files of a step. Rank 0 returns when the step is committed.
 
     Args:
-        folder: of the step; exists and is empty but for the files of this save.
+        folder: of the step; exists, with no files but those of this save.
         content: header and body of the rank's safetensors file.
-        meta: the content of meta.json; rank 0 writes it.
-        rank: of this process.
-        world_size: number of ranks that write.
+        meta: content of meta.json, which rank 0 writes.
         peer_timeout: seconds that rank 0 waits for the others after writing its own file.
 
     Raises:
-        CheckpointError: a file cannot be written, or on rank 0 those of another rank do not come.
+        CheckpointError: a file cannot be written; on rank 0 also, another rank failed or is late.
     """
     try:
-        digest = files.write(folder / f"{_name(rank)}.safetensors", *content)
+        digest = files.write(folder / _tensors(rank), *content)
         if rank > 0:
-            files.write(
-                folder / f"{_name(rank)}.json", json.dumps(dataclasses.asdict(digest)).encode()
-            )
+            # Last, as rank 0 takes the digest for a promise that the tensor file is complete.
+            note = json.dumps(dataclasses.asdict(digest)).encode()
+            files.write(folder / f"{_name(rank)}.json", note)
             return
-        digests = {
-            f"{_name(0)}.safetensors": digest,
-            integrity.META: files.write(folder / integrity.META, meta),
-        }
+        digests = {_tensors(0): digest, integrity.META: files.write(folder / integrity.META, meta)}
         integrity.commit(folder, digests | _await_peers(folder, world_size, peer_timeout))
     except Exception as error:
-        if rank > 0:
+        if rank > 0:  # lets rank 0 give up now instead of after the timeout
             try:
                 files.write(folder / f"{_name(rank)}.failed", str(error).encode())
             except CheckpointError:
-                logger.warning("the others cannot even be told that saving failed here: %s", error)
+                logger.warning("saving failed here, and rank 0 cannot be told: %s", error)
         raise
 
 
 def _await_peers(folder: Location, world_size: int, timeout: float) -> dict[str, Digest]:
-    """Waits for the notes of all other ranks, and takes them away."""
+    """Waits for the digests of all other ranks, and removes the files with them."""
     waiting = set(range(1, world_size))
     digests = {}
     deadline = time.monotonic() + timeout
     while waiting:
         present = set(files.names(folder))
         for rank in sorted(waiting):
-            note = folder / f"{_name(rank)}.json"
-            if f"{_name(rank)}.failed" in present:
-                raise CheckpointError(
-                    f"rank {rank} {files.read(folder / f'{_name(rank)}.failed').decode()}"
-                )
+            note, failure = folder / f"{_name(rank)}.json", folder / f"{_name(rank)}.failed"
+            if failure.name in present:
+                raise CheckpointError(f"rank {rank} {files.read(failure).decode()}")
             if note.name in present:
-                digests[f"{_name(rank)}.safetensors"] = Digest(**json.loads(files.read(note)))
+                digests[_tensors(rank)] = Digest(**json.loads(files.read(note)))
                 files.remove(note)
                 waiting.remove(rank)
         if waiting and time.monotonic() > deadline:
             raise CheckpointError(
-                f"no files from ranks {sorted(waiting)[:8]} in {folder} after {timeout:.0f} s; "
-                "check that these "
-                "processes run and that the folder is on a file system that all nodes share"
+                f"no files from ranks {sorted(waiting)[:8]} in {folder} after {timeout:.0f} s. "
+                "Check that these processes run, and use a folder on a file system that all nodes "
+                "share"
             )
         if waiting:
-            files.wait_a_little(folder)
+            files.pause(folder)
     return digests
+
+
+def _tensors(rank: int) -> str:
+    return f"{_name(rank)}.safetensors"
 
 
 def _name(rank: int) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.checkpoint import deepspeed, files, integrity, layout, writer
 from trainer.checkpoint.deepspeed import MOMENTS, WEIGHTS, DeepSpeedState
-from trainer.checkpoint.deferred import promises, stored
+from trainer.checkpoint.deferred import defer, stored
 from trainer.checkpoint.files import Location
 from trainer.checkpoint.layout import Piece, StoredPiece, StoredTensors
 from trainer.checkpoint.lock import only_writer
@@ -137,7 +137,7 @@ def hand_over(source: str, target: str) -> None:
             f"are what can be handed over; samestep export {source} writes its weights"
         )
     exported = {
-        kind: stored(weights.config.export_tensors(promises(StoredTensors(each))))
+        kind: stored(weights.config.export_tensors(defer(StoredTensors(each))))
         for kind, each in pieces.items()
     }
     parameters = (
@@ -196,7 +196,7 @@ def _own_tensors(experiment: Experiment, state: DeepSpeedState, folder: Path) ->
     tensors: dict[str, Tensor] = {}
     try:
         for kind, found in state.tensors.items():
-            promised = promises(found)
+            promised = defer(found)
             if not promised.keys() & shapes.keys():
                 promised = experiment.model.import_tensors(promised)
             tensors |= {f"{_PREFIXES[kind]}{name}": each for name, each in promised.items()}

@@ -146,7 +146,7 @@ def _report(root: Location, check: Callable[[Location], None], sound: str) -> in
 
 def _look_at(folder: Location, check: Callable[[Location], None]) -> tuple[Tree, str | None]:
     """What a step says about itself, and what is wrong with it, if anything."""
-    from trainer.checkpoint import integrity, retention
+    from trainer.checkpoint import integrity
 
     meta: Tree = {}
 
@@ -154,7 +154,7 @@ def _look_at(folder: Location, check: Callable[[Location], None]) -> tuple[Tree,
         check(folder)
         meta.update(integrity.read_meta(folder))
 
-    return meta, retention.damage(folder, read)
+    return meta, integrity.find_damage(folder, read)
 
 
 def _gc(args: argparse.Namespace) -> int:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from trainer.checkpoint.collective import gather
 from trainer.checkpoint.files import Url
 from trainer.checkpoint.manager import Checkpointer, Config
-from trainer.checkpoint.together import gather
 from trainer.storage import keeper
 from trainer.strategies.world import World
 from trainer.training.experiment import Experiment

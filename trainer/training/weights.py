@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint import files, huggingface, integrity, manager, retention
+from trainer.checkpoint.collective import gather, raise_on_all_ranks
 from trainer.checkpoint.files import Location
-from trainer.checkpoint.layout import StoredTensors, group_by_name, local_pieces, stored_piece
-from trainer.checkpoint.together import gather, together
+from trainer.checkpoint.layout import StoredTensors
 from trainer.config import Kinds, decode, read_tree
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models import Model, ModelConfig, Outputs
@@ -130,8 +130,8 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
         CheckpointError: none of these is there, it is damaged, or it cannot be downloaded. If one
             rank raises, all do.
     """
-    # Inside `together`, an error of one rank is raised on all of them.
-    with together(world_size):
+    # Inside this block, an error of one rank is raised on all of them.
+    with raise_on_all_ranks(world_size):
         folder = _resolve(path)
         if _is_huggingface(folder):
             hub = str(path) if is_hub_path(str(path)) else None
@@ -161,7 +161,7 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
         base = _load_base(folder, root / BASE, meta["base"], rank, world_size)
         tensors = _add_base(config, tensors, base)
     # Beside the checkpoints if they are not in the run's folder, else in the run's folder.
-    with together(world_size):
+    with raise_on_all_ranks(world_size):
         tokenizer = root / "tokenizer"
         if not (tokenizer / "tokenizer_config.json").exists():
             tokenizer = root.parent / "tokenizer"
@@ -181,7 +181,7 @@ def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> We
 def shared_identity(weights: Weights, rank: int, world_size: int) -> str:
     """Returns `Weights.identity` on all ranks; the first computes it. Collective."""
     own = ""
-    with together(world_size):
+    with raise_on_all_ranks(world_size):
         if rank == 0:
             own = weights.identity()
     return gather(own, world_size)[0]
@@ -205,7 +205,7 @@ def _load_base(
     Raises:
         CheckpointError: the weights are gone, or are others now.
     """
-    with together(world_size):
+    with raise_on_all_ranks(world_size):
         moved = beside != folder and bool(files.names(beside))
     place: str | Location = stored["path"]
     if gather(moved, world_size)[0]:
@@ -343,7 +343,9 @@ def _config_and_tensors(folder: Path) -> tuple[ModelConfig, Mapping[str, Tensor]
 
 def _from_huggingface(folder: Path) -> Weights:
     config, tensors = _config_and_tensors(folder)
-    return Weights(config, _in_memory(config.import_tensors(tensors)), folder, tokenizer=folder)
+    return Weights(
+        config, StoredTensors.of(config.import_tensors(tensors)), folder, tokenizer=folder
+    )
 
 
 def _from_adapter(folder: Path, rank: int, world_size: int) -> Weights:
@@ -359,15 +361,10 @@ def _from_adapter(folder: Path, rank: int, world_size: int) -> Weights:
         path = f"hf://{path}" + (f"@{revision}" if revision else "")
     base = load_weights(path, rank, world_size)
     config, own = import_adapter(content, tensors, base.config)
-    parameters = _add_base(config, _in_memory(own), base)
+    parameters = _add_base(config, StoredTensors.of(own), base)
     has_tokenizer = (folder / "tokenizer_config.json").exists()
     tokenizer = folder if has_tokenizer else base.tokenizer
     return Weights(config, parameters, folder, tokenizer, base=base)
-
-
-def _in_memory(parameters: Mapping[str, Tensor]) -> StoredTensors:
-    pieces = [stored_piece(piece) for each in parameters.items() for piece in local_pieces(*each)]
-    return StoredTensors(group_by_name(pieces))
 
 
 def checkpoints_of(folder: Location) -> Location:

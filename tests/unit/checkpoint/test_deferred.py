@@ -1,4 +1,4 @@
-"""Models are mapped to and from transformers' names without being in memory."""
+"""Models are converted to and from transformers' names without being in memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.deferred import promises, stored
-from trainer.checkpoint.layout import Piece, StoredTensors, stored_piece
+from trainer.checkpoint.deferred import defer, stored
+from trainer.checkpoint.layout import StoredPiece, StoredTensors
 from trainer.models import bert, gpt2, t5
 
 MODELS = {
@@ -34,33 +34,30 @@ class Counted:
     reads: Counter[str]
 
     def stored(self) -> StoredTensors:
-        return StoredTensors(
-            {name: [self._piece(name, tensor)] for name, tensor in self.tensors.items()}
-        )
+        pieces = StoredTensors.of(self.tensors).pieces
+        return StoredTensors({name: [self._counted(each)] for name, (each,) in pieces.items()})
 
-    def _piece(self, name: str, tensor: Tensor) -> Any:
-        piece = stored_piece(Piece(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor))
-
+    def _counted(self, piece: StoredPiece) -> StoredPiece:
         def elements(start: int, stop: int) -> Tensor:
-            self.reads[name] += 1
+            self.reads[piece.name] += 1
             return piece.elements(start, stop)
 
         return replace(piece, elements=elements)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_mapped_promises_are_mapped_tensors_and_read_one_by_one(name: str) -> None:
+def test_deferred_conversion_equals_conversion_and_reads_tensors_one_by_one(name: str) -> None:
     config: Any = MODELS[name]
     ours = {
         name: torch.rand(parameter.shape) for name, parameter in config.build().named_parameters()
     }
     theirs = config.export_tensors(ours)
-    exported = stored(config.export_tensors(promises(Counted(ours, Counter()).stored())))
+    exported = stored(config.export_tensors(defer(Counted(ours, Counter()).stored())))
     assert exported.keys() == theirs.keys()
     assert all(torch.equal(exported[name], theirs[name]) for name in theirs)
 
     source = Counted(theirs, Counter())
-    imported = stored(config.import_tensors(promises(source.stored())))
+    imported = stored(config.import_tensors(defer(source.stored())))
     assert imported.keys() == ours.keys()
     source.reads.clear()
     for number, name in enumerate(ours):

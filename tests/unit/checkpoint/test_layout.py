@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.processes import run_ranks
+from trainer import partition
 from trainer.checkpoint import files, layout
 from trainer.checkpoint.layout import Piece, StoredPiece
 from trainer.errors import CheckpointError
@@ -35,7 +36,15 @@ def whole(name: str, tensor: Tensor) -> Piece:
 
 
 def stored(pieces: Iterable[Piece]) -> dict[str, list[StoredPiece]]:
-    return layout.group_by_name(map(layout.stored_piece, pieces))
+    """The same pieces, as if they were in files."""
+    found: dict[str, list[StoredPiece]] = {}
+    for piece in pieces:
+        tensor = piece.tensor.flatten()
+        elements = lambda start, stop, tensor=tensor: tensor[start:stop]
+        lengths, dtype = tuple(piece.tensor.shape), tensor.dtype
+        each = StoredPiece(piece.name, piece.shape, piece.offset, lengths, dtype, elements)
+        found.setdefault(piece.name, []).append(each)
+    return found
 
 
 TENSORS = {
@@ -55,9 +64,7 @@ TENSORS = {
 
 def test_file_is_plain_safetensors_and_reads_back_to_the_bit(tmp_path: Path) -> None:
     write(tmp_path / "f.safetensors", [whole(name, tensor) for name, tensor in TENSORS.items()])
-    ours = layout.StoredTensors(
-        layout.group_by_name(layout.read_pieces(tmp_path / "f.safetensors"))
-    )
+    ours = layout.read_files([tmp_path / "f.safetensors"])
     theirs = load_file(tmp_path / "f.safetensors")
     assert ours.keys() == theirs.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
@@ -74,16 +81,42 @@ def test_file_is_plain_safetensors_and_reads_back_to_the_bit(tmp_path: Path) -> 
 def test_several_pieces_of_a_tensor_may_lie_in_one_file(tmp_path: Path) -> None:
     write(tmp_path / "f.safetensors", cut(torch.arange(77.0).view(11, 7), [4], [2]))
     result = torch.zeros(11, 7)
-    layout.fill(
-        [whole("w", result)], layout.group_by_name(layout.read_pieces(tmp_path / "f.safetensors"))
-    )
+    layout.fill([whole("w", result)], layout.read_files([tmp_path / "f.safetensors"]).pieces)
     assert torch.equal(result, torch.arange(77.0).view(11, 7))
 
 
 def test_file_may_hold_nothing(tmp_path: Path) -> None:
     write(tmp_path / "f.safetensors", [])
-    assert layout.read_pieces(tmp_path / "f.safetensors") == []
+    assert len(layout.read_files([tmp_path / "f.safetensors"])) == 0
     assert load_file(tmp_path / "f.safetensors") == {}
+
+
+def test_the_example_of_the_module_is_right(tmp_path: Path) -> None:
+    """Two writers, three readers and a flat partition, as in the docstring of `layout`."""
+    w, step = torch.arange(10.0).view(5, 2), whole("step", torch.tensor(7.0))
+    for rank, rows in enumerate((slice(0, 3), slice(3, 5))):
+        piece = Piece("w", (5, 2), (rows.start, 0), w[rows])
+        write(tmp_path / f"rank-0000{rank}.safetensors", [piece, step] if rank == 0 else [piece])
+    stored = layout.read_files(sorted(tmp_path.iterdir())).pieces
+    assert [(each.offset, each.lengths) for each in stored["w"]] == [
+        ((0, 0), (3, 2)),
+        ((3, 0), (2, 2)),
+    ]
+    for file, keys, body in (("0", {"w", "step"}, 28), ("1", {"w@3,0"}, 16)):
+        path = tmp_path / f"rank-0000{file}.safetensors"
+        assert load_file(path).keys() == keys
+        content = path.read_bytes()
+        header = 8 + int.from_bytes(content[:8], "little")
+        assert header % 8 == 0
+        assert len(content) - header == body
+    readers = [torch.full((rows, 2), torch.nan) for rows in (2, 2, 1)]
+    layout.fill([Piece("w", (5, 2), (2 * i, 0), each) for i, each in enumerate(readers)], stored)
+    assert torch.equal(torch.cat(readers), w)
+    flat = torch.full((4,), torch.nan)
+    rectangles = partition.rectangles(flat, 3, (5, 2))
+    assert [offset for _, offset in rectangles] == [(1, 1), (2, 0), (3, 0)]
+    layout.fill([Piece("w", (5, 2), offset, view) for view, offset in rectangles], stored)
+    assert flat.tolist() == [3, 4, 5, 6]
 
 
 def test_staging_copies_and_is_used_again() -> None:
@@ -155,9 +188,7 @@ def test_any_cut_fills_any_other(
     tensor = torch.randn(11, 7, generator=torch.Generator().manual_seed(0))
     for rank, piece in enumerate(cut(tensor, row_cuts, column_cuts)):
         write(tmp_path / str(rank), [piece])
-    found = layout.group_by_name(
-        piece for path in tmp_path.iterdir() for piece in layout.read_pieces(path)
-    )
+    found = layout.read_files(tmp_path.iterdir()).pieces
     result = torch.zeros(11, 7)
     layout.fill(cut(result, into_rows, into_columns), found)
     assert torch.equal(result, tensor)
@@ -229,9 +260,7 @@ def carry(source: Path, target: Path, kind: str) -> None:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tensors = {name: split(name, shape, kind) for name, shape in SHAPES.items()}
-    found = layout.group_by_name(
-        piece for path in source.iterdir() for piece in layout.read_pieces(path)
-    )
+    found = layout.read_files(source.iterdir()).pieces
     layout.check_same_tensors(tensors, found, source)
     layout.fill([piece for each in tensors.items() for piece in layout.local_pieces(*each)], found)
     write(target / str(rank), layout.pieces_to_write(tensors, rank, world_size))
@@ -253,15 +282,14 @@ def test_any_split_restores_as_any_other(tmp_path: Path) -> None:
         run_ranks(world_size, carry, folders[i], folders[i + 1], kind)
         files_of_ranks = list(folders[i + 1].iterdir())
         assert len(files_of_ranks) == world_size
-        pieces = layout.group_by_name(
-            piece for path in files_of_ranks for piece in layout.read_pieces(path)
-        )
-        assert {
-            name: sum(math.prod(piece.lengths) for piece in found) for name, found in pieces.items()
-        } == {name: tensor.numel() for name, tensor in tensors.items()}, (
+        moved = layout.read_files(files_of_ranks)
+        written = {
+            name: sum(math.prod(piece.lengths) for piece in found)
+            for name, found in moved.pieces.items()
+        }
+        assert written == {name: tensor.numel() for name, tensor in tensors.items()}, (
             "each element is written once"
         )
-        moved = layout.StoredTensors(pieces)
         assert all(torch.equal(moved[name], tensor) for name, tensor in tensors.items())
 
 

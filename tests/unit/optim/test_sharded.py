@@ -184,11 +184,9 @@ def train_part(folder: Path, steps: range, shape: Split | None) -> None:
     optimizer = build(ADAFACTOR, parameters)
     state = tensors(parameters, optimizer)
     if steps.start:
-        pieces = [
-            piece for path in folder.glob(f"{steps.start}.*") for piece in layout.read_pieces(path)
-        ]
+        stored = layout.read_files(folder.glob(f"{steps.start}.*"))
         wanted = [piece for each in state.items() for piece in layout.local_pieces(*each)]
-        layout.fill(wanted, layout.group_by_name(pieces))
+        layout.fill(wanted, stored.pieces)
     train(parameters, optimizer, steps)
     header, body = layout.Staging().copy(layout.pieces_to_write(state, rank, world_size))
     (folder / f"{steps.stop}.{rank}").write_bytes(header + body)
@@ -202,7 +200,7 @@ def test_adafactor_resumes_at_other_world_sizes(tmp_path: Path) -> None:
     run_ranks(3, train_part, tmp_path, range(20, 40), (3,))
     run_ranks(2, train_part, tmp_path, range(40, 60), SEGMENTS)
     train_part(tmp_path, range(60, 80), None)
-    moved = layout.StoredTensors(layout.group_by_name(layout.read_pieces(tmp_path / "80.0")))
+    moved = layout.read_files([tmp_path / "80.0"])
     whole = trained_whole(ADAFACTOR, 80)
     assert set(moved) == set(whole)
     for name, array in whole.items():

@@ -11,7 +11,7 @@ import torch
 
 from data_pipeline.reading.dataset import Dataset
 from tests.integration.commands import Samestep
-from trainer.checkpoint.layout import StoredTensors, group_by_name, local_pieces, stored_piece
+from trainer.checkpoint.layout import StoredTensors
 from trainer.errors import ConfigError
 from trainer.models import bert, t5
 from trainer.training.initial_weights import choose_layers, stored_values
@@ -22,17 +22,8 @@ SHAPE: dict[str, Any] = {"vocab_size": 40, "width": 8, "heads": 2, "ffn_width": 
 
 def weights_of(config: Any) -> Weights:
     model = config.build()
-    pieces = [
-        piece
-        for name, parameter in model.named_parameters()
-        for piece in local_pieces(name, parameter)
-    ]
-    return Weights(
-        config,
-        StoredTensors(group_by_name([stored_piece(piece) for piece in pieces])),
-        Path("w"),
-        Path("t"),
-    )
+    tensors = StoredTensors.of(dict(model.named_parameters()))
+    return Weights(config, tensors, Path("w"), Path("t"))
 
 
 @pytest.mark.parametrize(

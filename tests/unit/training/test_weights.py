@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.checkpoint.layout import StoredTensors, group_by_name, local_pieces, stored_piece
+from trainer.checkpoint.layout import StoredTensors
 from trainer.errors import ConfigError
 from trainer.models import Model, bert
 from trainer.training.weights import Weights
@@ -34,12 +34,7 @@ class Reading(bert.Config):
 def trained(kind: type[bert.Config]) -> tuple[Weights, Model]:
     config = kind(vocab_size=40, layers=1, width=8, heads=2, ffn_width=16, max_positions=4)
     model = config.build()
-    pieces = [
-        piece
-        for name, parameter in model.named_parameters()
-        for piece in local_pieces(name, parameter)
-    ]
-    tensors = StoredTensors(group_by_name([stored_piece(piece) for piece in pieces]))
+    tensors = StoredTensors.of(dict(model.named_parameters()))
     return Weights(config, tensors, Path("w"), Path("t")), model
 
 
