@@ -104,7 +104,7 @@ def test_after_a_skip(samestep: Samestep, experiment_file: str, tmp_path: Path) 
     found = replayed(samestep, tmp_path, 10, "--exact")
     assert numbers(found) == list(range(100, 110))
     assert found["loss"] == pytest.approx(losses(tmp_path)[10], rel=1e-5)
-    assert "passed over nothing" in samestep("replay", tmp_path, 7, "--skipped").message
+    assert "skipped nothing" in samestep("replay", tmp_path, 7, "--skipped").message
 
 
 def test_another_dataset_is_told(samestep: Samestep, finished_run: Path, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_another_dataset_is_told(samestep: Samestep, finished_run: Path, tmp_pat
     shutil.copytree(finished_run, run)
     result = samestep("replay", run, 9, "objective.mask_fraction=0.3")
     assert result.code == 1
-    assert "the batches of steps 9 to 9, made again, have the digest" in result.message
+    assert "the recomputed batches of steps 9 to 9 have the digest" in result.message
 
 
 def test_steps_that_are_none(samestep: Samestep, finished_run: Path, tmp_path: Path) -> None:

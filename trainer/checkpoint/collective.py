@@ -33,7 +33,7 @@ def raise_error_on_all_ranks(error: Exception | None, world_size: int) -> None:
     Raises:
         CheckpointError: with the message of the first rank that has an error.
     """
-    problem = first_error(error and str(error), world_size)
+    problem = first_error(None if error is None else str(error), world_size)
     if problem is not None:
         raise CheckpointError(problem) from error
 

@@ -1,1 +1,1 @@
-"""What a run was fed, proven and shown from its ledger and its dataset: `samestep ledger`."""
+"""`samestep ledger`: proves which examples a run has consumed, and lists those of a step."""

@@ -1,13 +1,14 @@
-"""The batches of a run, made again in one process from its ledger, its settings and its dataset."""
+"""Recomputes the batches of a run in one process, from its ledger, its settings and its dataset."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -23,20 +24,32 @@ from trainer.training.experiment import Experiment
 from trainer.training.ledger import Row, corrupt_shards, intact_rows
 from trainer.training.run import open_loader
 
-_BATCH_CELLS = 2**18  # as many as the loader makes together
+_BATCH_POSITIONS = 2**18  # as many as the loader packs at a time
 
 Columns = dict[str, npt.NDArray[np.int64]]
 
 
+class Place(TypedDict):
+    """Where a document was read from."""
+
+    file: str
+    line: int
+
+
+def places(documents: Iterable[tuple[str, int]]) -> list[Place]:
+    """Returns the places of an example's documents; of one with several chunks in it, once."""
+    return [{"file": file, "line": line} for file, line in dict.fromkeys(documents)]
+
+
 @dataclass(frozen=True)
 class Run:
-    """A run's ledger, and what it takes to make its batches again.
+    """A run's ledger, and what is needed to recompute its batches.
 
     Attributes:
-        folder: the run's.
-        settings: its resolved configuration.
-        rows: those of the ledger, up to the first that does not follow from those before it.
-        lines: how many the ledger has.
+        folder: of the run.
+        settings: the run's configuration.
+        rows: of the ledger, up to the first that breaks the hash chain.
+        lines: number of lines in the ledger.
     """
 
     folder: Path
@@ -49,20 +62,19 @@ class Run:
         """Reads the ledger and the settings of a run.
 
         Raises:
-            ConfigError: the folder is none of a run, or has no ledger.
+            ConfigError: the folder is not of a run, or has no ledger.
         """
         path = Path(folder)
-        for name in ("config.yaml", "ledger.jsonl"):
-            if not (path / name).is_file():
+        ledger = path / "ledger.jsonl"
+        for file in (path / "config.yaml", ledger):
+            if not file.is_file():
                 raise ConfigError(
-                    f"{folder} has no {name}; name the output folder of a run that has made a step"
+                    f"{folder} has no {file.name}. Name the output folder of a run that has taken "
+                    "a step"
                 )
-        with (path / "ledger.jsonl").open("rb") as file:
-            lines = sum(1 for _ in file)
-        rows = tuple(row for row, _ in intact_rows(path / "ledger.jsonl"))
-        return cls(
-            path, {**read_stored(path / "config.yaml", overrides), "output": folder}, rows, lines
-        )
+        lines = len(ledger.read_bytes().splitlines())
+        settings = {**read_stored(path / "config.yaml", overrides), "output": folder}
+        return cls(path, settings, tuple(row for row, _ in intact_rows(ledger)), lines)
 
     @cached_property
     def experiment(self) -> Experiment:
@@ -72,7 +84,7 @@ class Run:
 
     @cached_property
     def dataset(self) -> AnyDataset:
-        """The run's dataset or datasets, or what lies in their place now.
+        """The dataset that is now where the run's dataset was.
 
         Raises:
             DataError: there is none, or a shard is missing.
@@ -81,45 +93,41 @@ class Run:
 
     @contextmanager
     def loader(self, order: Row, first: int, end: int) -> Iterator[StreamingLoader]:
-        """A loader, in large batches, of the examples of a data order from `first` to before `end`,
-        and those after.
+        """Opens a loader, in large batches, of the examples of a data order from `first` on.
 
         Args:
-            order: the row of the ledger with which the order begins.
-            first: a global example number, counted with those that were excluded.
-            end: another one.
+            order: the ledger's row that begins the order.
+            first: a global example number; excluded examples count.
+            end: the datasets of the examples before this number must be present.
 
         Raises:
-            DataError: a dataset is missing, another one or damaged.
-            ConfigError: the configuration has been changed so that there is no such order.
+            DataError: a dataset is missing, damaged, or not the run's.
+            ConfigError: the run's configuration no longer has this order.
         """
-        experiment: Experiment = decode(
-            Experiment, {**self.settings, "objective": order["objective"]}
-        )
-        phase = next(
-            (phase for phase in experiment.resolved_phases() if phase.order == order["order"]), None
-        )
-        if phase is None:
+        tree = {**self.settings, "objective": order["objective"]}
+        experiment: Experiment = decode(Experiment, tree)
+        orders = {phase.order: phase for phase in reversed(experiment.resolved_phases())}
+        if order["order"] not in orders:
             raise ConfigError(
-                f"{self.folder}/config.yaml has no phase of data order {order['order']}; put it "
-                "back"
+                f"{self.folder}/config.yaml has no phase of data order {order['order']}. "
+                "Restore the run's own settings"
             )
         self._check_datasets(order, end)
+        # Examples are numbered without regard to batches, so the batch size is free to choose. The
+        # excluded examples are recomputed, too: they count in the passes over the data.
         length = order["sequence_length"]
-        rows = max(1, _BATCH_CELLS // length)
-        loader = open_loader(
-            replace(
-                experiment,
-                data=replace(
-                    experiment.data, exclude=(), threads=os.cpu_count() or 1, on_corrupt="stop"
-                ),
-            ),
-            self.dataset,
-            experiment.objective.build(self.dataset.tokenizer.vocabulary),
-            Replica(0, 1),
-            replace(phase, sequence_length=length, global_batch_size=rows, micro_batch_size=rows),
+        size = max(1, _BATCH_POSITIONS // length)
+        phase = replace(
+            orders[order["order"]],
+            sequence_length=length,
+            global_batch_size=size,
+            micro_batch_size=size,
         )
-        with loader:
+        threads = os.cpu_count() or 1
+        data = replace(experiment.data, exclude=(), threads=threads, on_corrupt="stop")
+        objective = experiment.objective.build(self.dataset.tokenizer.vocabulary)
+        experiment = replace(experiment, data=data)
+        with open_loader(experiment, self.dataset, objective, Replica(0, 1), phase) as loader:
             corrupt = corrupt_shards(self.rows, order["order"])
             begin: LoaderState = order["data"]
             state: LoaderState = {**begin, "example": first, "excluded": [], "corrupt": corrupt}
@@ -127,28 +135,25 @@ class Run:
             yield loader
 
     def _check_datasets(self, order: Row, end: int) -> None:
-        """Looks whether the datasets that the examples of an order come from are there."""
+        """Checks that the datasets which the order's examples before `end` are from are present."""
         present = {dataset.manifest.digest for dataset in named_sources(self.dataset).values()}
-        needed = {
-            key for first, shares in order["data"]["mixture"] if first < end for key in shares
-        }
+        # The mixture is a list of [first example from which on it applies, weights by digest].
+        mixture = order["data"]["mixture"]
+        needed = {digest for first, weights in mixture if first < end for digest in weights}
         for digest in sorted(needed - present):
             raise DataError(
-                f"the run was fed from a dataset of digest {digest[:12]}..., and "
-                f"{self.dataset.name} is another one: "
-                "name the right one by data.path=DIR, or among data.sources (with a weight of 0, "
-                "if no longer used)"
+                f"the run consumed a dataset of digest {digest[:12]}..., and {self.dataset.name} "
+                "is another one: name the right one by data.path=DIR, or among data.sources (with "
+                "a weight of 0, if no longer used)"
             )
 
 
 def columns(loader: StreamingLoader, names: tuple[str, ...], end: int) -> Iterator[Columns]:
-    """Yields columns of the examples before `end`, sorted by "number".
-
-    Those of a loader of a single replica.
-    """
+    """Yields columns of the examples before `end`, sorted by "number". For a single replica."""
     for (batch,) in loader:
         arrays: Columns = {name: batch[name].numpy() for name in ("number", *names)}
         by_number = np.argsort(arrays["number"])
+        # The loader is endless, so the last batch has examples from `end` on.
         kept = by_number[: np.searchsorted(arrays["number"][by_number], end)]
         if len(kept):
             yield {name: array[kept] for name, array in arrays.items()}

@@ -1,4 +1,4 @@
-"""`samestep ledger ...`: commands that read what a run was fed."""
+"""The commands `samestep ledger verify` and `samestep ledger step`."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ _OVERRIDES = (
 
 def register(commands: Commands) -> None:
     """Adds `ledger` and its sub-commands to the `samestep` command."""
-    subcommands = add_group(commands, "ledger", "prove what a run was fed, over all its restarts")
+    subcommands = add_group(
+        commands, "ledger", "prove which examples a run has consumed, over all its restarts"
+    )
     verify = add_command(
         subcommands,
         "verify",
         _verify,
-        "make all batches of a run again and compare them with what its processes were fed",
+        "recompute all batches of a run and compare them with what it has consumed",
         "example:\n  samestep ledger verify runs/bert_mini",
         "Proves that each example of a finished pass over the data was consumed exactly once, and "
-        "each of the last one "
-        "at most once, but for those that the run excluded. Exits with 1 if that is not so.",
+        "each of the last pass at most once, except those that the run excluded. Exits with 1 if "
+        "that cannot be proven.",
     )
     step = add_command(
         subcommands,
         "step",
         _step,
-        "list the documents that a step saw",
+        "list the documents in the examples of a step",
         "example:\n  samestep ledger step runs/bert_mini 600 --json",
-        "Prints each example of a step with the source file and line of each document that it has "
-        "text of.",
+        "Prints each example of a step with the source file and line of each of its documents.",
     )
     for command in (verify, step):
         command.add_argument(

@@ -1,4 +1,4 @@
-"""`samestep ledger step`: the documents that a step saw."""
+"""`samestep ledger step`: the documents in the examples of a step."""
 
 from __future__ import annotations
 
@@ -8,25 +8,18 @@ import numpy as np
 from rich.console import Console
 
 from trainer.errors import ConfigError
-from trainer.inspect.audit.batches import Run, columns
+from trainer.inspect.audit.batches import Place, Run, columns, places
 from trainer.training.ledger import Row
 
 Example = TypedDict(
     "Example",
-    {
-        "number": int,
-        "source": str,
-        "pass": int,
-        "example": int,
-        "documents": list[dict[str, str | int]],
-    },
+    {"number": int, "source": str, "pass": int, "example": int, "documents": list[Place]},
 )
-"""An example: its global number, its source, the pass over that, its number there, its documents.
-"""
+"""Global number; name of the source; pass over it (from 1) and number in it; documents."""
 
 
 class Seen(TypedDict):
-    """The examples of a step in ascending order, and the number of the data order."""
+    """The examples of a step in ascending order, and the number of their data order."""
 
     step: int
     order: int
@@ -34,67 +27,64 @@ class Seen(TypedDict):
 
 
 def documents(run: Run, step: int) -> Seen:
-    """What a step saw: its examples in the order of their numbers, each with its source files and
-    lines.
+    """Returns the examples of a step, each with the source files and lines of its documents.
 
     Raises:
         ConfigError: the ledger has no such step.
-        DataError: the dataset is another one than the run's, or damaged.
+        DataError: the dataset is damaged, or not the run's.
     """
     order, row = _find(run, step)
+    # All steps of a row have the same batch size. Of steps 4 to 6 with examples [[30, 60]], step 5
+    # has the second ten of them: 40 to 49.
     numbers = np.concatenate([np.arange(first, end) for first, end in row["examples"]])
     size = len(numbers) // (row["step"] - row["first_step"] + 1)
-    numbers = numbers[(step - row["first_step"]) * size :][:size]
+    begin = (step - row["first_step"]) * size
+    numbers = numbers[begin : begin + size]
     first, end = int(numbers[0]), int(numbers[-1]) + 1
+    examples: list[Example] = []
     with run.loader(order, first, end) as loader:
         parts = list(columns(loader, ("source", "epoch", "example"), end))
-        every = (np.concatenate([part[name] for part in parts]) for name in parts[0])
-        rows = zip(
-            *(column[numbers - first].tolist() for column in every),
-            loader.documents(numbers),
-            strict=True,
-        )
-        examples: list[Example] = [
-            {
-                "number": number,
-                "source": loader.sources[source][0],
-                "pass": epoch + 1,
-                "example": example,
-                "documents": [{"file": file, "line": line} for file, line in dict.fromkeys(pieces)],
-            }
-            for number, source, epoch, example, pieces in rows
-        ]
+        found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        for number, texts in zip(numbers.tolist(), loader.documents(numbers), strict=True):
+            source, epoch, example = (
+                int(found[name][number - first]) for name in ("source", "epoch", "example")
+            )
+            examples.append(
+                {
+                    "number": number,
+                    "source": loader.sources[source][0],
+                    "pass": epoch + 1,
+                    "example": example,
+                    "documents": places(texts),
+                }
+            )
     return {"step": step, "order": row["order"], "examples": examples}
 
 
 def _find(run: Run, step: int) -> tuple[Row, Row]:
-    """The row of the data order that a step is of, and the row of the step."""
+    """Returns the row that begins a step's data order, and the row of the step."""
     order: Row = {}
+    steps = []
     for row in run.rows:
         if row["kind"] == "order":
             order = row
-        elif row["kind"] == "fed" and row["first_step"] <= step <= row["step"]:
-            return order, row
-    steps = [row for row in run.rows if row["kind"] == "fed"]
+        elif row["kind"] == "fed":
+            if row["first_step"] <= step <= row["step"]:
+                return order, row
+            steps.append(row)
     known = f"steps {steps[0]['first_step']} to {steps[-1]['step']}" if steps else "no step"
-    broken = (
-        ""
-        if len(run.rows) == run.lines
-        else ", up to a line that has been changed (see samestep ledger verify)"
-    )
-    raise ConfigError(f"the ledger of {run.folder} has {known}{broken}, not step {step}")
+    if len(run.rows) < run.lines:
+        known += ", up to a line that was changed (see samestep ledger verify)"
+    raise ConfigError(f"the ledger of {run.folder} has {known}, not step {step}")
 
 
 def report(found: Seen, console: Console) -> None:
-    """Prints a line for each example."""
-    console.print(
-        f"step {found['step']}: {len(found['examples'])} examples of data order {found['order']}"
-    )
-    several = len({example["source"] for example in found["examples"]}) > 1
-    for example in found["examples"]:
+    """Prints a line per example."""
+    examples = found["examples"]
+    console.print(f"step {found['step']}: {len(examples)} examples of data order {found['order']}")
+    several = len({example["source"] for example in examples}) > 1
+    for example in examples:
         source = f" of {example['source']}" if several else ""
-        documents = (
-            ", ".join(f"{each['file']}:{each['line']}" for each in example["documents"])
-            or "of a corrupt shard"
-        )
-        console.print(f"example {example['number']} (pass {example['pass']}{source}): {documents}")
+        listed = ", ".join(f"{each['file']}:{each['line']}" for each in example["documents"])
+        listed = listed or "of a corrupt shard"
+        console.print(f"example {example['number']} (pass {example['pass']}{source}): {listed}")

@@ -1,4 +1,4 @@
-"""How often each example of a source was consumed, pass by pass."""
+"""Counts how often each example of a source was consumed, pass by pass."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy.typing as npt
 from trainer.inspect.audit.batches import Columns
 
 Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
 
 
 @dataclass
@@ -17,32 +18,33 @@ class Pass:
     """One pass over a source.
 
     Attributes:
-        seen: bool [N], which of its examples were consumed or excluded.
-        consumed, repeated, excluded: examples that were consumed; how often one was that had been
-            before; examples that the run passed over.
+        seen: bool [N], the examples that were consumed or excluded.
+        consumed: number of examples that were consumed.
+        repeated: number of times that an example was consumed again.
+        excluded: number of examples that the run skipped.
     """
 
-    seen: npt.NDArray[np.bool_]
+    seen: Bool
     consumed: int = 0
     repeated: int = 0
     excluded: int = 0
 
     def add(self, example: Int64, times: Int64) -> None:
-        """Adds examples that were fed so many times each."""
-        fed, count = np.unique(np.repeat(example, times), return_counts=True)
-        new = int((~self.seen[fed]).sum())
+        """Adds examples, each with the number of times that it was consumed."""
+        consumed = np.unique(example[times > 0])
+        new = np.count_nonzero(~self.seen[consumed])
         self.consumed += new
-        self.repeated += int(count.sum()) - new
-        self.seen[fed] = True
+        self.repeated += int(times.sum()) - new
+        self.seen[consumed] = True
 
     def exclude(self, example: Int64) -> None:
-        """Adds examples that the run passed over."""
-        self.excluded += int((~self.seen[example]).sum())
+        """Adds examples that the run skipped."""
+        self.excluded += np.count_nonzero(~self.seen[example])
         self.seen[example] = True
 
     @property
     def missing(self) -> int:
-        """Examples that were neither consumed nor excluded."""
+        """Number of examples that were neither consumed nor excluded."""
         return len(self.seen) - self.consumed - self.excluded
 
 
@@ -50,15 +52,18 @@ class Pass:
 class Tally:
     """The passes over one source in one data order.
 
-    A lane of the order reads its part of each pass in turn, so a pass is over when every lane is
-    beyond it. Of an order that is grouped by length, which hides the lanes, it is over when there
-    has been a pool without any of it, and with so many examples that all lanes have a part in it.
+    An example that has not come yet is lost only if its pass is over, and passes overlap. Each lane
+    of the order reads its part of the pass and goes on to the next pass at once, so a pass is over
+    when all lanes are beyond it. With four lanes, example n is of lane n % 4.
+
+    Grouping by length hides the lanes: it shuffles the examples of a pool. A pass is then over when
+    a complete pool holds none of it, and is large enough that each lane has a part in it.
 
     Attributes:
         size: examples in a pass.
         lanes: of the order.
-        pool: where it is grouped by length, how many examples are arranged anew at a time.
-        passes: by their numbers.
+        pool: examples that are grouped by length at a time; None without grouping.
+        passes: by number, from 0.
     """
 
     size: int
@@ -67,36 +72,38 @@ class Tally:
     passes: dict[int, Pass] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._reached = np.full(self.lanes, -1)
-        self._pool = -1  # that the examples added last are of
-        self._of_pool = np.zeros(0, dtype=np.int64)  # their passes
+        self._reached = np.full(self.lanes, -1)  # the pass that each lane has come to
+        self._pool = -1  # of the examples added last
+        self._passes_in_pool = np.zeros(0, dtype=np.int64)  # pass of each of its examples so far
 
-    def add(self, fed: Columns, times: Int64, excluded: npt.NDArray[np.bool_]) -> None:
+    def add(self, rows: Columns, times: Int64, excluded: Bool) -> None:
         """Adds consecutive examples of the order.
 
         Args:
-            fed: their columns `number`, `epoch` and `example`.
-            times: how often each was fed.
-            excluded: which of them the run passed over.
+            rows: their columns `number`, `epoch` and `example`.
+            times: how often each was consumed.
+            excluded: which of them the run skipped.
         """
+        number, epoch, example = rows["number"], rows["epoch"], rows["example"]
         if self.pool is None:
-            np.maximum.at(self._reached, fed["number"] % self.lanes, fed["epoch"])
+            np.maximum.at(self._reached, number % self.lanes, epoch)
         else:
-            self._add_pools(fed["number"] // self.pool, fed["epoch"])
-        for epoch in np.unique(fed["epoch"]).tolist():
-            rows = fed["epoch"] == epoch
-            each = self.passes.setdefault(epoch, Pass(np.zeros(self.size, dtype=np.bool_)))
-            each.add(fed["example"][rows], times[rows])
-            each.exclude(fed["example"][rows & excluded])
+            self._add_pools(number // self.pool, epoch)
+        for each in np.unique(epoch).tolist():
+            found = self.passes.setdefault(each, Pass(np.zeros(self.size, dtype=np.bool_)))
+            here = epoch == each
+            found.add(example[here], times[here])
+            found.exclude(example[here & excluded])
 
     def _add_pools(self, pool: Int64, epoch: Int64) -> None:
         for each in np.unique(pool).tolist():
-            if each > self._pool:  # the one before is complete
-                if len(self._of_pool) >= 2 * self.lanes:
-                    self._reached[:] = self._of_pool.min()
-                self._pool, self._of_pool = each, self._of_pool[:0]
-            self._of_pool = np.concatenate((self._of_pool, epoch[pool == each]))
+            if each > self._pool:  # the pool before it is complete
+                # A smaller one need not have an example of every lane, as at the end of a run.
+                if len(self._passes_in_pool) >= 2 * self.lanes:
+                    self._reached[:] = self._passes_in_pool.min()
+                self._pool, self._passes_in_pool = each, self._passes_in_pool[:0]
+            self._passes_in_pool = np.concatenate((self._passes_in_pool, epoch[pool == each]))
 
     def is_over(self, number: int) -> bool:
-        """Whether the order has left a pass behind."""
+        """Whether all examples of a pass have come, or none can come any more."""
         return bool(self._reached.min() > number) or self.passes[number].missing == 0

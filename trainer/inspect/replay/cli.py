@@ -1,4 +1,4 @@
-"""`samestep replay`."""
+"""The command `samestep replay`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ def register(commands: Commands) -> None:
         commands,
         "replay",
         _replay,
-        "make a step of a run again and rank its examples by loss",
+        "recompute a step of a run and rank its examples by loss",
         "example:\n  samestep replay runs/bert_mini 600 --top 20",
-        "Makes the global batch of a step again, bit for bit, in one process on the CPU, compares "
-        "it with the run's "
-        "ledger, and ranks its examples by their loss under the newest checkpoint from before the "
-        "step.",
+        "Recomputes the global batch of a step, bit for bit, in one process on the CPU, compares it "
+        "with the run's ledger, and ranks its examples by their loss under the newest checkpoint "
+        "before the step.",
     )
     parser.add_argument("run_folder", metavar="RUN", help="the output folder of a run")
     parser.add_argument(
         "step",
         metavar="STEP",
         type=int,
-        help="the number of a step, from 1; one after the last, too",
+        help="the number of a step, from 1; the run need not have come to it",
     )
     parser.add_argument(
         "--exact", action="store_true", help="train from the checkpoint up to the step first"
@@ -36,7 +35,7 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "--skipped",
         action="store_true",
-        help="the batch that the step had before it was passed over",
+        help="the batch that the step had before it was skipped",
     )
     parser.add_argument(
         "--top", type=int, default=10, metavar="K", help="examples to print (default: 10)"

@@ -213,7 +213,7 @@ def test_a_mixture_is_proven_source_by_source(
     [
         (
             lambda rows: [*rows[:3], {**rows[3], "digest": "0" * 16}, *rows[4:]],
-            "^steps 9 to 12 were fed other rows",
+            "^steps 9 to 12 consumed other rows",
         ),
         (lambda rows: [*rows[:3], *rows[4:]], "^the row of step 16 begins with step 13, not 9"),
         (lambda rows: [*rows[:3], *rows[4:]], "^examples 496 to 743 of .* were never consumed"),
