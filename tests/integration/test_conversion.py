@@ -322,7 +322,7 @@ def change(folder: Path, rank: int, how: Callable[[dict[str, Any]], object]) -> 
     [
         (["model.layers=3"], "is missing"),
         (["model.width=32", "model.ffn_width=64"], "instead of"),
-        (["optimizer={kind: adafactor}"], "optimizer adafactor goes on from others"),
+        (["optimizer={kind: adafactor}"], "optimizer adafactor has other state"),
         (["training.steps=3", "schedule.warmup_steps=0"], "set training.steps above 3"),
     ],
 )

@@ -146,7 +146,7 @@ def test_cancelled(project: Path, samestep: Samestep, experiment_file: str) -> N
         (
             ["checkpoint.folder=/proc/run"],
             "2",
-            "cannot write in /proc, where checkpoint.folder=/proc/run is to lie",
+            "cannot write in /proc, which checkpoint.folder=/proc/run needs",
         ),
         (["training.evaluate_every=4", "output=/proc/run"], "2", "cannot write in /proc"),
         ([], "none", "--devices must be at least 1, or here, not none"),

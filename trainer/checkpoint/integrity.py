@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,8 @@ from trainer.checkpoint.files import Location
 from trainer.config import Tree, renamed
 from trainer.errors import CheckpointError, ObjectNotFoundError, StorageError
 from trainer.storage import Digest
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 META = "meta.json"
@@ -171,3 +174,13 @@ def read_meta(folder: Location) -> Tree:
     if "config" in meta:
         meta["config"] = renamed.current(meta["config"])
     return meta
+
+
+def newest_meta(root: Location) -> Tree:
+    """Returns the description of the newest readable checkpoint; {} if there is none."""
+    for step in reversed(committed_steps(root)):
+        try:
+            return read_meta(step_folder(root, step))
+        except CheckpointError as error:
+            logger.warning("skipping the checkpoint of step %d: %s", step, error)
+    return {}

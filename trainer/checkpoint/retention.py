@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from trainer.checkpoint import integrity
 from trainer.checkpoint.files import Location
-from trainer.errors import CheckpointError
 
 
 def outdated_steps(
@@ -44,9 +41,5 @@ def best_step(root: Location) -> int | None:
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    for step in reversed(integrity.committed_steps(root)):
-        with suppress(CheckpointError):
-            meta = integrity.read_meta(integrity.step_folder(root, step))
-            best: int | None = meta.get("best", {}).get("step")
-            return best
-    return None
+    best: int | None = integrity.newest_meta(root).get("best", {}).get("step")
+    return best

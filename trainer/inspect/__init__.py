@@ -1,1 +1,1 @@
-"""Inspection: commands around a run: before it, beside it and after it."""
+"""Commands around a run: checks before it, tools for its checkpoints, audits after it."""

@@ -1,4 +1,4 @@
-"""Commands around a run: what it needs ahead, what it has done, what its machine can do."""
+"""The commands `samestep fetch`, `samestep report` and `samestep doctor`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def add_fetch(commands: Commands) -> None:
         commands,
         "fetch",
         _fetch,
-        "get models, tokenizers and data ahead, for machines without internet",
+        "download models, tokenizers and data for machines without internet",
         "example:\n  samestep fetch hf://bert-base-uncased --to models/bert-base-uncased\n"
         "  samestep fetch configs/data/wikipedia_en.yaml limit=1GB --to raw",
     )
     fetch.add_argument(
         "target",
-        help="hf://NAME, or the file of an experiment or dataset: all remote things it names",
+        help="hf://NAME, or the file of an experiment or dataset: everything remote that it names",
     )
     fetch.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
     fetch.add_argument(
-        "--to", metavar="DIR", help="where to put it (default: the Hub's cache; for data: fetched/)"
+        "--to", metavar="DIR", help="target folder (default: the Hub's cache; for data: fetched/)"
     )
 
 
@@ -43,12 +43,8 @@ def add_report(commands: Commands) -> None:
     report.add_argument(
         "runs", nargs="+", metavar="RUN", help="the output folder of a run, finished or not"
     )
-    report.add_argument(
-        "-o",
-        "--output",
-        metavar="HTML",
-        help="the file to write (default: report.html, in RUN if one)",
-    )
+    help_ = "the file to write (default: report.html, in RUN if one)"
+    report.add_argument("-o", "--output", metavar="HTML", help=help_)
 
 
 def add_doctor(commands: Commands) -> None:
@@ -57,19 +53,15 @@ def add_doctor(commands: Commands) -> None:
         commands,
         "doctor",
         _doctor,
-        "try out what a run will need of this machine",
+        "try what a run will need of this machine",
         "example:\n  samestep doctor configs/pretrain/bert_base.yaml",
     )
     doctor.add_argument(
-        "file", nargs="?", help="the experiment that is to run here (default: the machine alone)"
+        "file", nargs="?", help="the experiment to run here (default: the machine alone)"
     )
     doctor.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-    doctor.add_argument(
-        "--processes",
-        type=int,
-        metavar="N",
-        help="processes of the all-reduce (default: one a GPU, else two)",
-    )
+    help_ = "processes of the all-reduce (default: one per GPU, else two)"
+    doctor.add_argument("--processes", type=int, metavar="N", help=help_)
 
 
 def _fetch(args: argparse.Namespace) -> int:
@@ -101,5 +93,5 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.processes is not None and args.processes < 1:
         raise ConfigError(f"--processes must be at least 1, not {args.processes}")
     experiment = load_experiment(args.file, args.overrides) if args.file else None
-    sound = findings.report(doctor.examine(experiment, args.processes), Console())
-    return EXIT_DONE if sound else EXIT_FAILED
+    passed = findings.report(doctor.examine(experiment, args.processes), Console())
+    return EXIT_DONE if passed else EXIT_FAILED

@@ -1,7 +1,7 @@
-"""Taking over runs of DeepSpeed, and handing runs over to it: `samestep checkpoint convert`.
+"""Imports DeepSpeed runs and exports runs to DeepSpeed: `samestep checkpoint convert`.
 
-Moments are mapped to the names of parameters as the weights of Hugging Face models are: joining,
-cutting and transposing move elements and change none.
+Moments are mapped to parameter names as the weights of Hugging Face models are: concatenating,
+splitting and transposing move elements and change none.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint import deepspeed, files, integrity, layout, writer
-from trainer.checkpoint.deepspeed import MOMENTS, WEIGHTS, DeepSpeedState
+from trainer.checkpoint.deepspeed import KINDS, MOMENTS, WEIGHTS, DeepSpeedState
 from trainer.checkpoint.deferred import defer, stored
 from trainer.checkpoint.files import Location
-from trainer.checkpoint.layout import Piece, StoredPiece, StoredTensors
+from trainer.checkpoint.layout import StoredPiece, StoredTensors
 from trainer.checkpoint.lock import only_writer
 from trainer.config import Tree, to_tree
 from trainer.errors import CheckpointError, ConfigError
@@ -34,33 +34,33 @@ from trainer.training.weights import load_weights
 
 logger = logging.getLogger(__name__)
 
-_FILE_BYTES = 2**28  # written from memory at a time
-_PATIENCE = 60.0  # seconds until a file system shows what has been written
-_PREFIXES = {WEIGHTS: "model/", **{kind: f"optimizer/{kind}/" for kind in MOMENTS}}
+_FILE_BYTES = 2**28  # of tensors that are in memory at a time
+_PEER_TIMEOUT = 60.0  # seconds until a file system shows what was written
+_PREFIXES = {kind: "model/" if kind == WEIGHTS else f"optimizer/{kind}/" for kind in KINDS}
 
 
-def take_over(source: Path, experiment: Experiment) -> None:
-    """Writes the first checkpoint of a run, which goes on from a checkpoint of DeepSpeed.
+def import_deepspeed(source: Path, experiment: Experiment) -> None:
+    """Writes the first checkpoint of a run, which resumes from a DeepSpeed checkpoint.
 
-    Weights, moments and the number of updates are those of DeepSpeed. Which examples the other run
-    has seen cannot be known: the data order is that of the experiment, from its beginning.
+    Weights, moments and the number of updates are DeepSpeed's. It is unknown which examples the
+    other run has consumed, so the data order is the experiment's, from its beginning.
 
     Args:
-        source: the folder of the checkpoint, or the one above it, with `latest` in it.
-        experiment: the run. The checkpoint has the names of its parameters in transformers, or our
-            own.
+        source: folder of the checkpoint, or the one above it with the file `latest`. The parameters
+            have the names of transformers, or samestep's own.
+        experiment: the run.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another model or optimizer, or the run has
             begun already.
-        ConfigError: the experiment's optimizer or steps do not fit it.
+        ConfigError: the experiment's optimizer or number of steps does not allow it.
     """
     folder = deepspeed.step_folder(source)
     if folder is None:
         raise CheckpointError(
             f"{source} is no checkpoint of DeepSpeed (no latest, no *_model_states.pt and no "
-            "folder zero in it); name "
-            "the folder that engine.save_checkpoint was given, or the one of a step in it"
+            "folder zero in it). Name the folder that engine.save_checkpoint was given, or the one "
+            "of a step in it"
         )
     state = deepspeed.open_checkpoint(folder)
     _check_run(experiment, state)
@@ -69,7 +69,7 @@ def take_over(source: Path, experiment: Experiment) -> None:
     with only_writer(root):
         if steps := integrity.committed_steps(root):
             raise CheckpointError(
-                f"{root} has a checkpoint of step {steps[-1]} already; set output to another "
+                f"{root} has a checkpoint of step {steps[-1]} already. Set output to another "
                 "folder, or remove it"
             )
         for leftover in integrity.uncommitted_folders(root):
@@ -78,31 +78,26 @@ def take_over(source: Path, experiment: Experiment) -> None:
         target = integrity.step_folder(root, state.step)
         files.make_folder(target)
         _write(target, tensors, state.step, meta)
-    logger.info(
-        "wrote %s, which goes on after step %d of %s: samestep train", target, state.step, folder
-    )
+    message = "wrote %s, which resumes after step %d of %s: samestep train"
+    logger.info(message, target, state.step, folder)
 
 
-def hand_over(source: str, target: str) -> None:
-    """Writes the newest checkpoint of a run, or a certain one, as a universal checkpoint of
-    DeepSpeed.
-
-    The parameters get the names that they have in transformers.
+def export_deepspeed(source: str, target: str) -> None:
+    """Writes a checkpoint as a universal one of DeepSpeed, with the names of transformers.
 
     Args:
-        source: a run or a checkpoint, as `load_weights` takes it.
-        target: the folder that DeepSpeed is to load from.
+        source: a run or a checkpoint, as for `load_weights`.
+        target: the folder that DeepSpeed will load from.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, of another optimizer than
-            Adam's family, or cannot be written.
-        ConfigError: transformers has no such model, or source and target do not go together.
+        CheckpointError: there is no such checkpoint, it is damaged or of an optimizer without
+            Adam's moments, or the target cannot be written.
+        ConfigError: transformers has no such model, or source and target are not a valid pair.
     """
     if deepspeed.step_folder(Path(source)) is not None:
         raise ConfigError(
-            f"{source} is a checkpoint of DeepSpeed; name the experiment that is to go on from it, "
-            "a YAML file, and "
-            f"not {target}"
+            f"{source} is a checkpoint of DeepSpeed. To import it, name the experiment that "
+            f"resumes it, a YAML file, instead of {target}"
         )
     if is_url(target):
         raise ConfigError(
@@ -111,35 +106,31 @@ def hand_over(source: str, target: str) -> None:
     weights = load_weights(source)
     if weights.step is None:
         raise CheckpointError(
-            f"{source} is a Hugging Face model, without the state of an optimizer; let the script "
-            "of DeepSpeed begin "
-            "with from_pretrained"
+            f"{source} is a Hugging Face model, without the state of an optimizer. Start the "
+            "DeepSpeed script with from_pretrained instead"
         )
     if weights.base is not None:
         raise ConfigError(
-            f"{weights.folder} trains only some of its parameters, and the state of the others' "
-            "optimizer is missing; "
-            f"samestep export {source} writes weights to start from"
+            f"{weights.folder} trains only some of its parameters, and has no optimizer state of "
+            f"the others. Start from its weights, which samestep export {source} writes"
         )
-    weights.config.to_huggingface()  # refuses a model that transformers does not have
+    weights.config.to_huggingface()  # rejects a model that transformers does not have
     pieces: dict[str, dict[str, Sequence[StoredPiece]]] = {WEIGHTS: dict(weights.tensors.pieces)}
     for name, found in weights.optimizer.pieces.items():
         kind, _, parameter = name.partition("/")
         pieces.setdefault(kind, {})[parameter] = found
-    if (
-        any(each.keys() != pieces[WEIGHTS].keys() for each in pieces.values())
-        or pieces.keys() != _PREFIXES.keys()
-    ):
+    complete = all(each.keys() == pieces[WEIGHTS].keys() for each in pieces.values())
+    if pieces.keys() != set(KINDS) or not complete:
         kept = ", ".join(sorted(pieces.keys() - {WEIGHTS}))
         raise CheckpointError(
-            f"{weights.folder} is of an optimizer that keeps {kept}, and {' and '.join(MOMENTS)} "
-            "of the Adam family "
-            f"are what can be handed over; samestep export {source} writes its weights"
+            f"{weights.folder} is of an optimizer that keeps {kept}, and only "
+            f"{' and '.join(MOMENTS)} of the Adam family can be exported. samestep export {source} "
+            "writes its weights"
         )
-    exported = {
-        kind: stored(weights.config.export_tensors(defer(StoredTensors(each))))
-        for kind, each in pieces.items()
-    }
+    exported = {}
+    for kind, each in pieces.items():
+        exported[kind] = stored(weights.config.export_tensors(defer(StoredTensors(each))))
+    # A generator, so that only one parameter with its moments is in memory.
     parameters = (
         (name, {kind: each[name] for kind, each in exported.items()}) for name in exported[WEIGHTS]
     )
@@ -148,28 +139,24 @@ def hand_over(source: str, target: str) -> None:
 
 
 def _check_run(experiment: Experiment, state: DeepSpeedState) -> None:
-    """Refuses a run that cannot go on from the state; says what it does with other settings."""
+    """Rejects a run that cannot resume from the state; warns of settings that differ."""
     optimizer = experiment.optimizer
     if experiment.freezes:
         raise ConfigError(
-            "the checkpoint holds the state of an optimizer that trained all parameters, and "
-            "model.peft or frozen "
-            "leaves some out; start a new run from the weights (save_pretrained, and init_from)"
+            "the checkpoint has the optimizer state of all parameters, and model.peft or frozen "
+            "trains only some. Start a new run from the weights (save_pretrained, and init_from)"
         )
     if not isinstance(optimizer, adamw.Config):
         kind = type(optimizer).__module__.rpartition(".")[2]
         raise ConfigError(
-            f"the checkpoint holds {' and '.join(MOMENTS)}, and optimizer {kind} goes on from "
-            "others; set optimizer to "
-            "{kind: adamw}, {kind: lamb} or {kind: adamw_scale}, or start a new run from the "
-            "weights (save_pretrained, "
-            "and init_from)"
+            f"the checkpoint has {' and '.join(MOMENTS)}, and optimizer {kind} has other state. "
+            "Set optimizer to {kind: adamw}, {kind: lamb} or {kind: adamw_scale}, or start a new "
+            "run from the weights (save_pretrained, and init_from)"
         )
     if state.step >= experiment.training.steps:
         raise ConfigError(
-            f"training.steps is {experiment.training.steps} and the checkpoint of step "
-            f"{state.step}, which leaves "
-            f"nothing to do; set training.steps above {state.step}"
+            f"training.steps is {experiment.training.steps}, and the checkpoint is of step "
+            f"{state.step}. To train on, set training.steps above {state.step}"
         )
     if state.settings.get("decoupled_weight_decay") is False and state.settings.get("weight_decay"):
         logger.warning("weight decay is decoupled here, and was part of the gradient (L2) before")
@@ -177,43 +164,37 @@ def _check_run(experiment: Experiment, state: DeepSpeedState) -> None:
         before, now = state.settings.get(name), getattr(optimizer, name)
         before = tuple(before) if isinstance(before, list) else before
         if before is not None and before != now:
-            logger.warning(
-                "optimizer.%s is %s in the experiment, and was %s before", name, now, before
-            )
+            message = "optimizer.%s is %s in the experiment, and was %s before"
+            logger.warning(message, name, now, before)
 
 
 def _own_tensors(experiment: Experiment, state: DeepSpeedState, folder: Path) -> StoredTensors:
-    """All tensors of a checkpoint of ours; each is put together when it is asked for.
+    """Returns all tensors of a samestep checkpoint; each is converted when it is read.
 
     Raises:
         CheckpointError: they are of another model than the experiment's.
     """
     with torch.device("meta"):
-        shapes = dict(experiment.model.build().named_parameters())
-    wanted = {
-        f"{prefix}{name}": each for prefix in _PREFIXES.values() for name, each in shapes.items()
-    }
+        parameters = dict(experiment.model.build().named_parameters())
     tensors: dict[str, Tensor] = {}
     try:
         for kind, found in state.tensors.items():
-            promised = defer(found)
-            if not promised.keys() & shapes.keys():
-                promised = experiment.model.import_tensors(promised)
-            tensors |= {f"{_PREFIXES[kind]}{name}": each for name, each in promised.items()}
+            deferred = defer(found)
+            if not deferred.keys() & parameters.keys():  # the names are those of transformers
+                deferred = experiment.model.import_tensors(deferred)
+            tensors |= {f"{_PREFIXES[kind]}{name}": each for name, each in deferred.items()}
+        wanted = {f"{prefix}{n}": p for prefix in _PREFIXES.values() for n, p in parameters.items()}
         own = stored(tensors)
         layout.check_same_tensors(wanted, own.pieces, folder)
     except CheckpointError as error:
         raise CheckpointError(
-            f"make the experiment's model section that of the model in {folder}: {error}"
+            f"the experiment's model section must be that of the model in {folder}: {error}"
         ) from error
     return own
 
 
 def _begin_run(experiment: Experiment, state: DeepSpeedState) -> Tree:
-    """Makes the run's folder, with a ledger that says where it begins.
-
-    Returns what its first checkpoint says.
-    """
+    """Creates the run's folder with a ledger that says where it begins. Returns the run's meta."""
     dataset = experiment.data.open()
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
     with torch.device("meta"):
@@ -241,27 +222,31 @@ def _begin_run(experiment: Experiment, state: DeepSpeedState) -> Tree:
 
 
 def _write(folder: Location, tensors: StoredTensors, step: int, meta: Mapping[str, object]) -> None:
-    """Writes a checkpoint as ranks do that each hold some of its tensors, one rank after the other."""
+    """Writes a checkpoint as if several ranks did, one after the other, to bound the memory."""
     shares = _shares(tensors)
     text = writer.describe(step, len(shares), meta)
     staging = layout.Staging()
-    for rank in reversed(range(len(shares))):  # the first commits what the others have written
-        shapes = {name: tensors.shape(name) for name in shares[rank]}
+    # Rank 0 last: it waits for the files of the others, then commits.
+    for rank in reversed(range(len(shares))):
         pieces = [
-            Piece(name, shape, (0,) * len(shape), tensors[name]) for name, shape in shapes.items()
+            piece for name in shares[rank] for piece in layout.local_pieces(name, tensors[name])
         ]
-        content = staging.copy(pieces)
         writer.write_step(
-            folder, content, text, rank=rank, world_size=len(shares), peer_timeout=_PATIENCE
+            folder,
+            staging.copy(pieces),
+            text,
+            rank=rank,
+            world_size=len(shares),
+            peer_timeout=_PEER_TIMEOUT,
         )
 
 
 def _shares(tensors: StoredTensors) -> list[list[str]]:
-    """The names of the tensors, cut into runs of about `_FILE_BYTES`."""
+    """Splits the names, in their order, into groups of at most `_FILE_BYTES` or one tensor."""
     shares: list[list[str]] = []
     left = 0
     for name in tensors:
-        size = 4 * math.prod(tensors.shape(name))
+        size = 4 * math.prod(tensors.shape(name))  # fp32
         if not shares or size > left:
             shares.append([])
             left = _FILE_BYTES

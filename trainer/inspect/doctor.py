@@ -1,6 +1,4 @@
-"""`samestep doctor`: does this machine do what a run will ask of it? Each answer was tried out, not
-looked up.
-"""
+"""`samestep doctor`: tries what a run will need of this machine, instead of looking it up."""
 
 from __future__ import annotations
 
@@ -22,6 +20,7 @@ from trainer import __version__, storage
 from trainer.accelerators import version_of
 from trainer.accelerators.trial import OWN_ENVIRONMENT, software
 from trainer.findings import Check, Finding, State, tried
+from trainer.inspect import preflight
 from trainer.metrics import check_installed
 from trainer.monitoring import wandb
 from trainer.strategies import trial
@@ -34,11 +33,11 @@ _BYTES_PER_PARAMETER = 12  # of a checkpoint: the weight and Adam's two moments 
 
 
 def examine(experiment: Experiment | None, processes: int | None) -> Iterator[Finding]:
-    """Looks at everything a run needs, one after the other; a check that breaks is a finding, too.
+    """Tries everything that a run needs; a check that raises is a finding, too.
 
     Args:
-        experiment: what is to be run here; None looks at the machine alone.
-        processes: how many are to meet for the all-reduce; None takes one a GPU, or two on the CPU.
+        experiment: to run here; None examines the machine alone.
+        processes: of the all-reduce; None takes one per GPU, or two on the CPU.
     """
     checks: list[Check] = [("software", _software)]
     if experiment is None:
@@ -54,64 +53,60 @@ def examine(experiment: Experiment | None, processes: int | None) -> Iterator[Fi
 
 
 def _checks_of(experiment: Experiment) -> list[Check]:
-    checkpoints = experiment.checkpoint.folder
+    """Returns the checks of an experiment's dataset, folders and packages."""
     with torch.device("meta"):
-        parameters = sum(
-            each.numel() for each in experiment.build_model().parameters() if each.requires_grad
-        )
-    kept = experiment.checkpoint.keep_last + (experiment.training.best is not None)
-    needed = parameters * _BYTES_PER_PARAMETER * (kept + 1)
-    checks: list[Check] = [("dataset", lambda: _dataset(experiment))]
-    checks.append(
-        ("output", lambda: _disk("output", Path(experiment.output), 0 if checkpoints else needed))
-    )
-    if checkpoints and storage.is_url(checkpoints):
-        checks.append(("checkpoints", lambda: _object_store(checkpoints)))
-    elif checkpoints:
-        checks.append(("checkpoints", lambda: _disk("checkpoints", Path(checkpoints), needed)))
+        parameters = experiment.build_model().parameters()
+    trained = sum(each.numel() for each in parameters if each.requires_grad)
+    # The newest checkpoints, the best one, and the one that is being written.
+    kept = experiment.checkpoint.keep_last + (experiment.training.best is not None) + 1
+    needed = trained * _BYTES_PER_PARAMETER * kept
+    folder, output = experiment.checkpoint.folder, Path(experiment.output)
+    checks: list[Check] = [
+        ("dataset", lambda: _dataset(experiment)),
+        ("output", lambda: _disk("output", output, 0 if folder else needed)),
+    ]
+    if folder and storage.is_url(folder):
+        checks.append(("checkpoints", lambda: _object_store(folder)))
+    elif folder:
+        checks.append(("checkpoints", lambda: _disk("checkpoints", Path(folder), needed)))
     if metrics := experiment.objective.task.metrics:
         checks.append(("metrics", lambda: _metrics(metrics)))
-    if any(storage.is_url(path) for path in experiment.data.paths):
-        cache = (
-            experiment.data.cache
-            or os.environ.get("SAMESTEP_CACHE")
-            or Path.home() / ".cache" / "samestep"
-        )
-        checks.append(("cache", lambda: _disk("cache", Path(cache), 0)))
+    if any(map(storage.is_url, experiment.data.paths)):
+        default = os.environ.get("SAMESTEP_CACHE") or Path.home() / ".cache" / "samestep"
+        cache = Path(experiment.data.cache or default)
+        checks.append(("cache", lambda: _disk("cache", cache, 0)))
     return checks
 
 
 def _software() -> Iterator[Finding]:
     versions = f"samestep {__version__}, {software()}, Python {platform.python_version()}"
     yield Finding("software", "ok", versions)
-    if version_of("samestep") is None:  # it runs from the folder of its source
-        return
+    # A requirement of an extra reads, for example: wandb>=0.18; extra == "wandb". Without an
+    # installed package, samestep runs from its source folder, and has no such list.
+    requirements = (metadata.requires("samestep") or ()) if version_of("samestep") else ()
     extras: dict[str, list[str]] = {}
-    for requirement in metadata.requires("samestep") or ():
+    for requirement in requirements:
         if match := re.match(r"([\w.-]+).*; *extra *== *['\"](\w+)", requirement):
             extras.setdefault(match[2], []).append(match[1])
     for extra in ("dev", *OWN_ENVIRONMENT):
         extras.pop(extra, None)
+    if not extras:
+        return
     missing = [extra for extra, packages in extras.items() if not all(map(version_of, packages))]
-    there = ", ".join(extra for extra in extras if extra not in missing)
-    fix = f"if you need them: pip install 'samestep[{','.join(missing)}]'" if missing else ""
-    yield Finding(
-        "extras",
-        "ok",
-        f"{there or 'none'}{'; not there: ' * bool(missing)}{', '.join(missing)}",
-        fix,
-    )
+    found = ", ".join(extra for extra in extras if extra not in missing) or "none"
+    fix = ""
+    if missing:
+        found += f"; not installed: {', '.join(missing)}"
+        fix = f"if you need them: pip install 'samestep[{','.join(missing)}]'"
+    yield Finding("extras", "ok", found, fix)
 
 
 def _dataset(experiment: Experiment) -> Iterator[Finding]:
     dataset = experiment.data.open()
-    vocabulary = dataset.tokenizer.vocabulary.size
-    found = f"{dataset.name}: vocabulary {vocabulary:,}"
-    if vocabulary > experiment.model.vocab_size:
-        fix = f"set model.vocab_size to {vocabulary} or more (it is {experiment.model.vocab_size})"
-        yield Finding("dataset", "failed", found, fix)
-    else:
-        yield Finding("dataset", "ok", found)
+    preflight.check_data(experiment, dataset, [1])
+    yield Finding(
+        "dataset", "ok", f"{dataset.name}: vocabulary {dataset.tokenizer.vocabulary.size:,}"
+    )
 
 
 def _metrics(names: Sequence[str]) -> Iterator[Finding]:
@@ -120,12 +115,10 @@ def _metrics(names: Sequence[str]) -> Iterator[Finding]:
 
 
 def _disk(subject: str, folder: Path, needed: float) -> Iterator[Finding]:
-    """Writes a file in the folder, or in the nearest one above it that exists, and takes it away
-    again.
-    """
+    """Writes a temporary file in the folder, or in the nearest one above it that exists."""
     folder = folder.resolve()
-    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
-    block = os.urandom(2**20)
+    existing = preflight.nearest_existing(folder)
+    block = os.urandom(2**20)  # random, as a file system may compress
     try:
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".samestep-doctor-") as file:
             started = time.perf_counter()
@@ -135,73 +128,66 @@ def _disk(subject: str, folder: Path, needed: float) -> Iterator[Finding]:
             os.fsync(file.fileno())
             speed = _DISK_BYTES / (time.perf_counter() - started)
     except OSError as error:
-        yield Finding(
-            subject,
-            "failed",
-            f"cannot write in {existing}: {error.strerror}",
-            "give access or choose another",
-        )
+        found = f"cannot write in {existing}: {error.strerror}"
+        yield Finding(subject, "failed", found, "make it writable, or choose another folder")
         return
     free = shutil.disk_usage(existing).free
     found = f"{folder}: {free / 1e9:,.0f} GB free, {speed / 1e6:,.0f} MB/s with fsync"
+    state: State = "ok"
+    fix = ""
     if free < needed:
-        fix = f"the checkpoints kept at a time take {needed / 1e9:.3g} GB: make room, or lower checkpoint.keep_last"
-        yield Finding(subject, "failed", found, fix)
-    elif speed < _SLOW_DISK:
-        yield Finding(
-            subject,
-            "warning",
-            found,
-            "saving will take long; a local or parallel file system is faster",
+        state = "failed"
+        fix = (
+            f"the checkpoints kept at a time take {needed / 1e9:.3g} GB: free some space, or lower "
+            "checkpoint.keep_last"
         )
-    else:
-        yield Finding(subject, "ok", found)
+    elif speed < _SLOW_DISK:
+        state = "warning"
+        fix = "saving will take long; a local or parallel file system is faster"
+    yield Finding(subject, state, found, fix)
 
 
 def _object_store(url: str) -> Iterator[Finding]:
     address, content = f"{url.rstrip('/')}/.samestep-doctor-{os.getpid()}", os.urandom(64)
     started = time.perf_counter()
     storage.write(address, content)
-    right = storage.read(address) == content
+    same = storage.read(address) == content
     storage.remove(address)
     seconds = time.perf_counter() - started
     found = f"{storage.shown(url)}: wrote, read and removed an object in {seconds:.2f} s"
-    yield Finding(
-        "checkpoints",
-        "ok" if right else "failed",
-        found if right else f"{found}, and it had changed",
-    )
+    if same:
+        yield Finding("checkpoints", "ok", found)
+    else:
+        yield Finding("checkpoints", "failed", f"{found}, and its content was another one")
 
 
 def _wandb(experiment: Experiment | None) -> Iterator[Finding]:
     config = None if experiment is None else experiment.tracking.wandb
+    missing: State = "failed" if config else "ok"  # only an experiment with W&B needs it
     if not version_of("wandb"):
         fix = "pip install 'samestep[wandb]', or tracking.wandb=null" if config else ""
-        yield Finding(
-            "W&B", "failed" if config else "ok", "the package wandb is not installed", fix
-        )
+        yield Finding("W&B", missing, "the package wandb is not installed", fix)
         return
-    mode = wandb.resolve_mode((config or wandb.Config()).mode)
-    key = "an API key was found" if wandb.has_key() else "no API key was found"
+    mode, has_key = wandb.resolve_mode((config or wandb.Config()).mode), wandb.has_key()
+    key = "an API key was found" if has_key else "no API key was found"
     if mode != "online":
-        fix = (
-            "wandb login, or set WANDB_API_KEY" if mode == "offline" and not wandb.has_key() else ""
-        )
+        fix = "wandb login, or set WANDB_API_KEY" if mode == "offline" and not has_key else ""
         yield Finding("W&B", "ok", f"{mode}; {key}", fix)
         return
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     try:
         urllib.request.urlopen(host, timeout=_NETWORK_SECONDS).close()
     except urllib.error.HTTPError:
-        pass  # it answers
+        pass  # an error page is an answer, too
     except OSError as error:
         fix = "let this machine reach it, or set WANDB_MODE=offline and upload with wandb sync"
         yield Finding("W&B", "warning", f"{key}, and {host} does not answer ({error})", fix)
         return
-    state: State = "ok" if wandb.has_key() else "failed" if config else "warning"
-    yield Finding(
-        "W&B", state, f"online; {key}, {host} answers", "" if state == "ok" else "wandb login"
-    )
+    found = f"online; {key}, {host} answers"
+    if has_key:
+        yield Finding("W&B", "ok", found)
+    else:
+        yield Finding("W&B", "failed" if config else "warning", found, "wandb login")
 
 
 def _hugging_face() -> Iterator[Finding]:
@@ -210,6 +196,6 @@ def _hugging_face() -> Iterator[Finding]:
         return
     from huggingface_hub import constants, get_token
 
-    offline = "offline (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "online"
+    mode = "offline (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "online"
     token = "a token was found" if get_token() else "no token was found; public models need none"
-    yield Finding("Hugging Face", "ok", f"{offline}; {token}; cache {constants.HF_HUB_CACHE}")
+    yield Finding("Hugging Face", "ok", f"{mode}; {token}; cache {constants.HF_HUB_CACHE}")

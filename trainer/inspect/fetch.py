@@ -1,4 +1,4 @@
-"""`samestep fetch`: gets models, tokenizers and data ahead, for machines without internet."""
+"""`samestep fetch`: downloads models, tokenizers and data for machines without internet."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ logger = logging.getLogger(__name__)
 
 
 def fetch(target: str, overrides: list[str], to: str | None) -> list[str]:
-    """Gets what `target` names; what is there already, whole, is not got again.
+    """Downloads what `target` names, except what was downloaded completely before.
 
     Args:
         target: hf://NAME, or the file of an experiment or of a dataset.
         overrides: settings that replace those of the file.
-        to: the folder that gets it all. Without it, models and tokenizers go to the cache of the
-            Hub, where they are found under their own names, and data to the folder "fetched".
+        to: the folder for everything. Without it, models and tokenizers go to the Hub's cache,
+            where they are found under their own names, and data goes to the folder "fetched".
 
     Returns:
-        The settings that make a run use what was fetched, such as "init_from=DIR".
+        Settings that make a run use the downloads, such as "init_from=DIR".
 
     Raises:
         StorageError: something cannot be downloaded.
-        ConfigError: there is nothing remote in the file.
+        ConfigError: the file names nothing remote.
     """
     if is_hub_path(target):
         return [f"init_from={model_folder(target, to)}"]
     if storage.is_url(target):
         raise ConfigError(
-            f"{storage.shown(target)} is neither hf://NAME nor a file; to get a dataset or a "
-            "checkpoint, name the "
-            f"experiment that uses it: samestep fetch EXPERIMENT data.path={storage.shown(target)}"
+            f"{storage.shown(target)} is neither hf://NAME nor a file. To download a dataset or a "
+            "checkpoint, name the experiment that uses it: samestep fetch EXPERIMENT "
+            f"data.path={storage.shown(target)}"
         )
     tree = read_tree(target, overrides)
     if "source" in tree:
@@ -57,95 +57,96 @@ def fetch(target: str, overrides: list[str], to: str | None) -> list[str]:
         settings = list(_experiment_inputs(decode(Experiment, tree), to))
     if not settings:
         raise ConfigError(
-            f"{target} names nothing that is not on this machine already; there is nothing to fetch"
+            f"{target} names nothing that is not on this machine already. There is nothing to fetch"
         )
     return settings
 
 
 def _experiment_inputs(experiment: Experiment, to: str | None) -> Iterator[str]:
-    teacher = experiment.objective.teacher_path
-    models = {
-        "init_from": (experiment.init_from, "model"),
-        "objective.teacher": (teacher, "teacher"),
-    }
-    for setting, (start, place) in models.items():
+    """Downloads an experiment's weights, teacher and datasets; yields the settings."""
+    folder = Path(to or "fetched")
+    models = [
+        ("init_from", experiment.init_from, "model"),
+        ("objective.teacher", experiment.objective.teacher_path, "teacher"),
+    ]
+    for setting, start, place in models:
         if start and is_hub_path(start):
             yield f"{setting}={model_folder(start, to and f'{to}/{place}')}"
         elif start and storage.is_url(start):
             weights = load_weights(start)
-            run = Path(_local(str(weights.folder), Path(to or "fetched"))).parent
+            run = Path(_local(str(weights.folder), folder)).parent
             yield f"{setting}={_checkpoint(weights, run)}"
-    here = {
-        path: str(_built_dataset(path.rstrip("/"), Path(to or "fetched")))
-        for path in experiment.data.paths
-        if storage.is_url(path)
-    }
-    if here and experiment.data.path is not None:
-        yield f"data.path={here[experiment.data.path]}"
+    data = experiment.data
+    here = {path: str(_dataset(path, folder)) for path in data.paths if storage.is_url(path)}
+    if here and data.path is not None:
+        yield f"data.path={here[data.path]}"
     elif here:
         sources = [
             {**to_tree(source), "path": here.get(source.path, source.path)}
-            for source in experiment.data.sources
+            for source in data.sources
         ]
         yield f"data.sources={json.dumps(sources)}"
 
 
 def _dataset_inputs(config: build.Config, to: str | None) -> Iterator[str]:
-    if is_hub_path(config.tokenizer.path):
-        yield f"tokenizer.path={tokenizer_folder(config.tokenizer.path, to and f'{to}/tokenizer')}"
-    folder = Path(to or "fetched")
-    if isinstance(config.source, huggingface.Config):
-        if not Path(config.source.path).exists():
-            part = (config.source.name, config.source.split, config.source.revision)
-            saved = folder / config.source.path / "-".join(filter(None, part))
-            if not (saved / "state.json").exists():  # written last
-                config.source.open(streaming=False).save_to_disk(saved)
+    """Downloads a dataset's tokenizer and source texts; yields the settings."""
+    folder, tokenizer, source = Path(to or "fetched"), config.tokenizer.path, config.source
+    if is_hub_path(tokenizer):
+        yield f"tokenizer.path={tokenizer_folder(tokenizer, to and f'{to}/tokenizer')}"
+    # `save_to_disk` writes state.json, or dataset_dict.json, last: with it the copy is complete.
+    if isinstance(source, huggingface.Config):
+        if not Path(source.path).exists():
+            saved = _saved(folder, source.path, source.name, source.split, source.revision)
+            if not (saved / "state.json").exists():
+                source.open(streaming=False).save_to_disk(saved)
             yield f"source.path={saved}"
         return
-    dataset = config.source.dataset if isinstance(config.source, TableConfig) else None
+    dataset = source.dataset if isinstance(source, TableConfig) else None
     if dataset is not None and not Path(dataset.path).exists():
-        saved = (
-            folder
-            / dataset.path
-            / "-".join(filter(None, (dataset.name, dataset.revision, "splits")))
-        )
+        saved = _saved(folder, dataset.path, dataset.name, dataset.revision, "splits")
         if not (saved / "dataset_dict.json").exists():
             dataset.save(saved)
         yield f"source.dataset.path={saved}"
+    # The settings with files: paths, source_paths and target_paths of parallel text, heldout.
     lists: dict[str, tuple[str, ...]] = {
-        k: v for k, v in vars(config.source).items() if k.endswith("paths") or k == "heldout"
+        key: value
+        for key, value in vars(source).items()
+        if key.endswith("paths") or key == "heldout"
     }
     if any(storage.is_url(path) for paths in lists.values() for path in paths):
-        source: Source = config.source.build()
-        if len({_local(file, folder) for file in source.files}) < len(source.files):
+        built: Source = source.build()
+        if len({_local(file, folder) for file in built.files}) < len(built.files):
             raise ConfigError(
-                "source.paths names files that differ in the query (?...) of their addresses only, "
-                "and so would get "
-                "the same name; download them by hand under names of their own"
+                "source.paths names files whose addresses differ only in the query (?...), so they "
+                "would get the same name. Download them by hand under names of their own"
             )
-        _source_files(source, config.limit_bytes, folder)
+        _source_files(built, config.limit_bytes, folder)
         for name, paths in lists.items():
             yield f"source.{name}={json.dumps([_local(path, folder) for path in paths])}"
 
 
+def _saved(folder: Path, path: str, *parts: str | None) -> Path:
+    """Returns where a dataset of the Hub is saved; each part of it in a folder of its own."""
+    return folder / path / "-".join(filter(None, parts))
+
+
 def _source_files(source: Source, limit: int | None, folder: Path) -> None:
-    """Downloads the files of a source, as far as the limit on their text reaches."""
-    left = limit
+    """Downloads the files of a source until their texts reach the limit, in bytes."""
     for number, file in enumerate(source.files, start=1):
         path = _local(file, folder)
         if storage.is_url(file):
             logger.info("%d of %d: %s", number, len(source.files), storage.shown(file))
             _download(file, Path(path))
-        if left is not None:
-            left -= sum(
-                len(record.data) for record in dataclasses.replace(source, files=(path,)).records()
-            )
-            if left <= 0:
+        if limit is not None:
+            records = dataclasses.replace(source, files=(path,)).records()
+            limit -= sum(len(record.data) for record in records)
+            if limit <= 0:
                 return
 
 
-def _built_dataset(url: str, folder: Path) -> Path:
-    """Downloads what `samestep data build` made, the manifest last."""
+def _dataset(url: str, folder: Path) -> Path:
+    """Downloads a dataset of `samestep data build`; the manifest last, which makes it complete."""
+    url = url.rstrip("/")
     manifest = Manifest.parse(storage.read(f"{url}/{MANIFEST}"), url)
     folder = Path(_local(url, folder))
     for number, shard in enumerate(manifest.shards, start=1):
@@ -157,11 +158,10 @@ def _built_dataset(url: str, folder: Path) -> Path:
 
 
 def _checkpoint(weights: Weights, run: Path) -> Path:
-    """Downloads a checkpoint, its tokenizer and its frozen weights, as far as they are not on this
-    machine anyway.
-    """
+    """Downloads a checkpoint with its tokenizer and, if they are remote, its frozen weights."""
     assert weights.step is not None
-    step, base = run / integrity.step_folder(run, weights.step).name, weights.base
+    step, base = integrity.step_folder(run, weights.step), weights.base
+    assert isinstance(step, Path)
     if base is not None:
         if isinstance(base.folder, files.Url):
             _checkpoint(base, run / BASE)
@@ -175,9 +175,7 @@ def _checkpoint(weights: Weights, run: Path) -> Path:
 
 
 def _local(path: str, folder: Path) -> str:
-    """Where a file, or a pattern of files, is on this machine when it has been downloaded into
-    `folder`.
-    """
+    """Returns where a file, or a pattern of files, is after its download into `folder`."""
     return str(folder / storage.shown(path).partition("://")[2]) if storage.is_url(path) else path
 
 

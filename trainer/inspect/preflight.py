@@ -1,4 +1,4 @@
-"""Whether a run could start, found out without starting it: no process, no memory, no GPU."""
+"""Checks whether a run could start, without starting it: no process, no memory, no GPU."""
 
 from __future__ import annotations
 
@@ -24,81 +24,84 @@ from trainer.training.weights import check_weights, load_config
 
 
 def check(experiment: Experiment, devices: Sequence[int], elsewhere: bool = False) -> None:
-    """Refuses what the run itself would refuse, before anybody waits for it to start.
+    """Rejects what the run itself would reject, before anybody waits for it to start.
 
     Args:
-        experiment: the run.
-        devices: each number of them that it may be spread over.
-        elsewhere: whether its folders are those of other machines, so that only addresses can be
-            looked at here.
+        devices: each number of devices that the run may get.
+        elsewhere: the run's folders are on other machines, so only addresses can be checked.
 
     Raises:
-        ConfigError: batch, strategy, model, objective and dataset do not fit each other or the
-            devices.
+        ConfigError: batch, strategy, model, objective and dataset are not compatible with each
+            other or with the number of devices.
         DataError: the dataset cannot be read.
-        CheckpointError: the output folder or that of checkpoints cannot be written in, or there are
-            no weights to start from.
+        CheckpointError: the output folder or the checkpoint folder is not writable, or there are no
+            weights to start from.
     """
+
+    def readable(path: str) -> bool:
+        return is_url(path) or not elsewhere
+
     for number in devices:
         for phase in experiment.resolved_phases():
             check_batch(phase.global_batch_size, number)
         experiment.strategy.check_devices(number)
     if not elsewhere:
-        _check_output(Path(experiment.output), "output")
+        _check_writable(Path(experiment.output), "output")
         _check_checkpoints(experiment)
-    start = experiment.init_from
-    seen = start is not None and not is_hub_path(start) and (not elsewhere or is_url(start))
-    # A run that has begun goes on from its own checkpoints, which leave out what is frozen.
-    if (
-        start
-        and seen
-        and (experiment.freezes or not integrity.committed_steps(checkpoint_folder(experiment)))
-    ):
+    start, teacher = experiment.init_from, experiment.objective.teacher_path
+    if start and readable(start) and not is_hub_path(start) and not _has_all_weights(experiment):
         check_weights(files.location(start))
-    told, teacher = (
-        not isinstance(experiment.model, starting.Config),
-        experiment.objective.teacher_path,
-    )
-    if (
-        told
-        and teacher is not None
-        and not is_hub_path(teacher)
-        and (not elsewhere or is_url(teacher))
-    ):
+    if isinstance(experiment.model, starting.Config):
+        return  # the model is that of an `init_from` on another machine
+    if teacher and readable(teacher) and not is_hub_path(teacher):
         build_teacher(experiment, load_config(teacher))
-    if told and (not elsewhere or all(map(is_url, experiment.data.paths))):
-        _check_data(experiment, experiment.data.open(), sorted({min(devices), max(devices)}))
+    if all(map(readable, experiment.data.paths)):
+        check_data(experiment, experiment.data.open(), sorted({min(devices), max(devices)}))
 
 
-def _check_data(experiment: Experiment, dataset: AnyDataset, devices: Sequence[int]) -> None:
+def _has_all_weights(experiment: Experiment) -> bool:
+    """Whether the run has begun: it resumes from its own checkpoints, unless they lack weights."""
+    if experiment.freezes:
+        return False
+    return bool(integrity.committed_steps(checkpoint_folder(experiment)))
+
+
+def check_data(experiment: Experiment, dataset: AnyDataset, devices: Sequence[int]) -> None:
+    """Checks that model, objective and batches are compatible with a dataset.
+
+    Raises:
+        ConfigError: they are not.
+        DataError: the dataset cannot be read.
+    """
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
-    build_model(
-        replace(experiment, training=replace(experiment.training, compile=False)),
-        dataset,
-        objective,
-    )
+    training = replace(experiment.training, compile=False)  # compiling takes minutes
+    build_model(replace(experiment, training=training), dataset, objective)
     splits = ["train"] + ["heldout"] * (experiment.training.evaluate_every is not None)
     for number, phase, split in itertools.product(devices, experiment.resolved_phases(), splits):
         open_loader(experiment, dataset, objective, Replica(0, number), phase, split).close()
 
 
-def _check_output(folder: Path, name: str) -> None:
-    existing = next(
-        place for place in (folder.absolute(), *folder.absolute().parents) if place.exists()
-    )
+def nearest_existing(folder: Path) -> Path:
+    """Returns the folder, or the nearest one above it that exists."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _check_writable(folder: Path, name: str) -> None:
+    existing = nearest_existing(folder)
     try:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise CheckpointError(
-            f"cannot write in {existing}, where {name}={folder} is to lie: {error.strerror}; "
-            f"choose another {name}"
+            f"cannot write in {existing}, which {name}={folder} needs: {error.strerror}. "
+            f"Choose another {name}"
         ) from error
 
 
 def _check_checkpoints(experiment: Experiment) -> None:
     folder = checkpoint_folder(experiment)
     if isinstance(folder, Path):
-        _check_output(folder, "checkpoint.folder")
+        _check_writable(folder, "checkpoint.folder")
     else:
         probe = folder / f"preflight-{uuid.uuid4().hex}"
         files.write(probe, b"")

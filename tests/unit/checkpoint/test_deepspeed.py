@@ -141,7 +141,7 @@ def test_steps_that_cannot_be_are_refused(folder: Path, step: float) -> None:
 
 def test_incomplete_and_mixed_files_are_named(folder: Path) -> None:
     torch.save(torch.tensor(8.0), folder / "zero" / "scale" / "step.pt")
-    with pytest.raises(CheckpointError, match="of the steps 7, 8. Copy it again"):
+    with pytest.raises(CheckpointError, match=r"of the steps 7, 8\. Copy it again"):
         open_checkpoint(folder)
     shutil.rmtree(folder / "zero" / "scale")
     torch.save({"param": torch.ones(5, 3)[:4]}, folder / "zero" / "a.weight" / "exp_avg.pt")

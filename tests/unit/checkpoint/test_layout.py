@@ -1,10 +1,11 @@
-"""How tensors are cut into pieces, and the files they lie in."""
+"""Tensors are divided into pieces and stored in files, and any reader gets them back."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -35,12 +36,16 @@ def whole(name: str, tensor: Tensor) -> Piece:
     return piece
 
 
+def _slice(tensor: Tensor, start: int, stop: int) -> Tensor:
+    return tensor[start:stop]
+
+
 def stored(pieces: Iterable[Piece]) -> dict[str, list[StoredPiece]]:
     """The same pieces, as if they were in files."""
     found: dict[str, list[StoredPiece]] = {}
     for piece in pieces:
         tensor = piece.tensor.flatten()
-        elements = lambda start, stop, tensor=tensor: tensor[start:stop]
+        elements = partial(_slice, tensor)
         lengths, dtype = tuple(piece.tensor.shape), tensor.dtype
         each = StoredPiece(piece.name, piece.shape, piece.offset, lengths, dtype, elements)
         found.setdefault(piece.name, []).append(each)
@@ -237,7 +242,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 
 
 def split(name: str, shape: tuple[int, ...], kind: str) -> Tensor:
-    """A tensor of zeros as this process holds it: a part of its rows, or whatever lies between two random places."""
+    """A tensor of zeros as this process holds it: some of its rows, or a flat range between random bounds."""
     whole = torch.zeros(shape, dtype=torch.bfloat16 if name == "stack" else torch.float32)
     if kind == "rows":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -256,7 +261,7 @@ def split(name: str, shape: tuple[int, ...], kind: str) -> Tensor:
 
 
 def carry(source: Path, target: Path, kind: str) -> None:
-    """Restores what others have saved, and saves it, split in another way."""
+    """Restores what other ranks have saved, and saves it under another sharding."""
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tensors = {name: split(name, shape, kind) for name, shape in SHAPES.items()}

@@ -187,7 +187,7 @@ def test_a_bucket_that_vanishes_is_named(s3_server: str) -> None:
 
 def test_the_folder_of_the_config_must_be_writable() -> None:
     assert Config(folder="gs://bucket/run").folder == "gs://bucket/run"
-    with pytest.raises(ConfigError, match=r"folder 'https://host/run' can only be read. Use s3"):
+    with pytest.raises(ConfigError, match=r"folder 'https://host/run' can only be read\. Use s3"):
         Config(folder="https://host/run")
 
 

@@ -61,7 +61,7 @@ def test_an_experiment_is_checked_on_its_own_dataset_and_disk(experiment_file: s
     assert not (tmp_path / "new").exists()
     small = load(Experiment, experiment_file, [f"output={tmp_path}", "model.vocab_size=100"])
     assert "set model.vocab_size to 600" in next(
-        f.fix for f in doctor.examine(small, 1) if f.subject == "dataset"
+        f.found for f in doctor.examine(small, 1) if f.subject == "dataset"
     )
 
 

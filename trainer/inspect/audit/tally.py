@@ -32,14 +32,14 @@ class Pass:
     def add(self, example: Int64, times: Int64) -> None:
         """Adds examples, each with the number of times that it was consumed."""
         consumed = np.unique(example[times > 0])
-        new = np.count_nonzero(~self.seen[consumed])
+        new = int((~self.seen[consumed]).sum())
         self.consumed += new
         self.repeated += int(times.sum()) - new
         self.seen[consumed] = True
 
     def exclude(self, example: Int64) -> None:
         """Adds examples that the run skipped."""
-        self.excluded += np.count_nonzero(~self.seen[example])
+        self.excluded += int((~self.seen[example]).sum())
         self.seen[example] = True
 
     @property

@@ -12,7 +12,6 @@ Four things are shown, each relying on the one before:
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -25,13 +24,10 @@ from data_pipeline.order.exclusions import Exclusions
 from data_pipeline.reading.length_groups import GROUPS
 from trainer.checkpoint import integrity
 from trainer.command import progress_bar
-from trainer.errors import CheckpointError
 from trainer.inspect.audit.batches import Columns, Run, columns
 from trainer.inspect.audit.tally import Int64, Tally
 from trainer.training.ledger import Row
 from trainer.training.run import checkpoint_folder
-
-logger = logging.getLogger(__name__)
 
 _PROBLEMS_SHOWN = 20
 
@@ -92,20 +88,14 @@ def _broken_chain(run: Run) -> Iterator[str]:
 
 def _forgotten_head(run: Run) -> Iterator[str]:
     """Compares with the newest readable checkpoint; of later rows there is no other record."""
-    root = checkpoint_folder(run.experiment)
-    for step in reversed(integrity.committed_steps(root)):
-        try:
-            meta = integrity.read_meta(integrity.step_folder(root, step))
-        except CheckpointError as error:
-            logger.warning("skipping the checkpoint of step %d: %s", step, error)
-            continue
-        head = meta.get("ledger", {}).get("head", "")
-        if not any(head in (row["head"], row.get("before")) for row in run.rows):
-            yield (
-                f"ledger.jsonl does not lead to the checkpoint of step {step}, whose head is "
-                f"{head[:12]}...: rows up to that step were changed or removed"
-            )
-        return
+    meta = integrity.newest_meta(checkpoint_folder(run.experiment))
+    head = meta.get("ledger", {}).get("head", "")
+    # A row of kind `lost` has the head that it replaced under `before`.
+    if meta and not any(head in (row["head"], row.get("before")) for row in run.rows):
+        yield (
+            f"ledger.jsonl does not lead to the checkpoint of step {meta['step']}, whose head is "
+            f"{head[:12]}...: rows up to that step were changed or removed"
+        )
 
 
 def _by_order(rows: Sequence[Row]) -> list[tuple[Row, list[Row]]]:

@@ -1,3 +1,1 @@
-"""`samestep plan`: what a run will take of each device's memory and send between devices, before it
-is started.
-"""
+"""`samestep plan`: a run's memory per device and communication, computed before it is started."""

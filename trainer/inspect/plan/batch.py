@@ -1,7 +1,4 @@
-"""The arrays of a micro-batch as the objective makes them, without a dataset.
-
-The settings tell their shapes.
-"""
+"""A micro-batch as the objective makes it, without a dataset: the settings determine its shapes."""
 
 from __future__ import annotations
 
@@ -13,76 +10,76 @@ from trainer.tasks import TASKS, TaskKind
 from trainer.training.experiment import Experiment
 from trainer.training.phases import Phase
 
-_SENTINELS = 100  # of T5's tokenizers
+_SENTINELS = 100  # in T5's tokenizers
 
 
 def stand_in(size: int) -> Vocabulary:
-    """A vocabulary of a given size that has whatever an objective may ask for."""
+    """Returns a vocabulary of this size with every special token that an objective may need."""
     special = (0, 1, 2, 3, 4)
     sentinels = tuple(range(max(len(special) + 1, size - _SENTINELS), size))
     return Vocabulary(size, *special[:4], special, continuing=(), eos=4, sentinels=sentinels)
 
 
 def example(experiment: Experiment, objective: Objective, phase: Phase) -> Batch:
-    """The columns of one example that goes to the device, as full of text as its packing allows.
+    """Returns the columns of one example, with as many tokens as its packing allows.
 
-    Segments, and with them the masks of attention, are left out where the packing fills rows with
-    one sequence each.
+    Under `concat` there are no segments, and so no attention mask: each row is one sequence.
     """
     spec = objective.pack_spec(phase.sequence_length)
-    columns, lengths = _pieces(spec)
+    positions, lengths = _chunks(spec)
+    parts = spec.parts
+    tokens = sum(lengths)
+    word = len(stand_in(experiment.model.vocab_size).special)  # the first id of an ordinary token
     examples = Examples(
-        tokens=np.full(
-            sum(lengths), len(stand_in(experiment.model.vocab_size).special), dtype=np.int32
-        ),
+        tokens=np.full(tokens, word, dtype=np.int32),
         row=np.zeros(len(lengths), dtype=np.int64),
-        column=np.array(columns, dtype=np.int64),
+        column=np.array(positions, dtype=np.int64),
         length=np.array(lengths, dtype=np.int64),
         key=np.zeros(1, dtype=np.uint64),
         weight=np.ones(1, dtype=np.float32),
-        isolated=spec.parts is None and experiment.data.packing in ("best_fit", "padded"),
+        isolated=parts is None and experiment.data.packing in ("best_fit", "padded"),
         random=np.zeros(1, dtype=np.bool_) if spec.pairs else None,
-        labels=None if spec.parts is None else _labels(experiment, spec.parts.kind, sum(lengths)),
+        labels=None if parts is None else _labels(experiment, parts.kind, tokens),
     )
-    choices = 1 if spec.parts is None else spec.parts.choices
+    choices = 1 if parts is None else parts.choices
     dropout_key = np.zeros(1 if choices == 1 else (1, choices), dtype=np.int32)
     batch = {**objective.collate(examples, spec.sequence_length), "dropout_key": dropout_key}
     if experiment.data.packing == "concat":
-        batch = {
-            name: column
-            for name, column in batch.items()
-            if name not in ("segments", "target_segments")
-        }
+        for name in ("segments", "target_segments"):
+            batch.pop(name, None)
     return batch
 
 
-def _pieces(spec: PackSpec) -> tuple[list[int], list[int]]:
-    """The first cells and the lengths of pieces that fill an example."""
-    if spec.text_pairs and spec.sides is not None:  # each text gets a token that ends it
+def _chunks(spec: PackSpec) -> tuple[list[int], list[int]]:
+    """Returns the first positions and the lengths of the chunks that fill an example.
+
+    With a sequence length of 16, [CLS] before and [SEP] after each chunk:
+
+        one sequence       [CLS] 14 tokens [SEP]                 -> [1], [14]
+        a pair             [CLS] 6 tokens [SEP] 7 tokens [SEP]   -> [1, 8], [6, 7]
+        multiple choice    one sequence per choice, 16 apart     -> [1, 17, ...], [14, 14, ...]
+    """
+    if spec.text_pairs and spec.sides is not None:
         source, target = spec.sides.size
-        target = min(target, source // 2) if spec.sides.joined else target
-        return [0, 0], [source - target if spec.sides.joined else source - 1, target - 1]
+        if spec.sides.joined:  # both share one sequence of `source` positions
+            target = min(target, source // 2)
+            return [0, 0], [source - target, target - 1]
+        return [0, 0], [source - 1, target - 1]  # each ends with one more token
     room = spec.sequence_length - spec.prefix - spec.suffix
-    if not spec.pairs:  # of a task's texts that share a sequence one fills it as well as several
-        choices = 1 if spec.parts is None else spec.parts.choices
-        return [spec.prefix + choice * spec.sequence_length for choice in range(choices)], [
-            room
-        ] * choices
-    room -= spec.suffix
-    first = room // 2
-    return [spec.prefix, spec.prefix + first + spec.suffix], [first, room - first]
+    if spec.pairs:
+        room -= spec.suffix
+        first = room // 2
+        return [spec.prefix, spec.prefix + first + spec.suffix], [first, room - first]
+    # A task's texts that share a sequence take as much room as one text.
+    choices = 1 if spec.parts is None else spec.parts.choices
+    positions = [spec.prefix + choice * spec.sequence_length for choice in range(choices)]
+    return positions, [room] * choices
 
 
 def _labels(experiment: Experiment, kind: TaskKind, tokens: int) -> Labels:
-    """Labels of a row: zeros, which every kind of task has, or of soft classes their probabilities."""
+    """Returns the labels of one example: zeros, which are valid for every kind of task."""
     soft = experiment.objective.task.reads_probabilities
     classes = len(experiment.model.labels) if soft else 1
     count = {"row": classes, "tokens": tokens, "span": 2}[TASKS[kind].labeled]
-    zeros = np.zeros(1, dtype=np.int64)
-    return Labels(
-        np.zeros(count, dtype=np.float32),
-        np.array([count]),
-        document=zeros,
-        begin=zeros,
-        examples=zeros + 1,
-    )
+    values, zeros = np.zeros(count, dtype=np.float32), np.zeros(1, dtype=np.int64)
+    return Labels(values, np.array([count]), document=zeros, begin=zeros, examples=zeros + 1)

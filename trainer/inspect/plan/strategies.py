@@ -1,17 +1,15 @@
-"""What each strategy makes of a training step.
+"""Memory and communication of each strategy: what a device holds in a step, and what it sends.
 
-What every device holds, and what it exchanges with the others.
-
-A `Step` traced on one device says how large everything is. How it is divided follows from the
-strategies' code, and tests compare it with the tensors of real runs, and with the collectives that
-they call for.
+A `Step` traced on one device gives the sizes of the whole. How they are divided follows from the
+code of the strategies. Tests compare it with the tensors of real runs and their collectives.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -24,17 +22,15 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one device's memory at the peak of a step, on the device that holds most.
+    """Bytes of memory at the peak of a step, on the device that holds most.
 
     Attributes:
-        parameters: what the optimizer updates, the copy that passes work with where that is
-            another, and a teacher's.
-        gradients: as they are from the second micro-batch of a step on, if it has several.
+        parameters: that the optimizer updates; the copy for the passes, if there is one; a teacher.
+        gradients: as of the second micro-batch of a step, if it has several.
         optimizer: its state.
-        activations: what forward and backward passes hold beside these.
-        buffers: what the strategy's collectives hold, gathered parameters included.
-        update: temporary tensors of the optimizer's update, when activations and most buffers are
-            gone.
+        activations: everything else that forward and backward passes hold.
+        buffers: of the strategy's collectives, gathered parameters included.
+        update: temporary tensors of the optimizer's update.
     """
 
     parameters: int
@@ -46,23 +42,24 @@ class Held:
 
     @property
     def state(self) -> int:
-        """What lasts from step to step."""
+        """Bytes that last from step to step."""
         return self.parameters + self.optimizer
 
     @property
     def total(self) -> int:
-        """The peak."""
+        """Bytes at the peak."""
+        # Activations and most buffers are freed before the optimizer's update begins.
         return self.state + self.gradients + max(self.activations + self.buffers, self.update)
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What one device takes part in during a step.
+    """The collectives of one kind in which a device takes part during a step.
 
     Attributes:
         kind: of the collective.
-        nbytes: of the whole tensors: results of all-gathers, inputs of the others.
-        ranks: how many processes take part in each.
+        nbytes: of the whole tensors: the outputs of all-gathers, the inputs of the others.
+        ranks: number of processes in each.
     """
 
     kind: Literal["all-gather", "reduce-scatter", "all-reduce"]
@@ -71,47 +68,51 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends, by the ring algorithm (Patarasuk & Yuan 2009), of which none
-        sends less.
-        """
+        """Bytes that a device sends by the ring algorithm, the minimum (Patarasuk & Yuan 2009)."""
+        # An all-reduce is a reduce-scatter and an all-gather.
         rounds = 2 if self.kind == "all-reduce" else 1
         return rounds * self.nbytes * (self.ranks - 1) / self.ranks
 
 
+@dataclass
 class Division(ABC):
-    """How a strategy divides a step.
+    """How a strategy divides a step among devices.
 
-    Args:
+    Attributes:
         parameters: of the model.
-        update: bytes of temporary tensors of the whole optimizer's update.
-        width: bytes of an element in matrix products.
-        devices: how many there are.
+        update: bytes of temporary tensors in the optimizer's update of all parameters.
+        width: bytes per element in matrix products.
+        devices: number of devices.
     """
 
-    def __init__(
-        self, parameters: Iterable[Parameter], update: int, width: int, devices: int
-    ) -> None:
-        self.parameters, self.update, self.width, self.devices = (
-            list(parameters),
-            update,
-            width,
-            devices,
-        )
-        self.elements = sum(each.elements for each in self.parameters)
-        self.trained = sum(each.elements for each in self.parameters if each.trained)
+    parameters: Sequence[Parameter]
+    update: int
+    width: int
+    devices: int
 
     @abstractmethod
     def held(self, activations: Activations, accumulates: bool) -> Held:
-        """What a device holds; `accumulates`: whether a step has several micro-batches."""
+        """Returns what a device holds; `accumulates`: a step has several micro-batches."""
 
     @abstractmethod
     def exchanged(self, micro_batches: int) -> list[Collective]:
-        """What is exchanged in a step, without norms and counts, which take some kilobytes."""
+        """Returns the collectives of a step, without norms and counts (some kilobytes)."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of all parameters."""
+        return sum(each.elements for each in self.parameters)
+
+    @property
+    def trained(self) -> int:
+        """Number of elements of the parameters that are not frozen."""
+        return sum(each.elements for each in self.parameters if each.trained)
 
     def state(self, parts: int) -> int:
-        """Bytes of optimizer state where what has its parameter's shape is split.
+        """Returns the bytes of optimizer state of one of `parts` devices.
 
-        The rest is whole everywhere.
+        A tensor with the shape of its parameter is split; any other, such as Adafactor's row means,
+        is whole on every device.
         """
         return sum(
             _FP32 * (self.split(shape, parts) if shape == each.shape else math.prod(shape))
@@ -120,124 +121,107 @@ class Division(ABC):
         )
 
     def split(self, shape: tuple[int, ...], parts: int) -> int:
-        """The most elements of a tensor that one of `parts` devices holds."""
+        """Returns the most elements of a tensor that one of `parts` devices holds."""
         return -(-math.prod(shape) // parts)
 
 
 class Whole(Division):
-    """`single`, and `ddp`, whose buckets of gradients are the gradients."""
+    """`single`, and `ddp`, whose buckets are the gradients themselves."""
 
     def held(self, activations: Activations, accumulates: bool) -> Held:
         weights, gradients = _FP32 * self.elements, _FP32 * self.trained
         return Held(weights, gradients, self.state(1), activations.full, 0, self.update)
 
     def exchanged(self, micro_batches: int) -> list[Collective]:
-        return (
-            [Collective("all-reduce", _FP32 * self.trained, self.devices)]
-            if self.devices > 1
-            else []
-        )
+        if self.devices == 1:
+            return []
+        return [Collective("all-reduce", _FP32 * self.trained, self.devices)]
 
 
+@dataclass
 class Rows(Division):
-    """`fsdp` (FSDP2): each parameter is split by rows over `parts` devices.
+    """`fsdp` (FSDP2): parameters are sharded by rows; units are gathered for their passes.
 
-    Units are gathered for their passes.
-
-    Args:
-        parts: devices that hold one copy of the model; with fewer than `devices` of them this is
-            HSDP.
+    Attributes:
+        parts: devices that hold one copy of the model; under HSDP fewer than `devices`.
         reshard: whether gathered units are freed between their forward and backward passes.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[Parameter],
-        update: int,
-        width: int,
-        devices: int,
-        parts: int,
-        reshard: bool = True,
-    ) -> None:
-        super().__init__(parameters, update, width, devices)
-        self.parts, self._reshard = parts, reshard
-        padded = [parts * self.split(each.shape, parts) for each in self.parameters]
-        self._padded = sum(padded)
-        self._units: dict[int | None, int] = {}
-        self._gradients: dict[int | None, int] = {}
-        for each, size in zip(self.parameters, padded, strict=True):
-            self._units[each.unit] = self._units.get(each.unit, 0) + size
-            self._gradients[each.unit] = self._gradients.get(each.unit, 0) + size * each.trained
+    parts: int
+    reshard: bool = True
+
+    def __post_init__(self) -> None:
+        # Elements of each sharding unit (None: the root unit) with padding: a shard has
+        # ceil(rows / parts) rows. Of 5 rows, each of 4 devices has 2, the last one only padding.
+        self._units: dict[int | None, int] = defaultdict(int)
+        self._gradients: dict[int | None, int] = defaultdict(int)
+        for each in self.parameters:
+            size = self.parts * self.split(each.shape, self.parts)
+            self._units[each.unit] += size
+            self._gradients[each.unit] += size * each.trained
+        self._root = self._units[None]
+        self._padded = sum(self._units.values())
         self._padded_gradients = sum(self._gradients.values())
 
     def split(self, shape: tuple[int, ...], parts: int) -> int:
-        """Whole rows."""
+        """Returns the elements of a shard, which has whole rows."""
         return -(-shape[0] // parts) * math.prod(shape[1:])
 
-    @property
-    def _root(self) -> int:
-        return self._units.get(None, 0)
-
     def held(self, activations: Activations, accumulates: bool) -> Held:
-        part, gradients = (
-            _FP32 * size // self.parts for size in (self._padded, self._padded_gradients)
-        )
-        whole = (
-            _FP32 * self.trained if accumulates else 0
-        )  # kept until the last micro-batch reduces them
-        used = activations.root if self.width < _FP32 else activations.full
-        buffers = self._buffers(accumulates)
+        gradients = _FP32 * self._padded_gradients // self.parts
+        if accumulates:  # they stay unsharded until the last micro-batch reduces them
+            gradients += _FP32 * self.trained
         return Held(
-            part,
-            gradients + whole,
-            self.state(self.parts),
-            used,
-            buffers,
-            self.update // self.parts,
+            parameters=_FP32 * self._padded // self.parts,
+            gradients=gradients,
+            optimizer=self.state(self.parts),
+            # Units are gathered in 16 bits, so autocast copies the weights of the root unit only.
+            activations=activations.root if self.width < _FP32 else activations.full,
+            buffers=self._buffers(accumulates),
+            update=self.update // self.parts,
         )
 
     def _buffers(self, accumulates: bool) -> int:
-        """At the height of the backward pass, or of the forward pass where units stay gathered.
+        """Returns the bytes of buffers at the peak of the backward pass.
 
-        The root unit is gathered all the time, of the others the one at work and the next. The
-        gradients of the unit at work are copied for their reduce-scatter; those of earlier
-        micro-batches with them are counted as gradients.
+        The root unit is gathered all the time. Of the others, the current one and the next are; if
+        units are not resharded after the forward pass, all are. The gradients of the current unit
+        are copied for their reduce-scatter. `accumulates`: these gradients themselves are not
+        counted here, as `held` counts those of all units.
         """
-        unit, of_unit = (
+        unit, unit_gradients = (
             max((size for key, size in sizes.items() if key is not None), default=0)
             for sizes in (self._units, self._gradients)
         )
-        gathered = 2 * unit if self._reshard else self._padded - self._root
-        gradients = (_FP32 if accumulates else self.width + _FP32) * of_unit
-        return _FP32 * self._root + self.width * gathered + gradients
+        gathered = 2 * unit if self.reshard else self._padded - self._root
+        copies = _FP32 if accumulates else self.width + _FP32
+        return _FP32 * self._root + self.width * gathered + copies * unit_gradients
 
     def exchanged(self, micro_batches: int) -> list[Collective]:
-        units = self._padded - self._root
-        passes = 2 if self._reshard else 1
-        gathered = micro_batches * (_FP32 * self._root + passes * self.width * units)
-        made = [
+        passes = 2 if self.reshard else 1
+        units = passes * self.width * (self._padded - self._root)
+        gathered = micro_batches * (_FP32 * self._root + units)
+        gradients = _FP32 * self._padded_gradients
+        found = [
             Collective("all-gather", gathered, self.parts),
-            Collective("reduce-scatter", _FP32 * self._padded_gradients, self.parts),
+            Collective("reduce-scatter", gradients, self.parts),
         ]
         copies = self.devices // self.parts
-        if copies > 1:
-            made.append(
-                Collective("all-reduce", _FP32 * self._padded_gradients // self.parts, copies)
-            )
-        return made
+        if copies > 1:  # HSDP: shards are reduced over the copies of the model
+            found.append(Collective("all-reduce", gradients // self.parts, copies))
+        return found
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """DeepSpeed's settings of what ZeRO reduces and gathers at a time.
+    """DeepSpeed's settings of what ZeRO reduces and gathers at a time, in elements.
 
     Attributes:
-        bucket: elements of the buffer in which gradients are reduced; None takes that of the
-            strategy.
-        overlap: whether stages 1 and 2 have two of them.
-        prefetch: elements that stage 3 gathers ahead.
-        persistent: stage 3 keeps parameters of up to so many elements gathered.
-        reuse: stage 3 keeps what it has gathered if it is needed again within so many elements.
+        bucket: buffer in which gradients are reduced; None takes that of the strategy.
+        overlap: whether stages 1 and 2 have two such buffers.
+        prefetch: what stage 3 gathers ahead.
+        persistent: stage 3 keeps parameters of up to this size gathered.
+        reuse: stage 3 keeps a gathered parameter that is used again within this distance.
     """
 
     bucket: int | None = None
@@ -247,82 +231,72 @@ class Buffers:
     reuse: int = 1_000_000_000
 
 
+@dataclass
 class Ranges(Division):
-    """ZeRO: the flattened parameters are split, of the optimizer (stage 1), gradients (2) and
-    passes (3).
+    """ZeRO: flat partitions of the optimizer state (stage 1), gradients (2) and parameters (3).
 
     Attributes:
         stage: 1, 2 or 3.
-        offloads: whether the optimizer's state with its parameters and gradients, and whether the
-            parameters of stage 3 that passes work with, are in the host's memory.
+        offload_optimizer: whether the optimizer's state with its parameters and gradients is in the
+            host's memory.
+        offload_parameters: whether stage 3's parameters for the passes are in the host's memory.
         buffers: settings of DeepSpeed.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[Parameter],
-        update: int,
-        width: int,
-        devices: int,
-        stage: int,
-        offloads: tuple[bool, bool] = (False, False),
-        buffers: Buffers = Buffers(),
-    ) -> None:
-        super().__init__(parameters, update, width, devices)
-        self.stage, self._offloads, self._overlap, self._prefetch = (
-            stage,
-            offloads,
-            buffers.overlap,
-            buffers.prefetch,
-        )
-        self._bucket = min(BUCKET, self.trained) if buffers.bucket is None else buffers.bucket
-        self._persistent = sum(
-            each.elements for each in self.parameters if each.elements <= buffers.persistent
-        )
+    stage: int
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    buffers: Buffers = Buffers()
+
+    def __post_init__(self) -> None:
+        bucket = self.buffers.bucket
+        self._bucket = min(BUCKET, self.trained) if bucket is None else bucket
+        sizes = [each.elements for each in self.parameters]
+        self._persistent = sum(size for size in sizes if size <= self.buffers.persistent)
         self._gathered = self.elements - self._persistent
-        self._kept = min(
-            self._gathered, buffers.reuse // 2
-        )  # from the forward pass, the last layers, to the backward pass
+        # What the forward pass leaves gathered for the backward pass: the last layers. The distance
+        # counts elements there and back, so these are half of it.
+        self._kept = min(self._gathered, self.buffers.reuse // 2)
 
     def held(self, activations: Activations, accumulates: bool) -> Held:
-        split, updated = (-(-size // self.devices) for size in (self.elements, self.trained))
-        state_is_here, copy_is_here = (not offloaded for offloaded in self._offloads)
-        part = state_is_here * _FP32 * updated
-        copy = self.width * (
-            copy_is_here * split + self._persistent if self.stage == 3 else self.elements
-        )
-        whole = _FP32 * self.trained if self.stage == 1 else 0
+        on_device = not self.offload_optimizer
+        # fp32, of the trained parameters and of their gradients alike.
+        partition = on_device * _FP32 * self.split((self.trained,), self.devices)
+        copy = self.elements
+        if self.stage == 3:
+            shard = self.split((self.elements,), self.devices)
+            copy = (not self.offload_parameters) * shard + self._persistent
         return Held(
-            parameters=copy + part,
-            gradients=whole + part,
-            optimizer=state_is_here * self.state(self.devices),
+            parameters=self.width * copy + partition,
+            gradients=partition + (_FP32 * self.trained if self.stage == 1 else 0),
+            optimizer=on_device * self.state(self.devices),
             activations=activations.bare if self.width < _FP32 else activations.full,
             buffers=self._buffers(),
-            update=state_is_here * self.update // self.devices,
+            update=on_device * self.update // self.devices,
         )
 
     def _buffers(self) -> int:
-        """Gradients are reduced in fp32, for which stage 2 copies a bucket of 16 bits."""
+        """Returns the bytes of buckets and gathered parameters."""
         if self.stage == 3:
-            most = max(each.elements for each in self.parameters)
-            return _FP32 * self._bucket + self.width * min(
-                self._gathered, self._kept + self._prefetch + most
-            )
+            largest = max(each.elements for each in self.parameters)
+            gathered = min(self._gathered, self._kept + self.buffers.prefetch + largest)
+            return _FP32 * self._bucket + self.width * gathered
         width = _FP32 if self.stage == 1 else self.width
-        return self._bucket * (
-            width * (2 if self._overlap else 1) + (_FP32 if width < _FP32 else 0)
-        )
+        buckets = width * (2 if self.buffers.overlap else 1)
+        if width < _FP32:  # gradients are reduced in fp32, so stage 2 copies a bucket of 16 bits
+            buckets += _FP32
+        return self._bucket * buckets
 
     def exchanged(self, micro_batches: int) -> list[Collective]:
         gradients, weights = _FP32 * self.trained, self.width * self.trained
-        if (
-            self.stage < 3
-        ):  # DeepSpeed's buckets are all-reduced, although each process keeps its range alone
+        if self.stage < 3:
+            # DeepSpeed all-reduces its buckets, although each process keeps only its partition.
             reductions = 1 if self.stage == 1 else micro_batches
             return [
                 Collective("all-reduce", reductions * gradients, self.devices),
                 Collective("all-gather", weights, self.devices),
             ]
+        # Each micro-batch gathers for both passes, without what is kept in between.
         gathered = micro_batches * (2 * self._gathered - self._kept) + self._persistent
         return [
             Collective("reduce-scatter", micro_batches * gradients, self.devices),
@@ -330,15 +304,15 @@ class Ranges(Division):
         ]
 
 
-def interpolate(rows: int, traced: Sequence[tuple[int, Activations]]) -> Activations:
-    """Activations of a micro-batch between those that were traced, in ascending order.
+def interpolate(size: int, traced: Sequence[tuple[int, Activations]]) -> Activations:
+    """Estimates the activations of a micro-batch between traced ones, which are in ascending order.
 
-    A peak is the largest of several sums that grow with the rows, a convex function, so this is at
-    least the truth.
+    A peak is the maximum of several sums that are linear in the number of examples, so it is
+    convex, and a linear interpolation never underestimates it.
     """
     for (low, below), (high, above) in pairwise(traced):
-        if rows <= high:
-            share = (rows - low) / (high - low)
+        if size <= high:
+            share = (size - low) / (high - low)
             pairs = zip(vars(below).values(), vars(above).values(), strict=True)
             return Activations(*(round(a + share * (b - a)) for a, b in pairs))
     return traced[-1][1]

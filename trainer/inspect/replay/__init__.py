@@ -1,3 +1,1 @@
-"""`samestep replay`: a step of a run, made again on one CPU to see which of its examples are to
-blame.
-"""
+"""`samestep replay`: recomputes a step on one CPU, to find the examples that cause a high loss."""

@@ -18,9 +18,9 @@ def register(commands: Commands) -> None:
         _replay,
         "recompute a step of a run and rank its examples by loss",
         "example:\n  samestep replay runs/bert_mini 600 --top 20",
-        "Recomputes the global batch of a step, bit for bit, in one process on the CPU, compares it "
-        "with the run's ledger, and ranks its examples by their loss under the newest checkpoint "
-        "before the step.",
+        "Recomputes the global batch of a step, bit for bit, in one process on the CPU, compares "
+        "it with the run's ledger, and ranks its examples by their loss under the newest "
+        "checkpoint before the step.",
     )
     parser.add_argument("run_folder", metavar="RUN", help="the output folder of a run")
     parser.add_argument(
