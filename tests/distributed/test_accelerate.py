@@ -259,14 +259,14 @@ def test_bad_files(tmp_path: Path, kind: str, settings: dict[str, Any], reason: 
 
 def test_two_sources_of_settings_are_refused(untouched: pytest.MonkeyPatch, tmp_path: Path) -> None:
     untouched.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    with pytest.raises(ConfigError, match="leave out one of the two"):
+    with pytest.raises(ConfigError, match="Leave out one of the two"):
         build(config_file(tmp_path, "NO"))
 
 
 def test_one_process_in_place_of_several_is_refused(untouched: pytest.MonkeyPatch) -> None:
     untouched.setenv("ACCELERATE_USE_CPU", "True")
     untouched.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(ConfigError, match="append `--processes N`"):
+    with pytest.raises(ConfigError, match="Append `--processes N`"):
         build(None)
 
 

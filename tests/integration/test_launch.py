@@ -124,7 +124,7 @@ def test_cancelled(project: Path, samestep: Samestep, experiment_file: str) -> N
         (
             ["strategy={kind: fsdp, replicas: 3}"],
             "4",
-            "strategy.replicas 3 does not divide the 4 devices; use one of [1, 2, 4]",
+            "strategy.replicas 3 does not divide the 4 devices. Use one of [1, 2, 4]",
         ),
         (
             ["strategy={kind: xla_spmd, replicas: 3}"],

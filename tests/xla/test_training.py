@@ -266,7 +266,7 @@ def test_a_graph_that_changes_ends_the_run(
         (
             ("strategy={kind: xla_spmd, replicas: 3}",),
             {},
-            "replicas 3 does not divide the 4 devices; use one of [1, 2, 4]",
+            "replicas 3 does not divide the 4 devices. Use one of [1, 2, 4]",
         ),
         (
             ("training.global_batch_size=3",),
@@ -276,20 +276,20 @@ def test_a_graph_that_changes_ends_the_run(
         (
             ("strategy={kind: deepspeed, stage: 1}",),
             {},
-            "strategy deepspeed does not fit XLA on 4 CPU devices; use strategy=xla_spmd",
+            "strategy deepspeed does not fit XLA on 4 CPU devices. Use strategy=xla_spmd",
         ),
         (
             ("strategy=fsdp",),
             {},
-            "strategy fsdp does not fit XLA on 4 CPU devices; use strategy=xla_spmd",
+            "strategy fsdp does not fit XLA on 4 CPU devices. Use strategy=xla_spmd",
         ),
         (
             ("accelerator=cpu",),
             {},
-            "strategy xla_spmd does not fit CPU, 1 thread; use strategy=fsdp, or accelerator=xla",
+            "strategy xla_spmd does not fit CPU, 1 thread. Use strategy=fsdp, or accelerator=xla",
         ),
-        (("training.precision=fp16",), {}, "use bf16 or fp32"),
-        (("training.compile=true",), {}, "XLA compiles every step; set it to false"),
+        (("training.precision=fp16",), {}, "Use bf16 or fp32"),
+        (("training.compile=true",), {}, "XLA compiles every step. Set it to false"),
         ((), {"PJRT_DEVICE": "TPU"}, "accelerator: xla finds no TPU device"),
     ],
 )

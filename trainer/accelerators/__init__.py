@@ -1,4 +1,4 @@
-"""Accelerators: one kind of hardware each, with its device, collectives and peak throughput."""
+"""Accelerators: one module per kind of hardware, with its device, collectives and peak FLOP/s."""
 
 from __future__ import annotations
 
@@ -17,72 +17,65 @@ from torch import Tensor
 from trainer.errors import ConfigError
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
-_EXPECTED_SHARE = 0.4  # of the peak
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def local_rank() -> int:
-    """This process's number on its machine, as the launcher says; 0 when there is only one."""
-    if "LOCAL_RANK" not in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            "the launcher sets WORLD_SIZE and no LOCAL_RANK, so that all processes would take the "
-            "same "
-            "device; start them with samestep train or torchrun, or set LOCAL_RANK"
-        )
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def local_device(count: int, kind: str) -> int:
-    """The number of this process's device on its machine, one a process.
+    """Returns the index of this process's device on its machine, which is its local rank.
 
     Args:
-        count: how many devices the machine has.
-        kind: what they are called.
+        count: number of devices of the machine.
+        kind: the name of such a device, for the error.
 
     Raises:
-        ConfigError: there are more processes than devices.
+        ConfigError: the launcher does not set LOCAL_RANK, or there are more processes than devices.
     """
-    if local_rank() >= count:
+    # Without LOCAL_RANK all processes would share device 0, and only be slow.
+    if "LOCAL_RANK" not in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
-            f"process {local_rank()} of this machine has no {kind}: there are {count}; start at "
-            "most that many "
-            "processes"
+            "the launcher sets WORLD_SIZE but not LOCAL_RANK, so all processes would take the same "
+            "device. Start them with samestep train or torchrun, or set LOCAL_RANK."
         )
-    return local_rank()
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if rank >= count:
+        raise ConfigError(
+            f"process {rank} of this machine has no {kind}: there are {count}. "
+            "Start at most that many processes."
+        )
+    return rank
 
 
 class Config(ABC):
-    """The section `accelerator` of an experiment: the base of the `Config` of each module here."""
+    """The section `accelerator` of an experiment: base class of the `Config` of each module."""
 
     @abstractmethod
     def build(self) -> Accelerator:
-        """Takes the device.
+        """Initializes the device.
 
         Raises:
-            ConfigError: it cannot be had.
+            ConfigError: the device is not available.
         """
 
     def processes(self) -> list[dict[str, str]]:
-        """The processes that use all devices of this machine, one dictionary for each.
+        """The processes that use all devices of this machine: environment variables of each.
 
-        It holds the environment variables that give the process a device of its own. Here it is one
-        process that drives all devices, and needs none.
+        The variables give the process a device of its own. By default, one process drives all
+        devices and needs none.
         """
         return [{}]
 
 
 class Accelerator(ABC):
-    """The device of this process.
+    """The device, or devices, that this process drives.
 
     Attributes:
-        device: where parameters and batches live.
-        collective_backend: what torch.distributed uses between the processes of a run on such
-            devices.
-        precisions: what it computes matrix products with.
-        compiles: whether it records operations into graphs and compiles these, which then must not
-            change from step to step: neither in their shapes nor in their numbers that are not
-            tensors.
-        compilations: of each graph by its name, so far; at most 1 each, or the run would not go on.
+        device: where parameters and batches are.
+        collective_backend: the back-end of torch.distributed for this device.
+        precisions: supported precisions of matrix products.
+        compiles: whether operations are recorded into graphs and compiled. Then neither a shape nor
+            a number that is not a tensor may change from step to step.
+        compilations: number of compilations of each graph so far, by the graph's name. A second
+            compilation of a graph is an error.
     """
 
     device: torch.device
@@ -94,78 +87,63 @@ class Accelerator(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """The device in words, for the start-up report."""
+        """The name of the device, for the start-up report."""
 
     @abstractmethod
     def peak_flops(self, precision: Precision) -> float | None:
-        """The data sheet's dense FLOP/s of what this process drives, or None where there is no such
-        figure.
-        """
+        """Dense FLOP/s of this process's devices by the data sheet; None if there is no figure."""
 
     def expected_flops(self, precision: Precision) -> float | None:
-        """FLOP/s that a training step may be expected to reach on that, for the estimate of a run's
-        time.
-        """
+        """FLOP/s that a training step is likely to reach, for estimates of a run's time."""
         peak = self.peak_flops(precision)
-        return _EXPECTED_SHARE * peak if peak else None
+        return 0.4 * peak if peak else None
 
     def memory(self) -> int | None:
-        """The bytes of device memory that this process may use, or None where there is none of its
-        own to measure.
-        """
+        """Bytes of device memory available to this process; None if it is not measured."""
         return None
 
     def peak_memory(self) -> int | None:
-        """The most bytes of it that this process has held since it began, or since
-        `reset_peak_memory`.
-        """
+        """Most bytes that this process has held since its start or `reset_peak_memory`."""
         return None
 
     def reset_peak_memory(self) -> None:  # noqa: B027
-        """Gives back what is cached, and starts to measure anew."""
+        """Frees cached memory and restarts the measurement of `peak_memory`."""
 
     def mark(self) -> Any:
-        """Marks the place in the device's work that has been reached so far, without waiting for
-        the device.
+        """Records a point in the device's queue of work, without waiting for the device.
 
-        By the host's clock, unless the device has one.
+        By default, the host's clock.
         """
         return time.perf_counter()
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """What the device took from one mark to another, idle time included.
-
-        Waits until it gets there.
-        """
+        """Device time between two marks, including idle time. Waits until `end` is reached."""
         return float(end - begin)
 
     def energy(self) -> float | None:
-        """Joules that the device has used since some time in the past, or None where it does not
-        tell.
-        """
+        """Joules consumed by the device since an arbitrary time; None if it has no counter."""
         return None
 
     def autocast(self, precision: Precision) -> AbstractContextManager[object]:
-        """Runs matrix products in `precision`; parameters stay in fp32."""
+        """Computes matrix products in `precision`; parameters stay in fp32."""
         if precision == "fp32":
             return nullcontext()
         return torch.autocast(self.device.type, dtype=DTYPES[precision])
 
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies a batch of CPU tensors to the device, without waiting for the copy where the
-        device allows.
-        """
+        """Copies CPU tensors to the device, asynchronously if the device supports it."""
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     def graph(self, work: str) -> AbstractContextManager[object]:
-        """Surrounds work on the device that is one graph where it `compiles`, the same one for the
-        same name.
+        """Surrounds operations that form one graph if the accelerator `compiles`.
+
+        Operations under the same name must be the same graph each time.
         """
         return nullcontext()
 
 
 def version_of(distribution: str) -> str | None:
-    """The version of a package that is installed, which is not imported for that; else None."""
+    """The version of an installed package, without importing it; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

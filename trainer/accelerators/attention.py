@@ -1,4 +1,4 @@
-"""The memory of attention on a GPU, reproduced on PyTorch's fake tensors, which are on the CPU."""
+"""The memory of attention on a GPU, reproduced with PyTorch's fake tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 
 class GpuAttention(TorchFunctionMode):
-    """Makes attention keep what the kernels of GPUs keep, although fake tensors are on the CPU,
-    which they deny.
+    """Makes attention on fake CPU tensors save the tensors that the kernels of GPUs save.
 
-    Without a mask the CPU's kernel keeps what FlashAttention does. With one, GPUs take the
-    memory-efficient kernel, whose bias has an element for each score of a row, and the CPU falls
-    back to writing scores out if the bias has a gradient.
+    Without a mask, the CPU's kernel saves the same tensors as FlashAttention. With a mask, GPUs use
+    the memory-efficient kernel, whose bias has a number for each score; the CPU falls back to
+    unfused attention if the bias needs a gradient.
     """
 
     def __torch_function__(
@@ -28,6 +27,7 @@ class GpuAttention(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        # The model asks `is_cpu` whether attention with a trained bias is fused: as on a GPU.
         if func == Tensor.is_cpu.__get__:  # type: ignore[attr-defined]
             return False
         if func is not F.scaled_dot_product_attention or kwargs.get("attn_mask") is None:

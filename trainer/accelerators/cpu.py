@@ -1,4 +1,4 @@
-"""The processor itself: for development, tests and small runs; collectives by gloo."""
+"""The CPU, for development, tests and small runs; collectives by gloo."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from trainer.accelerators import DTYPES, Accelerator, Precision
 
 @dataclass(frozen=True)
 class Config(accelerators.Config):
-    """Runs on the CPU, also where GPUs are.
+    """Runs on the CPU, even on a machine with GPUs.
 
     Attributes:
-        threads: threads of each process's matrix products; None leaves it to torch and
-            OMP_NUM_THREADS.
+        threads: threads of each process's matrix products. None: as torch and OMP_NUM_THREADS say.
     """
 
     threads: int | None = None
@@ -34,19 +33,17 @@ class CpuAccelerator(Accelerator):
 
     @property
     def description(self) -> str:
-        return f"CPU, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
+        threads = torch.get_num_threads()
+        return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
     def peak_flops(self, precision: Precision) -> None:
         return None
 
     def expected_flops(self, precision: Precision) -> float:
-        """Half of what a matrix product reaches right now.
-
-        Measured, as no data sheet tells (about 0.1 s).
-        """
+        """Half the FLOP/s of a matrix product, measured for 0.1 s: CPUs have no data sheet."""
         size, repeats = 512, 0
         matrix = torch.ones(size, size, dtype=DTYPES[precision])
-        matrix @ matrix
+        matrix @ matrix  # the first product is slower
         start = time.perf_counter()
         while time.perf_counter() - start < 0.1:
             matrix @ matrix

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs, one a process; collectives by NCCL."""
+"""NVIDIA GPUs, one per process; collectives by NCCL."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from trainer import accelerators
 from trainer.accelerators import Accelerator, Precision, local_device
 from trainer.errors import ConfigError
 
-# Dense TFLOP/s in bf16 and fp16 from NVIDIA's data sheets, by a part of the device's name; the
-# first match counts.
+# Dense TFLOP/s in bf16 and fp16 from NVIDIA's data sheets, by a part of the device's name. The
+# first match counts, so "H200 NVL" comes before "H200".
 _TFLOPS = {
     "B200": 2250,
     "H200 NVL": 835,
@@ -38,26 +38,28 @@ _FP16_TFLOPS = {"V100-PCIE": 112, "V100": 125, "T4": 65}  # of GPUs without bf16
 
 @dataclass(frozen=True)
 class Config(accelerators.Config):
-    """Runs on the GPU with this process's local rank.
+    """Runs on the GPU of this process's local rank.
 
     Attributes:
         tf32: lets fp32 matrix products use TensorFloat-32: faster, with 10 bits of mantissa. Off,
-            because it leaves the tolerance within which runs on different hardware agree.
+            because runs on different hardware would no longer agree within the tolerance.
     """
 
     tf32: bool = False
 
     def build(self) -> CudaAccelerator:
         if not torch.cuda.is_available():
-            reason = unusable() or "nvidia-smi lists none; install a driver, or use accelerator=cpu"
-            raise ConfigError(f"accelerator: cuda was asked for and torch finds no GPU: {reason}")
+            reason = (
+                unusable() or "nvidia-smi lists none. Install a driver, or use accelerator=cpu."
+            )
+            raise ConfigError(f"accelerator: cuda was asked for, and torch finds no GPU: {reason}")
         index = local_device(torch.cuda.device_count(), "GPU")
         torch.backends.cuda.matmul.allow_tf32 = self.tf32
         torch.backends.cudnn.allow_tf32 = self.tf32
         return CudaAccelerator(index)
 
     def processes(self) -> list[dict[str, str]]:
-        """One for each GPU; a single one where there is none."""
+        """One process for each GPU; a single one without GPUs."""
         count = _count()
         if count < 2:
             return [{}]
@@ -67,22 +69,24 @@ class Config(accelerators.Config):
 
 
 def _count() -> int:
-    """Number of GPUs, counted in a process of its own.
+    """Number of GPUs, counted in a forked process.
 
-    Without NVML, counting starts the driver, which no fork of this process could use then.
+    Without NVML, counting initializes CUDA, which later forks of this process could not use then.
     """
-    counter = multiprocessing.get_context("fork").Process(target=_exit_with_count)
+    # The exit status carries the count: no pipe is needed.
+    counter = multiprocessing.get_context("fork").Process(
+        target=lambda: sys.exit(torch.cuda.device_count())
+    )
     counter.start()
     counter.join()
     return counter.exitcode or 0
 
 
-def _exit_with_count() -> None:
-    sys.exit(torch.cuda.device_count())
-
-
 def unusable() -> str | None:
-    """Why torch cannot use the GPUs that nvidia-smi lists; None where there are none."""
+    """The reason why torch cannot use the GPUs that nvidia-smi lists, with the fix.
+
+    None if it lists none.
+    """
     try:
         listed = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10
@@ -95,22 +99,21 @@ def unusable() -> str | None:
     found = f"nvidia-smi lists {len(gpus)} ({gpus[0].partition(' (UUID')[0]})"
     if torch.version.cuda is None:
         return (
-            f"{found}, and torch {torch.__version__} is a build for CPUs; install one for CUDA "
-            "(see pytorch.org)"
+            f"{found}, and torch {torch.__version__} is a build for CPUs. Install one for CUDA "
+            "(see pytorch.org)."
         )
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return f"{found}, and CUDA_VISIBLE_DEVICES hides them; unset it"
+        return f"{found}, and CUDA_VISIBLE_DEVICES hides them. Unset it."
     return (
-        f"{found}, and torch's CUDA {torch.version.cuda} cannot use them; nvidia-smi shows the "
-        "newest CUDA that the "
-        "driver takes: update the driver, or install a torch for that CUDA"
+        f"{found}, and torch's CUDA {torch.version.cuda} cannot use them. nvidia-smi shows the "
+        "newest CUDA that the driver supports: update the driver, or install a torch for that CUDA."
     )
 
 
 def _energy_counter(device: torch.device) -> Callable[[], int] | None:
-    """What reads the GPU's counter of millijoules.
+    """A function that reads the GPU's energy counter, in millijoules.
 
-    None for GPUs without (before Volta) and without nvidia-ml-py.
+    None without nvidia-ml-py, and for GPUs without a counter (before Volta).
     """
     try:
         import pynvml
@@ -118,9 +121,9 @@ def _energy_counter(device: torch.device) -> Callable[[], int] | None:
         return None
     try:
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(
-            f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        )
+        # By UUID: NVML numbers all GPUs, not only those in CUDA_VISIBLE_DEVICES.
+        uuid = torch.cuda.get_device_properties(device).uuid
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
     except pynvml.NVMLError:
         return None
@@ -143,13 +146,14 @@ class CudaAccelerator(Accelerator):
     def peak_flops(self, precision: Precision) -> float | None:
         name = torch.cuda.get_device_name(self.device)
         figures = {"fp32": {}, "bf16": _TFLOPS, "fp16": _TFLOPS | _FP16_TFLOPS}[precision]
-        return next(
-            (tflops * 1e12 for part, tflops in figures.items() if re.search(rf"\b{part}\b", name)),
-            None,
-        )
+        for part, tflops in figures.items():
+            if re.search(rf"\b{part}\b", name):  # whole words: an "A10" is in no "A100"
+                return tflops * 1e12
+        return None
 
     def memory(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.device)
+        # What torch has reserved is free to CUDA no more, but this process can use it.
         return free + torch.cuda.memory_reserved(self.device)
 
     def reset_peak_memory(self) -> None:
@@ -172,5 +176,5 @@ class CudaAccelerator(Accelerator):
         return None if self._millijoules is None else self._millijoules() / 1000
 
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies from pinned memory, so that the host does not wait for the copy."""
+        """Copies from page-locked memory, so the host does not wait for the copy."""
         return super().to_device({name: tensor.pin_memory() for name, tensor in batch.items()})

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def best() -> accelerators.Config:
-    """The configuration of the best device that this machine has, and the software for."""
+    """The configuration of the best device for which hardware and software are present."""
     if torch.cuda.is_available():
         return cuda.Config()
     if version_of("torch_tpu") and chips.count():
@@ -25,20 +25,22 @@ def best() -> accelerators.Config:
 
 
 def processes(config: accelerators.Config | None) -> list[dict[str, str]]:
-    """The processes that use all devices of this machine (`Config.processes`); None asks the GPUs.
+    """The processes that use all devices of this machine, see `Config.processes`.
 
-    `best` is not asked instead, because it may start the driver.
+    Args:
+        config: of the experiment; None: one process for each GPU.
     """
+    # Not `best`: it may initialize CUDA, which a forked process could not use then.
     return (config or cuda.Config()).processes()
 
 
 def for_any_shapes(config: accelerators.Config | None = None) -> Accelerator:
-    """An accelerator for work whose shapes change, as they do while text grows.
+    """An accelerator for work whose shapes change, such as generation.
 
-    The CPU in place of one that compiles.
+    Where shapes must not change because graphs are compiled, it is the CPU.
 
     Args:
-        config: the one that is asked for; None takes the best.
+        config: of the experiment; None: the best device.
     """
     if isinstance(config or best(), xla.Config):
         return cpu.Config().build()
@@ -46,20 +48,18 @@ def for_any_shapes(config: accelerators.Config | None = None) -> Accelerator:
 
 
 def detect() -> Accelerator:
-    """The best device that this machine has.
-
-    Warns where that is the CPU although there are better ones.
-    """
+    """The best device of this machine. Warns of a CPU beside devices that cannot be used."""
     config = best()
     if isinstance(config, cpu.Config):
-        meant = "accelerator=cpu says it is meant so"
-        if reason := cuda.unusable():
+        reason = cuda.unusable()
+        hardware = "GPUs" if reason else "TPUs"
+        if reason is None and chips.count():
+            reason = "pip install 'samestep[tpu]', in an environment of its own"
+        if reason:
             logger.warning(
-                "training on the CPU, although this machine has GPUs: %s; %s", reason, meant
-            )
-        elif chips.count():
-            install = "pip install 'samestep[tpu]', in an environment of its own"
-            logger.warning(
-                "training on the CPU, although this machine has TPUs: %s; %s", install, meant
+                "training on the CPU, although this machine has %s: %s. "
+                "Set accelerator=cpu if that is intended.",
+                hardware,
+                reason,
             )
     return config.build()

@@ -1,4 +1,4 @@
-"""Host memory for copies of tensors on a device, page-locked where that makes them asynchronous."""
+"""Host memory for copies of device tensors, page-locked if that makes copies asynchronous."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ from torch import Tensor
 
 
 def locked_by(tensors: Iterable[Tensor]) -> torch.device | None:
-    """The device that page-locks memory for copies of these tensors.
-
-    None if none of them has to.
-    """
+    """The device that page-locks memory for copies of these tensors; None for CPU tensors."""
     return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
 
 
 def reserve(size: int, device: torch.device | None) -> Tensor:
-    """Allocates bytes, uint8 [size], whose pages are there, not just promised.
+    """Allocates memory and touches its pages: bytes, uint8 [size].
 
     Args:
-        size: their number.
-        device: what page-locks them, as of `locked_by`.
+        size: number of bytes.
+        device: the device that page-locks them, from `locked_by`.
     """
-    with torch.cuda.device(
-        -1 if device is None else device
-    ):  # -1 changes nothing; threads start on the first GPU
+    # A new thread's current device is GPU 0, and page-locking would allocate memory on it. Device
+    # -1 changes nothing.
+    with torch.cuda.device(-1 if device is None else device):
+        # Zeroed, so that the system provides the pages now: it may overcommit memory.
         return torch.empty(size, dtype=torch.uint8, pin_memory=device is not None).zero_()
 
 
 def copy(tensors: Iterable[Tensor], memory: Tensor) -> None:
-    """Copies tensors into the bytes of `reserve`, one after the other; waits for the last."""
+    """Copies tensors into `memory`, one after the other; returns when all are copied."""
     locked, start = memory.is_pinned(), 0
     for tensor in tensors:
         stop = start + tensor.nbytes

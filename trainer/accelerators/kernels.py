@@ -1,6 +1,6 @@
-"""What PyTorch's kernels offer on a device.
+"""Properties of PyTorch's kernels on a device.
 
-For code that is given tensors and no `Accelerator`: models, optimizers, norms, checkpoints.
+For code that has tensors but no `Accelerator`: models, optimizers, norms, checkpoints.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ FUSED = ("cpu", "cuda")
 def has_fused_optimizers(device: torch.device) -> bool:
     """Whether torch has fused optimizers for the device.
 
-    On other devices operations are recorded into graphs, so a number that changes from step to
-    step must be a tensor.
+    Other devices record operations into graphs, so a number that changes from step to step must be
+    a tensor.
     """
     return device.type in FUSED
 
 
 def has_fast_fp64(device: torch.device) -> bool:
-    """Whether fp32 numbers are summed in fp64 as fast as they are read.
+    """Whether summing fp32 numbers in fp64 is as fast as reading them.
 
-    On a CPU that is 10 times as slow; TPUs have no fp64 at all, it is put together from fp32.
+    It is 10 times slower on a CPU. TPUs emulate fp64 with fp32.
     """
     return device.type == "cuda"
 
 
 def fuses_trained_bias(bias: Tensor) -> bool:
-    """Whether attention with a bias that needs a gradient has a fused kernel.
+    """Whether attention with a bias that needs a gradient has a fused kernel on its device.
 
-    Without one, `scaled_dot_product_attention` computes all scores, as unfused attention does.
+    Otherwise, `scaled_dot_product_attention` materializes all scores, as unfused attention does.
     """
     return not bias.is_cpu
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The precision of matrix products under autocast; None outside of it."""
+    """The precision of matrix products under autocast; None without autocast."""
     if not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)

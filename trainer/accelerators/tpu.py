@@ -1,10 +1,9 @@
-"""TPUs under TorchTPU, one chip a process.
+"""TPUs under TorchTPU, one chip per process.
 
-Tensors as on a GPU, and collectives, so that ddp and fsdp work as they are.
+Tensors and collectives work as on a GPU, so ddp and fsdp need no code of their own.
 
-Written from the package torch_tpu 0.2.0 and its documentation; it has never run on a chip. What
-could not be known without one is left out: how much memory there is and is used, and how long the
-device takes for a part of a step.
+Written from the package torch_tpu 0.2.0 and its documentation; it has never run on a chip. Values
+that only a chip could have confirmed are left out: available and used memory, and device time.
 """
 
 from __future__ import annotations
@@ -17,57 +16,55 @@ import torch
 from trainer.accelerators import Accelerator, Precision, chips, local_device, version_of
 from trainer.errors import ConfigError
 
-# What TorchTPU's processes find each other's chips by; without them a process aborts when it first
-# uses its chip.
+# TorchTPU's processes find each other's chips by these. Without them, a process aborts at the first
+# use of its chip.
 _LAUNCH = ("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY")
 
 
 @dataclass(frozen=True)
 class Config(chips.Products):
-    """Runs on the TPU chip of this process, by TorchTPU (the package torch_tpu), with strategy=ddp
-    or fsdp.
-    """
+    """Runs on this process's TPU chip by TorchTPU (torch_tpu), with strategy=ddp or fsdp."""
 
     def build(self) -> TpuAccelerator:
         check_installed()
-        import torch_tpu  # noqa: F401 makes torch.device("tpu"), as `import torch` has done already, unless told not to
+        # Registers the device type "tpu". `import torch` has done so already, unless
+        # TORCH_DEVICE_BACKEND_AUTOLOAD=0.
+        import torch_tpu  # noqa: F401
 
         found = torch.accelerator.current_accelerator()
         if found is None or found.type != "tpu":
             raise ConfigError(
-                "accelerator: tpu was asked for and TorchTPU finds no chip on this machine; on a "
-                "TPU VM look at "
-                "/dev/vfio, and do not set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+                "accelerator: tpu was asked for, and TorchTPU finds no chip on this machine. On a "
+                "TPU VM look at /dev/vfio, and do not set TORCH_DEVICE_BACKEND_AUTOLOAD=0."
             )
-        # A process may see its own chip only, so those of the machine are counted where there is
-        # something to count.
+        # torch may see this process's own chip only, so chips are counted by Linux if possible.
         local_device(chips.count() or torch.accelerator.device_count(), "TPU chip")
         missing = [variable for variable in _LAUNCH if variable not in os.environ]
         if missing and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
-                f"{' and '.join(missing)} must be set where TorchTPU runs in several processes; "
-                "before you start "
-                "them: eval \"$(python -m torch.tpu.distributed | sed 's/^/export /')\""
+                f"{' and '.join(missing)} must be set if TorchTPU runs in several processes. Before"
+                " you start them: eval \"$(python -m torch.tpu.distributed | sed 's/^/export /')\""
             )
         torch.set_float32_matmul_precision("medium" if self.bf16_products else "highest")
         return TpuAccelerator()
 
 
 def check_installed() -> None:
-    """Refuses to go on without a TorchTPU of the form that this module is written for.
+    """Checks for a version of TorchTPU that this module supports.
 
     Raises:
-        ConfigError: naming what to install.
+        ConfigError: naming the package to install.
     """
     install = "in an environment of its own: pip install samestep 'torch_tpu>=0.2'"
     if (version := version_of("torch_tpu")) is None:
         raise ConfigError(
-            f"accelerator: tpu needs TorchTPU (torch 2.11 or newer), {install}; or use torch-xla: "
-            "accelerator=xla"
+            f"accelerator: tpu needs TorchTPU (torch 2.11 or newer), {install}. Or use torch-xla: "
+            "accelerator=xla."
         )
     if tuple(map(int, version.split(".")[:2])) < (0, 2):
         raise ConfigError(
-            f"accelerator: tpu needs TorchTPU 0.2 or newer, and this is {version}; {install}"
+            f"accelerator: tpu needs TorchTPU 0.2 or newer, and this is {version}. Install it "
+            f"{install}"
         )
 
 
@@ -76,7 +73,7 @@ class TpuAccelerator(Accelerator):
     precisions = ("fp32", "bf16")
 
     def __init__(self) -> None:
-        self.device = torch.device("tpu")  # the launcher has given each process its own
+        self.device = torch.device("tpu")  # the launcher makes one chip visible to each process
 
     @property
     def description(self) -> str:

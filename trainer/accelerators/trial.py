@@ -1,4 +1,4 @@
-"""What `samestep doctor` tries on one device: that it can be had, and products of matrices."""
+"""What `samestep doctor` checks on one device: that it is available, and matrix products."""
 
 from __future__ import annotations
 
@@ -42,73 +42,75 @@ def software() -> str:
 
 
 def devices(wanted: accelerators.Config | None) -> Iterator[Finding]:
-    """What training would run on, given the experiment's accelerator.
+    """Reports the devices that a training run would use.
 
-    None leaves it to the machine.
+    Args:
+        wanted: the experiment's accelerator; None: the best device.
     """
     if isinstance(wanted, cpu.Config):
         yield Finding("devices", "ok", "the CPU, as the experiment asks for it")
     elif torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            accelerator = cuda.CudaAccelerator(index)
+            gpu = cuda.CudaAccelerator(index)
             major, minor = torch.cuda.get_device_capability(index)
-            free = accelerator.memory() / 2**30
-            yield Finding(
-                f"device {index}",
-                "ok",
-                f"{accelerator.description}, {free:.0f} free, sm_{major}{minor}",
-            )
+            found = f"{gpu.description}, {gpu.memory() / 2**30:.0f} free, sm_{major}{minor}"
+            yield Finding(f"device {index}", "ok", found)
     elif not isinstance(config := wanted or detect.best(), cpu.Config):
-        yield Finding("devices", "ok", config.build().description)  # or why it cannot be had
+        # `build` raises the reason if the device is not available.
+        yield Finding("devices", "ok", config.build().description)
     elif reason := cuda.unusable():
         yield Finding("devices", "failed", f"training would run on the CPU: {reason}")
     elif chips.count():
+        found = "training would run on the CPU, although this machine has TPUs"
         fix = "pip install 'samestep[tpu]', in an environment of its own"
-        yield Finding(
-            "devices",
-            "failed",
-            "training would run on the CPU, although this machine has TPUs",
-            fix,
-        )
+        yield Finding("devices", "failed", found, fix)
     else:
         yield Finding("devices", "ok", "no GPU: training would run on the CPU")
 
 
 def exact() -> Tensor:
-    """A matrix of -1, 0 and 1: its products, sums of 128 terms, are exact in every precision and
-    order of summation.
+    """A matrix of -1, 0 and 1, [512, 128] in fp64, whose products are exact in every precision.
+
+    Each element of a product is a sum of 128 such numbers, so no order of summation rounds it.
     """
     return ((7 * torch.arange(512).unsqueeze(1) + torch.arange(128) ** 2) % 3 - 1).double()
 
 
 def product(accelerator: Accelerator, subject: str, precision: Precision) -> Iterator[Finding]:
-    """The right result of a product, and the speed of large ones."""
+    """Checks the result of a matrix product, and measures the FLOP/s of large ones."""
     dtype, factor = DTYPES[precision], exact()
     left = factor.to(accelerator.device, dtype)
     if not torch.equal((left @ left.T).double().cpu(), factor @ factor.T):
-        yield Finding(
-            subject, "failed", "a matrix product has a wrong result", "take this device out of use"
-        )
+        found = "a matrix product has a wrong result"
+        yield Finding(subject, "failed", found, "take this device out of use")
         return
     peak = accelerator.peak_flops(precision)
     size, seconds = (8192, 1.0) if peak else (1024, 0.2)
     matrix = torch.full((size, size), 1 / size, device=accelerator.device, dtype=dtype)
-    matrix @ matrix  # the first one takes longer
+    matrix @ matrix  # the first product is slower
     repeats, begin, started = 0, accelerator.mark(), time.perf_counter()
     while time.perf_counter() - started < seconds:
         matrix @ matrix
         repeats += 1
     speed = repeats * 2 * size**3 / accelerator.seconds(begin, accelerator.mark())
     found = f"right result, {speed / 1e12:.3g} TFLOP/s in {precision}"
-    yield compared(
-        subject, found, speed, peak, "see nvidia-smi -q for other processes, heat and power limits"
-    )
+    fix = "see nvidia-smi -q for other processes, heat and power limits"
+    yield compared(subject, found, speed, peak, fix)
 
 
 def compared(subject: str, found: str, speed: float, peak: float | None, fix: str) -> Finding:
-    """A finding about measured FLOP/s, beside the data sheet's if known."""
-    if peak and speed < 0.4 * peak:
-        return Finding(subject, "warning", f"{found}: {speed / peak:.0%} of the data sheet's", fix)
-    return Finding(
-        subject, "ok", found + (f", {speed / peak:.0%} of the data sheet's" if peak else "")
-    )
+    """A finding about FLOP/s, compared with the peak of the data sheet if there is one."""
+    if not peak:
+        return Finding(subject, "ok", found)
+    share = f"{speed / peak:.0%} of the data sheet's"
+    if speed < 0.4 * peak:
+        return Finding(subject, "warning", f"{found}: {share}", fix)
+    return Finding(subject, "ok", f"{found}, {share}")
+
+
+def reduced(who: str, right: bool, speed: float) -> Finding:
+    """A finding about an all-reduce, with its bus bandwidth in bytes/s."""
+    found = f"{who}: {speed / 1e9:.3g} GB/s"
+    if right:
+        return Finding("all-reduce", "ok", found)
+    return Finding("all-reduce", "failed", f"{found}, and a wrong result")

@@ -1,6 +1,4 @@
-"""TPUs under torch-xla: operations are recorded into graphs, which XLA compiles for all devices of
-a host together.
-"""
+"""TPUs under torch-xla: XLA compiles graphs of operations for all devices of a machine."""
 
 from __future__ import annotations
 
@@ -23,82 +21,76 @@ from trainer.errors import ConfigError, SamestepError
 
 _CHANGED = re.compile("number of different graphs|Reached the end of the function")
 _ADVICE = (
-    "what a step computes may not depend on its data; docs/tpu.md, on recompilation, tells how to "
-    "find the cause"
+    "What a step computes may not depend on its data. docs/tpu.md, on recompilation, tells how to "
+    "find the cause."
 )
 
 
 @dataclass(frozen=True)
 class Config(chips.Products):
-    """Runs on the devices of XLA.
+    """Runs on the devices of XLA: TPU chips or, with PJRT_DEVICE=CPU, parts of this machine's CPU.
 
-    TPU chips or, with PJRT_DEVICE=CPU, parts of this machine's processor.
-
-    One process drives all devices of a machine, with strategy=xla_spmd. CPU_NUM_DEVICES says how
-    many the processor is to be.
+    One process drives all devices of a machine, with strategy=xla_spmd. CPU_NUM_DEVICES is the
+    number of devices that the CPU is divided into.
     """
 
     def build(self) -> XlaAccelerator:
         check_installed()
         if (chosen := os.environ.get("PJRT_DEVICE")) is None and not chips.count():
             raise ConfigError(
-                "accelerator: xla finds no TPU on this machine; on a TPU VM look at /dev/accel* "
-                "and /dev/vfio, which "
-                "another process may hold, or set PJRT_DEVICE=CPU to try XLA on the processor"
+                "accelerator: xla finds no TPU on this machine. On a TPU VM look at /dev/accel* "
+                "and /dev/vfio, which another process may hold, or set PJRT_DEVICE=CPU to try XLA "
+                "on the CPU."
             )
-        os.environ.setdefault(
-            "TF_CPP_MIN_LOG_LEVEL", "2"
-        )  # or XLA tells with each graph what it will drop one day
+        # Otherwise XLA logs a list of deprecated features with each graph.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         try:
             import torch_xla.backends
             import torch_xla.runtime
 
             torch_xla.runtime.use_spmd()
-            logging.getLogger("torch_xla.backends").setLevel(
-                logging.ERROR
-            )  # it warns of second calls at the first
+            # `set_mat_mul_precision` warns, even at the first call, that it is not the first.
+            logging.getLogger("torch_xla.backends").setLevel(logging.ERROR)
             torch_xla.backends.set_mat_mul_precision("default" if self.bf16_products else "highest")
             return XlaAccelerator()
         except (OSError, RuntimeError) as error:
             raise ConfigError(
-                f"accelerator: xla finds no {chosen or 'TPU'} device: {_first_line(error)}; is "
-                "another process using it? PJRT_DEVICE=CPU tries XLA on the processor"
+                f"accelerator: xla finds no {chosen or 'TPU'} device: {_first_line(error)}. Check "
+                "whether another process uses it, or set PJRT_DEVICE=CPU to try XLA on the CPU."
             ) from error
 
 
 def check_installed() -> None:
-    """Refuses to go on without a torch-xla that fits this torch.
+    """Checks for a torch-xla that fits the installed torch, before an import that would crash.
 
     Raises:
-        ConfigError: naming what to install.
+        ConfigError: naming the package to install.
     """
     if (version := version_of("torch-xla")) is None:
         raise ConfigError(
-            "accelerator: xla needs torch-xla and its torch; in an environment of its own: pip "
+            "accelerator: xla needs torch-xla and its torch. In an environment of its own: pip "
             "install 'samestep[tpu]'"
         )
     wanted, found = (".".join(each.split(".")[:2]) for each in (version, torch.__version__))
     if wanted != found:
         raise ConfigError(
             f"torch-xla {version} works with torch {wanted} alone, and this is torch "
-            f"{torch.__version__}; "
-            f"pip install 'torch=={wanted}.*' 'torch-xla=={wanted}.*'"
+            f"{torch.__version__}. Run pip install 'torch=={wanted}.*' 'torch-xla=={wanted}.*'"
         )
 
 
 class XlaAccelerator(Accelerator):
     """All devices of this machine, as one.
 
-    How much fits into them is not measured, as each try would be compiled.
+    Their memory is not measured: each trial of a batch size would be compiled.
 
     Attributes:
-        devices: how many there are in this machine.
+        devices: number of devices of this machine.
         platform: "tpu" or "cpu".
     """
 
-    collective_backend = (
-        "gloo"  # between machines, for numbers of the host; XLA moves what is on devices
-    )
+    # Between machines, for numbers on the host. XLA itself communicates between devices.
+    collective_backend = "gloo"
     precisions = ("fp32", "bf16")
     compiles = True
 
@@ -109,7 +101,7 @@ class XlaAccelerator(Accelerator):
         self.devices: int = torch_xla.runtime.addressable_runtime_device_count()
         self.compilations: dict[str, int] = {}
         self.platform: str = torch_xla.runtime.device_type().lower()
-        self._watched: Iterator[str] = iter(())
+        self._sessions: Iterator[str] = iter(())
 
     @property
     def description(self) -> str:
@@ -123,10 +115,7 @@ class XlaAccelerator(Accelerator):
         return self.devices * peak if peak else None
 
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies tensors to all devices.
-
-        Not as `Tensor.to` does, which would be recorded in the graph.
-        """
+        """Copies tensors to all devices, outside of the graph that `Tensor.to` would record."""
         from torch_xla.core.xla_model import send_cpu_data_to_device
 
         return dict(
@@ -135,21 +124,23 @@ class XlaAccelerator(Accelerator):
 
     @contextmanager
     def graph(self, work: str) -> Iterator[None]:
-        """Records what it surrounds as one graph, compiles that if it is new, and has it computed.
+        """Records the operations inside as one graph, compiles it if it is new, and runs it.
 
         Raises:
-            SamestepError: it is another graph than the last one of that name: it would be compiled
+            SamestepError: it differs from the last graph of that name, so it would be compiled
                 again and again.
-            torch.OutOfMemoryError: it does not fit into the devices.
+            torch.OutOfMemoryError: the devices have too little memory for it.
         """
         import torch_xla
 
         before = _compilations()
-        self._watched = (f"{work}, part {part}, of {id(self)}" for part in count())
+        # Each uninterrupted sequence of operations is a session of torch-xla's detector, compared
+        # with the session of the same name in the previous graph.
+        self._sessions = (f"{work}, part {part}, of {id(self)}" for part in count())
         self._watch()
         try:
             yield
-            # refuses a graph that has become shorter
+            # Inside of `try`: the end of a session raises if the graph has become shorter.
             torch_xla._XLAC._dynamic_shape_detector_end_session()
             if work in self.compilations:
                 torch_xla.sync()
@@ -160,7 +151,7 @@ class XlaAccelerator(Accelerator):
                 torch_xla._XLAC._dynamic_shape_detector_end_session()
             if isinstance(error, RuntimeError) and _CHANGED.search(str(error)):
                 raise SamestepError(
-                    f"{work} is not the graph that was compiled: {_difference(error)}; {_ADVICE}"
+                    f"{work} is not the graph that was compiled: {_difference(error)}. {_ADVICE}"
                 ) from None
             if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
                 raise torch.OutOfMemoryError(_first_line(error)) from error
@@ -169,15 +160,15 @@ class XlaAccelerator(Accelerator):
         if compiled > (work not in self.compilations):
             raise SamestepError(
                 f"{work} was compiled {self.compilations.get(work, 0) + compiled} times, although "
-                "its operations and "
-                "shapes are the same: a number in it has changed, or where a tensor lies; "
-                f"{_ADVICE}"
+                "its operations and shapes are the same: a number in it has changed, or the device "
+                f"of a tensor. {_ADVICE}"
             )
         self.compilations[work] = self.compilations.get(work, 0) + compiled
 
     def _compile(self) -> None:
-        """Has a new graph computed; it has a name of its own because `Heartbeat` looks for it: this
-        may take long.
+        """Compiles and runs a new graph.
+
+        A method of its own, because `Heartbeat` finds it on the stack: it may take long.
         """
         import torch_xla
 
@@ -195,11 +186,11 @@ class XlaAccelerator(Accelerator):
             self._watch()
 
     def _watch(self) -> None:
-        """Compares the operations recorded from here on with the last ones."""
+        """Starts to compare recorded operations with those of the previous graph."""
         import torch_xla
 
         torch_xla._XLAC._dynamic_shape_detector_set_max_different_graphs(1)
-        torch_xla._XLAC._dynamic_shape_detector_start_session(next(self._watched))
+        torch_xla._XLAC._dynamic_shape_detector_start_session(next(self._sessions))
 
 
 def _compilations() -> int:
@@ -210,7 +201,7 @@ def _compilations() -> int:
 
 
 def _difference(error: RuntimeError) -> str:
-    """What the detector of changes has found, in a line."""
+    """The change that torch-xla's detector has found, in a line, with the line of code."""
     lines = [
         line.replace("[] ", "").replace(", dynamic_dims: ()", "").strip()
         for line in str(error).splitlines()
@@ -222,6 +213,7 @@ def _difference(error: RuntimeError) -> str:
         said = f"{found['Got']}, with another number in it"
     else:
         said = f"{found['Got']}, where it had {found.get('Expected', 'others')}"
+    # The innermost frame outside of torch and torch_xla is the model's or objective's code.
     frames = traceback.extract_tb(error.__traceback__)
     own = [
         frame for frame in frames if not {"torch", "torch_xla"} & set(Path(frame.filename).parts)

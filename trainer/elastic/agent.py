@@ -29,7 +29,7 @@ from trainer.errors import (
 )
 from trainer.storage import keeper
 from trainer.storage.keeper import Keeper
-from trainer.strategies.neighbour import own_address
+from trainer.strategies.neighbor import own_address
 from trainer.strategies.world import PROGRESS
 from trainer.training.preemption import TOGETHER_SECONDS
 

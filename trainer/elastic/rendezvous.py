@@ -28,7 +28,7 @@ from typing import Any, Literal, TypeAlias
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainer.errors import ConfigError, LaunchError, RendezvousError
-from trainer.strategies.neighbour import keep_alive
+from trainer.strategies.neighbor import keep_alive
 
 logger = logging.getLogger(__name__)
 

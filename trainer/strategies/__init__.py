@@ -1,4 +1,4 @@
-"""How parameters, gradients, optimizer state and batches are split over devices."""
+"""How parameters, gradients, optimizer state and batches are partitioned over devices."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ from trainer.partition import flat_start, local_parts, whole_norms
 from trainer.strategies.loss_scale import LossScale
 from trainer.strategies.world import World, host_group
 
-NamedParameters: TypeAlias = Iterable[tuple[str, nn.Parameter]]
-BuildOptimizer: TypeAlias = Callable[[NamedParameters], torch.optim.Optimizer]
+BuildOptimizer: TypeAlias = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+"""Named parameters -> their optimizer."""
 InitialValues: TypeAlias = Callable[[str, int, int], Tensor]
 """(parameter name, start, stop) -> elements [start, stop) of the flattened whole parameter, fp32.
 """
+Reduction: TypeAlias = Literal["sum", "mean", "max"]
 
 
 @dataclass(frozen=True)
 class Replica:
-    """The data-parallel coordinate of this process.
+    """The data-parallel rank of this process.
 
-    It feeds slice `index` of `count` of each global batch.
-
-    It splits its rows evenly over `devices`.
+    Attributes:
+        index: the process feeds part `index` of `count` of each global batch.
+        count: number of processes that feed different examples.
+        devices: the process splits its examples evenly over this many devices.
     """
 
     index: int
@@ -41,102 +43,73 @@ class Replica:
     devices: int = 1
 
 
-def check_accelerator(
-    kind: str,
-    accelerator: Accelerator,
-    compiles: bool = False,
-    devices: Sequence[str] | None = None,
-) -> None:
-    """Refuses an accelerator that a strategy is not for.
-
-    Args:
-        kind: of the strategy.
-        accelerator: the run's.
-        compiles: whether the strategy is for accelerators that do.
-        devices: the types that it is for; None: all.
-
-    Raises:
-        ConfigError: naming a strategy that is.
-    """
-    if accelerator.compiles != compiles or (
-        devices is not None and accelerator.device.type not in devices
-    ):
-        fix = "strategy=fsdp" + (", or accelerator=xla" if compiles else "")
-        fix = "strategy=xla_spmd" if accelerator.compiles else fix
-        raise ConfigError(f"strategy {kind} does not fit {accelerator.description}; use {fix}")
-
-
 def divisors(devices: int) -> list[int]:
-    """Into how many groups of one size so many devices can be split."""
+    """The numbers of equally large groups that devices can be split into."""
     return [number for number in range(1, devices + 1) if devices % number == 0]
 
 
-def check_replicas(replicas: int, fitting: Sequence[int], devices: int) -> None:
-    """Refuses a number of copies of the model that is not among the fitting ones.
-
-    Raises:
-        ConfigError: naming these.
-    """
-    if replicas not in fitting:
+def check_replicas(replicas: int, supported: Sequence[int], devices: int) -> None:
+    """Raises a ConfigError if `replicas` is not among the supported numbers, which it names."""
+    if replicas not in supported:
         raise ConfigError(
-            f"strategy.replicas {replicas} does not divide the {devices} devices; use one of "
-            f"{list(fitting)}"
+            f"strategy.replicas {replicas} does not divide the {devices} devices. Use one of "
+            f"{list(supported)}."
         )
 
 
 class Config(ABC):
-    """The section `strategy` of an experiment: the base of the `Config` of each module here."""
+    """The section `strategy` of an experiment: base class of the `Config` of each module."""
 
     @abstractmethod
     def build(self, accelerator: Accelerator, world: World, precision: Precision) -> Strategy:
-        """Makes the strategy of this process.
+        """Creates the strategy of this process.
 
         Raises:
-            ConfigError: it does not fit the accelerator, the number of processes or the precision.
+            ConfigError: it does not support the accelerator, the world size or the precision.
         """
 
     def check(self, experiment: Tree) -> None:  # noqa: B027
-        """Rejects an experiment, given as plain values, with settings that do not fit the strategy.
+        """Rejects an experiment, given as plain values, that is incompatible with the strategy.
 
         Raises:
             ConfigError: naming the settings.
         """
 
     def check_devices(self, devices: int) -> None:  # noqa: B027
-        """Rejects a number of devices that a run cannot be split over.
+        """Rejects a number of devices that the strategy cannot use.
 
         Raises:
-            ConfigError: naming what fits.
+            ConfigError: naming the numbers that it can use.
         """
 
     def fits_one_process(self, accelerator: accelerators.Config | None) -> bool:
-        """Whether it works in a single process, however many devices that process drives.
+        """Whether the strategy is meant for a single process, however many devices that drives.
 
         Args:
-            accelerator: the experiment's; None takes the best.
+            accelerator: of the experiment; None: the best.
         """
         return False
 
     @property
     def plan(self) -> str | None:
-        """The name of the strategy in `samestep plan`; None if it cannot be planned."""
+        """The strategy's name in `samestep plan`; None if it cannot be planned."""
         return None
 
     @property
     def plan_note(self) -> str:
-        """What a reader of the plan has to know about this strategy; empty if there is nothing."""
+        """What a reader of the plan has to know about this strategy; empty if nothing."""
         return ""
 
 
 @dataclass(frozen=True)
 class ShardedConfig(Config):
-    """The settings of a strategy that shards `replicas` copies of the model over the devices."""
+    """Settings of a strategy that shards `replicas` copies of the model over the devices."""
 
     replicas: int = 1
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
-            raise ConfigError(f"replicas must be at least 1, not {self.replicas}")
+            raise ConfigError(f"replicas is {self.replicas}. Use at least 1.")
 
     def check_devices(self, devices: int) -> None:
         check_replicas(self.replicas, divisors(devices), devices)
@@ -147,31 +120,38 @@ class ShardedConfig(Config):
 
 
 class Strategy(ABC):
-    """Splits a training step over the processes of a run, without changing what the step computes.
+    """Partitions a training step over the processes of a run, without changing its result.
 
     Attributes:
-        parameters: by their own names, whatever wraps the model; the partitions that the optimizer
-            updates, and frozen ones, which require no gradient. (Asking an FSDP2 module instead
-            gives its gathered parameters when it happens to hold them.)
-        loss_scale: under fp16, what keeps small gradients from vanishing; else None.
-        partitions: how many parts the state is split into. Rank r holds part r % partitions of it,
-            and all ranks that hold the same part are replicas of each other.
         kind: its name in the configuration.
-        compiles: whether it is for accelerators that do.
+        device_types: the types of devices that it supports; None: all.
+        compiles: whether it is for accelerators that compile graphs, or for all others.
+        parameters: this process's partition of each parameter, by the name in the unwrapped model.
+            The optimizer updates these; frozen parameters require no gradient. (An FSDP2 module's
+            own `parameters` may be the gathered ones, depending on when they are read.)
+        partitions: the number of partitions of the state. Rank r holds partition r % partitions,
+            and ranks with the same partition are replicas of each other.
+        loss_scale: the dynamic loss scale under fp16, else None.
     """
 
     kind: ClassVar[str]
+    device_types: ClassVar[tuple[str, ...] | None] = None
+    compiles: ClassVar[bool] = False
     parameters: dict[str, nn.Parameter]
     partitions: int = 1
-    compiles: ClassVar[bool] = False
 
     def __init__(self, accelerator: Accelerator, world: World, precision: Precision) -> None:
-        check_accelerator(self.kind, accelerator, self.compiles)
+        supported = self.device_types is None or accelerator.device.type in self.device_types
+        if accelerator.compiles != self.compiles or not supported:
+            fix = "strategy=fsdp" + (", or accelerator=xla" if self.compiles else "")
+            fix = "strategy=xla_spmd" if accelerator.compiles else fix
+            raise ConfigError(
+                f"strategy {self.kind} does not fit {accelerator.description}. Use {fix}."
+            )
         if precision not in accelerator.precisions:
             raise ConfigError(
                 f"training.precision is {precision}, which {accelerator.description} does not "
-                "compute with; use bf16 "
-                "or fp32"
+                "compute with. Use bf16 or fp32."
             )
         self.accelerator = accelerator
         self.world = world
@@ -180,29 +160,46 @@ class Strategy(ABC):
         self.loss_scale = LossScale(accelerator.device) if precision == "fp16" else None
         self._host_group: dist.ProcessGroup | None = None
 
-    @abstractmethod
     def prepare(
         self, model: nn.Module, build_optimizer: BuildOptimizer, initial_values: InitialValues
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Places a model built on the meta device, fills its parameters, and builds its optimizer.
+        """Places a model from the meta device, initializes its parameters, builds its optimizer.
 
         Returns:
             The module to call in the forward pass, and the optimizer.
         """
+        # A model is partitioned while it has no memory, so no device ever holds it whole.
+        self._shard(model)
+        model.to_empty(device=self.accelerator.device)
+        self.parameters = dict(model.named_parameters())
+        self._initialize(initial_values)
+        self._module = self._wrap(model)
+        return self._module, build_optimizer(self.parameters.items())
+
+    def _shard(self, model: nn.Module) -> None:  # noqa: B027
+        """Partitions the parameters of a meta model."""
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        """Returns the module that exchanges gradients."""
+        return model
+
+    @torch.no_grad()
+    def _initialize(self, initial_values: InitialValues) -> None:
+        """Sets the local partition of each parameter to its initial values."""
+        for name, parameter in self.parameters.items():
+            (local,), start = local_parts([parameter]), flat_start(parameter)
+            local.copy_(initial_values(name, start, start + local.numel()).view(local.shape))
 
     @torch.no_grad()
     def place_frozen(self, model: nn.Module, values: InitialValues) -> nn.Module:
-        """Gives a meta model that is not trained memory and values, whole on each device.
-
-        Returns it in eval mode.
-        """
+        """Initializes a meta model that is not trained, whole on each device, in eval mode."""
         model.to_empty(device=self.accelerator.device)
         for name, parameter in model.requires_grad_(False).named_parameters():
             parameter.copy_(values(name, 0, parameter.numel()).view(parameter.shape))
         return model.eval()
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Surrounds a forward pass; matrix products in it are made in the run's precision."""
+        """Surrounds a forward pass: its matrix products are computed in the run's precision."""
         return self.accelerator.autocast(self.precision)
 
     def accumulate(self, last: bool) -> AbstractContextManager[object]:
@@ -210,22 +207,22 @@ class Strategy(ABC):
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of this replica's share of the loss.
+        """Adds the gradients of this replica's part of the loss.
 
         Over replicas they are summed, not averaged.
         """
-        loss = loss * self.replica.count  # undoes the collectives' mean
+        # Collectives average over replicas. The product undoes that: each replica's loss is
+        # normalized by the whole batch already, so that replicas may have unequal parts.
+        loss = loss * self.replica.count
         if self.loss_scale is not None:
             loss = loss * self.loss_scale.factor
         loss.backward()  # type: ignore[no-untyped-call]
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        """Scales gradients down to a global norm of `max_norm` (None: leaves them).
+        """Scales gradients down to a global norm of at most `max_norm`; None: leaves them.
 
-        Returns the norm before.
-
-        Under fp16, both norms are those without the loss scale, which stays in the gradients until
-        `step`.
+        Returns the norm before. Under fp16, both norms are without the loss scale, which stays in
+        the gradients until `step`.
         """
         trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
@@ -237,9 +234,7 @@ class Strategy(ABC):
         return norm
 
     def step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
-        """Updates the parameters; under fp16, not with gradients that have overflowed, whose norm
-        is not finite.
-        """
+        """Updates the parameters. Under fp16, skips the update if the norm is not finite."""
         if self.loss_scale is None:
             optimizer.step()
         else:
@@ -247,60 +242,56 @@ class Strategy(ABC):
         self.refresh()
 
     def refresh(self) -> None:  # noqa: B027
-        """Brings what passes compute with up to date, after `parameters` were changed by `step` or
-        a restore.
-        """
+        """Updates copies of `parameters` that passes use, after a step or a restore."""
 
-    def all_reduce(self, value: Tensor, op: Literal["sum", "mean", "max"] = "sum") -> Tensor:
-        """Sums a tensor over all replicas, or takes the mean or the largest values.
+    def all_reduce(self, value: Tensor, op: Reduction = "sum") -> Tensor:
+        """Reduces a tensor over all replicas.
 
         Args:
-            value: of this replica's rows, on the device or the host; it may be overwritten.
-            op: what is taken.
+            value: of this replica's examples, on the device or the host; may be overwritten.
 
         Returns:
-            The result, where collectives take place: of what is on the host that may be the device,
-                too.
+            The result, on the device of the collective, which may differ from the device of
+            `value`.
         """
-        value = value.to(self.accelerator.device, non_blocking=True)
+        return self._reduce(value.to(self.accelerator.device, non_blocking=True), op)
+
+    def _reduce(self, value: Tensor, op: Reduction) -> Tensor:
         dist.all_reduce(value, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
         return value / self.replica.count if op == "mean" else value
 
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies this replica's rows, CPU tensors, to where the model computes."""
+        """Copies this replica's examples, CPU tensors, to the model's devices."""
         return self.accelerator.to_device(batch)
 
     def keep_rows(self, output: Tensor) -> Tensor:
-        """A result [B, ...] of a forward pass, inside of its graph, for `rows_on_host`."""
+        """Prepares an output [B, ...] of a forward pass, in its graph, for `rows_on_host`."""
         return output
 
     def rows_on_host(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """This replica's rows of what `keep_rows` has given, on the host."""
+        """Copies this replica's rows of results of `keep_rows` to the host."""
         return [output.cpu() for output in outputs]
 
     def to_host(self, tensors: Mapping[str, Tensor], copy: bool = True) -> Mapping[str, Tensor]:
-        """State as it can be saved, and overwritten when it is restored.
+        """Returns state in a form that can be saved, and overwritten by a restore.
 
-        Itself, where the host reaches it in place.
+        It is the state itself, unless the host cannot access it in place.
 
         Args:
-            tensors: parameters and optimizer state by name, split and stacked as `prepare` has made
-                them.
-            copy: whether values matter; if not, nothing is copied.
+            tensors: parameters and optimizer state by name, partitioned and stacked as by
+                `prepare`.
+            copy: whether values are needed. If not, nothing is copied.
 
         Returns:
-            By name, what this process holds of it; stacked ones come one by one.
+            This process's partition of each tensor, by name; stacked tensors one by one.
         """
         return tensors
 
     def from_host(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Brings state up to date after what `to_host` has given for it was overwritten."""
+        """Updates the state after the results of `to_host` for it were overwritten."""
 
     def largest(self, value: int) -> int:
-        """The largest of the replicas' values, told to all of them.
-
-        The device has no part in it.
-        """
+        """The largest of all replicas' values, exchanged without the device."""
         if self.replica.count == 1:
             return value
         if self._host_group is None:
@@ -308,16 +299,3 @@ class Strategy(ABC):
         number = torch.tensor(value)
         dist.all_reduce(number, dist.ReduceOp.MAX, self._host_group)
         return int(number)
-
-    def _materialise(self, model: nn.Module, initial_values: InitialValues) -> None:
-        """Allocates a meta model on the device and fills the partition of this rank."""
-        model.to_empty(device=self.accelerator.device)
-        self.parameters = dict(model.named_parameters())
-        self._fill(initial_values)
-
-    @torch.no_grad()
-    def _fill(self, initial_values: InitialValues) -> None:
-        """Gives `parameters` their values, as much of them as this process holds."""
-        for name, parameter in self.parameters.items():
-            (local,), start = local_parts([parameter]), flat_start(parameter)
-            local.copy_(initial_values(name, start, start + local.numel()).view(local.shape))

@@ -1,10 +1,13 @@
-"""Silent corruption: parameters and optimizer state whose bits have changed although nobody has
-written to them.
+"""Silent corruption: bits of parameters or optimizer state that change without an update.
 
-Replicas hold the same bits as long as all is well: they start from the same values, and make the
-same updates with the same all-reduced gradients. So they compare with each other. A partition that
-no other process holds can be compared
-with itself only: nothing writes to it from one update to the next.
+Replicas have the same bits: they start from the same values, and make the same updates with the
+same all-reduced gradients. So replicas are compared with each other. A partition that no other rank
+holds is compared with itself: nothing writes to it between one update and the next.
+
+With 4 ranks and 2 partitions (HSDP), ranks 0 and 2 hold partition 0, and ranks 1 and 3 partition 1:
+
+    rank      0   1   2   3
+    hash      5   6   5   7    -> ranks 1 and 3 differ; of two, nobody knows which is right
 """
 
 from __future__ import annotations
@@ -27,21 +30,19 @@ from trainer.strategies import Strategy
 
 _COLUMNS = 128
 _FIX = (
-    "a bit has flipped in memory or on the way, a computation went wrong, or there is a bug: test "
-    "that machine before "
-    "you use it again, and run the same command to go on from the newest checkpoint, which was "
-    "checked"
+    "a bit has flipped in memory or in transit, a computation went wrong, or there is a bug. Test "
+    "that machine before you use it again. Run the same command to continue from the newest "
+    "checkpoint, which was checked."
 )
 
 
 class StateCheck:
-    """Looks for silent corruption every so many steps, and before the state is saved.
+    """Checks for silent corruption every `every` steps, and before the state is saved.
 
     Args:
-        strategy: says which processes are replicas of each other.
-        tensors: gives the state by name, fp32 or 16 bits; of each, this process holds all or a
-            part.
-        every: steps between checks; None never checks.
+        strategy: tells which ranks are replicas of each other.
+        tensors: returns the state by name, fp32 or 16 bits; this process's partition of each.
+        every: steps between checks; None: never.
     """
 
     def __init__(
@@ -49,14 +50,14 @@ class StateCheck:
     ) -> None:
         self._strategy, self._tensors, self._every = strategy, tensors, every
         self._replicated = strategy.partitions < strategy.world.size
-        self._remembered: Tensor | None = None
-        self._compared = -1
+        self._expected: Tensor | None = None  # hashes after the update, for `before_update`
+        self._compared = -1  # the step of the last comparison of replicas
 
     def after_update(self, step: int) -> None:
-        """Compares replicas, or remembers the partition, if it is time for that.
+        """Compares replicas, or hashes the partition for `before_update`, if a check is due.
 
         Args:
-            step: the updates made.
+            step: number of updates so far.
 
         Raises:
             SamestepError: replicas differ; on all ranks.
@@ -66,32 +67,31 @@ class StateCheck:
         if self._replicated:
             self._compare(step)
         else:
-            self._remembered = fingerprint(self._tensors().values())
+            self._expected = fingerprint(self._tensors().values())
 
     def before_update(self, step: int) -> None:
-        """Compares the partition with what was remembered after the last update, if it was.
+        """Compares the partition with its hashes after the last update, if there are any.
 
         Args:
-            step: the updates made.
+            step: number of updates so far.
 
         Raises:
             SamestepError: it has changed; on this rank.
         """
-        remembered, self._remembered = self._remembered, None
-        if remembered is None:
+        expected, self._expected = self._expected, None
+        if expected is None:
             return
         tensors = self._tensors()
-        if bool((changed := fingerprint(tensors.values()) != remembered).any()):
+        changed = fingerprint(tensors.values()) != expected
+        if bool(changed.any()):
             raise SamestepError(
                 f"silent corruption on rank {self._strategy.world.rank} ({platform.node()}, pid "
-                f"{os.getpid()}): since "
-                f"the update of step {step} the bits of {_named(tensors, changed)} have changed, "
-                "and nothing writes to "
-                f"them there; {_FIX}"
+                f"{os.getpid()}): since the update of step {step} the bits of "
+                f"{_named(tensors, changed)} have changed, although nothing writes to them; {_FIX}"
             )
 
     def before_save(self, step: int) -> None:
-        """Compares replicas, unless it has been done after this step.
+        """Compares replicas, unless they were compared after this step.
 
         Raises:
             SamestepError: they differ; on all ranks.
@@ -100,33 +100,35 @@ class StateCheck:
             self._compare(step)
 
     def forget(self) -> None:
-        """Forgets what is remembered: the state comes from a checkpoint now."""
-        self._remembered, self._compared = None, -1
+        """Forgets all hashes, after a restore of the state."""
+        self._expected, self._compared = None, -1
 
     def _compare(self, step: int) -> None:
         self._compared = step
         tensors, partitions = self._tensors(), self._strategy.partitions
-        mine = fingerprint(tensors.values())
-        whole = self._gather((mine * _factors(len(mine), mine.device)).sum())
-        odd = odd_ones_out(whole.tolist(), partitions)
+        hashes = fingerprint(tensors.values())
+        # First a single number per rank is exchanged. Only if these differ, the hash of each tensor
+        # is, to name the tensors.
+        total = self._gather((hashes * _factors(len(hashes), hashes.device)).sum())
+        odd = odd_ones_out(total.tolist(), partitions)
         if not odd:
             return
-        theirs = self._gather(mine)
-        replicas = range(odd[0] % partitions, len(theirs), partitions)
-        sound = [rank for rank in replicas if rank not in odd]
-        differ = (theirs[list(replicas)] != theirs[odd[0]]).any(0)
-        nodes: list[str] = [""] * len(theirs)
+        gathered = self._gather(hashes)  # [world size, number of tensors]
+        replicas = range(odd[0] % partitions, len(gathered), partitions)
+        majority = any(rank not in odd for rank in replicas)
+        differ = (gathered[list(replicas)] != gathered[odd[0]]).any(0)
+        nodes: list[str] = [""] * len(gathered)
         dist.all_gather_object(nodes, platform.node())
         who = " and ".join(f"rank {rank} ({nodes[rank]})" for rank in odd)
         raise SamestepError(
-            f"silent corruption on {who}{'' if sound else ', one of them'}: after the update of "
-            f"step {step} the bits "
-            f"of {_named(tensors, differ)} are not those of "
-            f"{'the other replicas' if sound else 'the other'}; {_FIX}"
+            f"silent corruption on {who}{'' if majority else ', one of them'}: after the update of "
+            f"step {step} the bits of {_named(tensors, differ)} are not those of "
+            f"{'the other replicas' if majority else 'the other'}; {_FIX}"
         )
 
     def _gather(self, value: Tensor) -> Tensor:
-        """Every rank's [...]: int64 [world size, ...]."""
+        """Gathers int64 [...] of every rank: [world size, ...]."""
+        # A sum, because every strategy has one on its own device: the other ranks add zeros.
         world = self._strategy.world
         values = torch.zeros((world.size, *value.shape), dtype=value.dtype, device=value.device)
         values[world.rank] = value
@@ -134,30 +136,27 @@ class StateCheck:
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
-    """Hashes the bits of the local part of each fp32 or 16-bit tensor, on its device.
+    """Hashes the bits of the local partition of each fp32 or 16-bit tensor, on its device.
 
-    Int64 [number of tensors].
+    The bits of an element are an integer. Integers are summed modulo 2**32 in 128 columns, at
+    memory bandwidth. The sums are weighted by random odd numbers and summed modulo 2**64. So a
+    change of one element always changes the hash. A change of several goes unnoticed with a
+    probability of about 2**-32, or if the changes cancel in one column.
 
-    The bits of an element are an integer. Integers are summed modulo 2**32 in 128 columns, at the
-    speed of memory, and the sums, each multiplied by an odd number of its own, modulo 2**64. So a
-    change of one element always shows; several go unnoticed with a probability of about 2**-32,
-    unless they cancel in one column.
+    Returns:
+        Hashes, int64 [number of tensors].
     """
-    of_each = [_column_sums(part) for part in local_parts(tensors)]
-    sums = torch.stack(
-        [each.to(of_each[0].device) for each in of_each]
-    )  # ZeRO may offload some of them
+    parts = [_column_sums(part) for part in local_parts(tensors)]
+    sums = torch.stack([part.to(parts[0].device) for part in parts])  # ZeRO may offload some
     return (sums * _factors(sums.shape[1], sums.device)).sum(1)
 
 
 def odd_ones_out(values: Sequence[int], partitions: int) -> list[int]:
-    """The ranks whose value is not that of most of their replicas.
-
-    Of all of them, where there is no majority.
+    """The ranks whose value differs from most of their replicas; all, if there is no majority.
 
     Args:
         values: by rank; ranks that are equal modulo `partitions` are replicas.
-        partitions: how many parts the state is split into.
+        partitions: number of partitions of the state.
     """
     odd = []
     for partition in range(partitions):
@@ -168,7 +167,7 @@ def odd_ones_out(values: Sequence[int], partitions: int) -> list[int]:
 
 
 def _column_sums(tensor: Tensor) -> Tensor:
-    """Sums of the bits in 128 columns, and those of what does not fill a row: int64 [256]."""
+    """Sums of the bits in 128 columns, then the bits of the incomplete last row: int64 [256]."""
     bits = tensor.detach().reshape(-1).view(torch.int32 if tensor.itemsize == 4 else torch.int16)
     rows = bits.numel() // _COLUMNS
     whole, rest = bits[: rows * _COLUMNS].view(rows, _COLUMNS), bits[rows * _COLUMNS :]
@@ -177,6 +176,7 @@ def _column_sums(tensor: Tensor) -> Tensor:
 
 
 def _factors(count: int, device: torch.device) -> Tensor:
+    """Random odd numbers, by which products modulo 2**64 can be undone: int64 [count]."""
     odd = mix(np.arange(count)) | np.uint64(1)
     return torch.from_numpy(odd.view(np.int64)).to(device)
 

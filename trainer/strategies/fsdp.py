@@ -1,15 +1,15 @@
-"""Fully sharded data parallel (FSDP2), and hybrid sharding (HSDP) over a two-dimensional mesh.
+"""Fully sharded data parallelism (FSDP2), and hybrid sharding (HSDP) over a mesh of 2 dimensions.
 
-Parameters, gradients and optimizer state are split over devices; a layer's parameters are gathered
-for its forward and backward pass and freed again (Zhao et al. 2023, "PyTorch FSDP"; the idea is
-ZeRO-3, Rajbhandari et al. 2020).
+Parameters, gradients and optimizer state are sharded over devices. A layer's parameters are
+all-gathered for its forward and its backward pass, and freed after each (Zhao et al. 2023, "PyTorch
+FSDP"; the idea is ZeRO-3, Rajbhandari et al. 2020).
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -17,23 +17,23 @@ from torch import nn
 from trainer import strategies
 from trainer.accelerators import DTYPES, Accelerator, Precision
 from trainer.models import Model
-from trainer.strategies import BuildOptimizer, InitialValues, Strategy
+from trainer.strategies import Strategy
 from trainer.strategies.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-# torch.distributed.fsdp and device_mesh are imported where they are used: they take as long as half
-# of torch, and every command that reads an experiment imports this module.
+# torch.distributed.fsdp and device_mesh are imported by the functions that need them: they take as
+# long as half of torch, and every command that reads an experiment imports this module.
 
 
 @dataclass(frozen=True)
 class Config(strategies.ShardedConfig):
-    """Splits the model over all devices, or over groups of them.
+    """Shards the model over all devices, or over groups of them.
 
     Attributes:
-        replicas: copies of the whole model (HSDP): each is split over world_size / replicas
-            devices, and gradients are all-reduced between copies. 1 splits one copy over all
+        replicas: copies of the whole model (HSDP): each is sharded over world_size / replicas
+            devices, and gradients are all-reduced between copies. 1 shards one copy over all
             devices; the number of nodes keeps the gathering of parameters inside a node.
         reshard_after_forward: frees a layer's gathered parameters after its forward pass (ZeRO-3);
             false keeps them until its backward pass (ZeRO-2: more memory, half the gathering).
@@ -49,31 +49,30 @@ class Config(strategies.ShardedConfig):
 
 
 class FullyShardedDataParallel(Strategy):
-    kind: ClassVar[str] = "fsdp"
+    kind = "fsdp"
 
     def __init__(
         self, accelerator: Accelerator, world: World, precision: Precision, config: Config
     ) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-
         super().__init__(accelerator, world, precision)
         self._config = config
         self.partitions = world.size // config.replicas
-        device = accelerator.device.type
-        if config.replicas == 1:
-            self._mesh = init_device_mesh(device, (world.size,), mesh_dim_names=("shard",))
-        else:
-            shape = (config.replicas, world.size // config.replicas)
-            self._mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
 
-    def prepare(
-        self, model: nn.Module, build_optimizer: BuildOptimizer, initial_values: InitialValues
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def _shard(self, model: nn.Module) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        # In 16 bits, layers are gathered so, too: half the traffic, and autocast makes no copies of
-        # weights, which autograd would keep whole until the backward pass. Gradients are summed in
-        # fp32.
+        # With 8 ranks and 2 replicas, the mesh is [[0, 1, 2, 3], [4, 5, 6, 7]]: parameters are
+        # gathered inside a row, and gradients are all-reduced along each column.
+        device, replicas = self.accelerator.device.type, self._config.replicas
+        if replicas == 1:
+            mesh = init_device_mesh(device, (self.world.size,), mesh_dim_names=("shard",))
+        else:
+            shape, names = (replicas, self.partitions), ("replicate", "shard")
+            mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+        # Under 16-bit precision, layers are gathered in 16 bits: half the traffic, and autocast
+        # makes no copies of weights, which autograd would keep whole until the backward pass.
+        # Gradients are summed in fp32.
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         if self.precision != "fp32":
             policy = MixedPrecisionPolicy(
@@ -81,12 +80,9 @@ class FullyShardedDataParallel(Strategy):
             )
         for unit in cast(Model, model).sharding_units():
             reshard = self._config.reshard_after_forward
-            fully_shard(unit, mesh=self._mesh, reshard_after_forward=reshard, mp_policy=policy)
-        fully_shard(model, mesh=self._mesh)
-        self._materialise(model, initial_values)
-        self._module = cast("FSDPModule", model)
-        return model, build_optimizer(self.parameters.items())
+            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(model, mesh=mesh)  # the parameters outside of the units
 
     def accumulate(self, last: bool) -> AbstractContextManager[object]:
-        self._module.set_requires_gradient_sync(last)
+        cast("FSDPModule", self._module).set_requires_gradient_sync(last)
         return nullcontext()

@@ -1,9 +1,8 @@
-"""Hung runs: which rank is it, and what is it doing? Each process tells the others where it is.
+"""Hung runs: which rank is responsible, and where in its program it is.
 
-Who waits, looks it up.
-
-Hardware, drivers and collectives are asked nothing: a thread looks at the main thread's Python
-stack, so it works with any back-end, and still does when everything else has stopped.
+Each process publishes its place in the program. A process that makes no progress reads those of the
+others. Hardware, drivers and collectives take no part: a thread looks at the main thread's Python
+stack, so it works with any back-end, and when everything else has stopped.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -31,32 +29,30 @@ from trainer.strategies.world import World
 logger = logging.getLogger(__name__)
 
 _BEAT_SECONDS = 1.0
-_LOOKS = 20  # at least so many looks must find the main thread in the same place
-_LONG = ("compilation", "checkpoint")  # what may take its time
-_GRACE = 3  # beats in which a living process gives another sign of life
-_HUNG = "hung"
-_ORDER = [
-    *dict.fromkeys(PARTS.values()),
-    ELSEWHERE,
-]  # who is in an earlier part of the same step is behind
+_LOOKS = 20  # a hang takes at least so many looks that find the main thread in the same place
+_LONG = ("compilation", "checkpoint")  # parts that may take arbitrarily long
+_GRACE = 3  # beats within which a living process publishes again
+_HUNG = "hung"  # the store's key of the rank that ends the run
+# A rank in an earlier part of the same step is behind.
+_ORDER = [*dict.fromkeys(PARTS.values()), ELSEWHERE]
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a process tells of itself.
+    """The state that a process publishes.
 
     Attributes:
-        rank: its number.
-        node: its machine.
-        pid: its process there.
-        time: when it says so, by its own clock, in seconds since 1970.
-        step: the step that it makes.
+        rank: its rank.
+        node: host name of its machine.
+        pid: process ID on that machine.
+        time: of publication, by its own clock, in seconds since 1970.
+        step: the step that it computes.
         doing: the part of the loop that it is in.
-        collective: the collective that it is in, or "".
-        seconds: since when it is there.
-        what: the address that it has asked for longest, while it waits for data; else "".
-        patient: whether it may take its time: in the first step of a phase, or to compile, or for a
-            checkpoint.
+        collective: the collective that it waits in, or "".
+        seconds: time since it has entered that part or collective.
+        what: while it waits for data, the address of its oldest request; else "".
+        patient: whether it may take arbitrarily long: in the first step of a phase, in a
+            compilation, or in a checkpoint.
     """
 
     rank: int
@@ -72,32 +68,28 @@ class Beat:
 
 
 class Heartbeat:
-    """A thread that publishes where the main thread is, and ends a run that hangs with one line
-    about who is to blame.
+    """A thread that publishes the main thread's place, and ends a run that hangs.
 
-    A process hangs when neither its step nor the place in its program has changed for the time-out,
-    looked at once a second. It then reads what the others have published. A rank without a sign of
-    life is to blame (a stopped process, a dead machine); otherwise the rank that is furthest behind
-    among those that are in no collective. The first step of a phase, which compiles, other
-    compilations, and checkpoints, which wait for storage, are waited for while all ranks live; what
-    is wrong there ends at the time-outs of collectives and checkpoints.
+    The run ends with one line that names the rank to blame.
 
-    Use as a context manager, in the thread that trains, around nothing but `Trainer.fit`.
+    A process hangs if neither its step nor its place in the program has changed for `timeout`. It
+    then reads the beats of the other ranks. A rank that does not publish is to blame (a stopped
+    process, a dead machine). If all publish, it is the rank that is furthest behind among those
+    that wait in no collective. As long as all ranks publish, a run may stay in a compilation, in
+    the first step of a phase (which compiles), or in a checkpoint (which waits for storage): errors
+    there end by the time-outs of collectives and storage.
+
+    Use as a context manager around `Trainer.fit`, in the thread that trains.
 
     Args:
         world: the processes of the run.
-        timeout: seconds without any progress that end the run; None only lets the run go on.
-        folder: gets the stacks of all living ranks then, in rank-N.txt.
-        alert: called once with an explanation, on every living rank, before any of them ends the
-            run.
+        timeout: seconds without progress until the run ends; None disables the thread.
+        folder: each living rank writes its stacks there when the run ends, as rank-N.txt.
+        alert: called with an explanation, once on every living rank, before the run ends.
     """
 
     def __init__(
-        self,
-        world: World,
-        timeout: float | None,
-        folder: Path,
-        alert: Callable[[str], None] = lambda text: None,
+        self, world: World, timeout: float | None, folder: Path, alert: Callable[[str], None]
     ) -> None:
         self._world, self._folder, self._alert = world, folder, alert
         self._interval = _BEAT_SECONDS if timeout is None else min(_BEAT_SECONDS, timeout / _LOOKS)
@@ -105,7 +97,7 @@ class Heartbeat:
         self._step, self._patient = 0, True
 
     def begin_step(self, step: int, first: bool) -> None:
-        """Says that the main thread begins a step; the first one of a phase may take long."""
+        """Reports that the main thread begins a step; the `first` one of a phase may take long."""
         self._step, self._patient = step, first
 
     def __enter__(self) -> Heartbeat:
@@ -116,31 +108,31 @@ class Heartbeat:
             ).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closed.set()
 
     def _run(self, limit: int) -> None:
         store = None if self._world.store is None else self._world.store.clone()  # type: ignore[attr-defined]
-        with suppress(
-            RuntimeError
-        ):  # the store is gone, and the world's own watch ends the process
+        # An error means that the store is gone. Then `World` ends the process.
+        with suppress(RuntimeError):
             self._beat_on(store, limit)
 
     def _beat_on(self, store: Store | None, limit: int) -> None:
+        """Publishes at each interval until the context is left.
+
+        Args:
+            store: for beats of all ranks; None for a single process.
+            limit: number of intervals without progress that are a hang.
+        """
         last: tuple[int, Place] | None = None
         spot, since, still, told = (0, "", ""), time.monotonic(), 0, False
         before: dict[int, Beat] = {}
-        closed = self._closed  # after a rewind, the next thread has another
+        closed = self._closed  # after a rewind, `self` has the event of the next thread
         while not closed.wait(self._interval):
             step, place = now = self._step, place_of(self._main)
             if spot != (step, place.doing, place.collective):
                 spot, since = (step, place.doing, place.collective), time.monotonic()
-            # Beats are counted, and not seconds: a process that was stopped for a while has not
+            # Beats are counted instead of seconds: a process that was stopped for a while has not
             # been hanging.
             still, last = still + 1 if now == last else 0, now
             mine = self._beat(step, place, time.monotonic() - since)
@@ -148,15 +140,14 @@ class Heartbeat:
                 store.set(_key(self._world.rank), json.dumps(asdict(mine)))
                 if not told and (told := store.check([_HUNG])):
                     self._write_stacks(mine)
+            # Ranks whose beats are equal at `limit` and at `limit + _GRACE` are silent.
             if still == limit:
                 before = self._read(store, mine)
             elif still == limit + _GRACE:
                 beats = self._read(store, mine)
                 silent = [rank for rank, beat in beats.items() if before.get(rank) == beat]
-                waits = len(beats) < self._world.size or any(
-                    beat.patient for beat in beats.values()
-                )
-                if silent or not waits:
+                starting = len(beats) < self._world.size
+                if silent or not (starting or any(beat.patient for beat in beats.values())):
                     self._end(store, mine, explain(beats, silent))
                 still = 0
 
@@ -176,11 +167,11 @@ class Heartbeat:
         )
 
     def _read(self, store: Store | None, mine: Beat) -> dict[int, Beat]:
-        """The last beat of each rank that has begun."""
+        """The last beat of each rank that has published."""
         if store is None:
             return {mine.rank: mine}
         keys = [_key(rank) for rank in range(self._world.size)]
-        if not store.check(keys):
+        if not store.check(keys):  # one request if all have published, which is the usual case
             keys = [key for key in keys if store.check([key])]
         beats = [Beat(**json.loads(text)) for text in store.multi_get(keys)]
         return {beat.rank: beat for beat in beats}
@@ -191,18 +182,15 @@ class Heartbeat:
             return
         self._write_stacks(mine)
         error = HangError(
-            f"the run hangs: {reason}; the stacks of the ranks that live are in {self._folder}; "
-            "the same command goes "
-            "on from the newest checkpoint (an elastic run does by itself); raise "
-            "training.hang_timeout if this was "
-            "only slow"
+            f"the run hangs: {reason}; the stacks of the ranks that live are in {self._folder}. "
+            "Run the same command to continue from the newest checkpoint (an elastic run does so "
+            "by itself). If the run was only slow, raise training.hang_timeout."
         )
         if store is not None:
-            time.sleep(
-                (_GRACE - 0.5) * self._interval
-            )  # the others write theirs with their next beat
+            # The other ranks write their stacks with their next beat.
+            time.sleep((_GRACE - 0.5) * self._interval)
             self._world.failed(error)
-        # The main thread cannot speak, so this one has the last word.
+        # The main thread hangs, so this thread reports the error and ends the process.
         logger.error("error: %s", error)
         logging.shutdown()
         os._exit(EXIT_FAILED if store is None else error.exit_code)
@@ -224,28 +212,32 @@ class Heartbeat:
 
 
 def explain(beats: Mapping[int, Beat], silent: Sequence[int]) -> str:
-    """Says in one line who holds up a run, and where the others are.
+    """Names, in one line, the ranks that hold up a run and the places of the others.
 
     Args:
         beats: by rank.
-        silent: the ranks that have not beaten lately.
+        silent: the ranks that have stopped publishing.
     """
     if silent:
         guilty = [beats[rank] for rank in silent]
+        # Approximate: it compares the clocks of different machines.
         newest = max(beat.time for beat in beats.values())
-        state = (
-            f"no sign of life for {max(newest - beat.time for beat in guilty):.0f} s, at last {{}}"
-        )
+        longest = max(newest - beat.time for beat in guilty)
+        state = f"no sign of life for {longest:.0f} s, at last"
     else:
+        # Ranks in a collective wait for a rank that is in none.
         busy = [beat for beat in beats.values() if not beat.collective] or list(beats.values())
         behind = min(map(_progress, busy))
         guilty = [beat for beat in busy if _progress(beat) == behind]
-        state = f"{max(beat.seconds for beat in guilty):.0f} s {{}}"
+        state = f"{max(beat.seconds for beat in guilty):.0f} s"
     who = ", ".join(f"rank {beat.rank} ({beat.node}, pid {beat.pid})" for beat in guilty[:4])
-    more = f" and {len(guilty) - 4} more ranks" if len(guilty) > 4 else ""
+    if len(guilty) > 4:
+        who += f" and {len(guilty) - 4} more ranks"
+    line = f"{who}: {state} {_where(guilty[0])}"
     others = Counter(_where(beat) for beat in beats.values() if beat not in guilty)
-    rest = (f"; {count} other{'s' * (count > 1)} {where}" for where, count in others.most_common())
-    return f"{who}{more}: {state.format(_where(guilty[0]))}{''.join(rest)}"
+    for where, count in others.most_common():
+        line += f"; {count} other{'s' * (count > 1)} {where}"
+    return line
 
 
 def _progress(beat: Beat) -> tuple[int, int]:
@@ -253,8 +245,10 @@ def _progress(beat: Beat) -> tuple[int, int]:
 
 
 def _where(beat: Beat) -> str:
-    doing = f"in {beat.doing}" + (f" {beat.what}" if beat.what else "")
-    return f"{f'waiting in {beat.collective}' if beat.collective else doing} of step {beat.step}"
+    if beat.collective:
+        return f"waiting in {beat.collective} of step {beat.step}"
+    what = f" {beat.what}" if beat.what else ""
+    return f"in {beat.doing}{what} of step {beat.step}"
 
 
 def _key(rank: int) -> str:

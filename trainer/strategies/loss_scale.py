@@ -1,7 +1,4 @@
-"""Dynamic loss scaling (Micikevicius et al.
-
-2018): gradients that would vanish in fp16 are kept in its range.
-"""
+"""Dynamic loss scaling (Micikevicius et al. 2018): keeps small gradients in the range of fp16."""
 
 from __future__ import annotations
 
@@ -16,63 +13,60 @@ _INITIAL, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000  # as to
 
 
 class LossScale:
-    """A factor of the loss: halved when gradients overflow, doubled after 2,000 updates without.
+    """A factor of the loss, halved when gradients overflow, doubled after 2,000 steps without.
 
-    All of it is on the device, so that no step waits. Whether gradients have overflowed is read off
-    their global norm, which all ranks know and which is not finite if any gradient is not; so they
-    take and skip the same steps.
+    All state is on the device, so a step waits for nothing. Gradients have overflowed if their
+    global norm is not finite. All ranks have the same norm, so they skip the same steps.
 
     Attributes:
-        factor: what the loss is multiplied by, a scalar.
+        factor: the loss is multiplied by it, a scalar.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.factor = torch.full((), _INITIAL, device=device)
-        self._since = torch.zeros(
-            (), dtype=torch.int32, device=device
-        )  # updates since the factor changed
+        # Updates since the factor has changed.
+        self._since = torch.zeros((), dtype=torch.int32, device=device)
         self._skipped = torch.zeros((), device=device)
 
     def step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
-        """Makes an update with gradients that are `factor` times too large, unless their norm is
-        not finite.
+        """Updates with gradients that are `factor` times too large, unless their norm overflows.
 
-        A skipped step leaves weights and moments as they are. It counts as a step of the run all
-        the same: in the learning rate, in bias correction and in checkpoints.
+        A skipped step leaves weights and moments as they are. It still counts as a step of the run:
+        in the learning rate, in bias correction and in checkpoints.
         """
         overflow = (~grad_norm.isfinite()).float()
-        device = optimizer.param_groups[0]["params"][
-            0
-        ].device  # the host, where the optimizer is offloaded
+        # The host, if the optimizer is offloaded.
+        device = optimizer.param_groups[0]["params"][0].device
         skipped = overflow.to(device)
+        # torch's fused kernels divide by one and skip by the other, without a wait for the host.
         optimizer.grad_scale, optimizer.found_inf = self.factor.to(device), skipped  # type: ignore[attr-defined]
         optimizer.step()
+        # The kernel does not count a skipped step.
         if counts := [state["step"] for state in optimizer.state.values() if "step" in state]:
-            torch._foreach_add_(counts, skipped)  # the kernel has taken a skipped step back
+            torch._foreach_add_(counts, skipped)
         self._skipped += overflow
         torch._amp_update_scale_(
             self.factor, self._since, overflow, _GROWTH, _BACKOFF, _GROWTH_INTERVAL
         )
 
     def metrics(self) -> dict[str, float]:
-        """The factor, and how many steps the run has skipped. Waits for the device.
+        """The factor and the number of skipped steps. Waits for the device.
 
         Raises:
-            SamestepError: the factor is below 1, so that no scaling would help.
+            SamestepError: the factor is below 1, so no scale would prevent an overflow.
         """
         factor, skipped = float(self.factor), float(self._skipped)
         if factor < 1:
             raise SamestepError(
-                f"the loss scale has come down to {factor:g}: gradients overflow fp16 at any "
-                "scale, as they do when a "
-                "run diverges; the weights are those before; go on from a checkpoint with "
-                "training.precision=bf16 or "
-                "fp32, or with a lower optimizer.lr"
+                f"the loss scale has come down to {factor:g}: gradients overflow fp16 at "
+                "any scale, as in a run that diverges. Weights are those before the overflow. "
+                "Continue from a checkpoint with training.precision=bf16 or fp32, or with a lower "
+                "optimizer.lr."
             )
         return {"loss_scale": factor, "skipped_steps": skipped}
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps. Waits for the device."""
+        """State for a checkpoint. Waits for the device."""
         return {
             "factor": float(self.factor),
             "since": int(self._since),
@@ -80,7 +74,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Goes on as the run did that wrote the checkpoint, of any world size."""
+        """Restores the state of a checkpoint, which may be from another world size."""
         self.factor.fill_(state["factor"])
         self._since.fill_(state["since"])
         self._skipped.fill_(state["skipped"])

@@ -1,6 +1,6 @@
-"""Where a process is, read off its Python stacks.
+"""Finds the part of the training loop that a process executes, from its Python stacks.
 
-Neither the thread that is looked at nor the device is asked.
+Neither the observed thread nor the device takes part.
 """
 
 from __future__ import annotations
@@ -8,12 +8,10 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FrameType
 
-# Functions that stand for a part of the loop, in the order of a step; of those on a stack, the
-# innermost counts.
+# (module, function) -> the part of the loop that it stands for, in the order of a step. If several
+# are on a stack, the innermost counts.
 PARTS = {
     ("data_pipeline.reading.loader", "StreamingLoader.__next__"): "data fetch",
     ("trainer.training.passes", "accumulate_gradients"): "forward",
@@ -25,10 +23,8 @@ PARTS = {
     ("trainer.training.loop", "Trainer._log_training"): "logging",
     ("trainer.training.loop", "Trainer.evaluate"): "evaluation",
     ("trainer.training.loop", "Trainer.save"): "checkpoint",
-    (
-        "trainer.checkpoint.manager",
-        "Checkpointer.settle",
-    ): "checkpoint",  # of the last save, at the end of a run
+    # Waits for the last save at the end of a run.
+    ("trainer.checkpoint.manager", "Checkpointer.settle"): "checkpoint",
 }
 ELSEWHERE = "the training loop"
 _COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
@@ -36,14 +32,14 @@ _COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed._functi
 
 @dataclass(frozen=True)
 class Place:
-    """Where a thread is.
+    """The place of a thread in the program.
 
     Attributes:
         doing: the part of the loop.
-        collective: the collective that it is in; "" if there is none. (What DDP waits for in a
-            backward pass, and a GPU in any, is in no Python stack: it shows as "backward", or as
-            what next waits for the device.)
-        exact: each function on the stack, and the instruction that it has got to.
+        collective: the name of the collective that it waits in, or "". DDP waits in C++ during a
+            backward pass, and a GPU after the host has gone on; neither shows in a Python stack.
+            The thread is in "backward" then, or in the part that waits for the device next.
+        exact: each function on the stack, and the current instruction in it.
     """
 
     doing: str
@@ -52,14 +48,14 @@ class Place:
 
 
 def place_of(thread: int) -> Place:
-    """Where the thread with this identifier is; it must be alive."""
+    """The place of the living thread with this identifier."""
     doing = collective = ""
     exact = []
-    for frame in _outward(sys._current_frames()[thread]):
+    for frame, _ in traceback.walk_stack(sys._current_frames()[thread]):  # innermost first
         module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_qualname
         doing = doing or PARTS.get((module, name), "")
         if module in _COLLECTIVES:
-            collective = name  # the outermost: an all_gather_object is made of others
+            collective = name  # the outermost: an all_gather_object consists of others
         exact.append((id(frame.f_code), frame.f_lasti))
     return Place(doing or ELSEWHERE, collective, tuple(exact))
 
@@ -71,9 +67,3 @@ def all_stacks() -> str:
     return "\n".join(
         f"{name}:\n{''.join(traceback.format_stack(frame))}" for name, frame in stacks if frame
     )
-
-
-def _outward(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -1,4 +1,4 @@
-"""What `samestep doctor` tries on the devices of this machine: each alone, then all together."""
+"""What `samestep doctor` checks on the devices of this machine: each alone, then all together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.accelerators import Accelerator, Precision, cpu, cuda, detect, tpu,
 from trainer.accelerators.trial import REDUCE_BYTES
 from trainer.findings import Check, Finding
 from trainer.strategies.world import World
-from trainer.strategies.xla import checks as of_xla
+from trainer.strategies.xla import checks as xla_checks
 
 _SPAWN_SECONDS = 120.0
 
@@ -29,28 +29,28 @@ def checks(
     precision: Precision | None,
     processes: int | None,
 ) -> list[Check]:
-    """The checks of this machine's devices, in their order.
+    """The checks of this machine's devices, in order.
 
     Args:
-        wanted: the experiment's accelerator; None takes the best that there is.
-        strategy: the experiment's; None without one.
-        precision: of products; None takes the fastest.
-        processes: how many are to meet for the all-reduce; None takes one a GPU, or two on the CPU.
+        wanted: the experiment's accelerator; None: the best device.
+        strategy: the experiment's; None without an experiment.
+        precision: of matrix products; None: the fastest.
+        processes: number of processes in the all-reduce; None: one per GPU, or two on the CPU.
     """
     config = wanted or detect.best()
     if isinstance(config, xla.Config):
-        return [("devices", lambda: of_xla.examine(config, strategy, precision))]
+        return [("devices", lambda: xla_checks.examine(config, strategy, precision))]
     found: list[Check] = [("devices", lambda: trial.devices(wanted))]
     if isinstance(config, tpu.Config):
         return [*found, ("device", lambda: trial.product(config.build(), "device", "bf16"))]
     gpus = 0 if isinstance(wanted, cpu.Config) else torch.cuda.device_count()
     chosen: Precision = precision or ("bf16" if gpus else "fp32")
-    for index in range(gpus):
-        found.append((f"device {index}", partial(_product_on_gpu, index, chosen)))
     if not gpus:
         found.append(
             ("processor", lambda: trial.product(cpu.CpuAccelerator(), "processor", chosen))
         )
+    for index in range(gpus):
+        found.append((f"device {index}", partial(_product_on_gpu, index, chosen)))
     return [*found, ("all-reduce", lambda: all_reduce(gpus, processes or gpus or 2))]
 
 
@@ -59,18 +59,13 @@ def _product_on_gpu(index: int, precision: Precision) -> Iterator[Finding]:
 
 
 def all_reduce(gpus: int, processes: int) -> Iterator[Finding]:
-    """Sums a tensor over new processes, on a GPU each, or on the CPU where there are none."""
+    """Sums a tensor over new processes, each with a GPU, or on the CPU if there are no GPUs."""
     if processes == 1:
         yield Finding("all-reduce", "ok", "one process has nobody to reduce with")
         return
     if gpus and processes > gpus:
-        fix = f"ask for at most {gpus} processes"
-        yield Finding(
-            "all-reduce",
-            "failed",
-            f"{processes} processes want a GPU each, and there are {gpus}",
-            fix,
-        )
+        found = f"{processes} processes want a GPU each, and there are {gpus}"
+        yield Finding("all-reduce", "failed", found, f"ask for at most {gpus} processes")
         return
     backend = "nccl" if gpus else "gloo"
     with socket.socket() as free:
@@ -87,12 +82,10 @@ def all_reduce(gpus: int, processes: int) -> Iterator[Finding]:
                 raise TimeoutError(
                     f"{processes} processes did not reduce a tensor over {backend} in two minutes"
                 )
-    except Exception as error:
-        fix = (
-            "NCCL_DEBUG=INFO tells more; look at /dev/shm and firewalls"
-            if gpus
-            else "look at firewalls of the loopback"
-        )
+    except Exception as error:  # mp.spawn also raises what a worker has raised
+        fix = "look at firewalls of the loopback"
+        if gpus:
+            fix = "NCCL_DEBUG=INFO tells more; look at /dev/shm and firewalls"
         yield Finding("all-reduce", "failed", str(error).strip().splitlines()[-1], fix)
         return
     finally:
@@ -100,18 +93,15 @@ def all_reduce(gpus: int, processes: int) -> Iterator[Finding]:
             worker.kill()
             worker.join()
     right, speed = results.get()
-    found = f"{processes} processes over {backend}: {speed / 1e9:.3g} GB/s"
-    yield Finding(
-        "all-reduce",
-        "ok" if right else "failed",
-        found if right else f"{found}, and a wrong result",
-    )
+    yield trial.reduced(f"{processes} processes over {backend}", right, speed)
 
 
 def _reduce(
     rank: int, processes: int, port: int, on_gpu: bool, results: SimpleQueue[tuple[bool, float]]
 ) -> None:
-    """One process's part; rank 0 reports whether sums are right, and the bus bandwidth as
+    """Sums a tensor as one of the processes.
+
+    Rank 0 puts into `results` whether its sums are right, and the bus bandwidth in bytes/s as
     nccl-tests define it.
     """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank)}
@@ -121,6 +111,7 @@ def _reduce(
     world.connect(accelerator.collective_backend)
     tensor = torch.full((REDUCE_BYTES // 4,), float(rank + 1), device=accelerator.device)
     dist.all_reduce(tensor)
+    # 1 + 2 + ... + processes: exact in fp32.
     right = bool((tensor == processes * (processes + 1) / 2).all())
     begin, repeats = accelerator.mark(), 5
     for _ in range(repeats):

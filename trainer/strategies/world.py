@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, how they meet, and how one's failure reaches the others."""
+"""The processes of a run: rendezvous, and how the failure of one rank ends the others."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from trainer.errors import EXIT_REGROUP, LaunchError, SamestepError
-from trainer.strategies.neighbour import Neighbour
+from trainer.strategies.neighbor import Neighbor
 
 logger = logging.getLogger(__name__)
 
-PROGRESS = "progress"
-_FAILURE = "failure"
-_ENDING = "ending"  # how many have come to the end of a run that went well
+# Keys of the store.
+PROGRESS = "progress"  # the step that the run continues from, for the agent
+_FAILURE = "failure"  # "RANK EXIT_CODE" of the first rank that fails
+_ENDING = "ending"  # number of ranks at the end of a successful run
 _POLL_SECONDS = 0.5
 
-_LEFT: list[object] = []  # groups that have been left, until the process ends
+_LEFT: list[object] = []  # process groups that were left, kept until the process ends
 
 
 def host_group() -> dist.ProcessGroup:
-    """A new group of all processes for tensors on the host; all processes have to make it."""
+    """Creates a group of all ranks for tensors on the host; every rank has to call it."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo")
     return group
 
@@ -40,10 +41,10 @@ class World:
     """This process among all processes of the run.
 
     Attributes:
-        rank: its number, from 0.
-        size: how many there are.
-        store: the key-value store that all of them reach, or None when there is only one.
-        timeout: how long ranks wait for each other.
+        rank: of this process, from 0.
+        size: number of ranks.
+        store: the key-value store of all ranks; None for a single process without a launcher.
+        timeout: for the rendezvous and for each collective.
     """
 
     rank: int
@@ -54,23 +55,18 @@ class World:
 
     @classmethod
     def start(cls, timeout_seconds: float) -> World:
-        """Meets the other processes that the launcher's environment (RANK, WORLD_SIZE, ...) speaks
-        of.
-
-        Args:
-            timeout_seconds: how long to wait for them, here and in each collective.
+        """Joins the rendezvous that the launcher's environment (RANK, WORLD_SIZE, ...) describes.
 
         Raises:
-            LaunchError: they did not meet in time.
+            LaunchError: not all processes have joined in time.
         """
         timeout = timedelta(seconds=timeout_seconds)
         if "RANK" not in os.environ:
             return cls(0, 1, None, timeout)
         with _explained():
             store, rank, size = next(rendezvous("env://", timeout=timeout))
-            if attempt := os.environ.get(
-                "TORCHELASTIC_RESTART_COUNT"
-            ):  # torchrun may keep a store for all of them
+            # torchrun may keep one store for all attempts, with the failure of an earlier one.
+            if attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT"):
                 store = PrefixStore(f"{attempt}/{size}", store)
             store.set_timeout(timeout)
         world = cls(rank, size, store, timeout)
@@ -80,9 +76,9 @@ class World:
         return world
 
     def connect(self, backend: str) -> None:
-        """Makes collectives possible.
+        """Initializes collectives.
 
-        A step of its own, so that failures before it reach the other ranks, too.
+        Separate from `start`, so that a failure in between reaches the other ranks, too.
 
         Raises:
             LaunchError: the processes cannot connect to each other.
@@ -92,33 +88,33 @@ class World:
             first = store.compare_set("backend", "", backend).decode()
             if first != backend:
                 raise LaunchError(
-                    f"rank {self.rank} on {platform.node()} would speak {backend} and another rank "
-                    f"{first}, because "
-                    "they found different hardware; check this node's devices and driver, or set "
-                    "accelerator=cpu"
+                    f"rank {self.rank} on {platform.node()} would use {backend} and another rank "
+                    f"{first}, because they found different hardware. Check this node's devices "
+                    "and driver, or set accelerator=cpu."
                 )
             dist.init_process_group(
                 backend, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout
             )
 
     def close(self) -> None:
-        """Leaves the others after a run that ended well."""
+        """Leaves the process group after a successful run."""
         if self.store is not None:
             self.store.add(_ENDING, 1)
-        dist.barrier()  # rank 0 may host the store: nobody may take its end for a failure
+        # Rank 0 may host the store, and its end must not look like a failure to the others.
+        dist.barrier()
         self._over.set()
-        # A module of DDP holds the group too. Were it the last to, the group would end when the
-        # module does, under the interpreter's lock, for which the group's threads may wait to let
-        # go of tensors: neither would ever end.
+        # A DDP module holds the group too. If it were the last owner, the group would be destroyed
+        # with the module, under the interpreter's lock. The group's threads may wait for that lock
+        # to release tensors: a deadlock.
         _LEFT.append(dist.group.WORLD)
         dist.destroy_process_group()
 
     def failed(self, error: BaseException) -> None:
-        """Tells the other ranks that this one stops, unless one of them was first.
+        """Reports to the other ranks that this one fails, unless another rank has failed first.
 
-        Returns when the caller is to report `error` itself. When another rank failed first, `error`
-        is most likely only the broken collective that followed from it: the process then ends here,
-        in silence.
+        Returns if the caller should report `error`. If another rank has failed first, `error` is
+        most likely the broken collective that followed, and the process ends here without a
+        message.
         """
         explained = isinstance(error, SamestepError)
         if self.store is None or explained:
@@ -129,44 +125,41 @@ class World:
             return
         try:
             if not explained:
-                time.sleep(
-                    2 * _POLL_SECONDS
-                )  # a peer that fails drops its connections before its reason is read
+                # The connections of a failed rank may break before its reason is in the store.
+                time.sleep(2 * _POLL_SECONDS)
             code = error.exit_code if isinstance(error, SamestepError) else EXIT_REGROUP
             mine = f"{self.rank} {code}"
             first = self.store.compare_set(_FAILURE, "", mine).decode()
             if first != mine:
                 rank, exit_code = first.split()
                 _leave(rank, int(exit_code))
-        except (
-            RuntimeError
-        ):  # the store is gone, and so broken collectives are what follows from that
+        except RuntimeError:
+            # The store is gone, so a broken collective is the consequence, not the cause.
             if not explained:
                 _leave("", EXIT_REGROUP)
         self._over.set()
 
     def tell_progress(self, step: int) -> None:
-        """Tells the process that started this one which step the run goes on from."""
+        """Publishes the step that the run continues from, for the agent that started this run."""
         if self.store is not None and self.rank == 0:
             self.store.set(PROGRESS, str(step))
 
     def _watch(self, store: Store) -> None:
-        """Ends this process when another rank has failed or died, or with what started it, or hosts
-        the store.
+        """Ends this process when another rank fails, or the parent process or the store is gone.
 
-        Otherwise a collective's time-out would have to, and without its agent this process would
-        train on unseen.
+        Otherwise, a collective would only end by its time-out, and a process without its agent
+        would continue to train unnoticed.
         """
         parent = os.getppid()
         try:
-            with closing(Neighbour(store, self.rank, self.size)) as neighbour:
+            with closing(Neighbor(store, self.rank, self.size)) as neighbor:
                 while not store.check([_FAILURE]):
-                    if neighbour.dies_within(_POLL_SECONDS) and not self._over.wait(_POLL_SECONDS):
-                        if store.add(_ENDING, 0) == self.size:  # it was faster than this one
+                    if neighbor.dies_within(_POLL_SECONDS) and not self._over.wait(_POLL_SECONDS):
+                        # If all ranks were at the end, it has only ended before this one.
+                        if store.add(_ENDING, 0) == self.size:
                             return
-                        store.compare_set(
-                            _FAILURE, "", f"{neighbour.rank} {EXIT_REGROUP}"
-                        )  # unless it has said why
+                        # Does nothing if the rank has reported its failure itself.
+                        store.compare_set(_FAILURE, "", f"{neighbor.rank} {EXIT_REGROUP}")
                     if self._over.is_set():
                         return
                     if os.getppid() != parent:
@@ -179,15 +172,12 @@ class World:
         rank, code = failure.split()
         if int(rank) != self.rank:
             if int(code) != EXIT_REGROUP:
-                time.sleep(_POLL_SECONDS)  # the rank that failed has the first word
+                time.sleep(_POLL_SECONDS)  # the rank that failed reports first
             _leave(rank, int(code))
 
 
 def _leave(culprit: str, code: int) -> NoReturn:
-    """Ends the process without a farewell to the others.
-
-    The rank that failed has said why, unless it was killed.
-    """
+    """Ends the process at once. The rank that failed has reported why, unless it was killed."""
     why = f"rank {culprit} is gone" if culprit else "the process that started this is gone"
     logger.log(logging.INFO if code == EXIT_REGROUP else logging.DEBUG, "stopping because %s", why)
     logging.shutdown()
@@ -196,12 +186,12 @@ def _leave(culprit: str, code: int) -> NoReturn:
 
 @contextmanager
 def _explained() -> Iterator[None]:
+    """Turns errors of torch.distributed into a LaunchError with the fix."""
     try:
         yield
-    except RuntimeError as error:  # torch.distributed's own errors are such
+    except RuntimeError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise LaunchError(
-            f"rank {os.environ.get('RANK', 0)} could not meet the others at {where}: {error}; "
-            "check that "
-            "the address is reachable from this node and that all processes were started"
+            f"rank {os.environ.get('RANK', 0)} could not meet the others at {where}: {error}. Check"
+            " that the address is reachable from this node and that all processes were started."
         ) from error

@@ -1,7 +1,4 @@
-"""The strategy `xla_spmd`: one program for all devices of a TPU slice.
-
-`trainer/strategies/xla` carries it out.
-"""
+"""The strategy `xla_spmd`: one program for all devices of a TPU slice, see strategies/xla."""
 
 from __future__ import annotations
 
@@ -17,15 +14,14 @@ from trainer.strategies.xla.spmd import XlaSpmd
 
 @dataclass(frozen=True)
 class Config(strategies.ShardedConfig):
-    """Splits the model over all devices of a TPU slice, or over groups of them.
+    """Shards the model over all devices of a TPU slice, or over groups of them.
 
     Attributes:
-        replicas: copies of the whole model: each is split over devices / replicas. 1 splits one
+        replicas: copies of the whole model: each is sharded over devices / replicas. 1 shards one
             copy over all; the number of slices keeps the gathering of parameters inside a slice.
-        scan_layers: holds equal parameters of all layers in one tensor, and runs the layers as a
-            loop of the graph, so that it compiles as fast for 24 as for 2; false writes all of them
-            out.
-        flash_attention_from: tokens of a sequence from which on attention is JAX's Pallas kernel,
+        scan_layers: stacks equal parameters of all layers in one tensor and runs the layers as a
+            loop of the graph, so 24 layers compile as fast as 2; false unrolls the loop.
+        flash_attention_from: shortest sequence, in tokens, whose attention is JAX's Pallas kernel,
             where that fits: TPUs, `torch-xla[pallas]`, precision bf16, multiples of 128 tokens,
             layers as a loop, no dropout of attention probabilities and no relative positions. null
             never uses it.
@@ -38,28 +34,27 @@ class Config(strategies.ShardedConfig):
         super().__post_init__()
         if self.flash_attention_from is not None and self.flash_attention_from < 1:
             raise ConfigError(
-                "flash_attention_from must be at least 1, or null for never, not "
-                f"{self.flash_attention_from}"
+                f"flash_attention_from is {self.flash_attention_from}. Use at least 1, or null to "
+                "disable the kernel."
             )
 
     def check(self, experiment: Tree) -> None:
         training = experiment["training"]
         if training["compile"]:
             raise ConfigError(
-                "training.compile is for torch.compile, and XLA compiles every step; set it to "
-                "false"
+                "training.compile is for torch.compile, and XLA compiles every step. Set it to "
+                "false."
             )
         if self.scan_layers and experiment["optimizer"].get("layer_decay", 1.0) != 1:
             raise ConfigError(
                 "optimizer.layer_decay gives each layer a learning rate of its own, and "
-                "strategy.scan_layers holds all "
-                "layers' parameters in one tensor; set strategy.scan_layers=false"
+                "strategy.scan_layers stacks the layers' parameters in one tensor. Set "
+                "strategy.scan_layers=false."
             )
         if training["activation_checkpointing"] and not self.scan_layers:
             raise ConfigError(
                 "training.activation_checkpointing needs strategy.scan_layers=true: outside of a "
-                "loop, XLA would find "
-                "that what is to be computed again has been computed already, and keep it"
+                "loop, XLA would detect that the recomputed values exist already, and keep them."
             )
 
     def fits_one_process(self, accelerator: accelerators.Config | None) -> bool:

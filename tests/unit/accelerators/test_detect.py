@@ -26,8 +26,8 @@ def install_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, prints: st
 @pytest.mark.parametrize(
     ("cuda", "visible", "reason"),
     [
-        (None, None, r"torch .* is a build for CPUs; install one for CUDA"),
-        ("13.0", "", "CUDA_VISIBLE_DEVICES hides them; unset it"),
+        (None, None, r"torch .* is a build for CPUs. Install one for CUDA"),
+        ("13.0", "", "CUDA_VISIBLE_DEVICES hides them. Unset it"),
         ("13.0", None, r"CUDA 13\.0 cannot use them.* update the driver"),
     ],
 )

@@ -12,7 +12,7 @@ from trainer.errors import ConfigError
 def test_without_torch_xla_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xla, "version_of", {}.get)
     with pytest.raises(
-        ConfigError, match=r"needs torch-xla and its torch; .* pip install 'samestep\[tpu\]'"
+        ConfigError, match=r"needs torch-xla and its torch\. .* pip install 'samestep\[tpu\]'"
     ):
         xla.Config().build()
 
@@ -23,7 +23,7 @@ def test_another_torch_is_refused_before_the_import(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     with pytest.raises(
         ConfigError,
-        match=r"torch-xla 2.9.0 works with torch 2.9 alone, and this is torch 2.13.0\+cpu;",
+        match=r"torch-xla 2.9.0 works with torch 2.9 alone, and this is torch 2.13.0\+cpu\.",
     ):
         xla.Config().build()
 
@@ -33,5 +33,5 @@ def test_no_chip_is_said_before_the_import(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch, "__version__", "2.9.1")
     monkeypatch.setattr(xla.chips, "count", lambda: 0)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    with pytest.raises(ConfigError, match=r"finds no TPU on this machine; .* PJRT_DEVICE=CPU"):
+    with pytest.raises(ConfigError, match=r"finds no TPU on this machine\. .* PJRT_DEVICE=CPU"):
         xla.Config().build()

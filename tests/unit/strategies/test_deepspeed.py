@@ -140,7 +140,7 @@ def test_what_the_experiment_says_as_well_is_fine(path: Path) -> None:
         ),
         (
             {"zero_optimization": {"zero_quantized_gradients": True}},
-            "zero_quantized_gradients .* another step",
+            "zero_quantized_gradients .* change the step",
         ),
         ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_hpz_partition_size"),
         (
@@ -237,7 +237,7 @@ def test_a_file_that_is_no_json_of_deepspeed(path: Path, content: str | None) ->
 
 
 def test_settings_that_do_not_go_together() -> None:
-    with pytest.raises(ConfigError, match="set stage=3"):
+    with pytest.raises(ConfigError, match="Set stage=3"):
         Config(stage=2, offload_parameters=True)
     with pytest.raises(ConfigError, match=r"training.compile does not go with strategy.stage 3"):
         Config(stage=3).check(experiment(Config(stage=3), compile=True))
@@ -249,7 +249,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "0.20.1")
     with pytest.raises(
         ConfigError,
-        match=r"DeepSpeed 0.19, and 0.20.1 is installed; pip install 'deepspeed==0.19.\*'",
+        match=r"DeepSpeed 0.19, and 0.20.1 is installed. Run pip install 'deepspeed==0.19.\*'",
     ):
         Config().build(cpu.Config().build(), world, "fp32")
 

@@ -1,7 +1,4 @@
-"""A user's DeepSpeed JSON beside an experiment.
-
-What is taken from it, and what contradicts the experiment.
-"""
+"""A user's DeepSpeed JSON next to an experiment: which settings apply, and which contradict it."""
 
 from __future__ import annotations
 
@@ -13,7 +10,8 @@ from trainer.config import Tree
 from trainer.errors import ConfigError
 
 _ZERO = "zero_optimization"
-_TAKEN = {  # how DeepSpeed gathers and reduces, which changes memory and speed only
+# How DeepSpeed gathers and reduces: changes memory and throughput, but not the step.
+_TAKEN = {
     f"{_ZERO}.{key}"
     for key in (
         "allgather_bucket_size",
@@ -40,47 +38,41 @@ _TAKEN = {  # how DeepSpeed gathers and reduces, which changes memory and speed 
         "use_multi_rank_bucket_allreduce",
     )
 }
-_WITHOUT_EFFECT = {  # they are about DeepSpeed's own step, log, optimizer and checkpoints
+# Settings of DeepSpeed's own step, log, optimizer and checkpoints, which are not used.
+_WITHOUT_EFFECT = {
     "dump_state",
     "memory_breakdown",
     "steps_per_print",
     "wall_clock_breakdown",
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
-    *(
-        f"{_ZERO}.{key}"
-        for key in (
-            "elastic_checkpoint",
-            "gather_16bit_weights_on_model_save",
-            "ignore_unused_parameters",
-            "load_from_fp32_weights",
-            "stage3_gather_16bit_weights_on_model_save",
-            "stage3_gather_fp16_weights_on_model_save",
-        )
-    ),
+    "zero_optimization.elastic_checkpoint",
+    "zero_optimization.gather_16bit_weights_on_model_save",
+    "zero_optimization.ignore_unused_parameters",
+    "zero_optimization.load_from_fp32_weights",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save",
 }
-_HARMLESS: Tree = {  # the values at which these are what they are here
+# Settings that may be present with these values, at which the step is samestep's.
+_HARMLESS: Tree = {
+    "bf16.immediate_grad_update": False,
+    "check_grad_overflow": False,
     "communication_data_type": "fp32",
+    "disable_allgather": False,
+    "fp16.auto_cast": False,
     "gradient_accumulation_steps": 1,
     "gradient_predivide_factor": 1.0,
+    "prescale_gradients": False,
     "seq_parallel_communication_data_type": "fp32",
-    f"{_ZERO}.zero_hpz_partition_size": 1,
-    **dict.fromkeys(
-        (
-            "bf16.immediate_grad_update",
-            "check_grad_overflow",
-            "disable_allgather",
-            "fp16.auto_cast",
-        ),
-        False,
-    ),
-    **dict.fromkeys(("prescale_gradients", "sparse_gradients", "use_node_local_storage"), False),
-    **dict.fromkeys(
-        (f"{_ZERO}.{key}" for key in ("cpu_offload", "cpu_offload_params", "legacy_stage1")), False
-    ),
-    **dict.fromkeys((f"{_ZERO}.zero_quantized_{what}" for what in ("weights", "gradients")), False),
+    "sparse_gradients": False,
+    "use_node_local_storage": False,
+    "zero_optimization.cpu_offload": False,
+    "zero_optimization.cpu_offload_params": False,
+    "zero_optimization.legacy_stage1": False,
+    "zero_optimization.zero_hpz_partition_size": 1,
+    "zero_optimization.zero_quantized_gradients": False,
+    "zero_optimization.zero_quantized_weights": False,
 }
-_KINDS = {"adam": "adamw"}  # DeepSpeed's Adam decouples weight decay unless it is told otherwise
 _FIXES = {
     "activation_checkpointing": "set training.activation_checkpointing=true instead",
     "gradient_accumulation_steps": "it follows from the batch sizes and the world size",
@@ -89,8 +81,7 @@ _FIXES = {
 
 
 def read(path: str) -> Tree:
-    """A DeepSpeed JSON; what is "auto", as in those for Hugging Face's Trainer, or switched off is
-    left out.
+    """Reads a DeepSpeed JSON, without disabled sections and sections that are "auto".
 
     Raises:
         ConfigError: it cannot be read.
@@ -99,18 +90,16 @@ def read(path: str) -> Tree:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"strategy.config {path} cannot be read: {error}; name a JSON file of DeepSpeed"
+            f"strategy.config {path} cannot be read: {error}. Name a JSON file of DeepSpeed."
         ) from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"strategy.config {path} is no object; name a JSON file of DeepSpeed")
-    return {key: rest for key, value in tree.items() if (rest := _on(key, value)) is not None}
+        raise ConfigError(f"strategy.config {path} is no object. Name a JSON file of DeepSpeed.")
+    found = {key: _enabled(key, value) for key, value in tree.items()}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def zero_section(tree: Tree) -> Tree:
-    """What is taken over from a JSON that `check` has passed.
-
-    DeepSpeed's settings of communication.
-    """
+    """Returns the settings of communication in a JSON that `check` has accepted."""
     section: Tree = {}
     for key, value in _flat(tree):
         if key in _TAKEN:
@@ -123,103 +112,90 @@ def zero_section(tree: Tree) -> Tree:
 
 
 def check(path: str, tree: Tree, experiment: Tree) -> None:
-    """Refuses what contradicts the experiment, and what would make another step of it, all at once.
+    """Rejects settings that contradict the experiment, or that would change its step.
 
     Args:
         path: of the JSON.
         tree: its content.
-        experiment: as plain values; its strategy is ours.
+        experiment: as plain values.
 
     Raises:
-        ConfigError: naming the keys.
+        ConfigError: naming all such keys.
     """
-    said = _said(experiment)
+    expected = _expected(experiment)
     wrong = []
     for key, value in _flat(tree):
-        if key in said:
-            setting, expected = said[key]
-            if value not in expected:
-                meant = " or ".join(dict.fromkeys(map(json.dumps, expected)))
+        if key in expected:
+            setting, values = expected[key]
+            if value not in values:
+                # Phases may have equal sizes: each is named once.
+                meant = " or ".join(dict.fromkeys(map(json.dumps, values)))
                 wrong.append(f"{key} is {json.dumps(value)} and by {setting} it is {meant}")
         elif key not in _TAKEN | _WITHOUT_EFFECT and not _harmless(key, value):
-            fix = _FIXES.get(
-                key.partition(".")[0], "it is not supported, as it could make another step"
-            )
+            fix = _FIXES.get(key.partition(".")[0], "not supported, as it could change the step")
             wrong.append(f"{key} ({fix})")
     if wrong:
         raise ConfigError(
             f"strategy.config {path} does not go with the experiment: {'; '.join(wrong)}. Remove "
-            "these keys from a "
-            "copy of the file, so that the experiment's settings hold, or change the settings"
+            "these keys from a copy of the file, so that the experiment's settings hold, or change "
+            "the settings."
         )
 
 
-def _said(experiment: Tree) -> dict[str, tuple[str, list[object]]]:
-    """What an experiment says of DeepSpeed's keys.
-
-    The name of the setting, and the values that are meant by it.
-    """
-    training, strategy, optimizer = (
-        experiment[section] for section in ("training", "strategy", "optimizer")
-    )
+def _expected(experiment: Tree) -> dict[str, tuple[str, list[object]]]:
+    """DeepSpeed's keys that an experiment determines: the name of the setting, and valid values."""
+    training, strategy = experiment["training"], experiment["strategy"]
     precision = training["precision"]
-    said = {
-        "gradient_clipping": ("training.max_grad_norm", training["max_grad_norm"] or 0.0),
-        "bf16.enabled": ("training.precision", precision == "bf16"),
-        "fp16.enabled": ("training.precision", precision == "fp16"),
-        "data_types.grad_accum_dtype": ("strategy", "fp32"),
-        f"{_ZERO}.stage": ("strategy.stage", strategy["stage"]),
-        "optimizer.type": ("optimizer.kind", optimizer["kind"]),
-        "optimizer.params.adam_w_mode": ("optimizer.kind", True),
-    }
-    for key, setting in (
-        ("offload_optimizer", "offload_optimizer"),
-        ("offload_param", "offload_parameters"),
-    ):
-        said[f"{_ZERO}.{key}.device"] = (
-            f"strategy.{setting}",
-            "cpu" if strategy[setting] else "none",
-        )
-    said |= {
-        f"optimizer.params.{key}": (f"optimizer.{key}", value) for key, value in optimizer.items()
-    }
     phases = experiment["phases"] or [{}]
-    sizes = {
-        "train_batch_size": "global_batch_size",
-        "train_micro_batch_size_per_gpu": "micro_batch_size",
+
+    def sizes(name: str) -> list[object]:
+        return [phase.get(name) or training[name] for phase in phases]
+
+    def device(setting: str) -> list[object]:
+        return ["cpu" if strategy[setting] else "none"]
+
+    expected: dict[str, tuple[str, list[object]]] = {
+        "train_batch_size": ("training.global_batch_size", sizes("global_batch_size")),
+        "train_micro_batch_size_per_gpu": ("training.micro_batch_size", sizes("micro_batch_size")),
+        "gradient_clipping": ("training.max_grad_norm", [training["max_grad_norm"] or 0.0]),
+        "bf16.enabled": ("training.precision", [precision == "bf16"]),
+        "fp16.enabled": ("training.precision", [precision == "fp16"]),
+        "data_types.grad_accum_dtype": ("strategy", ["fp32"]),
+        "zero_optimization.stage": ("strategy.stage", [strategy["stage"]]),
+        "zero_optimization.offload_optimizer.device": (
+            "strategy.offload_optimizer",
+            device("offload_optimizer"),
+        ),
+        "zero_optimization.offload_param.device": (
+            "strategy.offload_parameters",
+            device("offload_parameters"),
+        ),
+        "optimizer.type": ("optimizer.kind", [experiment["optimizer"]["kind"]]),
+        "optimizer.params.adam_w_mode": ("optimizer.kind", [True]),
     }
-    return {key: (setting, [value]) for key, (setting, value) in said.items()} | {
-        key: (f"training.{size}", [phase.get(size) or training[size] for phase in phases])
-        for key, size in sizes.items()
-    }
+    for key, value in experiment["optimizer"].items():
+        expected[f"optimizer.params.{key}"] = (f"optimizer.{key}", [value])
+    return expected
 
 
-def _on(key: str, section: object) -> object:
-    """A section without what does not count.
-
-    A scheduler all of whose numbers are left open, what is switched off.
-    """
+def _enabled(key: str, section: object) -> object:
+    """A section without the settings that have no effect; None if it has no effect at all."""
     if not isinstance(section, dict):
         return section
     if section.get("enabled") in (False, "auto"):
         return {"enabled": False} if section["enabled"] is False else None
-    if key == "scheduler" and all(
-        value == "auto" for value in section.get("params", {"": None}).values()
-    ):
-        return None
-    return section
+    # Hugging Face's Trainer fills in a scheduler whose numbers are all "auto".
+    is_open = all(value == "auto" for value in section.get("params", {"": None}).values())
+    return None if key == "scheduler" and is_open else section
 
 
 def _harmless(key: str, value: object) -> bool:
-    return (
-        value is None
-        or (value is False and key.endswith(".enabled"))
-        or value == _HARMLESS.get(key, ...)
-    )
+    disabled = value is False and key.endswith(".enabled")
+    return value is None or disabled or value == _HARMLESS.get(key, ...)
 
 
 def _flat(tree: Tree, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """The values of a tree by dotted keys, without those that are left to the experiment."""
+    """The values of a tree by dotted keys, without those that are "auto"."""
     for key, value in tree.items():
         name = prefix + key
         if isinstance(value, dict):
@@ -227,6 +203,7 @@ def _flat(tree: Tree, prefix: str = "") -> Iterator[tuple[str, object]]:
         elif value == "auto":
             continue
         elif name == "optimizer.type":
-            yield name, _KINDS.get(str(value).lower(), str(value).lower())
+            # DeepSpeed's Adam decouples weight decay by default.
+            yield name, "adamw" if str(value).lower() == "adam" else str(value).lower()
         else:
             yield name, value

@@ -1,9 +1,13 @@
-"""ZeRO's partitions as segments.
-
-All that is touched of DeepSpeed's internals, which are those of versions 0.19.
+"""ZeRO's partitions as segments, and all accesses to the internals of DeepSpeed 0.19.
 
 DeepSpeed gathers the parameters that a pass needs, and reduces gradients into the partition of each
-process. Updates are not its business: the optimizer that it is given never takes a step.
+rank. It makes no updates: the optimizer that it gets never takes a step.
+
+For example, parameters A [2, 3] and B [4] on 2 ranks are partitioned as
+
+    stages 1, 2   A and B lie end to end in 10 elements: rank 0 has elements 0 to 4 of A, and rank 1
+                  has element 5 of A, and B
+    stage 3       rank 0 has elements 0 to 2 of A, and 0 and 1 of B; rank 1 has the others
 """
 
 from __future__ import annotations
@@ -26,25 +30,28 @@ from torch import Tensor, nn
 
 from trainer.config import Tree
 from trainer.partition import Segment, SegmentParameter
+from trainer.strategies.world import host_group
 
 
 class Engine(DeepSpeedEngine):  # type: ignore[misc]
-    """DeepSpeed around a model whose values are not there yet.
+    """DeepSpeed's engine around a model without initial values.
 
     Args:
-        model: on the meta device; it gets memory on the device, or under stage 3 the partitions do.
-        dtype: of the copy that passes work with.
-        device: where they run.
-        settings: as DeepSpeed's JSON.
+        model: on the meta device. It gets memory on the device; under stage 3, partitions do.
+        dtype: of the copy that passes use.
+        device: of the passes.
+        settings: as in DeepSpeed's JSON.
     """
 
     def __init__(
         self, model: nn.Module, dtype: torch.dtype, device: torch.device, settings: Tree
     ) -> None:
         os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
-        deepspeed.ops.__compatible_ops__ = {}  # else it would compile collectives for gloo
+        # Without these, DeepSpeed would compile collectives for gloo, and create a process group
+        # with time-outs of its own.
+        deepspeed.ops.__compatible_ops__ = {}
         deepspeed.init_distributed()
-        groups._WORLD_GROUP = dist.group.WORLD  # else it would make one with time-outs of its own
+        groups._WORLD_GROUP = dist.group.WORLD
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
         if settings[ZERO_OPTIMIZATION]["stage"] == 3:
@@ -58,21 +65,19 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         )
 
     def _do_sanity_check(self) -> None:
-        """The original refuses fp16 on CPUs."""
+        """Does nothing: DeepSpeed's own check rejects fp16 on CPUs."""
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
-        """Any stage in any precision, where the original takes an optimizer of its own for stage 1
-        in bf16.
-        """
+        """Uses ZeRO's optimizer in every precision; DeepSpeed has another for stage 1 in bf16."""
         return str(ZERO_OPTIMIZATION)
 
     def _broadcast_model(self) -> None:
-        """There is nothing to tell the others."""
+        """Does nothing: there are no values yet."""
 
     def begin_backward(self, last: bool) -> None:
-        """What an engine's `forward` and its hooks do.
+        """Prepares a backward pass, as the engine's `forward` and its hooks do.
 
-        The model is called without it, as it would end autocast.
+        Passes call the model without the engine, whose `forward` would disable autocast.
 
         Args:
             last: whether gradients are complete after this backward pass.
@@ -82,29 +87,31 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         self._backward_prologue()
 
     def end_backward(self) -> None:
-        """What hooks of gradients do where there are any.
+        """Ends a backward pass, unless the hooks of gradients have done so.
 
-        Stage 1 has none without contiguous gradients.
+        Stage 1 has no hooks without contiguous gradients.
         """
         if self.optimizer._backward_active_depth:
             self._backward_epilogue()
 
     def partitions(self) -> Partitions:
-        """What this process holds."""
+        """The partitions of this process."""
         zero, group = self.optimizer, dist.group.WORLD
-        if torch.device(zero.device).type != self.device.type:  # offloaded
-            group = dist.new_group(backend="gloo")
+        if torch.device(zero.device).type != self.device.type:  # offloaded to the host
+            group = host_group()
         assert group is not None
-        is_third = isinstance(zero, DeepSpeedZeroOptimizer_Stage3)
-        return PartitionedParameters(zero, group) if is_third else PartitionedState(zero, group)
+        if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
+            return PartitionedParameters(zero, group)
+        return PartitionedState(zero, group)
 
 
 def _partition(model: nn.Module, dtype: torch.dtype, device: torch.device, settings: Tree) -> None:
-    """Gives a meta model its partitions, module by module, so that no process ever holds it whole.
+    """Partitions a meta model under stage 3, one module at a time: no process ever holds it whole.
 
-    From then on `torch.nn.functional.linear` is DeepSpeed's in this process: torch's own would keep
-    a view of each gathered weight, and so the whole model, until the backward pass.
+    As a side effect, `torch.nn.functional.linear` is DeepSpeed's in this process. torch's own would
+    keep a view of each gathered weight until the backward pass, and so the whole model.
     """
+    # `Init` of the first module sets DeepSpeed up; its parameter then converts those of the others.
     first: nn.Parameter | None = None
     for module in reversed(list(model.modules())):
         if own := list(module.parameters(recurse=False)):
@@ -118,9 +125,13 @@ def _partition(model: nn.Module, dtype: torch.dtype, device: torch.device, setti
 
 
 class _Place(NamedTuple):
-    """Where the part of a parameter that is here lies.
+    """The position of a local segment in DeepSpeed's memory.
 
-    Its elements from `start` on are `flat[begin:end]`.
+    Attributes:
+        parameter: the parameter.
+        shape: of the whole parameter.
+        start: first element of the segment in the flattened parameter.
+        flat: DeepSpeed's memory: the segment is `flat[begin:end]`.
     """
 
     parameter: nn.Parameter
@@ -132,12 +143,11 @@ class _Place(NamedTuple):
 
 
 class Partitions(ABC):
-    """The part of the parameters that this process updates, in fp32, as segments in the memory of
-    DeepSpeed.
+    """The fp32 parameters that this process updates, as segments in DeepSpeed's memory.
 
     Args:
         zero: DeepSpeed's optimizer of the stage.
-        group: can speak of tensors that lie where the partitions do.
+        group: for collectives of tensors on the partitions' device.
     """
 
     def __init__(
@@ -148,34 +158,27 @@ class Partitions(ABC):
     def segments(self) -> Iterator[tuple[nn.Parameter, SegmentParameter]]:
         """Each trained parameter with its local segment, which may be empty."""
         for parameter, shape, start, flat, begin, end in self._places():
-            yield (
-                parameter,
-                SegmentParameter(flat.detach()[begin:end], Segment(shape, start, self._group)),
-            )
+            segment = Segment(shape, start, self._group)
+            yield parameter, SegmentParameter(flat.detach()[begin:end], segment)
 
     @abstractmethod
     def frozen(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What is here of a parameter that is not trained: the memory that passes work with."""
+        """The local part of a parameter that is not trained, in the memory that passes use."""
 
     @abstractmethod
     def gradients(self) -> list[Tensor]:
-        """The gradients of the segments after the last backward pass of a step.
-
-        DeepSpeed forgets them.
-        """
+        """Takes the segments' gradients from DeepSpeed, after the last backward pass of a step."""
 
     @abstractmethod
     def refresh(self) -> None:
-        """Brings the copies that passes work with up to date. Collective."""
+        """Updates the copies that passes use. A collective."""
 
     @abstractmethod
     def _places(self) -> Iterator[_Place]: ...
 
 
 class PartitionedState(Partitions):
-    """Stages 1 and 2: all parameters lie end to end in one flat tensor, which is cut into equal
-    parts.
-    """
+    """Stages 1 and 2: all parameters lie end to end in a flat tensor, split into equal parts."""
 
     def frozen(self, parameter: nn.Parameter) -> nn.Parameter:
         return parameter
@@ -202,22 +205,20 @@ class PartitionedState(Partitions):
         for parameter, offset in zip(
             zero.round_robin_bit16_groups[0], zero.round_robin_bit16_offsets[0], strict=True
         ):
+            # In this rank's partition, elements [0, size), the parameter is [first, last), which
+            # may begin before it or end after it. In the module's example rank 1 has A at
+            # [-5, 1) and B at [1, 5).
             first = offset - dist.get_rank() * size
-            begin, end = (min(max(place, 0), size) for place in (first, first + parameter.numel()))
-            yield _Place(
-                parameter,
-                tuple(parameter.shape),
-                begin - first if begin < end else 0,
-                flat,
-                begin,
-                end,
-            )
+            last = first + parameter.numel()
+            begin, end = min(max(first, 0), size), min(max(last, 0), size)
+            start = begin - first if begin < end else 0
+            yield _Place(parameter, tuple(parameter.shape), start, flat, begin, end)
 
 
 class PartitionedParameters(Partitions):
-    """Stage 3: each parameter is cut into equal parts, the last one padded.
+    """Stage 3: each parameter is split into equal parts, the last one padded.
 
-    Those of a process lie end to end.
+    The parts of a rank lie end to end.
     """
 
     def frozen(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -228,20 +229,16 @@ class PartitionedParameters(Partitions):
 
     def gradients(self) -> list[Tensor]:
         zero = self._zero
-        partitions = zero.get_fp32_grad_partitions()
-        padded = [
-            gradient
-            for number in range(len(zero.fp16_groups))
-            for gradient in partitions[number].values()
-        ]
+        partitions = zero.get_fp32_grad_partitions()  # by group, then by parameter
+        padded: list[Tensor] = []
+        for number in range(len(zero.fp16_groups)):
+            padded += partitions[number].values()
+        # Resets DeepSpeed, as its own step would.
         zero.averaged_gradients = {}
         zero._pre_step()
         zero.zero_grad()
-        places = self._places()
-        return [
-            gradient[: place.end - place.begin]
-            for gradient, place in zip(padded, places, strict=True)
-        ]
+        places = zip(padded, self._places(), strict=True)
+        return [gradient[: place.end - place.begin] for gradient, place in places]
 
     def refresh(self) -> None:
         zero = self._zero
@@ -252,20 +249,19 @@ class PartitionedParameters(Partitions):
             persistent[0].all_gather(persistent)
 
     def _places(self) -> Iterator[_Place]:
-        for flat, parameters in zip(
-            self._zero.fp32_partitioned_groups_flat, self._zero.fp16_groups, strict=True
-        ):
+        zero = self._zero
+        groups = zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)
+        for flat, parameters in groups:
             begin = 0
             for parameter in parameters:
                 start, length = _part(parameter)
-                yield _Place(
-                    parameter, tuple(parameter.ds_shape), start, flat, begin, begin + length
-                )
-                begin += parameter.partition_numel()
+                shape = tuple(parameter.ds_shape)
+                yield _Place(parameter, shape, start, flat, begin, begin + length)
+                begin += parameter.partition_numel()  # with padding
 
 
 class _Partitioned(Protocol):
-    """What DeepSpeed adds to a parameter under stage 3."""
+    """The attributes that DeepSpeed adds to a parameter under stage 3."""
 
     ds_numel: int
 
@@ -273,8 +269,9 @@ class _Partitioned(Protocol):
 
 
 def _part(parameter: _Partitioned) -> tuple[int, int]:
-    """Where this process's part of a parameter begins under stage 3, and its length without
-    padding.
+    """The start of this rank's part of a parameter under stage 3, and its length without padding.
+
+    Of 5 elements on 2 ranks, rank 0 has 3 from element 0, and rank 1 has 2 from element 3.
     """
     size, whole = parameter.partition_numel(), parameter.ds_numel
     start = min(dist.get_rank() * size, whole)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -53,8 +53,8 @@ def check_slice(replicas: int, devices: int, here: int) -> None:
 class XlaSpmd(Strategy):
     """The strategy `xla_spmd`; the arguments are those of its `Config`."""
 
-    kind: ClassVar[str] = "xla_spmd"
-    compiles: ClassVar[bool] = True
+    kind = "xla_spmd"
+    compiles = True
 
     def __init__(
         self,

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 from torch.distributed import HashStore
 
-from trainer.strategies.neighbour import Neighbour, own_address
+from trainer.strategies.neighbor import Neighbor, own_address
 
 
 def test_the_end_of_a_rank_is_noticed_by_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     store = HashStore()
-    first = Neighbour(store, 0, 3)
+    first = Neighbor(store, 0, 3)
     assert not first.dies_within(0.01)  # it has not come yet
-    second, third = Neighbour(store, 1, 3), Neighbour(store, 2, 3)
+    second, third = Neighbor(store, 1, 3), Neighbor(store, 2, 3)
     assert not any(rank.dies_within(0.05) for rank in (first, second, third))
     third.close()
     assert second.dies_within(5)
@@ -33,4 +33,4 @@ def test_the_address_for_others() -> None:
 def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    assert not Neighbour(HashStore(), 0, 1).dies_within(0.01)
+    assert not Neighbor(HashStore(), 0, 1).dies_within(0.01)

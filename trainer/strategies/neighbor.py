@@ -1,6 +1,4 @@
-"""The next rank, watched: the kernel tells at once when a process dies, whatever collective the
-others wait in.
-"""
+"""Watches the next rank: the kernel reports at once when a process dies, even in a collective."""
 
 from __future__ import annotations
 
@@ -14,25 +12,24 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
-_KEEPALIVE = {
-    "TCP_KEEPIDLE": 2,
-    "TCP_KEEPINTVL": 1,
-    "TCP_KEEPCNT": 5,
-}  # a machine without power is noticed in 7 s
+# A machine that loses power is detected after 2 + 5 x 1 = 7 s.
+_KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5}
 
 
-class Neighbour:
-    """Each rank connects to the next, so that together they watch each other.
+class Neighbor:
+    """A TCP connection from each rank to the next; together they watch all ranks.
 
-    Nothing is sent over the connections.
-
-    Nor are they accepted: the kernel completes them as long as there is a listener, and resets them
-        when it goes.
+    With 3 ranks, 0 watches 1, 1 watches 2, and 2 watches 0. Nothing is sent, and no connection is
+    accepted: the kernel completes a connection as long as the listening socket exists, and resets
+    it when the process ends.
 
     Args:
-        store: where ranks say how they can be reached.
+        store: where ranks publish their addresses.
         rank: of this process.
-        size: how many there are.
+        size: number of ranks.
+
+    Attributes:
+        rank: of the process that is watched.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -45,7 +42,7 @@ class Neighbour:
         store.set(f"address/{rank}", f"{address} {self._listener.getsockname()[1]}")
 
     def dies_within(self, seconds: float) -> bool:
-        """Waits for so long, or until the next rank has ended, in whichever way."""
+        """Waits for `seconds`; returns True early if the next rank's process ends."""
         if self._connection is None and self._watchable:
             self._connect()
         if self._connection is None:
@@ -56,21 +53,21 @@ class Neighbour:
             self._connection.recv(1)
         except TimeoutError:
             return False
-        except OSError:  # reset
+        except OSError:  # the connection was reset
             pass
         self._connection = None
         self._watchable = False
         return True
 
     def close(self) -> None:
-        """Lets go of both ends; the rank before this one takes that for the end of this process."""
+        """Closes both ends. To the previous rank, this process has ended."""
         self._listener.close()
         if self._connection is not None:
             self._connection.close()
 
     def _connect(self) -> None:
         if not self._store.check([f"address/{self.rank}"]):
-            return
+            return  # it has not started yet
         host, port = self._store.get(f"address/{self.rank}").decode().split()
         try:
             connection = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
@@ -83,20 +80,20 @@ class Neighbour:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Lets the kernel find out within seconds that the machine at the other end is gone without a
-    word.
-    """
+    """Makes the kernel detect within seconds that the other machine has lost power or network."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
-        if hasattr(socket, option):  # not all of them on macOS
+        if hasattr(socket, option):  # macOS has only some of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def own_address(host: str, port: int) -> str:
-    """The address of this machine for those that reach another one, or this one, as `host`."""
+    """The address of this machine that is valid for machines that can reach `host`."""
+    # The route to `host` decides. Connecting a datagram socket sends nothing.
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing
+        probe.connect(address)
         own, peer = probe.getsockname()[0], probe.getpeername()[0]
-    # Debian's /etc/hosts gives a machine's own name an address that leads nowhere from the others.
+    # If `host` is this machine, its name is valid everywhere, but not the address that it resolves
+    # to here: Debian's /etc/hosts maps a machine's own name to 127.0.1.1.
     return host if own == peer or own.startswith("127.") else str(own)
