@@ -206,6 +206,7 @@ class Config(Cluster):
             setup=self.setup,
         )
         script = startup.render()
+        # The mark identifies this launch's slice, even among slices of the same name.
         mark = _digest(script, job.config)[:16]
         command = self._create(name, job.name, mark)
         slice_file = Slice(
@@ -284,6 +285,7 @@ class Config(Cluster):
             with tarfile.open(archive, "w:gz") as tar:
                 tar.add(folder / CODE, arcname=".")
             files.append(archive)
+        # The files first: machines that boot before them would find nothing to run.
         place.upload(files)
         try:
             place.request(folder)

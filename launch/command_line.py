@@ -36,7 +36,7 @@ def run(
         hints: what to do, by patterns in the client's error message.
         folder: working directory.
         text: standard input. Empty by default: nobody is there to be asked for a password.
-        environment: None takes that of this process.
+        environment: None takes this process's environment.
 
     Raises:
         LaunchError: with the client's own words, and the hint for them.

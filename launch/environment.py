@@ -44,8 +44,8 @@ _FIND_MODULE = (
     '  type module > /dev/null 2>&1 || [ ! -r "$init" ] || source "$init"',
     "done",
 )
-# The trap ignores failures within sourced scripts: those of others may have commands that fail and
-# do not matter.
+# The trap ignores failures within sourced scripts: a vendor's script may have commands that fail
+# and do not matter.
 _ON_FAILURE = (
     "trap 'code=$?; [ ${#BASH_SOURCE[@]} -gt 1 ] || "
     '{ echo "the environment cannot be set up: $BASH_COMMAND: exit code $code; add || true where '

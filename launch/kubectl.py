@@ -126,6 +126,7 @@ def states(records: Iterable[Record]) -> dict[str, State]:
         objects: dict[str, list[Object]] = defaultdict(list)
         for item in _get(place, kinds, JOB_LABEL):
             objects[item["metadata"]["labels"][JOB_LABEL]].append(item)
+        # A job without objects was deleted, so it has no state.
         for record in jobs:
             if state := _state(record, objects[record.about["name"]]):
                 found[record.id] = state

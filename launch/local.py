@@ -94,6 +94,7 @@ class Config(Cluster):
 
     def submit(self, submission: Submission, folder: Path) -> tuple[str, Mapping[str, str]]:
         """Starts the script in a session of its own."""
+        # A session of its own gets no signals from this terminal.
         with (folder / LOG).open("wb") as log:
             process = subprocess.Popen(
                 submission.command,

@@ -69,7 +69,7 @@ def find(job: str) -> Record:
     """Finds the newest job by its id, its folder, or its output.
 
     Args:
-        job: the id may be that of a later segment, or of a task of an array (4711_3).
+        job: the id may belong to a later segment, or to a task of an array (4711_3).
 
     Raises:
         LaunchError: there is no such job.

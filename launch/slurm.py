@@ -193,6 +193,7 @@ class Config(NodeCluster):
             "# Written by samestep launch. Slurm runs it on the first node, and again after each",
             "# requeue.",
             f"launch={shlex.quote(str(job.folder))}",
+            # Until the environment is set up, any end of the script leaves a failure's exit code.
             f"rm -f -- {exit_file}",
             f"trap 'echo 1 > {exit_file}' EXIT",
             f"cd -- {shlex.quote(str(job.directory))} || exit 1",
@@ -245,6 +246,7 @@ class Config(NodeCluster):
             options.append(f"--time={days}-{minutes // 60:02}:{minutes % 60:02}:00")
         if not build:
             options += ["--exclusive"] * self.exclusive + self._signal_option(job)
+        # The next segment takes the place of a requeued job.
         options.append("--requeue" if build or self._requeues else "--no-requeue")
         for option in self.options:
             name, equals, value = option.partition("=")
@@ -259,7 +261,7 @@ class Config(NodeCluster):
         lead = round(job.stop_seconds) + _SIGNAL_MARGIN
         if self.minutes is not None and self.minutes * 60 < 2 * lead:
             raise ConfigError(
-                f"time {self.time} is too short: {lead} s before its end the run is told to save a "
+                f"time {self.time} is too short: {lead} s before its end the run must save a "
                 "checkpoint. Raise cluster.time, or lower training.preemption.deadline."
             )
         return [f"--signal={name.removeprefix('SIG')}@{lead}"]
@@ -336,7 +338,7 @@ class Config(NodeCluster):
         command_line.require("sbatch", "jobs are submitted from a login node of the Slurm cluster")
 
     def submit(self, submission: Submission, folder: Path) -> tuple[str, Mapping[str, str]]:
-        """Submits all segments or none; the id is that of the first."""
+        """Submits all segments or none; returns the first one's id."""
         ids: list[str] = []
         try:
             for _ in range(self.segments):
@@ -345,6 +347,7 @@ class Config(NodeCluster):
             if ids:
                 _run(["scancel", *ids])
             raise
+        # An array is done when each of its tasks has left an exit code.
         array = re.search(r"^#SBATCH --array=1-(\d+)$", submission.files[SCRIPT], re.M)
         return ids[0], {"segments": " ".join(ids), "tasks": array[1] if array else "1"}
 
@@ -366,6 +369,7 @@ class Config(NodeCluster):
         script = (record.folder / SCRIPT).read_text(encoding="utf-8")
         saves = re.search(r"^#SBATCH --signal=(\w+)@", script, re.M)
         again = mark.exists()
+        # Only a running job can save a checkpoint; the others are ended at once.
         signalled = [
             job for job, state in states.items() if saves and state == "RUNNING" and not again
         ]
@@ -406,6 +410,7 @@ def _state(record: Record, queue: Mapping[str, list[list[str]]]) -> State:
     found = [task for number in _segments(record) for task in queue.get(number, [])]
     if not found:
         return logs.state_of_ended(record.folder, int(record.about["tasks"]))
+    # An array's tasks may have several states: "3 running, 5 pending".
     words = Counter(task[0].lower() for task in found)
     word = ", ".join(f"{count} {word}" for word, count in words.items())
     if len(words) == 1:

@@ -75,6 +75,7 @@ def prepare(
     output = tree.get("output")
     if not isinstance(output, str) or not output:
         raise ConfigError(f"{file} names no output, the folder to write. Add output=FOLDER.")
+    # One file without bases and overrides: the job does not depend on files that may be edited.
     config = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
     if SECRET_ADDRESS.search(config):
         raise ConfigError(
@@ -148,6 +149,7 @@ def check(launch: Launch) -> None:
         LaunchError: there is no client, or another job works on the same output.
     """
     launch.cluster.check()
+    # Two jobs would write the same checkpoints, whatever kind of cluster each is on.
     for record in records.newest_first():
         if record.output != _place(launch):
             continue
@@ -184,6 +186,7 @@ def _place(launch: Launch) -> str:
 
 def _ask(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
     """Runs a `samestep` command with the job's environment variables; raises its error."""
+    # A process of its own: it imports torch, and needs the job's variables from the start.
     command = [sys.executable, "-P", "-m", "trainer.cli", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables})
     if done.returncode < 0:
@@ -204,6 +207,7 @@ def submit(launch: Launch) -> Record:
         LaunchError: the cluster refuses it, or a file cannot be written.
     """
     folder = launch.job.folder
+    # The order of undoing: first the folder, then the signals, which may end this process.
     with _deferred_signals(), _created(folder):
         _write(launch)
         id_, about = launch.cluster.submit(launch.submission, folder)

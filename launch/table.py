@@ -57,7 +57,7 @@ def show(console: Console, everything: bool) -> None:
 
 
 def _states(found: list[Record]) -> dict[str, State]:
-    """States by id, without those of clusters that do not answer."""
+    """States by id, without the jobs of clusters that do not answer."""
     states: dict[str, State] = {}
     for kind in dict.fromkeys(record.kind for record in found):
         of_kind = [record for record in found if record.kind == kind]

@@ -101,8 +101,8 @@ class Slice:
         project: the project that pays.
         zone: of the machines.
         staging: folder in a bucket for files that go to this job's machines or come from them.
-        mark: digest of what the machines run, which identifies this job's slice among those of the
-            same name.
+        mark: digest of what the machines run; identifies this job's slice among slices of the same
+            name.
         create: the command that requests the slice; run in the job's folder.
         stop_seconds: time that the run gets for its last checkpoint.
         supervise: whether a supervisor requests the slice again, and deletes it in the end.
@@ -175,6 +175,7 @@ class Slice:
         try:
             command_line.run(self.create, HINTS, folder)
         except LaunchError as error:
+            # The connection may have broken after Google accepted the request.
             with suppress(LaunchError):
                 found = self.queued()
                 if found is not None and state_of(found) != "DELETING" and self._is_ours(found):
@@ -235,6 +236,7 @@ class Slice:
             exits.update(self.exits(self.objects()))
             return outcome(exits, count) is not None
 
+        # All machines must save their part of the checkpoint before the slice is deleted.
         comes_true(have_all_ended, self.stop_seconds + _NOTICE_SECONDS)
         return outcome(exits, 1)
 
@@ -293,6 +295,7 @@ class Slice:
         read: dict[str, int] = {}
         last = ""
         while True:
+            # Asked before the listing, so that the last look reads the end of the logs.
             last_look, objects = not goes_on(), self.objects()
             for name in sorted(logs_in(objects)):
                 start, end = read.get(name, 0), objects[name].size

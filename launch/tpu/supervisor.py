@@ -127,6 +127,7 @@ def decide(memory: Memory, sight: Sight) -> tuple[Memory, Action]:
     leaving: Action = "wait" if sight.state == "DELETING" else "delete"
     if memory.phase == "ending":
         return memory, leaving if sight.state else "done"
+    # A cancellation comes before everything but an end: nothing may be requested again.
     if sight.stop:
         if sight.state and not sight.stopped:
             return memory, "wait"
@@ -135,6 +136,7 @@ def decide(memory: Memory, sight: Sight) -> tuple[Memory, Action]:
         return memory, leaving if sight.state else "create"
     if not sight.state:
         return _end(memory, sight, "the queued resource is gone: somebody has deleted it")
+    # An exit code on machines that are being taken away may be a consequence of that.
     if sight.code is not None:
         ended = f"the run has ended with exit code {sight.code}"
         if sight.code != EXIT_DONE and not sight.healthy:
@@ -151,6 +153,7 @@ def decide(memory: Memory, sight: Sight) -> tuple[Memory, Action]:
             return _end(memory, replace(sight, code=EXIT_FAILED), _SILENCE)
         was_active = memory.was_active or bool(sight.node)
         return replace(memory, was_active=was_active, heard=heard, vain=0), "wait"
+    # Before it is served, a request waits for resources as long as it takes.
     if sight.state not in ("SUSPENDED", "FAILED"):
         return memory, "wait"
     if sight.by_user:
@@ -220,6 +223,7 @@ class Supervisor:
         if sight is None:
             return False
         memory, action = decide(self._memory, sight)
+        # Before the action: a supervisor that is killed in between repeats it.
         self._remember(memory)
         if action == "delete":
             logger.info("deleting %s", self._slice.name)
@@ -246,6 +250,7 @@ class Supervisor:
             logger.warning("%s cannot be written (%s)", self._folder / _MEMORY, error)
 
     def _create(self) -> None:
+        # The new machines would take an old exit code for their own, and start nothing.
         self._slice.forget_exits()
         logger.info("requesting %s again, restart %d", self._slice.name, self._memory.restarts)
         try:

@@ -141,7 +141,7 @@ def test_cancelled_with_a_checkpoint(
     again = samestep(
         "launch", "cluster.yaml", run / "launch" / "001" / "config.yaml", "objective=mlm"
     )
-    assert f"job {job} (running) is about run already" in again.message
+    assert f"job {job} (running) works on run already" in again.message
     assert samestep("cancel", job).code == 0
     slurm.wait_for(job, "FAILED")  # which any exit code but 0 is to Slurm
     step = max(losses(run))

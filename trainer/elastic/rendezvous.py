@@ -88,9 +88,9 @@ class Rendezvous:
                 f"--rendezvous {address} is not HOST:PORT. Name a machine of the run and a free "
                 "port on it."
             )
-        self._port, self._min_agents, self._max_agents = int(port), min_agents, max_agents
+        self._port, self.min_agents, self.max_agents = int(port), min_agents, max_agents
         # Hashed, as a command line may hold signed URLs, which are secrets.
-        self._run = hashlib.sha256(run.encode()).hexdigest()
+        self.run = hashlib.sha256(run.encode()).hexdigest()
         self._connection: _Connection | None = None
         self._ended: RunEnded | None = None
 
@@ -108,7 +108,7 @@ class Rendezvous:
         """
         self._send(ready=workers)
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        problem, here = "", self._min_agents
+        problem, here = "", self.min_agents
         while not cancelled():
             if self._ended is not None:
                 raise self._ended
@@ -140,9 +140,9 @@ class Rendezvous:
                 self._connection = None
                 raise RendezvousError(message["refused"])
             before, here = here, message.get("here", here)
-            if here != before and here < self._min_agents:
+            if here != before and here < self.min_agents:
                 logger.info(
-                    "waiting      for machines: %d of at least %d here", here, self._min_agents
+                    "waiting      for machines: %d of at least %d here", here, self.min_agents
                 )
         return None
 
@@ -177,7 +177,7 @@ class Rendezvous:
                 listener.close()
                 listener = socket.create_server(("", self._port))
             self._port = listener.getsockname()[1]
-            _Host(listener, self._min_agents, self._max_agents, self._run).start()
+            _Host(self, listener).start()
         try:
             connection = _Connection(socket.create_connection((self.host, self._port), timeout=5))
             run = connection.receive(_GREETING_SECONDS).get("run")
@@ -185,7 +185,7 @@ class Rendezvous:
             run = None
         except OSError as error:
             return error
-        if run != self._run:
+        if run != self.run:
             who = "another program" if run is None else "the agent of another run"
             raise LaunchError(
                 f"{who} listens at {self.host}:{self._port}. Give each run its own port in "
@@ -215,10 +215,9 @@ class Rendezvous:
 class _Host(threading.Thread):
     """The rendezvous itself: starts a round once all agents that are here are ready."""
 
-    def __init__(self, listener: socket.socket, min_agents: int, max_agents: int, run: str) -> None:
+    def __init__(self, settings: Rendezvous, listener: socket.socket) -> None:
         super().__init__(name="rendezvous", daemon=True)
-        self._listener, self._run = listener, run
-        self._min_agents, self._max_agents = min_agents, max_agents
+        self._settings, self._listener = settings, listener
         self._selector = selectors.DefaultSelector()
         # Every connected agent and its number of workers; None while it is not ready for a round.
         self._agents: dict[_Connection, int | None] = {}
@@ -251,7 +250,7 @@ class _Host(threading.Thread):
         agent = _Connection(self._listener.accept()[0])
         self._selector.register(agent.socket, selectors.EVENT_READ, agent)
         self._agents[agent] = None
-        agent.send({"run": self._run})
+        agent.send({"run": self._settings.run})
 
     def _handle(self, agent: _Connection, message: Message) -> None:
         if "code" in message:  # the run has ended
@@ -262,7 +261,7 @@ class _Host(threading.Thread):
         self._last_change = time.monotonic()
         if agent in self._round:
             self._leave(agent)
-        elif len(self._round) < self._max_agents:
+        elif len(self._round) < self._settings.max_agents:
             self._tell(self._round, {"event": "joined"})
         ready = self._ready()
         self._tell(ready, {"here": len(ready) + len(self._round)})
@@ -285,12 +284,13 @@ class _Host(threading.Thread):
 
     def _start_round(self) -> None:
         """Starts a round, unless more agents are expected."""
-        ready = self._ready()[: self._max_agents]
+        settings = self._settings
+        ready = self._ready()[: settings.max_agents]
         waited = time.monotonic() - self._last_change
-        if len(ready) < self._min_agents:
+        if len(ready) < settings.min_agents:
             if ready and waited > _PATIENCE_SECONDS:
                 reason = (
-                    f"{len(ready)} of at least {self._min_agents} machines have joined within "
+                    f"{len(ready)} of at least {settings.min_agents} machines have joined within "
                     f"{_PATIENCE_SECONDS:g} s. Start more, or lower MIN of --elastic."
                 )
                 self._tell(ready, {"refused": reason})
@@ -298,7 +298,7 @@ class _Host(threading.Thread):
         # After a round, the connected agents are known, so nobody else is expected. Before the
         # first round, others may be on their way.
         known = self._store is not None
-        complete = len(ready) == self._max_agents or (known and len(ready) == len(self._agents))
+        complete = len(ready) == settings.max_agents or (known and len(ready) == len(self._agents))
         if not complete and waited < _LAST_CALL_SECONDS:
             return
         self._round, self._round_deadline = ready, math.inf

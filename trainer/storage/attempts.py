@@ -242,7 +242,7 @@ def _options(scheme: str) -> dict[str, object]:
         if scheme == "gs":
             options = {"requests_timeout": timeout, "use_listings_cache": False}
         else:
-            # Without compression in transit, ranges and sizes are those of the stored content.
+            # Without compression in transit, ranges and sizes refer to the stored content.
             headers = {"Accept-Encoding": "identity"}
             options = {"client_kwargs": {"timeout": timeout, "trust_env": True, "headers": headers}}
     # fsspec would let our options override the user's, so merge them here the other way round.

@@ -166,7 +166,7 @@ def test_weights_that_a_job_before_is_to_make(
     assert ["init_from=null" in arguments for arguments in asked] == [False, True]
     Path("task.yaml").write_text(
         "base: run.yaml\nmodel: null\n"
-    )  # the model is that of the weights
+    )  # the weights say which model it is
     submit.check(
         submit.prepare("slurm.yaml", "task.yaml", [f"cluster.options={options}", "init_from=other"])
     )

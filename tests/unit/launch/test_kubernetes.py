@@ -573,7 +573,7 @@ sys.exit(code)
 
 @dataclass
 class Kubectl:
-    """A program that answers as it is told, one answer after the other, the last one for ever."""
+    """A program with a list of answers; it repeats the last one."""
 
     folder: Path
 
