@@ -155,7 +155,7 @@ def test_a_wrong_address_a_small_cache_and_an_unknown_scheme_are_named(
             2,
             ["cache_size must be a size such as", "'much'"],
         ),
-        (["data.path=ftp://host/dataset"], 2, ["ftp://host/dataset", "unknown kind"]),
+        (["data.path=ftp://host/dataset"], 2, ["ftp://host/dataset", "unsupported scheme"]),
     ):
         result = samestep(*command, *settings)
         assert result.code == code
