@@ -54,22 +54,23 @@ class FullyShardedDataParallel(Strategy):
     def __init__(
         self, accelerator: Accelerator, world: World, precision: Precision, config: Config
     ) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
         super().__init__(accelerator, world, precision)
         self._config = config
         self.partitions = world.size // config.replicas
-
-    def _shard(self, model: nn.Module) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
         # With 8 ranks and 2 replicas, the mesh is [[0, 1, 2, 3], [4, 5, 6, 7]]: parameters are
         # gathered inside a row, and gradients are all-reduced along each column.
-        device, replicas = self.accelerator.device.type, self._config.replicas
-        if replicas == 1:
-            mesh = init_device_mesh(device, (self.world.size,), mesh_dim_names=("shard",))
+        device = accelerator.device.type
+        if config.replicas == 1:
+            self._mesh = init_device_mesh(device, (world.size,), mesh_dim_names=("shard",))
         else:
-            shape, names = (replicas, self.partitions), ("replicate", "shard")
-            mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+            shape = (config.replicas, self.partitions)
+            self._mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+
+    def _shard(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
         # Under 16-bit precision, layers are gathered in 16 bits: half the traffic, and autocast
         # makes no copies of weights, which autograd would keep whole until the backward pass.
         # Gradients are summed in fp32.
@@ -80,8 +81,8 @@ class FullyShardedDataParallel(Strategy):
             )
         for unit in cast(Model, model).sharding_units():
             reshard = self._config.reshard_after_forward
-            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-        fully_shard(model, mesh=mesh)  # the parameters outside of the units
+            fully_shard(unit, mesh=self._mesh, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(model, mesh=self._mesh)  # the parameters outside of the units
 
     def accumulate(self, last: bool) -> AbstractContextManager[object]:
         cast("FSDPModule", self._module).set_requires_gradient_sync(last)
