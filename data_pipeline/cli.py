@@ -225,7 +225,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from data_pipeline.looking.inspection import inspect, plot, report
+    from data_pipeline.inspection.report import inspect, plot, report
     from data_pipeline.reading.dataset import Dataset
 
     inspection = inspect(Dataset.open(args.folder))
@@ -238,7 +238,7 @@ def _inspect(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from data_pipeline.looking.show import show
+    from data_pipeline.inspection.show import show
 
     show(args.folder, args.objective, args.overrides, args.index, args.count, Console())
     return EXIT_DONE

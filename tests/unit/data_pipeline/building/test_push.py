@@ -12,7 +12,7 @@ import pytest
 from data_pipeline.building.push import PARTIAL_MANIFEST, push
 from data_pipeline.building.verify import verify
 from data_pipeline.format.manifest import MANIFEST, Manifest
-from data_pipeline.looking.inspection import inspect
+from data_pipeline.inspection.report import inspect
 from data_pipeline.reading.dataset import Dataset
 from trainer import storage
 from trainer.errors import ConfigError, DataError

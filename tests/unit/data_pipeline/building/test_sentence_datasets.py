@@ -17,8 +17,8 @@ from rich.console import Console
 
 from data_pipeline.building.build import Config, build
 from data_pipeline.building.verify import verify
-from data_pipeline.looking.inspection import inspect
-from data_pipeline.looking.show import show
+from data_pipeline.inspection.report import inspect
+from data_pipeline.inspection.show import show
 from data_pipeline.reading.batches import BatchLayout
 from data_pipeline.reading.config import Config as DataConfig
 from data_pipeline.reading.dataset import Dataset, PackedSplit

@@ -25,8 +25,8 @@ from data_pipeline.building.task_rows import encode
 from data_pipeline.building.units import Outcome, outcome_path
 from data_pipeline.building.verify import verify
 from data_pipeline.format.manifest import Manifest, TaskLabels
-from data_pipeline.looking.inspection import inspect, report
-from data_pipeline.looking.show import show
+from data_pipeline.inspection.report import inspect, report
+from data_pipeline.inspection.show import show
 from data_pipeline.order.example_order import Location
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.dataset import Dataset, PackedSplit

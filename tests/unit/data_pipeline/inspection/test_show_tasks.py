@@ -13,7 +13,7 @@ from rich.console import Console
 
 from data_pipeline.format.manifest import FORMAT, Manifest
 from data_pipeline.format.shards import write_shard
-from data_pipeline.looking.show import show
+from data_pipeline.inspection.show import show
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 
 CAT = "the cat sat on the mat"

@@ -11,8 +11,8 @@ from rich.console import Console
 from data_pipeline import cli
 from data_pipeline.format.manifest import FORMAT, Manifest
 from data_pipeline.format.shards import write_shard
-from data_pipeline.looking.inspection import inspect, plot, report
-from data_pipeline.looking.show import show
+from data_pipeline.inspection.report import inspect, plot, report
+from data_pipeline.inspection.show import show
 from data_pipeline.reading.dataset import Dataset, PackedSplit
 from data_pipeline.tokenizers.tokenizer import Config as TokenizerConfig
 from trainer.errors import ConfigError, DataError, MissingExtra

@@ -1,0 +1,1 @@
+"""Statistics and examples of a built dataset."""

@@ -1,1 +1,0 @@
-"""Looking at datasets: their statistics and their examples."""
