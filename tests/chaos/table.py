@@ -19,7 +19,7 @@ PAGE = Path("docs/reliability.md")
 BEGIN, END = "<!-- begin: written by make chaos -->\n", "<!-- end -->"
 _STEP_SECONDS = "0.3"
 _HEAD = """\
-| fault | noticed after, s | next new step after, s | steps redone | examples lost | repeated | passed over | goodput |
+| fault | noticed after, s | next new step after, s | steps redone | examples lost | repeated | skipped | goodput |
 |---|---|---|---|---|---|---|---|
 """
 

@@ -168,7 +168,7 @@ def test_a_stopped_rank(run: Run, survived: Survived) -> None:
 @pytest.mark.parametrize("politely", [True, False], ids=["SIGTERM", "SIGKILL"])
 def test_a_run_that_is_ended(run: Run, politely: bool, survived: Survived) -> None:
     name = (
-        "pre-empted (SIGTERM, `deadline: 30`)"
+        "preempted (SIGTERM, `deadline: 30`)"
         if politely
         else "all processes killed at once (`kill -9`)"
     )
@@ -263,7 +263,7 @@ def test_a_damaged_shard(
     """It ends the run, and when it is back the run goes on."""
     dataset = shutil.copytree(dataset_folder, tmp_path / "dataset")
     observer = Observer(
-        "shard on the disk torn, run killed and started again",
+        "shard on the disk truncated, run killed and started again",
         run.folder,
         "error: .*train-000002.tar",
     )
@@ -308,7 +308,9 @@ def flip_a_bit(file: Path) -> None:
 def test_damaged_checkpoints(run: Run, survived: Survived) -> None:
     """The run goes on from the one before them."""
     sign = "skipping the checkpoint of step .*rank-00001.safetensors"
-    name = "newest checkpoint torn, a bit flipped in the one before, run killed and started again"
+    name = (
+        "newest checkpoint truncated, a bit flipped in the one before, run killed and started again"
+    )
     observer = Observer(name, run.folder, sign)
     first = run.train()
     first.wait_for_step(run.folder, 12)

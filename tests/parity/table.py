@@ -1,5 +1,4 @@
-"""Writes docs/parity.md: models of shipped sizes with random weights, ours beside those of
-`transformers`.
+"""Writes docs/parity.md: models of shipped sizes with random weights, compared with `transformers`.
 
 python tests/parity/table.py; it takes minutes, and 4 GB of memory.
 """
@@ -31,15 +30,15 @@ MODELS = {
 }
 HEADER = """# Parity with transformers
 
-Written by `tests/parity/table.py`: models of the sizes that were released, with random weights, in fp32 on a CPU. A
-difference is the largest one of any element, divided by the largest element; that of gradients is of the worst
-parameter. Inputs are 2 rows of 256 tokens, and for T5 targets of 64. `tests/parity/` makes the same comparisons, and
-more, of small models: BERT and RoBERTa, too, and every head for a task that a family has (classification, regression,
-multiple choice, tagging, spans), whose logits, losses and gradients are within 1e-5 of `transformers`' classes.
+Written by `tests/parity/table.py`: models of the released sizes, with random weights, in fp32 on a CPU. A
+difference is the largest difference of any element, divided by the largest element; for gradients, of the worst
+parameter. Inputs are 2 rows of 256 tokens, with targets of 64 for T5. `tests/parity/` makes the same comparisons and
+more with small models, including BERT, RoBERTa and every task head of a family (classification, regression, multiple
+choice, tagging, spans): logits, losses and gradients are within 1e-5 of `transformers`.
 
-The loss of spans is another one on padded batches: ours is a softmax over the cells that hold a token, that of
-`transformers` over all, so that a model must learn there that no answer stands in padding. The two are compared on rows
-without padding. What is predicted is the same: padding is in no answer.
+The span loss differs on padded batches: ours is a softmax over positions with a token; `transformers` includes padding,
+so its models must learn that no answer is in padding. The two are compared on rows without padding. Predictions are the
+same, since padding is in no answer.
 
 | model | parameters | logits | loss | gradients | {tokens} greedy tokens |
 |---|---|---|---|---|---|

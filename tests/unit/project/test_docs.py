@@ -39,6 +39,25 @@ def test_links_lead_somewhere(page: Path):
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    prose = FENCED.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_anchors_exist(page: Path):
+    prose = FENCED.sub("", page.read_text(encoding="utf-8"))
+    links = re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", prose)
+    missing = [
+        f"{target}#{anchor}"
+        for target, anchor in links
+        if anchor not in anchors(page.parent / target if target else page)
+    ]
+    assert missing == []
+
+
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if commands(page)], ids=lambda page: page.name
 )
