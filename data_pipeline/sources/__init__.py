@@ -1,30 +1,47 @@
-"""Where raw text comes from: each module reads one kind of source and has a `Config` (`kind` is the
-module's name).
+"""Sources of raw text. Each module reads one kind, which a dataset names as `source.kind`.
 
-A source works in two places. The coordinator of a build calls `records`, which only decompresses
-and splits, so that one process keeps many workers busy. The workers call `parse`, which decodes and
-checks.
+A source works in two processes. The coordinator of a build calls `records`, which only decompresses
+and splits, so one process keeps many workers busy. The workers call `parse`, which decodes and
+validates.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import ClassVar, NamedTuple, Protocol
 
+from trainer.errors import MissingExtra
 from trainer.examples import TaskRow
 from trainer.tasks import TaskKind
 
 
+class BadRecord(Exception):
+    """A record without a usable document.
+
+    The message is a short reason, the same for all records with the same fault: the manifest counts
+    records by reason.
+    """
+
+
+class Problem(bytes):
+    """The reason why a record cannot be read, in place of the record's bytes."""
+
+    @classmethod
+    def of(cls, reason: str) -> Problem:
+        return cls(reason.encode(errors="replace"))
+
+
 class Record(NamedTuple):
-    """One document as it lies in a file, not yet decoded.
+    """One document as stored in a file, not yet decoded.
 
     Attributes:
         file: index into `Source.files`.
         line: where it begins, counted from 1.
         data: its bytes.
-        read: share of the source that has been read with it, in [0, 1]; for progress reports only.
+        read: fraction of the source read so far, this record included; for progress reports only.
         problem: why it cannot be read at all (then `data` is empty), or None.
     """
 
@@ -34,12 +51,22 @@ class Record(NamedTuple):
     read: float
     problem: str | None = None
 
+    @classmethod
+    def of(cls, file: int, line: int, data: bytes, read: float) -> Record:
+        """Makes a record, with a `problem` if `data` is a Problem."""
+        if isinstance(data, Problem):
+            return cls(file, line, b"", read, data.decode())
+        return cls(file, line, data, read)
 
-class BadRecord(Exception):
-    """A record that holds no usable document.
+    def content(self) -> bytes:
+        """Returns `data`.
 
-    The message is a short reason, the same for every record of its sort.
-    """
+        Raises:
+            BadRecord: the record could not be read.
+        """
+        if self.problem is not None:
+            raise BadRecord(self.problem)
+        return self.data
 
 
 @dataclass(frozen=True)
@@ -47,140 +74,123 @@ class Source(ABC):
     """An ordered set of files of documents.
 
     Attributes:
-        files: names, in the order in which they are read.
+        files: names, in reading order.
+        first_heldout: index into `files` of the first file of the held-out split, which all later
+            files belong to as well; None chooses the split by hash.
     """
 
     files: tuple[str, ...]
+    first_heldout: int | None = field(default=None, kw_only=True)
 
     @abstractmethod
     def records(self) -> Iterator[Record]:
-        """Every record of every file, in order.
+        """Yields every record of every file, in order.
 
-        What cannot be read comes as one record with a `problem`.
+        An unreadable part of a file is one record with a `problem`.
 
         Raises:
             DataError: a file is missing or unreadable.
         """
 
     def decode(self, data: bytes) -> str:
-        """The text in the bytes of a record.
+        """Decodes the bytes of a record.
 
         Raises:
-            BadRecord: there is none.
+            BadRecord: they hold no text.
         """
         return decode_utf8(data)
 
     def parse(self, record: Record) -> str:
-        """The document in a record: text that is not blank and can be encoded again.
+        """Returns the document of a record: text that is not blank and is valid Unicode.
+
+        A pair or a row of a task gives all its texts as one document, as tokenizers train on them.
 
         Raises:
             BadRecord: there is none.
         """
-        if record.problem is not None:
-            raise BadRecord(record.problem)
-        return _checked(self.decode(record.data), "document")
+        return _checked(self.decode(record.content()), "document")
 
 
 class SourceConfig(Protocol):
-    """The settings of a source: the `Config` of a module in here, or of a user's own."""
+    """Settings of a source: the `Config` of a module of this package, or of a user's own."""
 
     def build(self) -> Source:
         """Finds the files.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: there are none, or they cannot be used.
+            MissingExtra: a package that reads them is not installed.
         """
         ...
 
 
 @dataclass(frozen=True)
 class PairSource(Source):
-    """An ordered set of files of pairs of texts, a source and a target, as for translation.
+    """An ordered set of files of text pairs, a source and a target, as for translation.
 
     Attributes:
-        prefix: what each source begins with, as T5's "translate English to German: ".
-        first_heldout: index into `files` of the first one whose pairs are the held-out split; None:
-            there is none, and the split is chosen by hash.
+        prefix: prepended to each source, as T5's "translate English to German: ".
     """
 
     prefix: str
-    first_heldout: int | None
     target_file: ClassVar[int] = 0
-    """How many places in `files` the file of the targets stands behind that of their sources."""
+    """Offset in `files` from a file of sources to the file of their targets; 0 is the same file."""
 
     @abstractmethod
     def decode_pair(self, data: bytes) -> tuple[str, str]:
-        """The source, without the prefix, and the target in the bytes of a record.
+        """Decodes the source, without the prefix, and the target of a record.
 
         Raises:
-            BadRecord: they are not both there.
+            BadRecord: one of them is missing.
         """
 
-    def decode(self, data: bytes) -> str:
-        """Both texts as one document, as tokenizers are trained on them."""
-        return "\n".join(self._checked_pair(data))
+    def parse(self, record: Record) -> str:
+        return "\n".join(self.parse_pair(record))
 
     def parse_pair(self, record: Record) -> tuple[str, str]:
-        """The source, with the prefix, and the target in a record: neither blank.
+        """Returns the source of a record, with the prefix, and the target; neither is blank.
 
         Raises:
-            BadRecord: they are not both there.
+            BadRecord: one of them is missing or blank.
         """
-        if record.problem is not None:
-            raise BadRecord(record.problem)
-        return self._checked_pair(record.data)
-
-    def _checked_pair(self, data: bytes) -> tuple[str, str]:
-        source, target = self.decode_pair(data)
+        source, target = self.decode_pair(record.content())
         return self.prefix + _checked(source, "source"), _checked(target, "target")
 
 
 @dataclass(frozen=True)
 class TaskSource(Source):
-    """An ordered set of files of rows of a fine-tuning task.
-
-    The bytes of a record are one row, a JSON object.
+    """An ordered set of files of rows of a fine-tuning task; a record is a row, a JSON object.
 
     Attributes:
         kind: of the task.
-        labels: the names of the classes or tags, or of the number; none where choices or spans are
-            predicted.
-        first_heldout: index into `files` of the first one whose rows are the held-out split; None:
-            there is none, and the split is chosen by hash.
+        labels: names of the classes or tags, or of the number; empty for choices and answers.
     """
 
     kind: ClassVar[TaskKind]
     labels: tuple[str, ...]
-    first_heldout: int | None
 
     @abstractmethod
     def decode_row(self, data: bytes) -> TaskRow:
-        """The row in the bytes of a record.
+        """Decodes the row of a record.
 
         Raises:
-            BadRecord: there is none, or not all of it.
+            BadRecord: it is missing or incomplete.
         """
 
+    @abstractmethod
     def text_name(self, index: int) -> str:
-        """What a row's text `index` is called in reasons, such as its column."""
-        return f"text {index + 1}"
+        """Name of a row's text `index` in reasons, such as its column."""
 
-    def decode(self, data: bytes) -> str:
-        """All texts of a row as one document, as tokenizers are trained on them."""
-        return "\n".join(self._checked_row(data).texts)
+    def parse(self, record: Record) -> str:
+        return "\n".join(self.parse_row(record).texts)
 
     def parse_row(self, record: Record) -> TaskRow:
-        """The row in a record: none of its texts blank.
+        """Returns the row of a record; none of its texts is blank.
 
         Raises:
-            BadRecord: there is none, or not all of it.
+            BadRecord: the row is missing or incomplete, or a text is blank.
         """
-        if record.problem is not None:
-            raise BadRecord(record.problem)
-        return self._checked_row(record.data)
-
-    def _checked_row(self, data: bytes) -> TaskRow:
-        row = self.decode_row(data)
+        row = self.decode_row(record.content())
         for index, text in enumerate(row.texts):
             _checked(text, self.text_name(index))
         return row
@@ -192,14 +202,13 @@ def _checked(text: str, name: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
-        raise BadRecord(
-            "invalid Unicode" if name == "document" else f"invalid Unicode in {name}"
-        ) from None
+        where = "" if name == "document" else f" in {name}"
+        raise BadRecord(f"invalid Unicode{where}") from None
     return text
 
 
 def decode_utf8(data: bytes) -> str:
-    """Decodes UTF-8, strictly; a byte-order mark at the start is dropped.
+    """Decodes UTF-8 strictly; a byte-order mark at the start is removed.
 
     Raises:
         BadRecord: it is not UTF-8.
@@ -208,3 +217,13 @@ def decode_utf8(data: bytes) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise BadRecord("invalid UTF-8") from None
+
+
+def require(package: str, extra: str, purpose: str) -> None:
+    """Checks that an optional package is installed, without importing it.
+
+    Raises:
+        MissingExtra: it is not.
+    """
+    if find_spec(package) is None:
+        raise MissingExtra(package, extra, purpose)

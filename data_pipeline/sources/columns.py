@@ -1,6 +1,4 @@
-"""What is in the columns of a task's row, and the reasons of rows in which it is not what it must
-be.
-"""
+"""Values in the columns of a task's row, and the reasons for rejecting a row with a wrong value."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ _SHORT = 100  # characters of a value, or of a list of names, in a reason
 
 
 def row_of(data: bytes) -> Row:
-    """The row in the bytes of a record.
+    """Decodes the row of a record.
 
     Raises:
-        BadRecord: there is none.
+        BadRecord: it is not a JSON object.
     """
     value = load_json(data)
     if not isinstance(value, dict):
@@ -33,10 +31,10 @@ def row_of(data: bytes) -> Row:
 
 
 def column(row: Row, name: str) -> object:
-    """What a row has in a column.
+    """Returns the value of a column.
 
-    Dots in the name reach into nested objects, and by number, from 0, into lists, unless a column
-    has them in its own.
+    Dots in the name reach into nested objects, and by number, from 0, into lists, unless a column's
+    own name has the dots: "answers.text.0" is row["answers"]["text"][0].
 
     Raises:
         BadRecord: there is no such column.
@@ -55,15 +53,15 @@ def column(row: Row, name: str) -> object:
 
 
 def no_column(name: str, names: Iterable[str]) -> str:
-    """The reason of a row, or of a whole table, that lacks a column."""
+    """The reason for rejecting a row, or a whole table, that lacks a column."""
     return f"no column {name!r}; there are: {listed(names)}"
 
 
 def text(row: Row, name: str) -> str:
-    """The text in a column.
+    """Returns the text in a column.
 
     Raises:
-        BadRecord: there is no such column, or no text in it.
+        BadRecord: there is no such column, or it holds something else.
     """
     value = column(row, name)
     if not isinstance(value, str):
@@ -72,14 +70,13 @@ def text(row: Row, name: str) -> str:
 
 
 def nested(row: Row, name: str) -> object:
-    """What a row has in a column.
-
-    A list or an object may be there as JSON, since CSV knows nothing but text.
+    """Returns the value of a column; a list or an object may be given as JSON.
 
     Raises:
         BadRecord: there is no such column.
     """
     value = column(row, name)
+    # CSV has no other way to hold a list. A text that only looks like JSON stays a text.
     if isinstance(value, str) and value.startswith(("[", "{")):
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(value)
@@ -87,10 +84,10 @@ def nested(row: Row, name: str) -> object:
 
 
 def items(row: Row, name: str) -> list[object]:
-    """The list in a column.
+    """Returns the list in a column.
 
     Raises:
-        BadRecord: there is no such column, or no list in it.
+        BadRecord: there is no such column, or it holds something else.
     """
     value = nested(row, name)
     if not isinstance(value, list):
@@ -99,7 +96,7 @@ def items(row: Row, name: str) -> list[object]:
 
 
 def whole(value: object) -> int | None:
-    """The whole number that a value is or that its digits say; None if there is none."""
+    """Converts a number without fraction, or its digits, to an integer; None for anything else."""
     if isinstance(value, str):
         return int(value) if re.fullmatch(r"[0-9]{1,9}", value) else None
     if isinstance(value, float):
@@ -108,7 +105,7 @@ def whole(value: object) -> int | None:
 
 
 def number(value: object) -> float:
-    """The number that a value is or that its text says; nan if there is none."""
+    """Converts a number or its text to a float; NaN for anything else."""
     try:
         return float(value) if isinstance(value, (str, int, float)) else math.nan
     except (ValueError, OverflowError):
@@ -116,15 +113,16 @@ def number(value: object) -> float:
 
 
 def index_of(value: object, labels: tuple[str, ...], name: str) -> int:
-    """The index of a label, which a row gives as its text, or as that index.
+    """Returns the index of a label, which a row gives as its text or as that index.
 
     Raises:
         BadRecord: it is neither.
     """
-    written = label_text(value)
-    if written in labels:
-        return labels.index(written)
-    # Where labels are numbers themselves, a number is one of them, or wrong.
+    given = label_text(value)
+    if given in labels:
+        return labels.index(given)
+    # If a label is a number itself, as "1" of ("0", "1"), a number that is no label is wrong: it
+    # must not be taken for an index.
     index = None if any(whole(label) is not None for label in labels) else whole(value)
     if index is None or not 0 <= index < len(labels):
         raise BadRecord(f"{name} {brief(value)} is not one of: {listed(labels)}")
@@ -132,31 +130,43 @@ def index_of(value: object, labels: tuple[str, ...], name: str) -> int:
 
 
 def label_text(value: object) -> str:
-    """A label as text; what is none in a row is spelt as in JSON."""
+    """Returns a label as text; a label that is no text in a row is spelled as in JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def brief(value: object) -> str:
-    """A value in a reason."""
-    return cut if len(cut := repr(value)) <= _SHORT else cut[: _SHORT - 3] + "..."
+    """Shortens a value for a reason."""
+    return _short(repr(value))
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names in a reason, the first of them where there are many."""
-    return cut if len(cut := ", ".join(names)) <= _SHORT else cut[: _SHORT - 3] + "..."
+    """Joins names for a reason; only the first of many."""
+    return _short(", ".join(names))
 
 
-def check_labels(labels: tuple[str, ...], least: int) -> None:
-    """Refuses a set of labels that is none, or in which one stands twice.
+def _short(text: str) -> str:
+    return text if len(text) <= _SHORT else text[: _SHORT - 3] + "..."
+
+
+def repeated(names: Iterable[str]) -> str | None:
+    """Returns the first name that occurs a second time; None if all differ."""
+    seen = set[str]()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
+
+
+def check_labels(labels: tuple[str, ...]) -> None:
+    """Checks that there are two labels or more, all different.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: the message names the fault.
     """
-    if len(labels) < least:
+    if len(labels) < 2:
         raise ConfigError(
-            f"labels must name at least {least}; it has {len(labels)}: {listed(labels)}"
+            f"labels must name at least 2; it has {len(labels)}: {listed(labels)}. Add the others."
         )
-    if twice := [label for index, label in enumerate(labels) if label in labels[:index]]:
-        raise ConfigError(
-            f"labels names {twice[0]!r} twice; an index among them must be one label's"
-        )
+    if twice := repeated(labels):
+        raise ConfigError(f"labels names {twice!r} twice. Leave one of them out.")

@@ -1,7 +1,4 @@
-"""Files of documents, here or on an object store, plain or compressed.
-
-Finding, opening, cutting into records.
-"""
+"""Files of documents, local or on an object store, plain or compressed: finds, opens, splits."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import io
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, cast
+from typing import BinaryIO, TypeAlias, cast
 
 import zstandard
 
@@ -19,46 +16,47 @@ from data_pipeline.sources import BadRecord, Record
 from trainer import storage
 from trainer.errors import ConfigError, DataError
 
-# zstd's own limit of 128 MiB refuses what `zstd --long=31` writes.
+Split: TypeAlias = Callable[[BinaryIO], Iterator[tuple[int, bytes]]]
+"""Splits an open file into records, as (line, bytes)."""
+
+# zstd's default limit of 128 MiB rejects files of `zstd --long=31`.
 _ZSTD_WINDOW = 2**31
 _BUFFER = 2**16
 
 
 def find(patterns: tuple[str, ...], name: str = "source.paths") -> tuple[str, ...]:
-    """The files and URLs that match the patterns (`*`, `?`, `**`, `~`), each once, sorted by name.
+    """Returns the files and URLs that match patterns (`*`, `?`, `**`, `~`), each once, sorted.
+
+    Args:
+        name: the setting with the patterns, for messages.
 
     Raises:
         ConfigError: there is no pattern, or one matches no file.
         StorageError: a store cannot be listed.
     """
     if not patterns:
-        raise ConfigError(f"{name} is empty; name at least one file or pattern")
+        raise ConfigError(f"{name} is empty. Name at least one file or pattern.")
     found: set[str] = set()
     for pattern in patterns:
         if storage.is_url(pattern):
             matches, hint = storage.glob(pattern), ""
         else:
-            matches = [
-                path
-                for path in glob.glob(os.path.expanduser(pattern), recursive=True)
-                if os.path.isfile(path)
-            ]
+            paths = glob.glob(os.path.expanduser(pattern), recursive=True)
+            matches = list(filter(os.path.isfile, paths))
             hint = f", or run in the folder it is relative to, which is not {os.getcwd()}"
         if not matches:
             raise ConfigError(
-                f"{name}: no file matches {storage.shown(pattern)!r}; correct the pattern{hint}"
+                f"{name}: no file matches {storage.shown(pattern)!r}. Correct the pattern{hint}."
             )
         found.update(matches)
     return tuple(sorted(found))
 
 
-def read_records(
-    files: tuple[str, ...], split: Callable[[BinaryIO], Iterator[tuple[int, bytes]]]
-) -> Iterator[Record]:
-    """Yields the records of each file, which `split` cuts into (line, bytes) pairs.
+def read_records(files: tuple[str, ...], split: Split) -> Iterator[Record]:
+    """Yields the records of each file.
 
-    An empty file, and the part of a file behind damage, come as one record with a `problem` each;
-    `split` may raise BadRecord to name it.
+    An empty file is one record with a `problem`, and so is all that follows the first damage of a
+    file; `split` may raise BadRecord to name the damage.
 
     Raises:
         DataError: a file cannot be opened or read.
@@ -69,12 +67,13 @@ def read_records(
     for index, path in enumerate(files):
         line = 0
         try:
-            with _open(path) as disk:
+            with storage.open(path) if storage.is_url(path) else open(path, "rb") as disk:
+                # Progress is counted in compressed bytes: only their number is known in advance.
                 weight = weights[index] / max(1, disk.seek(0, io.SEEK_END))
                 disk.seek(0)
-                with decompressed(disk, storage.shown(path)) as file:
-                    for line, data in split(file):
-                        yield Record(index, line, data, (before + weight * disk.tell()) / total)
+                for line, data in split(_decompressed(disk, storage.shown(path))):
+                    read = (before + weight * disk.tell()) / total
+                    yield Record.of(index, line, data, read)
             problem = "empty file" if line == 0 else None
         except EOFError:
             problem = "truncated file"
@@ -84,32 +83,28 @@ def read_records(
             problem = str(error)
         except OSError as error:
             raise DataError(
-                f"cannot read {storage.shown(path)}: {error.strerror or error}; check that it is "
-                "readable"
+                f"cannot read {storage.shown(path)}: {error.strerror or error}. Check that it "
+                "exists and is readable."
             ) from error
         before += weights[index]
         if problem:
             yield Record(index, line + 1, b"", before / total, problem)
 
 
-def _open(path: str) -> BinaryIO:
-    return storage.open(path) if storage.is_url(path) else open(path, "rb")
-
-
 def _weights(files: tuple[str, ...]) -> list[int]:
-    """How much of the source each file is, for progress reports.
+    """Weights of the files in progress reports: bytes, or 1 each if any is on a store.
 
-    Stores are not asked about each of many objects.
+    Asking a store for the size of every object would take a request each.
     """
     if any(storage.is_url(path) for path in files):
         return [1] * len(files)
     return [os.path.getsize(path) if os.path.exists(path) else 0 for path in files]
 
 
-def decompressed(disk: BinaryIO, name: str) -> BinaryIO:
-    """The bytes of a file by its suffix, `.gz`, `.zst` or plain.
+def _decompressed(disk: BinaryIO, name: str) -> BinaryIO:
+    """Decompresses a file by its suffix: `.gz`, `.zst`, or plain.
 
-    Reading past where they stop raises EOFError.
+    Reading a truncated file raises EOFError where its data end.
     """
     if name.endswith(".gz"):
         return cast(BinaryIO, gzip.GzipFile(fileobj=disk))
@@ -121,7 +116,7 @@ def decompressed(disk: BinaryIO, name: str) -> BinaryIO:
 class _ZstdFile(io.RawIOBase):
     """The decompressed bytes of a Zstandard file of one or more frames.
 
-    zstandard's own `stream_reader` takes the end of a truncated file for the end of the data.
+    zstandard's own `stream_reader` mistakes the end of a truncated file for the end of the data.
     """
 
     def __init__(self, disk: BinaryIO) -> None:
@@ -136,14 +131,15 @@ class _ZstdFile(io.RawIOBase):
         while not self._output:
             self._input = self._input or self._disk.read(_BUFFER)
             if not self._input:
+                # A frame that is still open at the end of the file was cut off.
                 if self._frame is not None:
                     raise EOFError
                 return 0
             if self._frame is None:
-                self._frame = zstandard.ZstdDecompressor(
-                    max_window_size=_ZSTD_WINDOW
-                ).decompressobj()
+                decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
+                self._frame = decompressor.decompressobj()
             self._output = self._frame.decompress(self._input)
+            # Bytes behind the end of a frame begin the next one.
             self._input = self._frame.unused_data
             if self._frame.eof:
                 self._frame = None

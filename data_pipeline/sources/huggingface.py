@@ -1,17 +1,18 @@
-"""Datasets of the Hugging Face Hub in any format that its library `datasets` (extra `hf`) reads;
-one row a document.
+"""Datasets of the Hugging Face Hub, in any format that the library `datasets` reads.
+
+Needs the extra `hf`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_pipeline.sources import Record, Source
-from trainer.errors import DataError, MissingExtra
+from data_pipeline.sources import BadRecord, Problem, Record, Source, require
+from trainer.errors import DataError
 
 if TYPE_CHECKING:
     import datasets
@@ -24,10 +25,10 @@ class Config:
     Attributes:
         path: the repository, OWNER/NAME, or a folder: one that `save_to_disk` wrote, or one of data
             files.
-        name: the subset, where there are several.
-        split: the part to read.
-        field: the column of the text; dots reach into nested columns.
-        revision: a commit, tag or branch of the repository. Name a commit: anything else may change
+        name: the subset, if there are several.
+        split: the split to read.
+        field: column of the text; dots reach into nested columns.
+        revision: commit, tag or branch of the repository. Name a commit: anything else may change
             between two builds.
     """
 
@@ -38,92 +39,113 @@ class Config:
     revision: str | None = None
 
     def build(self) -> HuggingFace:
-        """Names the dataset; it is opened when it is read.
+        """Names the dataset; it is opened when it is read."""
+        require("datasets", "hf", "source.kind huggingface")
+        return HuggingFace((self.title,), self)
 
-        Raises:
-            MissingExtra: `datasets` is not installed.
-        """
-        try:
-            import datasets  # noqa: F401
-        except ImportError:
-            raise MissingExtra("datasets", "hf", "source.kind huggingface") from None
+    @property
+    def title(self) -> str:
+        """Name of the split in messages and manifests, such as "owner/name@v1 subset train"."""
         address = f"{self.path}@{self.revision}" if self.revision else self.path
-        return HuggingFace((" ".join(filter(None, (address, self.name, self.split))),), self)
+        return " ".join(filter(None, (address, self.name, self.split)))
 
     def open(self, streaming: bool) -> datasets.Dataset | datasets.IterableDataset:
-        """The split: streamed, or downloaded into the cache of `datasets`.
+        """Opens the split: streamed, or downloaded into the cache of `datasets`.
 
         Raises:
-            DataError: there is none of this name, or it cannot be reached.
+            DataError: it does not exist, or cannot be reached.
         """
         import datasets
 
+        saved_by_datasets = ("state.json", "dataset_dict.json")
         try:
-            if (
-                Path(self.path, "state.json").is_file()
-                or Path(self.path, "dataset_dict.json").is_file()
-            ):
+            if any(Path(self.path, name).is_file() for name in saved_by_datasets):
                 saved = datasets.load_from_disk(self.path)
                 return saved[self.split] if isinstance(saved, datasets.DatasetDict) else saved
-            streaming = (
-                streaming and not datasets.config.HF_HUB_OFFLINE
-            )  # the cache holds whole datasets
+            # Without internet, only whole datasets are found: in the cache.
+            streaming = streaming and not datasets.config.HF_HUB_OFFLINE
             return datasets.load_dataset(
                 self.path, self.name, split=self.split, revision=self.revision, streaming=streaming
             )
-        except Exception as error:  # of whatever package a loader of `datasets` uses
+        except Exception as error:  # the loaders of `datasets` raise errors of many packages
             raise DataError(
                 f"cannot open the dataset {self.path!r} (name {self.name}, split {self.split}, "
-                "revision "
-                f"{self.revision}): {reason(error)}; correct the source, or, where there is no "
-                "internet, get it ahead "
-                "with `samestep fetch CONFIG`"
+                f"revision {self.revision}): {_reason(error)}. Correct the source, or, without "
+                "internet, download it beforehand with `samestep fetch CONFIG`."
             ) from error
+
+    def read(
+        self,
+        columns: Callable[[Sequence[str]], list[str]],
+        data_of: Callable[[dict[str, Any]], bytes],
+    ) -> Iterator[Record]:
+        """Streams the rows of the split; a record's line is its row, counted from 1.
+
+        Args:
+            columns: chooses the columns to read, by the names of all; raises BadRecord if the
+                dataset lacks one.
+            data_of: makes the bytes of a record, or a Problem, of a row.
+
+        Raises:
+            DataError: the split cannot be opened or read.
+        """
+        rows = self.open(streaming=True)
+        if rows.column_names is not None:
+            try:
+                rows = rows.select_columns(columns(rows.column_names))
+            except BadRecord as error:
+                yield Record(0, 1, b"", 1.0, str(error))
+                return
+        number, expected = 0, self._row_count(rows)
+        try:
+            for number, row in enumerate(rows, start=1):
+                read = min(1.0, number / expected) if expected else 0.0
+                yield Record.of(0, number, data_of(row), read)
+        except Exception as error:  # the loaders of `datasets` raise errors of many packages
+            raise DataError(
+                f"cannot read {self.title} after row {number}: {_reason(error)}. Run the same "
+                "command again to resume."
+            ) from error
+        if number < max(1, expected):
+            problem = f"the split ends before row {expected}" if expected else "empty split"
+            yield Record(0, number + 1, b"", 1.0, problem)
+
+    def _row_count(self, rows: datasets.Dataset | datasets.IterableDataset) -> int:
+        """Number of rows as far as it is known; 0 if it is not."""
+        if hasattr(rows, "num_rows"):
+            return int(rows.num_rows)
+        info = (rows.info.splits or {}).get(self.split)
+        return info.num_examples if info else 0
 
 
 @dataclass(frozen=True)
 class HuggingFace(Source):
-    """Streams the rows of one split; a record's line is its row, counted from 1."""
+    """Streams one split, one document per row."""
 
     config: Config
 
     def records(self) -> Iterator[Record]:
-        rows = self.config.open(streaming=True)
-        top, *inner = self.config.field.split(".")
-        if rows.column_names is not None and top not in rows.column_names:
+        return self.config.read(self._columns, self._text)
+
+    def _columns(self, names: Sequence[str]) -> list[str]:
+        top = self.config.field.partition(".")[0]
+        if top not in names:
             raise DataError(
-                f"{self.files[0]} has no column {top!r}; set source.field to one of: "
-                f"{', '.join(rows.column_names)}"
+                f"{self.files[0]} has no column {top!r}. Set source.field to one of: "
+                f"{', '.join(names)}."
             )
-        expected, row = row_count(rows, self.config.split), 0
-        try:
-            for row, columns in enumerate(rows.select_columns([top]), start=1):
-                text = functools.reduce(_get, inner, columns[top])
-                share = min(1.0, row / expected) if expected else 0.0
-                if isinstance(text, str):
-                    yield Record(0, row, text.encode("utf-8", "surrogatepass"), share)
-                else:
-                    yield Record(0, row, b"", share, f"field {self.config.field!r} is not text")
-        except Exception as error:  # of whatever package a loader of `datasets` uses
-            raise DataError(
-                f"cannot read {self.files[0]} after row {row}: {reason(error)}; run the same "
-                "command again to go on"
-            ) from error
-        if row < expected:
-            yield Record(0, row + 1, b"", 1.0, f"the split ends before row {expected}")
+        return [top]
 
-
-def row_count(rows: datasets.Dataset | datasets.IterableDataset, split: str) -> int:
-    """The rows of the split as far as is known; 0 if it is not."""
-    if hasattr(rows, "num_rows"):
-        return int(rows.num_rows)
-    info = (rows.info.splits or {}).get(split)
-    return info.num_examples if info else 0
+    def _text(self, row: dict[str, Any]) -> bytes:
+        text = functools.reduce(_get, self.config.field.split("."), row)
+        if not isinstance(text, str):
+            return Problem.of(f"field {self.config.field!r} is not text")
+        return text.encode("utf-8", "surrogatepass")
 
 
 def _get(value: Any, key: str) -> Any:
     return value.get(key) if isinstance(value, dict) else None
 
 
-def reason(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__

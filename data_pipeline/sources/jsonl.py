@@ -1,11 +1,10 @@
-"""JSON Lines: one JSON object a line, with the document in one of its fields."""
+"""JSON Lines: one JSON object per line, with the document in one of its fields."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
 
 from data_pipeline.sources import BadRecord, Record, Source, decode_utf8
 from data_pipeline.sources.files import find, read_records
@@ -17,18 +16,14 @@ class Config:
 
     Attributes:
         paths: files, glob patterns or URLs; `.gz` and `.zst` are decompressed.
-        field: the key of the text; dots reach into nested objects.
+        field: key of the text; dots reach into nested objects.
     """
 
     paths: tuple[str, ...]
     field: str = "text"
 
     def build(self) -> JsonLines:
-        """Finds the files.
-
-        Raises:
-            ConfigError: a pattern matches nothing.
-        """
+        """Finds the files."""
         return JsonLines(find(self.paths), self.field)
 
 
@@ -45,28 +40,28 @@ class JsonLines(Source):
         return text_of(load_json(data), self.field)
 
 
-def lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers."""
+def lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines that are not blank, with their numbers."""
     return ((number, line) for number, line in enumerate(file, start=1) if not line.isspace())
 
 
 def load_json(data: bytes) -> object:
-    """The value of a line.
+    """Decodes the JSON value of a line.
 
     Raises:
-        BadRecord: it has none.
+        BadRecord: it is not valid.
     """
     try:
         return json.loads(decode_utf8(data))
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # deeply nested brackets exceed the recursion limit
         raise BadRecord("invalid JSON") from None
 
 
 def text_of(value: object, field: str) -> str:
-    """The text in a field, in whose name dots reach into nested objects.
+    """Returns the text in a field, in whose name dots reach into nested objects.
 
     Raises:
-        BadRecord: there is no such field, or no text in it.
+        BadRecord: there is no such field, or it holds something else.
     """
     for key in field.split("."):
         if not isinstance(value, dict) or key not in value:

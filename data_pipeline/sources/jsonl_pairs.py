@@ -1,7 +1,4 @@
-"""JSON Lines of pairs of texts.
-
-One JSON object a line, with the source and the target in two of its fields.
-"""
+"""JSON Lines of text pairs: one object per line, with source and target in two of its fields."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ class Config:
 
     Attributes:
         paths: files, glob patterns or URLs; `.gz` and `.zst` are decompressed.
-        source: the key of the source; dots reach into nested objects.
-        target: the key of the target.
-        prefix: what each source begins with, as "translate English to German: ".
+        source: key of the source; dots reach into nested objects.
+        target: key of the target.
+        prefix: prepended to each source, as "translate English to German: ".
     """
 
     paths: tuple[str, ...]
@@ -30,16 +27,12 @@ class Config:
     prefix: str = ""
 
     def at(self, paths: tuple[str, ...]) -> Config:
-        """The same pairs in other files."""
+        """Returns the settings for pairs of the same format in other files."""
         return replace(self, paths=paths)
 
     def build(self) -> JsonLinesPairs:
-        """Finds the files.
-
-        Raises:
-            ConfigError: a pattern matches nothing.
-        """
-        return JsonLinesPairs(find(self.paths), self.prefix, None, self.source, self.target)
+        """Finds the files."""
+        return JsonLinesPairs(find(self.paths), self.prefix, self.source, self.target)
 
 
 @dataclass(frozen=True)

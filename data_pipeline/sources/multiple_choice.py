@@ -1,6 +1,4 @@
-"""Tables of a text and several ways to go on with it, or answers to a question about it, as SWAG
-and RACE.
-"""
+"""Tables of a text and several continuations of it, or answers to a question, as SWAG and RACE."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from data_pipeline.sources import BadRecord, TaskSource
-from data_pipeline.sources.columns import brief, column, items, row_of, whole
+from data_pipeline.sources.columns import Row, brief, column, items, row_of, whole
 from data_pipeline.sources.table import TableSource
 from data_pipeline.sources.templates import TemplateConfig, columns_of, write
 from trainer.errors import ConfigError
@@ -23,11 +21,11 @@ class Config(TemplateConfig):
     Attributes:
         context: the text that all choices share: a column, in whose name dots reach into nested
             objects, or a template, as "{first} {second}".
-        question: a text that each choice begins with, such as SWAG's "sent2"; a blank stands
-            between them.
-        choices: the texts of the choices, or the column that holds a list of them.
-        label: the column of the right choice: its number, or a letter from "A" on.
-        first: the number of the first choice.
+        question: a text that each choice begins with, such as SWAG's "sent2"; a space separates
+            them.
+        choices: the texts of the choices, or the column with a list of them.
+        label: column of the right choice: its number, or a letter from "A" on.
+        first: number of the first choice.
     """
 
     context: str = "context"
@@ -38,42 +36,28 @@ class Config(TemplateConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.choices:
+        if not self.choices or (len(self.choices) == 1 and "{" in self.choices[0]):
             raise ConfigError(
-                "choices is empty; name the columns of the choices, or the one that holds a list "
-                "of them"
+                f"choices is {list(self.choices)}. Name the columns or templates of two choices or "
+                "more, or the column with a list of them."
             )
-        columns_of(self._texts)
-        if len(self.choices) == 1 and "{" in self.choices[0]:
-            raise ConfigError(
-                f"choices is {self.choices[0]!r} alone; name two or more, or the column with a "
-                "list of them"
-            )
+        columns_of(self.texts)
 
     @property
-    def _texts(self) -> tuple[str, ...]:
-        return (self.context, *self.choices, *(() if self.question is None else (self.question,)))
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """What each row must have."""
-        return (*columns_of(self._texts), self.label)
+    def texts(self) -> tuple[str, ...]:
+        """Columns and templates of all texts."""
+        return (self.context, *self.choices, self.question or "")
 
     def build(self) -> MultipleChoice:
-        """Finds the files.
-
-        Raises:
-            ConfigError: a pattern matches nothing, or a file cannot be used.
-            MissingExtra: what reads them is not installed.
-        """
-        found = self.find()
-        return MultipleChoice(found.files, (), found.first_heldout, found.parts, self)
+        """Finds the files."""
+        return MultipleChoice(**self.find(), labels=(), config=self)
 
 
 @dataclass(frozen=True)
 class MultipleChoice(TableSource, TaskSource):
-    """Reads a row's context, its choices, each with the question before it, and the index of the
-    right one.
+    """Reads the context of a row, its choices, each after the question, and the right one's index.
+
+    The texts of a row are the context and then the choices.
     """
 
     kind: ClassVar[TaskKind] = "multiple_choice"
@@ -81,38 +65,29 @@ class MultipleChoice(TableSource, TaskSource):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return self.config.columns
+        return (*columns_of(self.config.texts), self.config.label)
 
     def text_name(self, index: int) -> str:
         if index == 0 or len(self.config.choices) > 1:
-            return (self.config.context, *self.config.choices)[index]
+            return self.config.texts[index]
         return f"{self.config.choices[0]}[{index - 1}]"
 
     def decode_row(self, data: bytes) -> TaskRow:
-        row = row_of(data)
+        config, row = self.config, row_of(data)
         choices = self._choices(row)
-        label = column(row, self.config.label)
-        right = self._index(label)
-        if right is None or not 0 <= right < len(choices):
-            first, last = self.config.first, self.config.first + len(choices) - 1
-            raise BadRecord(
-                f"{self.config.label} {brief(label)} is not the number of a choice, {first} to "
-                f"{last}, nor its letter"
-            )
-        question = (
-            "" if self.config.question is None else self._write(row, self.config.question).rstrip()
-        )
-        # A blank choice stays blank, to be refused; a blank question, as in parts of HellaSwag, is
-        # none.
+        right = self._index(column(row, config.label), len(choices))
+        question = "" if config.question is None else self._write(row, config.question).rstrip()
+        # A blank question, as in parts of HellaSwag, is left out. A blank choice stays blank, so
+        # that the row is rejected.
         begun = (
             f"{question} {choice}" if question and choice.strip() else choice for choice in choices
         )
-        return TaskRow((self._write(row, self.config.context), *begun), float(right))
+        return TaskRow((self._write(row, config.context), *begun), float(right))
 
-    def _write(self, row: dict[str, object], template: str) -> str:
+    def _write(self, row: Row, template: str) -> str:
         return write(row, template, self.config.words)
 
-    def _choices(self, row: dict[str, object]) -> list[str]:
+    def _choices(self, row: Row) -> list[str]:
         if len(self.config.choices) > 1:
             return [self._write(row, name) for name in self.config.choices]
         name = self.config.choices[0]
@@ -124,8 +99,14 @@ class MultipleChoice(TableSource, TaskSource):
             raise BadRecord(f"{name} holds what is not text")
         return texts
 
-    def _index(self, label: object) -> int | None:
+    def _index(self, label: object, count: int) -> int:
+        """Converts the label of a row to the index of the right choice."""
+        first, number = self.config.first, whole(label)
         if isinstance(label, str) and len(label) == 1 and "A" <= label <= "Z":
-            return ord(label) - ord("A")
-        number = whole(label)
-        return None if number is None else number - self.config.first
+            number = first + ord(label) - ord("A")
+        if number is None or not first <= number < first + count:
+            raise BadRecord(
+                f"{self.config.label} {brief(label)} is not the number of a choice, {first} to "
+                f"{first + count - 1}, nor its letter"
+            )
+        return number - first

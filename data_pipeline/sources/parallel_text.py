@@ -1,12 +1,12 @@
-"""Parallel text: two files, as train.en and train.de, in which line n of one goes with line n of
-the other.
+"""Parallel text: two files, as train.en and train.de, in which lines of the same number belong
+together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import BinaryIO, ClassVar
 
 from data_pipeline.sources import PairSource, Record, decode_utf8
@@ -22,9 +22,9 @@ class Config:
     Attributes:
         source_paths: files, glob patterns or URLs of the sources; `.gz` and `.zst` are
             decompressed.
-        target_paths: those of the targets, as many and in the same order (within a pattern, that of
-            the names).
-        prefix: what each source begins with, as "translate English to German: ".
+        target_paths: files of the targets, as many and in the same order (the files of a pattern
+            are ordered by name).
+        prefix: prepended to each source, as "translate English to German: ".
     """
 
     source_paths: tuple[str, ...]
@@ -32,76 +32,64 @@ class Config:
     prefix: str = ""
 
     def at(self, paths: tuple[str, ...]) -> Config:
-        """The same in other files: those of the sources, and then as many of the targets.
+        """Returns the settings for other files: first the sources, then as many targets.
 
         Raises:
-            ConfigError: their number is odd.
+            ConfigError: the number of files is odd.
         """
         half, odd = divmod(len(paths), 2)
         if odd:
             raise ConfigError(
-                "parallel text takes files of sources and as many of targets, as test.en test.de; "
-                "these are "
-                f"{len(paths)} files"
+                f"parallel text needs as many files of targets as of sources, and these are "
+                f"{len(paths)} files. Name pairs of files, as test.en test.de."
             )
         return replace(self, source_paths=paths[:half], target_paths=paths[half:])
 
     def build(self) -> ParallelText:
-        """Finds the files.
-
-        Raises:
-            ConfigError: a pattern matches nothing, or there are more files of one kind than of the
-                other.
-        """
-        sources, targets = (
-            [file for path in paths for file in find((path,))]
-            for paths in (self.source_paths, self.target_paths)
-        )
+        """Finds the files."""
+        # Patterns are expanded one by one: sorted together, a pattern's files could mix with
+        # another's, and no longer be in the order of their partners.
+        sources = [file for path in self.source_paths for file in find((path,))]
+        targets = [file for path in self.target_paths for file in find((path,))]
         if len(sources) != len(targets) or not sources:
             raise ConfigError(
-                f"source_paths are {len(sources)} files and target_paths {len(targets)}; name a "
-                "file of targets for "
-                "each file of sources"
+                f"source_paths are {len(sources)} files and target_paths {len(targets)}. Name one "
+                "file of targets for each file of sources."
             )
-        return ParallelText(
-            tuple(file for pair in zip(sources, targets, strict=True) for file in pair),
-            self.prefix,
-            None,
-        )
+        files = tuple(chain.from_iterable(zip(sources, targets, strict=True)))
+        return ParallelText(files, self.prefix)
 
 
 @dataclass(frozen=True)
 class ParallelText(PairSource):
-    """Reads the files two by two, line by line: sources, then their targets."""
+    """Reads two files at a time, line by line: sources, then their targets.
+
+    A record is the lines of both, separated by a line break.
+    """
 
     target_file: ClassVar[int] = 1
 
     def records(self) -> Iterator[Record]:
-        pairs = len(self.files) // 2
-        for pair in range(pairs):
-            for record in self._read(2 * pair):
-                yield record._replace(read=(pair + record.read) / pairs)
+        for first in range(0, len(self.files), 2):
+            for record in self._read(first):
+                yield record._replace(read=(first + 2 * record.read) / len(self.files))
 
-    def _read(self, file: int) -> Iterator[Record]:
-        """The records of a pair of files, up to the first part that cannot be read."""
-        both = [read_records((path,), _lines) for path in self.files[file : file + 2]]
+    def _read(self, first: int) -> Iterator[Record]:
+        """Yields the records of a pair of files, up to the first damage of either."""
+        both = [read_records((path,), _lines) for path in self.files[first : first + 2]]
         for source, target in zip_longest(*both):
             if source is None or target is None:
-                alone, longer = (source, 0) if target is None else (target, 1)
-                lines = alone.line + sum(1 for _ in both[longer])
-                names = [shown(path) for path in self.files[file : file + 2]]
+                names = [shown(path) for path in self.files[first : first + 2]]
+                longer, shorter = names if target is None else reversed(names)
                 raise DataError(
-                    f"{names[longer]} has {lines} lines and {names[1 - longer]} {alone.line - 1}: "
-                    f"line {alone.line} of "
-                    f"{names[longer]} has no partner; correct them, since a line goes with that of "
-                    "the same number in "
-                    "the other file"
+                    f"{longer}:{(source or target).line} has no partner in {shorter}. Correct the "
+                    "files: lines of the same number belong together."
                 )
-            for number, record in ((file, source), (file + 1, target)):
+            for offset, record in enumerate((source, target)):
                 if record.problem:
-                    yield record._replace(file=number)
+                    yield record._replace(file=first + offset)
                     return
-            yield Record(file, source.line, source.data + b"\n" + target.data, source.read)
+            yield Record(first, source.line, source.data + b"\n" + target.data, source.read)
 
     def decode_pair(self, data: bytes) -> tuple[str, str]:
         source, target = data.split(b"\n")
@@ -109,4 +97,6 @@ class ParallelText(PairSource):
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    # Blank lines count, unlike in JSON Lines: without them the lines behind would lose their
+    # partners.
     return ((number, line.rstrip(b"\r\n")) for number, line in enumerate(file, start=1))

@@ -1,14 +1,13 @@
-"""Parquet: one row a document, its text in one column. Needs pyarrow (extra `parquet`)."""
+"""Parquet: one document per row, its text in one column. Needs pyarrow (extra `parquet`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
-from data_pipeline.sources import BadRecord, Record, Source
+from data_pipeline.sources import BadRecord, Record, Source, require
 from data_pipeline.sources.files import find, read_records
-from trainer.errors import MissingExtra
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -23,32 +22,21 @@ class Config:
 
     Attributes:
         paths: files, glob patterns or URLs.
-        field: the column of the text; dots reach into structs.
+        field: column of the text; dots reach into structs.
     """
 
     paths: tuple[str, ...]
     field: str = "text"
 
     def build(self) -> Parquet:
-        """Finds the files.
-
-        Raises:
-            ConfigError: a pattern matches nothing.
-            MissingExtra: pyarrow is not installed.
-        """
-        try:
-            import pyarrow  # noqa: F401
-        except ImportError:
-            raise MissingExtra("pyarrow", "parquet", "source.kind parquet") from None
+        """Finds the files."""
+        require("pyarrow", "parquet", "source.kind parquet")
         return Parquet(find(self.paths), self.field)
 
 
 @dataclass(frozen=True)
 class Parquet(Source):
-    """Reads one column, part of a row group at a time.
-
-    A record's line is its row, counted from 1.
-    """
+    """Reads one column; a record's line is its row, counted from 1."""
 
     field: str
 
@@ -57,40 +45,48 @@ class Parquet(Source):
 
     def _rows(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         import pyarrow as pa
-        from pyarrow import parquet
+        from pyarrow import compute
 
+        top, *inner = self.field.split(".")
         row = 0
-        try:
-            # With pre_buffer, the default, whole row groups would be read at once.
-            with parquet.ParquetFile(file, buffer_size=_BUFFER, pre_buffer=False) as table:
-                if not _is_text(table.schema_arrow, self.field):
-                    raise BadRecord(
-                        f"no text column {self.field!r} among {', '.join(table.schema_arrow.names)}"
-                    )
-                for batch in table.iter_batches(_ROWS, columns=[self.field]):
-                    for text in _column(batch, self.field).cast(pa.large_binary()).to_pylist():
-                        row += 1
-                        yield row, text or b""  # a row without text is an empty document
-        except (pa.ArrowInvalid, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:  # Arrow's own have no number
-                raise
-            raise BadRecord("corrupt file") from error
+        for batch in batches(file, self._columns):
+            texts = compute.struct_field(batch[top], inner) if inner else batch[top]
+            # As bytes: the workers decode them, and invalid UTF-8 spoils its own row only.
+            for text in texts.cast(pa.large_binary()).to_pylist():
+                row += 1
+                yield row, text or b""  # a row without text is an empty document
+
+    def _columns(self, schema: pa.Schema) -> list[str]:
+        import pyarrow as pa
+
+        found: pa.Schema | pa.DataType = schema
+        for name in self.field.split("."):
+            is_struct = isinstance(found, (pa.Schema, pa.StructType))
+            found = found.field(name).type if is_struct and name in found.names else None
+        if found not in (pa.string(), pa.large_string()):
+            names = ", ".join(schema.names)
+            raise BadRecord(f"no text column {self.field!r} among {names}")
+        return [self.field]
 
 
-def _is_text(schema: pa.Schema, field: str) -> bool:
+def batches(file: BinaryIO, columns: Callable[[pa.Schema], list[str]]) -> Iterator[pa.RecordBatch]:
+    """Yields the rows of a file, part of a row group at a time.
+
+    Args:
+        columns: chooses the columns to read; raises BadRecord if the schema lacks one.
+
+    Raises:
+        BadRecord: the file is damaged.
+    """
     import pyarrow as pa
+    from pyarrow import parquet
 
-    inside: pa.Schema | pa.StructType | pa.DataType = schema
-    for name in field.split("."):
-        if isinstance(inside, (pa.Schema, pa.StructType)) and inside.get_field_index(name) >= 0:
-            inside = inside.field(name).type
-        else:
-            return False
-    return bool(pa.types.is_string(inside) or pa.types.is_large_string(inside))
-
-
-def _column(batch: pa.RecordBatch, field: str) -> pa.Array:
-    from pyarrow import compute
-
-    top, *inner = field.split(".")
-    return compute.struct_field(batch[top], inner) if inner else batch[top]
+    try:
+        # With pre_buffer, the default, whole row groups would be read at once.
+        with parquet.ParquetFile(file, buffer_size=_BUFFER, pre_buffer=False) as table:
+            yield from table.iter_batches(_ROWS, columns=columns(table.schema_arrow))
+    except (pa.ArrowInvalid, OSError) as error:
+        # Arrow raises OSError for damage, too, but without an error number.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise BadRecord("corrupt file") from error

@@ -1,8 +1,6 @@
-"""The documentation that comes with Python.
+"""Python's own documentation: docstrings of the standard library and the topics of `help()`.
 
-Docstrings of the standard library and the topics of `help()`.
-
-About two megabytes of English that every machine has. Modules are parsed, never imported.
+It is about two megabytes of English that every machine has. Modules are parsed, never imported.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from typing import TypeAlias
 
 from data_pipeline.sources import Record, Source
 
+# Installed packages, and tests: their docstrings are few and say little.
 _SKIPPED_FOLDERS = {
     "site-packages",
     "dist-packages",
@@ -31,23 +30,21 @@ _Definition: TypeAlias = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Config:
-    """Nothing to set: the library is the one of the Python that runs."""
+    """Nothing to set: it reads the library of the Python that runs."""
 
     def build(self) -> PythonDocs:
         """Lists the modules of the standard library."""
         library = _library()
         paths = (path.relative_to(library) for path in library.rglob("*.py"))
-        return PythonDocs(
-            tuple(
-                sorted(str(path) for path in paths if not _SKIPPED_FOLDERS.intersection(path.parts))
-            )
-        )
+        chosen = (str(path) for path in paths if _SKIPPED_FOLDERS.isdisjoint(path.parts))
+        return PythonDocs(tuple(sorted(chosen)))
 
 
 @dataclass(frozen=True)
 class PythonDocs(Source):
-    """One document for each module's docstring, each top-level definition with all inside it, and
-    each topic.
+    """A document for each module docstring, top-level definition (with its inner ones) and topic.
+
+    The names in `files` are relative to the standard library.
     """
 
     def records(self) -> Iterator[Record]:
@@ -59,10 +56,9 @@ class PythonDocs(Source):
                 yield Record(index, 1, b"", read, "invalid Python")
                 continue
             documents = _topics(module) if name == _TOPICS else _docstrings(module)
-            yield from (
-                Record(index, line, text.encode("utf-8", "surrogatepass"), read)
-                for line, text in documents
-            )
+            for line, text in documents:
+                # Half a surrogate pair passes here, and the workers reject the document.
+                yield Record(index, line, text.encode("utf-8", "surrogatepass"), read)
 
 
 def _library() -> Path:
@@ -73,12 +69,13 @@ def _docstrings(module: ast.Module) -> Iterator[tuple[int, str]]:
     if text := ast.get_docstring(module):
         yield 1, text
     for statement in module.body:
-        if text := "\n\n".join(filter(None, map(ast.get_docstring, _definitions(statement)))):
+        texts = map(ast.get_docstring, _definitions(statement))
+        if text := "\n\n".join(filter(None, texts)):
             yield statement.lineno, text
 
 
 def _definitions(statement: ast.stmt) -> Iterator[_Definition]:
-    """A class or function, and what a class defines inside it."""
+    """Yields a class or function, and the definitions inside a class."""
     if isinstance(statement, _Definition):
         yield statement
     if isinstance(statement, ast.ClassDef):
@@ -87,6 +84,7 @@ def _definitions(statement: ast.stmt) -> Iterator[_Definition]:
 
 
 def _topics(module: ast.Module) -> Iterator[tuple[int, str]]:
+    # The module is one assignment of a dictionary: topic -> text.
     for statement in module.body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
             yield from ((text.lineno, ast.literal_eval(text)) for text in statement.value.values)

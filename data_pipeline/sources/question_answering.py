@@ -1,4 +1,4 @@
-"""Tables of questions whose answers are spans of a context, as SQuAD, in its own JSON as well."""
+"""Tables of questions whose answers are spans of a context, as SQuAD, also in SQuAD's own JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from data_pipeline.sources import BadRecord, TaskSource
-from data_pipeline.sources.columns import brief, column, nested, row_of, text, whole
+from data_pipeline.sources.columns import Row, brief, column, nested, row_of, text, whole
 from data_pipeline.sources.table import TableConfig, TableSource
 from trainer.examples import TaskRow
 from trainer.tasks import TaskKind
@@ -19,14 +19,14 @@ class Config(TableConfig):
 
     Attributes:
         paths: files, glob patterns or URLs of the rows to train on: .jsonl, .json, which may be
-            SQuAD's own, of nested articles, .csv, .tsv (both with a line of names; .tsv without
+            SQuAD's own, of nested articles, .csv, .tsv (both with a header line; .tsv without
             quoting) or .parquet; `.gz` and `.zst` are decompressed.
-        question: the column of the question; dots reach into nested objects.
-        context: the column of the text that answers are spans of.
-        answers: the column of the answers: a list of {text, answer_start}, or both lists, {text:
-            [], answer_start: []}; answer_start counts characters. An empty list says that there is
-            no answer.
-        id: the column that names the question, if there is one.
+        question: column of the question; dots reach into nested objects.
+        context: column of the text that answers are spans of.
+        answers: column of the answers: a list of {text, answer_start}, or both lists, {text: [],
+            answer_start: []}; answer_start counts characters. An empty list means that there is no
+            answer.
+        id: column that names the question, if there is one.
     """
 
     question: str = "question"
@@ -35,19 +35,13 @@ class Config(TableConfig):
     id: str = "id"
 
     def build(self) -> QuestionAnswering:
-        """Finds the files.
-
-        Raises:
-            ConfigError: a pattern matches nothing, or a file cannot be used.
-            MissingExtra: what reads them is not installed.
-        """
-        found = self.find()
-        return QuestionAnswering(found.files, (), found.first_heldout, found.parts, self)
+        """Finds the files."""
+        return QuestionAnswering(**self.find(), labels=(), config=self)
 
 
 @dataclass(frozen=True)
 class QuestionAnswering(TableSource, TaskSource):
-    """Reads a question, its context, and where in it the answers stand."""
+    """Reads a question, its context, and the spans of the answers in it."""
 
     kind: ClassVar[TaskKind] = "question_answering"
     config: Config
@@ -61,14 +55,9 @@ class QuestionAnswering(TableSource, TaskSource):
         return (self.config.id,)
 
     def rows_of(self, value: object) -> Iterable[object] | None:
-        articles = value.get("data") if isinstance(value, dict) else None
-        if (
-            isinstance(articles, list)
-            and articles
-            and isinstance(articles[0], dict)
-            and "paragraphs" in articles[0]
-        ):
-            return _questions(articles)
+        match value:
+            case {"data": [{"paragraphs": _}, *_] as articles}:
+                return _questions(articles)
         return super().rows_of(value)
 
     def decode_row(self, data: bytes) -> TaskRow:
@@ -82,7 +71,7 @@ class QuestionAnswering(TableSource, TaskSource):
         texts = (text(row, self.config.question), context)
         return TaskRow(texts, spans=tuple(spans), answers=tuple(answers), group=self._group(row))
 
-    def _group(self, row: dict[str, object]) -> str:
+    def _group(self, row: Row) -> str:
         try:
             name = column(row, self.config.id)
         except BadRecord:
@@ -90,22 +79,17 @@ class QuestionAnswering(TableSource, TaskSource):
         return "" if name is None else str(name)
 
 
-def _questions(articles: list[Any]) -> Iterable[dict[str, object]]:
-    """A row for each question of SQuAD's articles."""
+def _questions(articles: list[Any]) -> Iterable[Row]:
+    """Yields a row for each question of SQuAD's articles."""
     try:
         for article in articles:
             for paragraph in article["paragraphs"]:
                 for question in paragraph["qas"]:
-                    kept = {
-                        key: question[key]
-                        for key in ("answers", "is_impossible")
-                        if key in question
-                    }
                     yield {
                         "id": question["id"],
                         "question": question["question"],
                         "context": paragraph["context"],
-                        **kept,
+                        **{k: question[k] for k in ("answers", "is_impossible") if k in question},
                     }
     except KeyError as error:
         raise BadRecord(f"not in the format of SQuAD: no {error}") from None
@@ -114,7 +98,7 @@ def _questions(articles: list[Any]) -> Iterable[dict[str, object]]:
 
 
 def _answers(value: Any, name: str) -> list[tuple[str, int]]:
-    """Each answer with where it is said to begin; 0 where that is not said."""
+    """Returns each answer with its stated start; 0 if none is stated."""
     try:
         if isinstance(value, dict):
             texts = value["text"]
@@ -135,11 +119,13 @@ def _answers(value: Any, name: str) -> list[tuple[str, int]]:
 
 
 def _nearest(context: str, answer: str, start: int) -> int:
-    """Where the answer begins in the context, as near to `start` as there is one."""
+    """Returns the start of the occurrence of an answer that is nearest to its stated start.
+
+    Stated starts are often off by a few characters, as when a text was stripped afterwards.
+    """
     start = max(0, start)
-    before, after = context.rfind(answer, 0, start + len(answer)), context.find(answer, start)
-    if before < 0 and after < 0:
+    around = (context.rfind(answer, 0, start + len(answer)), context.find(answer, start))
+    found = [begin for begin in around if begin >= 0]
+    if not found:
         raise BadRecord(f"answer {brief(answer)} is not in the context")
-    if before < 0 or after < 0:
-        return max(before, after)
-    return before if start - before <= after - start else after
+    return min(found, key=lambda begin: abs(begin - start))

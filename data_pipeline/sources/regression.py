@@ -1,4 +1,4 @@
-"""Tables of texts, or pairs of them, with a number, as the similarities of STS-B."""
+"""Tables of texts, or pairs of texts, each with a number, as the similarities of STS-B."""
 
 from __future__ import annotations
 
@@ -6,64 +6,44 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from data_pipeline.sources import BadRecord, TaskSource
+from data_pipeline.sources import BadRecord
 from data_pipeline.sources.columns import brief, column, number, row_of
-from data_pipeline.sources.table import TableSource
-from data_pipeline.sources.templates import TemplateConfig, columns_of, write
-from trainer.errors import ConfigError
+from data_pipeline.sources.templates import TextsConfig, TextsSource
 from trainer.examples import TaskRow
 from trainer.tasks import TaskKind
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TemplateConfig):
+class Config(TextsConfig):
     """Where the rows are, and which columns they have.
 
     Attributes:
-        texts: the texts, in their order in the sequence: columns, in whose names dots reach into
-            nested objects, or templates, as "{passage} {question}".
-        label: the column of the number.
+        label: column of the number.
     """
 
-    texts: tuple[str, ...] = ("text",)
     label: str = "score"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.texts:
-            raise ConfigError("texts is empty; name the columns of the texts")
-        columns_of(self.texts)
-
     def build(self) -> Regression:
-        """Finds the files.
-
-        Raises:
-            ConfigError: a pattern matches nothing, or a file cannot be used.
-            MissingExtra: what reads them is not installed.
-        """
-        found = self.find()
-        return Regression(found.files, (self.label,), found.first_heldout, found.parts, self)
+        """Finds the files."""
+        return Regression(**self.find(), labels=(self.label,), config=self)
 
 
 @dataclass(frozen=True)
-class Regression(TableSource, TaskSource):
-    """Reads the columns of texts and that of the number."""
+class Regression(TextsSource):
+    """Reads the texts and the number of each row."""
 
     kind: ClassVar[TaskKind] = "regression"
     config: Config
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (*columns_of(self.config.texts), self.config.label)
-
-    def text_name(self, index: int) -> str:
-        return self.config.texts[index]
+        return (*super().columns, self.config.label)
 
     def decode_row(self, data: bytes) -> TaskRow:
         row = row_of(data)
-        texts = tuple(write(row, template, self.config.words) for template in self.config.texts)
+        texts = self.texts(row)
         value = column(row, self.config.label)
-        label = math.nan if isinstance(value, bool) else number(value)
+        label = math.nan if isinstance(value, bool) else number(value)  # JSON's true is no 1
         if not math.isfinite(label):
             raise BadRecord(f"{self.config.label} {brief(value)} is not a finite number")
         return TaskRow(texts, label)

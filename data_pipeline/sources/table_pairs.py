@@ -1,7 +1,4 @@
-"""Tables whose rows are made into pairs of texts by templates.
-
-Tasks as T5 reads and writes them (text to text).
-"""
+"""Tables whose rows become text pairs by templates: tasks as T5 reads them, text to text."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ class Config(TemplateConfig):
     Attributes:
         source: the source: a template, as "mnli hypothesis: {hypothesis} premise: {premise}", or a
             column, in whose name dots reach into nested objects.
-        target: the target, in the same way; where there are `labels`, the column of the class: one
-            of them, or where these are no numbers its index among them.
-        labels: all targets that there are. A generated text that is none of them is a wrong answer.
-        prefix: what each source begins with, as "translate English to German: ".
+        target: the target, in the same way; with `labels`, the column of the class: one of them,
+            or, if no label is a number, its index among them.
+        labels: all possible targets. A generated text that is none of them is a wrong answer.
+        prefix: prepended to each source, as "translate English to German: ".
     """
 
     source: str = "source"
@@ -35,21 +32,15 @@ class Config(TemplateConfig):
         super().__post_init__()
         columns_of((self.source, self.target))
         if self.labels:
-            check_labels(self.labels, 2)
+            check_labels(self.labels)
 
     def at(self, paths: tuple[str, ...]) -> Config:
-        """The same pairs in other files."""
+        """Returns the settings for pairs of the same format in other files."""
         return replace(self, paths=paths, heldout=(), dataset=None)
 
     def build(self) -> TablePairs:
-        """Finds the files.
-
-        Raises:
-            ConfigError: a pattern matches nothing, or a file cannot be used.
-            MissingExtra: what reads them is not installed.
-        """
-        found = self.find()
-        return TablePairs(found.files, self.prefix, found.first_heldout, found.parts, self)
+        """Finds the files."""
+        return TablePairs(**self.find(), prefix=self.prefix, config=self)
 
 
 @dataclass(frozen=True)
@@ -65,7 +56,7 @@ class TablePairs(TableSource, PairSource):
     def decode_pair(self, data: bytes) -> tuple[str, str]:
         config, row = self.config, row_of(data)
         source = write(row, config.source, config.words)
-        if config.labels:
-            label = value_of(row, config.target, config.words)
-            return source, config.labels[index_of(label, config.labels, config.target)]
-        return source, write(row, config.target, config.words)
+        if not config.labels:
+            return source, write(row, config.target, config.words)
+        label = value_of(row, config.target, config.words)
+        return source, config.labels[index_of(label, config.labels, config.target)]

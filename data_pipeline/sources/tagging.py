@@ -1,9 +1,9 @@
-"""Tables of sentences, in words, with a tag for each word, as CoNLL-2003 for named entities, in its
-own format as well.
+"""Tables of sentences, as lists of words, with a tag for each word, as CoNLL-2003 for named
+entities; also in the format of CoNLL.
 
-Tags are BIO: "B-x" begins an x, "I-x" goes on with it, "O" is in none. An "I-x" behind an "O" or
-another kind, which begins an x in IOB1 data such as the original CoNLL-2003, is taken as it is; it
-is for the scores to say what it means.
+Tags are BIO: "B-x" begins an x, "I-x" continues it, "O" is outside of any. An "I-x" after an "O" or
+after another kind begins an x in IOB1 data such as the original CoNLL-2003. It is kept as it is:
+the metrics define its meaning.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, ClassVar
 
-from data_pipeline.sources import BadRecord, TaskSource
+from data_pipeline.sources import BadRecord, Problem, TaskSource
 from data_pipeline.sources.columns import brief, check_labels, index_of, items, row_of
-from data_pipeline.sources.table import Problem, Split, TableConfig, TableSource, encoded
+from data_pipeline.sources.files import Split
+from data_pipeline.sources.table import TableConfig, TableSource, encoded
 from trainer.errors import ConfigError
 from trainer.examples import TaskRow
 from trainer.tasks import TaskKind
@@ -30,11 +31,11 @@ class Config(TableConfig):
 
     Attributes:
         paths: files, glob patterns or URLs of the rows to train on: .jsonl, .json, .csv, .tsv (both
-            with a line of names; .tsv without quoting) or .parquet; or .conll: a word a line, its
-            tag in the last of the columns, which blanks separate, and a blank line behind each
+            with a header line; .tsv without quoting) or .parquet; or .conll: one word per line, its
+            tag in the last of the columns, which spaces separate, and a blank line after each
             sentence. `.gz` and `.zst` are decompressed.
-        tokens: the column of the list of words; dots reach into nested objects.
-        tags: the column of the list of their tags, each one of `labels`, or its index among them.
+        tokens: column with the list of words; dots reach into nested objects.
+        tags: column with the list of their tags, each one of `labels`, or its index among them.
         labels: the tags, "O" among them, the others as "B-PER" and "I-PER".
     """
 
@@ -45,30 +46,25 @@ class Config(TableConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_labels(self.labels, 2)
+        check_labels(self.labels)
         if "O" not in self.labels:
             raise ConfigError(
-                f"labels has no 'O', the tag of words in no span: {', '.join(self.labels)}"
+                f"labels has no 'O': {', '.join(self.labels)}. Add it: it is the tag of words "
+                "outside of any span."
             )
         if wrong := [label for label in self.labels if not _BIO.fullmatch(label)]:
             raise ConfigError(
-                f"labels names {wrong[0]!r}, which is not BIO: 'O', or 'B-' or 'I-' and a kind"
+                f"labels names {wrong[0]!r}, which is not BIO. Use 'O', or 'B-' or 'I-' and a kind."
             )
 
     def build(self) -> Tagging:
-        """Finds the files.
-
-        Raises:
-            ConfigError: a pattern matches nothing, or a file cannot be used.
-            MissingExtra: what reads them is not installed.
-        """
-        found = self.find()
-        return Tagging(found.files, self.labels, found.first_heldout, found.parts, self)
+        """Finds the files."""
+        return Tagging(**self.find(), labels=self.labels, config=self)
 
 
 @dataclass(frozen=True)
 class Tagging(TableSource, TaskSource):
-    """Reads the words of a sentence, which a blank is put between, and their tags."""
+    """Reads the words of a sentence, joined by spaces, and their tags."""
 
     kind: ClassVar[TaskKind] = "tagging"
     config: Config
@@ -88,11 +84,11 @@ class Tagging(TableSource, TaskSource):
                 f"{len(tokens)} {self.config.tokens} and {len(tags)} {self.config.tags}"
             )
         words = _words(tokens)
-        ends = list(itertools.accumulate(len(word) + 1 for word in words))
-        spans = (
-            (end - 1 - len(word), end - 1, self._index(tag))
-            for word, end, tag in zip(words, ends, tags, strict=True)
-        )
+        # "Jo ran" with the tags B-PER and O has the spans (0, 2, 1) and (3, 6, 0).
+        spans, begin = [], 0
+        for word, tag in zip(words, tags, strict=True):
+            spans.append((begin, begin + len(word), self._index(tag)))
+            begin += len(word) + 1
         return TaskRow((" ".join(words),), spans=tuple(spans))
 
     def _index(self, tag: object) -> int:
@@ -101,49 +97,44 @@ class Tagging(TableSource, TaskSource):
         return index_of(tag, self.labels, "tag")
 
     def _sentences(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-        """The sentences of a .conll file, each at its first line.
+        """Yields the sentences of a .conll file: runs of lines that are not blank."""
+        lines = (line.removeprefix(b"\xef\xbb\xbf").split() for line in file)
+        numbered = (
+            (number, fields)
+            for number, fields in enumerate(lines, start=1)
+            if fields[:1] != [b"-DOCSTART-"]
+        )
+        for is_sentence, group in itertools.groupby(numbered, lambda line: bool(line[1])):
+            if is_sentence:
+                yield self._sentence(list(group))
 
-        One with a bad line is that line instead.
-        """
+    def _sentence(self, lines: list[tuple[int, list[bytes]]]) -> tuple[int, bytes]:
+        """Returns a sentence at its first line, or a Problem at its first bad line."""
         words, tags = list[str](), list[str]()
-        first, bad = 0, None
-        for number, line in enumerate(itertools.chain(file, [b""]), start=1):
-            cells = line.removeprefix(b"\xef\xbb\xbf").split()
-            if cells and cells[0] == b"-DOCSTART-":
-                continue
-            if cells:
-                first = first or number
-                try:
-                    word, tag = self._word(cells)
-                    words.append(word)
-                    tags.append(tag)
-                except BadRecord as error:
-                    bad = bad or (number, Problem.of(str(error)))
-            elif first:
-                yield bad or (first, encoded({self.config.tokens: words, self.config.tags: tags}))
-                words, tags, first, bad = [], [], 0, None
-
-    def _word(self, cells: list[bytes]) -> tuple[str, str]:
-        """The word and the tag of a line."""
-        if len(cells) < 2:
-            raise BadRecord("fewer than 2 columns")
-        try:
-            word, tag = cells[0].decode(), cells[-1].decode()
-        except UnicodeDecodeError:
-            raise BadRecord("invalid UTF-8") from None
-        self._index(tag)  # here, where the line is known
-        return word, tag
+        for number, fields in lines:
+            try:
+                if len(fields) < 2:
+                    raise BadRecord("fewer than 2 columns")
+                words.append(fields[0].decode())
+                tags.append(fields[-1].decode())
+                # A bad tag is found again when the row is decoded, but without its line.
+                self._index(tags[-1])
+            except UnicodeDecodeError:
+                return number, Problem.of("invalid UTF-8")
+            except BadRecord as error:
+                return number, Problem.of(str(error))
+        return lines[0][0], encoded({self.config.tokens: words, self.config.tags: tags})
 
 
 def _words(tokens: list[object]) -> list[str]:
-    """The tokens of a sentence, which must be words: a blank is put between any two of them."""
-    words = [token for token in tokens if isinstance(token, str)]
-    if len(words) < len(tokens):
-        wrong = next(token for token in tokens if not isinstance(token, str))
-        raise BadRecord(f"word {brief(wrong)} is not text")
-    if " ".join(words).split() != words:
-        spaced = next(word for word in words if word.split() != [word])
-        raise BadRecord(
-            f"white space in the word {brief(spaced)}" if spaced.strip() else "empty word"
-        )
+    """Checks that tokens are words: joined by spaces, they must remain apart."""
+    words = list[str]()
+    for token in tokens:
+        if not isinstance(token, str):
+            raise BadRecord(f"word {brief(token)} is not text")
+        words.append(token)
+    for word in words:
+        if word.split() != [word]:
+            blank = "empty word" if not word.strip() else f"white space in the word {brief(word)}"
+            raise BadRecord(blank)
     return words

@@ -1,8 +1,8 @@
-"""Texts that are made of a row's columns.
+"""Texts made from the columns of a row: a column by its name, or a template as "{a} and {b}".
 
-A column by its name, or a template as "{question} passage: {passage}".
-
-A template is not Python's: it looks columns up and knows three formats, and nothing in it is run.
+Templates are not Python's format strings: they look up columns and know three formats, and nothing
+in them is executed. {text:*index} marks the word that the number in column `index` counts,
+{query:@x=entity} replaces @x by column `entity`, and {score:0.2} rounds to multiples of 0.2.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import re
 import string
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TypeAlias
 
-from data_pipeline.sources import BadRecord
+from data_pipeline.sources import BadRecord, TaskSource
 from data_pipeline.sources.columns import (
     Row,
     brief,
@@ -26,10 +26,17 @@ from data_pipeline.sources.columns import (
     text,
     whole,
 )
-from data_pipeline.sources.table import TableConfig
+from data_pipeline.sources.table import TableConfig, TableSource
 from trainer.errors import ConfigError
 
-Words = Mapping[str, Mapping[str, str]]
+Words: TypeAlias = Mapping[str, Mapping[str, str]]
+
+_Part: TypeAlias = tuple[str, str | None, re.Match[str] | None]
+# The step must have a digit that is not 0.
+_FORMAT = re.compile(
+    r"(?P<plain>)|\*(?P<index>.+)|(?P<old>[^=]+)=(?P<new>.+)|(?P<step>(?=.*[1-9])\d+(\.\d+)?)",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -37,73 +44,87 @@ class TemplateConfig(TableConfig):
     """Where the rows are, and how texts are made of their columns.
 
     Attributes:
-        words: what is written for the values of a column, as {question: {cause: "Why?", effect:
-            "And then?"}}; of the column of classes, the label that they mean.
+        words: text for each value of a column, as {question: {cause: "Why?", effect: "And then?"}};
+            for the column of classes, the label that each value means.
     """
 
     words: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
-class _Piece(NamedTuple):
-    """Literal text of a template, and the column that follows it, if any, with its format."""
+@dataclass(frozen=True, kw_only=True)
+class TextsConfig(TemplateConfig):
+    """Where the rows are, and the texts of each.
 
-    literal: str
-    column: str | None
-    format: str
-
-
-class _Format(NamedTuple):
-    """What a format does, one of.
-
-    Mark a word, put a column in the place of something, round a number.
+    Attributes:
+        texts: the texts, in their order in the sequence: columns, in whose names dots reach into
+            nested objects, or templates, as "{passage} {question}".
     """
 
-    marked: str | None = None
-    replaced: tuple[str, str] | None = None
-    step: float | None = None
+    texts: tuple[str, ...] = ("text",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.texts:
+            raise ConfigError("texts is empty. Name the columns of the texts.")
+        columns_of(self.texts)
+
+
+@dataclass(frozen=True)
+class TextsSource(TableSource, TaskSource):
+    """Reads the texts of each row."""
+
+    config: TextsConfig
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return columns_of(self.config.texts)
+
+    def text_name(self, index: int) -> str:
+        return self.config.texts[index]
+
+    def texts(self, row: Row) -> tuple[str, ...]:
+        """Makes the texts of a row.
+
+        Raises:
+            BadRecord: a column is missing, or its value is no text.
+        """
+        return tuple(write(row, template, self.config.words) for template in self.config.texts)
 
 
 @functools.lru_cache(maxsize=256)
-def _pieces(template: str) -> tuple[_Piece, ...]:
-    """The parts of a template.
+def _parsed(template: str) -> tuple[_Part, ...]:
+    """Parses a template into literal texts, each with the column that follows it and its format.
+
+    Column and format are None behind the last literal text. "{a}: {b:0.2}." becomes ("", "a", plain
+    format), (": ", "b", step 0.2), (".", None, None).
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is no template.
     """
     try:
         parsed = list(string.Formatter().parse(template))
     except ValueError as error:
         raise ConfigError(
-            f"{template!r} is not a template: {error}; write {{column}}, and {{{{ for a brace"
+            f"{template!r} is not a template: {error}. Write {{column}}, and {{{{ for a brace."
         ) from None
-    for _, name, _, conversion in parsed:
-        if name is not None and (conversion or not name or "[" in name):
+    parts = list[_Part]()
+    for literal, name, form, conversion in parsed:
+        if name is None:
+            parts.append((literal, None, None))
+            continue
+        if conversion or not name or "[" in name:
             raise ConfigError(
-                f"{template!r} is not a template: write the name of a column in braces, as "
-                "{question}"
+                f"{template!r} is not a template. Write the name of a column in braces, as "
+                "{question}."
             )
-    pieces = tuple(_Piece(literal, name, form or "") for literal, name, form, _ in parsed)
-    for piece in pieces:
-        _format(piece.format)
-    return pieces
-
-
-@functools.lru_cache(maxsize=256)
-def _format(form: str) -> _Format:
-    if not form:
-        return _Format()
-    if len(form) > 1 and form.startswith("*"):
-        return _Format(marked=form[1:])
-    replaced, equals, name = form.partition("=")
-    if equals and replaced and name:
-        return _Format(replaced=(replaced, name))
-    if re.fullmatch(r"\d+(\.\d+)?", form) and float(form) > 0:
-        return _Format(step=float(form))
-    raise ConfigError(
-        f"{form!r} is not a format of a template; there are {{text:*index}}, "
-        "{query:@placeholder=entity} and "
-        "{score:0.2}"
-    )
+        match = _FORMAT.fullmatch(form or "")
+        if match is None:
+            raise ConfigError(
+                f"{form!r} is not a format of a template. Use one of {{text:*index}}, "
+                "{query:@placeholder=entity} and {score:0.2}."
+            )
+        parts.append((literal, name, match))
+    return tuple(parts)
 
 
 def _is_template(name: str) -> bool:
@@ -111,67 +132,60 @@ def _is_template(name: str) -> bool:
 
 
 def columns_of(templates: Iterable[str]) -> tuple[str, ...]:
-    """The columns that texts are made of, each once.
+    """Returns the columns that texts are made of, each once.
 
     Raises:
-        ConfigError: one is no template.
+        ConfigError: a template is invalid.
     """
-    found = []
+    found: list[str | None] = []
     for template in templates:
         if not _is_template(template):
             found.append(template)
             continue
-        for piece in _pieces(template):
-            if piece.column is not None:
-                form = _format(piece.format)
-                found += [
-                    piece.column,
-                    *filter(None, (form.marked, form.replaced and form.replaced[1])),
-                ]
-    return tuple(dict.fromkeys(found))
+        for _, name, form in _parsed(template):
+            found += [name, *(form.group("index", "new") if form else ())]
+    return tuple(dict.fromkeys(filter(None, found)))
 
 
 def write(row: Row, template: str, words: Words) -> str:
-    """The text that a template, or a column of text by its name, makes of a row.
+    """Makes a text from a row, by a template or the name of a column of text.
 
     Raises:
-        BadRecord: the row lacks a column, or has in it what cannot be written.
+        BadRecord: the row lacks a column, or its value is no text.
     """
     if not _is_template(template):
         return _word(row, template, words) if template in words else text(row, template)
-    pieces = _pieces(template)
-    return "".join(
-        p.literal + ("" if p.column is None else _value(row, p.column, p.format, words))
-        for p in pieces
-    )
+    parts = []
+    for literal, name, form in _parsed(template):
+        parts.append(literal)
+        if name is not None and form is not None:
+            parts.append(_formatted(row, name, form, words))
+    return "".join(parts)
 
 
 def value_of(row: Row, name: str, words: Words) -> object:
-    """What a row has in a column, or the word for it; a list or an object may be there as JSON.
+    """Returns the value of a column, or the word for it; a list or an object may be JSON.
 
     Raises:
-        BadRecord: there is no such column, or no word for what it has.
+        BadRecord: there is no such column, or no word for its value.
     """
     return _word(row, name, words) if name in words else nested(row, name)
 
 
-def _value(row: Row, name: str, form: str, words: Words) -> str:
-    """A column as it is written in a template."""
-    how = _format(form)
-    if how.step is not None:
-        return _rounded(column(row, name), how.step, name)
-    written = _written(row, name, words)
-    if how.marked is not None:
-        return _marked(written, whole(column(row, how.marked)), how.marked)
-    if how.replaced is not None:
-        old, new = how.replaced
-        if old not in written:
-            raise BadRecord(f"column {name!r} has no {old!r}")
-        return written.replace(old, _written(row, new, words))
-    return written
+def _formatted(row: Row, name: str, form: re.Match[str], words: Words) -> str:
+    index, old, new, step = form.group("index", "old", "new", "step")
+    if step:
+        return _rounded(column(row, name), float(step), name)
+    plain = _plain(row, name, words)
+    if index:
+        return _marked(plain, whole(column(row, index)), index)
+    if old and old not in plain:
+        raise BadRecord(f"column {name!r} has no {old!r}")
+    return plain.replace(old, _plain(row, new, words)) if old else plain
 
 
-def _written(row: Row, name: str, words: Words) -> str:
+def _plain(row: Row, name: str, words: Words) -> str:
+    """Returns the value of a column as text."""
     if name in words:
         return _word(row, name, words)
     value = column(row, name)
@@ -179,9 +193,9 @@ def _written(row: Row, name: str, words: Words) -> str:
         return ", ".join(map(label_text, value))
     if value is None or isinstance(value, dict):
         raise BadRecord(f"column {name!r} holds what is no text")
-    if not (written := label_text(value)).strip():
+    if not (plain := label_text(value)).strip():
         raise BadRecord(f"column {name!r} is empty")
-    return written
+    return plain
 
 
 def _word(row: Row, name: str, words: Words) -> str:
@@ -191,19 +205,23 @@ def _word(row: Row, name: str, words: Words) -> str:
     return words[name][value]
 
 
-def _marked(written: str, index: int | None, name: str) -> str:
-    """A text with its word of the number, from 0, between asterisks."""
-    places = [match.span() for match in re.finditer(r"\S+", written)]
+def _marked(plain: str, index: int | None, name: str) -> str:
+    """Puts asterisks around the word of a text with this number, counted from 0."""
+    places = [match.span() for match in re.finditer(r"\S+", plain)]
     if index is None or not 0 <= index < len(places):
         raise BadRecord(f"{name} is not the number of a word, 0 to {len(places) - 1}")
     begin, end = places[index]
-    return f"{written[:begin]}*{written[begin:end]}*{written[end:]}"
+    return f"{plain[:begin]}*{plain[begin:end]}*{plain[end:]}"
 
 
 def _rounded(value: object, step: float, name: str) -> str:
-    """The multiple of a step that is nearest to a number, with as many decimals as the step has."""
+    """Rounds a number to a multiple of `step`, with as many decimals as the step has.
+
+    2.5 in steps of 0.2 is "2.4", as Python rounds halves to even: 12.5 steps are 12.
+    """
     try:
         multiple = round(number(value) / step) * step
-    except (ValueError, OverflowError):  # of what is not finite
+    except (ValueError, OverflowError):  # NaN or infinite
         raise BadRecord(f"{name} {brief(value)} is not a finite number") from None
-    return f"{multiple:.{len(str(step).rstrip('0').partition('.')[2])}f}"
+    decimals = len(str(step).rstrip("0").partition(".")[2])
+    return f"{multiple:.{decimals}f}"

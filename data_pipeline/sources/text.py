@@ -1,9 +1,10 @@
-"""Plain text: each file is one document, or documents are separated by blank lines."""
+"""Plain text: each file is one document, or blank lines separate documents."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import BinaryIO, Literal
 
 from data_pipeline.sources import Record, Source
@@ -16,19 +17,14 @@ class Config:
 
     Attributes:
         paths: files, glob patterns or URLs; `.gz` and `.zst` are decompressed.
-        document: what one document is: a whole "file", or a "paragraph", which ends at a blank
-            line.
+        document: one document is a whole "file", or a "paragraph", which ends at a blank line.
     """
 
     paths: tuple[str, ...]
     document: Literal["file", "paragraph"] = "file"
 
     def build(self) -> Text:
-        """Finds the files.
-
-        Raises:
-            ConfigError: a pattern matches nothing.
-        """
+        """Finds the files."""
         return Text(find(self.paths), self.document)
 
 
@@ -43,19 +39,16 @@ class Text(Source):
 
 
 def _whole(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    data = file.read()
-    if data:
+    if data := file.read():
         yield 1, data
 
 
 def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     lines: list[bytes] = []
-    number = 0
-    for number, line in enumerate(file, start=1):
+    # A blank line behind the last one ends the last paragraph.
+    for number, line in enumerate(chain(file, (b"\n",)), start=1):
         if not line.isspace():
             lines.append(line)
         elif lines:
             yield number - len(lines), b"".join(lines)
             lines = []
-    if lines:
-        yield number + 1 - len(lines), b"".join(lines)

@@ -1,7 +1,4 @@
-"""Tab-separated pairs of texts: a pair a line, as Tatoeba and many corpora of sentences come.
-
-There is no quoting.
-"""
+"""Tab-separated text pairs without quoting: one pair per line, as in Tatoeba and many corpora."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ class Config:
     """Where the pairs are.
 
     Attributes:
-        paths: files, glob patterns or URLs; `.gz` and `.zst` are decompressed. They have no line of
-            names.
-        source: the column of the source, counted from 1.
-        target: the column of the target.
-        prefix: what each source begins with, as "translate English to German: ".
+        paths: files, glob patterns or URLs, without a header line; `.gz` and `.zst` are
+            decompressed.
+        source: column of the source, counted from 1.
+        target: column of the target.
+        prefix: prepended to each source, as "translate English to German: ".
     """
 
     paths: tuple[str, ...]
@@ -34,22 +31,17 @@ class Config:
     def __post_init__(self) -> None:
         if min(self.source, self.target) < 1 or self.source == self.target:
             raise ConfigError(
-                "source and target are columns counted from 1, and not the same; they are "
-                f"{self.source} and "
-                f"{self.target}"
+                f"source is {self.source} and target is {self.target}. Use two different columns, "
+                "counted from 1."
             )
 
     def at(self, paths: tuple[str, ...]) -> Config:
-        """The same pairs in other files."""
+        """Returns the settings for pairs of the same format in other files."""
         return replace(self, paths=paths)
 
     def build(self) -> TsvPairs:
-        """Finds the files.
-
-        Raises:
-            ConfigError: a pattern matches nothing.
-        """
-        return TsvPairs(find(self.paths), self.prefix, None, self.source, self.target)
+        """Finds the files."""
+        return TsvPairs(find(self.paths), self.prefix, self.source, self.target)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Raw text in WebDataset tars: one member a document, read by the `webdataset` library."""
+"""Raw text in WebDataset tar files: one member per document, read by the `webdataset` library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from data_pipeline.sources import Record, jsonl
+from data_pipeline.sources import Record, decode_utf8, jsonl
 from data_pipeline.sources.files import find, read_records
 
 
@@ -17,9 +17,9 @@ class Config:
 
     Attributes:
         paths: tar files, glob patterns or URLs; `.tar.gz` and `.tar.zst` are decompressed.
-        member: the suffix of the members that are documents, as WebDataset counts it: of
-            `a/0001.text.json` it is `text.json`. All other members are passed over.
-        field: the key of the text where members end in `json`; dots reach into nested objects.
+        member: suffix of the members that are documents, as WebDataset counts it: `text.json` for
+            `a/0001.text.json`. All other members are skipped.
+        field: key of the text if `member` ends in `json`; dots reach into nested objects.
     """
 
     paths: tuple[str, ...]
@@ -27,20 +27,13 @@ class Config:
     field: str = "text"
 
     def build(self) -> WebDataset:
-        """Finds the files.
-
-        Raises:
-            ConfigError: a pattern matches nothing.
-        """
+        """Finds the files."""
         return WebDataset(find(self.paths), self.field, self.member)
 
 
 @dataclass(frozen=True)
 class WebDataset(jsonl.JsonLines):
-    """Reads the members `*.{member}` of each tar.
-
-    A record's line is the document's number in the file.
-    """
+    """Reads the members `*.{member}` of each tar; a record's line is its number in the tar."""
 
     member: str
 
@@ -48,22 +41,18 @@ class WebDataset(jsonl.JsonLines):
         return read_records(self.files, self._members)
 
     def decode(self, data: bytes) -> str:
-        return (
-            super().decode(data)
-            if self.member.endswith("json")
-            else super(jsonl.JsonLines, self).decode(data)
-        )
+        return super().decode(data) if self.member.endswith("json") else decode_utf8(data)
 
     def _members(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-        from webdataset import (
-            tariterators,
-        )  # imports torch, which only builds from such a source are to pay for
+        # Imported here: it imports torch, which takes seconds.
+        from webdataset import tariterators
 
         def wanted(name: str) -> bool:
             return bool(tariterators.base_plus_ext(name)[1] == self.member)
 
         try:
             members = tariterators.tar_file_iterator(file, select_files=wanted)
-            yield from ((number, member["data"]) for number, member in enumerate(members, start=1))
+            for number, member in enumerate(members, start=1):
+                yield number, member["data"]
         except tarfile.ReadError as error:
             raise EOFError from error  # the tar ends before its end mark

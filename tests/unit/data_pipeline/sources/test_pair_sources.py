@@ -62,7 +62,8 @@ def test_columns_of_tables_are_chosen(tmp_path):
     expected = [(1, ("one", "eins")), (2, "fewer than 3 columns"), (3, "empty target")]
     assert [(line, found) for _, line, found in parsed(source)] == expected
     with pytest.raises(
-        ConfigError, match="columns counted from 1, and not the same; they are 2 and 2"
+        ConfigError,
+        match=r"source is 2 and target is 2\. Use two different columns, counted from 1",
     ):
         tsv_pairs.Config(("a",), source=2, target=2)
 
@@ -93,9 +94,9 @@ def test_parallel_files_go_together_line_by_line(tmp_path):
         (
             "1\n2\n3\n4\n",
             "1\n2\n",
-            ["a.en has 4 lines and", "a.de 2: line 3 of", "a.en has no partner"],
+            ["a.en:3 has no partner in", "a.de. Correct"],
         ),
-        ("1\n", "1\n2\n3\n", ["a.de has 3 lines and", "a.en 1: line 2 of", "a.de has no partner"]),
+        ("1\n", "1\n2\n3\n", ["a.de:2 has no partner in", "a.en. Correct"]),
     ],
 )
 def test_parallel_files_of_different_length_are_refused(tmp_path, sources, targets, words):

@@ -176,7 +176,7 @@ def test_a_split_that_is_shorter_than_its_card_says_is_noticed(hub):
         ({"path": "owner/rows", "name": "nothing"}, "cannot open the dataset 'owner/rows'"),
         (
             {"path": "owner/rows", "field": "body"},
-            "no column 'body'; set source.field to one of: id, text",
+            "no column 'body'. Set source.field to one of: id, text",
         ),
     ],
 )

@@ -201,7 +201,7 @@ def test_held_out_files_come_behind_the_others(tmp_path):
     assert shares == sorted(shares)
     assert shares[-1] == 1
     with pytest.raises(
-        ConfigError, match=r"dev\.jsonl is both in paths and in heldout; make the pattern"
+        ConfigError, match=r"dev\.jsonl is both in paths and in heldout\. Make the pattern"
     ):
         classification.Config(
             (f"{tmp_path}/*.jsonl",), (f"{tmp_path}/dev.jsonl",), labels=LABELS
@@ -211,7 +211,7 @@ def test_held_out_files_come_behind_the_others(tmp_path):
 def test_where_rows_are_is_said_once_and_in_a_known_format(tmp_path):
     dataset = HubDataset("owner/name")
     with pytest.raises(
-        ConfigError, match="there are 0 paths and dataset is None; name files in paths, or"
+        ConfigError, match=r"there are 0 paths and dataset is None\. Name either files in paths, or"
     ):
         regression.Config()
     with pytest.raises(ConfigError, match="there are 1 paths and dataset is owner/name"):
@@ -222,7 +222,8 @@ def test_where_rows_are_is_said_once_and_in_a_known_format(tmp_path):
         HubDataset("owner/name", heldout="train")
     conll = write(tmp_path / "a.conll.gz", "EU B-ORG\n")
     with pytest.raises(
-        ConfigError, match=r"must end in \.jsonl, \.json, \.csv, \.tsv, \.parquet, and then \.gz or"
+        ConfigError,
+        match=r"must end in \.jsonl, \.json, \.csv, \.tsv, \.parquet, and then in \.gz or",
     ):
         regression.Config((conll,)).build()
 
@@ -279,9 +280,7 @@ def test_splits_of_a_hugging_face_dataset_stand_for_files(tmp_path, monkeypatch)
     assert parsed(found) == [(1, TaskRow(("x",), 1.0)), *reasons, (1, TaskRow(("x",), 1.0))]
     assert set(json.loads(next(found.records()).data)) == {"s", "label"}
     assert parsed(source(("t",), heldout=None)) == [(1, "no column 't'; there are: s, label, n")]
-    with pytest.raises(
-        ConfigError, match=r"single holds a single split, so that 'dev' is not in it"
-    ):
+    with pytest.raises(ConfigError, match=r"single holds a single split, so 'dev' is not in it"):
         source(path=f"{tmp_path}/single")
     monkeypatch.setattr(huggingface.Config, "open", lambda *_, **__: train.select([]))
     assert parsed(source(heldout=None)) == [(1, "empty split")]
@@ -433,7 +432,7 @@ def test_choices_are_a_list_in_one_column(file, choices, answer, expected):
     assert (
         row_or_reason(source, {"article": "text", "options": choices, "answer": answer}) == expected
     )
-    with pytest.raises(ConfigError, match="choices is empty"):
+    with pytest.raises(ConfigError, match=r"choices is \[\]\. Name the columns"):
         multiple_choice.Config((file,), choices=())
 
 
