@@ -147,7 +147,7 @@ def test_several_evaluations_make_the_best_one_count(
     training = run.experiment["training"]
     assert training["evaluate_every"] == training["steps"] // 4
     assert training["best"] == {"metric": "accuracy", "mode": "max", "patience": 2}
-    assert run.weights == f"{run.folder}/best"
+    assert run.keeps_best
 
 
 def test_runs_may_start_from_those_of_another_task(

@@ -1,4 +1,1 @@
-"""Fine-tuning on many tasks: each run is an experiment like any other.
-
-Here they are made, run and compared.
-"""
+"""Fine-tuning suites: many tasks, settings and seeds; each run is an ordinary experiment."""

@@ -1,4 +1,4 @@
-"""What a task's score is for a model that gives the same answer to every row."""
+"""The score of a model that gives the same answer to every row, below which a run is degenerate."""
 
 from __future__ import annotations
 
@@ -7,68 +7,43 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.reading.dataset import Dataset
-from trainer.errors import ConfigError
 from trainer.inference.scores import heldout_pairs
-from trainer.metrics import texts
-from trainer.objectives import Predictions
+from trainer.metrics import labels as label_metrics
+from trainer.metrics import squad, texts
+from trainer.objectives.task_rows import label_of
 from trainer.tasks import TASKS
 
 
 def chance(objective: Any, dataset: Dataset, score: str) -> float:
-    """The best score of a constant answer on the held-out rows: the largest class's, say.
+    """Returns the best score of a constant answer on the held-out rows.
 
-    Where questions may have no answer, it is never to give one. It is 0 where there is no such
-    answer, as for tags, or where it scores nothing, as for correlations.
+    The answer is one label or choice, or "no answer" where questions may have none. Tags and
+    numbers have no such answer: the result is 0.
 
     Args:
-        objective: a `trainer.objectives.Task`, or one of pairs of texts, whose answers are labels
-            or anything.
+        objective: of the task; with generated texts, any.
         dataset: of the task.
         score: one of its metrics.
-
-    Raises:
-        ConfigError: it is none of them.
     """
-    if dataset.manifest.task is None:
-        return _of_texts(dataset, score)
-    if score not in objective.score_names:
-        known = ", ".join(objective.score_names) or "none"
-        raise ConfigError(f"score is {score!r}, and the objective gives {known}; name one of these")
-    task, rows = dataset.manifest.task, dataset.rows("heldout")
-    constant_answer = TASKS[task.kind].constant_answer
-    if constant_answer == "label":
-        answers = len(task.labels)
-    elif constant_answer == "choice":
-        answers = len(rows[0].texts) - 1
-    elif constant_answer == "none" and objective.config.impossible:
-        of_kind = {"has_answer_exact_match": 0.0, "has_answer_f1": 0.0, "no_answer_accuracy": 1.0}
-        return of_kind.get(score, sum(not row.answers for row in rows) / len(rows))
-    else:
+    task = dataset.manifest.task
+    if task is None:
+        labels = tuple(dataset.manifest.source.get("labels", ()))
+        metric = texts.build(score, labels)
+        references = [target for _, target in heldout_pairs(dataset)]
+        return max((metric([label] * len(references), references) for label in labels), default=0.0)
+    rows = dataset.rows("heldout")
+    answer = TASKS[task.kind].constant_answer
+    if answer == "none" and objective.config.impossible:
+        scores = squad.raw_scores([""] * len(rows), [row.answers for row in rows]).means_by_kind()
+        # The best threshold of a constant prediction is any that gives it.
+        return scores.get(score.removeprefix("best_"), 0.0)
+    if answer not in ("label", "choice"):
         return 0.0
-    none = np.zeros(len(rows), dtype=np.int64)
-    found: float = max(
-        objective.scores(
-            Predictions(
-                outputs=np.tile(answer, (len(rows), 1)),
-                document=np.arange(len(rows)),
-                begin=none,
-                column=none,
-                length=none,
-                rows=rows,
-                number=np.arange(len(rows)),
-                labels=task.labels,
-            )
-        )[score]
-        for answer in np.eye(answers, dtype=np.float32)
+    true = np.array([int(label_of(row)) for row in rows])
+    groups = [row.group for row in rows]
+    answers = len(task.labels) if answer == "label" else len(rows[0].texts) - 1
+    found = (
+        label_metrics.scores([score], np.full(len(rows), number), true, groups)
+        for number in range(answers)
     )
-    return found
-
-
-def _of_texts(dataset: Dataset, score: str) -> float:
-    """Where answers are texts: to write the same label for every source."""
-    labels = tuple(dataset.manifest.source.get("labels", ()))
-    metric = texts.build(score, labels)
-    if not labels:
-        return 0.0
-    references = [target for _, target in heldout_pairs(dataset)]
-    return max(metric([label] * len(references), references) for label in labels)
+    return max(scores[score] for scores in found)

@@ -1,4 +1,4 @@
-"""The runs of a suite: what each is to do, and what its result depends on."""
+"""The runs of a suite: the settings of each, and a digest of everything its result depends on."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +29,7 @@ from trainer.training.starting import model_of
 from trainer.training.weights import load_weights
 
 _OBJECTIVE = Annotated[Any, Kinds("trainer.objectives")]
-_OWN = ("output", "init_from", "seed")  # settings that the suite makes itself
+# For settings that neither a task's file nor its recipe has.
 _DEFAULTS: Tree = {
     "training": {"global_batch_size": 32},
     "optimizer": {"kind": "adamw"},
@@ -40,50 +40,51 @@ _DEFAULTS: Tree = {
 
 @dataclass(frozen=True)
 class Run:
-    """One fine-tuning.
+    """A fine-tuning run.
 
     Attributes:
-        task: its name.
-        settings: what the grid chose.
-        seed: of the head's weights, the order of the rows and dropout.
-        folder: where it goes.
-        experiment: all its settings, but for `init_from` where there is a `start`.
-        digest: of all that its result depends on, but for the code.
-        score: the metric that it is compared by.
-        metrics: all that the objective or, where answers are texts, the task names; the score is
-            one of them.
-        chance: what that is for a model that always says the same.
-        start: the digests of runs of another task, of which it starts from the best.
+        task: name of the task.
+        settings: values that the grid has chosen.
+        experiment: all settings, but for `init_from` if the run has a `start`.
+        metrics: all metrics that the run reports.
+        score: the metric among them that runs are compared by.
+        chance: this score of a model that always gives the same answer.
+        evaluations: arguments of `samestep evaluate` that score the finished run, by the prefix
+            of the names of these scores.
+        depends_on: what the result depends on besides the settings, the seed and the code.
+        folder: output folder.
+        start: digests of another task's runs; the run starts from the best of them.
         scratch: whether it starts from random weights.
-        evaluations: arguments of `samestep evaluate` that score it when it is over, by what comes
-            before the names of these scores.
+        seed: of the head's initial weights, of the order of the rows, and of dropout.
+        digest: of the settings, the seed and `depends_on`.
     """
 
     task: str
     settings: Mapping[str, float]
-    seed: int
-    folder: Path
     experiment: Tree
-    digest: str
-    score: str
     metrics: tuple[str, ...]
+    score: str
     chance: float
+    evaluations: Mapping[str, Sequence[str]]
+    depends_on: tuple[object, ...]
+    folder: Path
     start: tuple[str, ...] = ()
     scratch: bool = False
-    evaluations: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    seed: int = 0
+    digest: str = ""
 
     @property
     def name(self) -> str:
-        """For a reader: what sets it apart from the task's other runs."""
-        chosen = [f"{key.rpartition('.')[2]}-{value:g}" for key, value in self.settings.items()]
-        return "-".join([*chosen, *(["scratch"] if self.scratch else []), f"seed-{self.seed}"])
+        """Tells the run from the task's other runs."""
+        parts = [f"{key.rpartition('.')[2]}-{value:g}" for key, value in self.settings.items()]
+        if self.scratch:
+            parts.append("scratch")
+        return "-".join([*parts, f"seed-{self.seed}"])
 
     @property
-    def weights(self) -> str:
-        """What `load_weights` opens when it is over: its best checkpoint, or its last."""
-        return (
-            f"{self.folder}/best" if self.experiment["training"].get("best") else str(self.folder)
-        )
+    def keeps_best(self) -> bool:
+        """Whether the best of several evaluations counts, instead of the last."""
+        return bool(self.experiment["training"].get("best"))
 
 
 def list_runs(
@@ -95,237 +96,210 @@ def list_runs(
     overrides: Sequence[str],
     scratch: bool = False,
 ) -> list[Run]:
-    """Builds the datasets that are not there yet and lists the runs.
+    """Builds missing datasets and lists the runs, each after the runs that it starts from.
 
     Args:
-        checkpoint: what they start from; see `load_weights`.
-        tasks: what they are of.
+        checkpoint: the initial weights; see `load_weights`.
         folder: of the suite.
-        seeds: how many of them, from 0.
-        whole_grid: whether every point of the tasks' grids is tried.
-        overrides: settings of all runs, as on the command line; one that a grid has is not varied.
-        scratch: whether there are as many runs from random weights of the checkpoint's
-            architecture, too, of the tasks that start from the checkpoint.
-
-    Returns:
-        The runs, in an order in which each follows the runs that it starts from.
+        seeds: number of runs for each setting; their seeds count from 0.
+        whole_grid: whether to try every point of the tasks' grids.
+        overrides: settings of all runs, as on the command line; the grid does not vary them.
+        scratch: whether to add as many runs from random weights of the checkpoint's architecture,
+            for tasks that start from the checkpoint.
 
     Raises:
-        ConfigError: a setting cannot be overridden, or does not fit.
-        CheckpointError: there is nothing to start from.
+        ConfigError: a setting cannot be overridden, or has an invalid value.
+        CheckpointError: the checkpoint is missing or damaged.
         DataError: the rows of a task cannot be read.
     """
     if seeds < 1:
         raise ConfigError(f"--seeds must be at least 1, not {seeds}")
-    changes: Tree = {}
-    for override in overrides:
-        changes = merge(changes, parse_override(override))
-    if own := [name for name in _OWN if name in changes]:
-        raise ConfigError(f"{own[0]} is what the suite sets for each run; leave {own[0]}=... out")
-    if _has(changes, "training.best"):
-        raise ConfigError(
-            "training.best is for evaluations and patience in a task's file to set; leave it out"
-        )
+    changes = _overridden(overrides)
     ordered = _in_order(tasks)
     weights = load_weights(checkpoint)
+    # Digests were made before some settings got new names; the old names keep finished runs.
     model = renamed.original({"model": to_tree(weights.config)})["model"]
     runs: list[Run] = []
     with weights.tokenizer_files() as tokenizer:
         for task in ordered:
-            dataset = _dataset(task.name, task.config, task.config.source, tokenizer, folder)
-            also = {
-                name: _dataset(f"{task.name}-{name}", task.config, source, tokenizer, folder)
-                for name, source in task.also.items()
+            sources = {"": task.config.source, **task.also}
+            datasets = {
+                name: _dataset(task, name, source, tokenizer, folder)
+                for name, source in sources.items()
             }
-            rows = [
-                dataset.manifest.digest,
-                *(f"{name} {found.manifest.digest}" for name, found in also.items()),
-            ]
-            points = list(_points(task, dataset, also, whole_grid, changes))
-            before = tuple(
-                run.digest for run in runs if run.task == task.config.start and not run.scratch
-            )
-            of = [weights.identity(), model, *rows, *before]
-            for point in points:
-                # The run before has already selected the checkpoint's layers.
-                start = (
-                    {"init_layers": [], "redraw_layers": 0} if before else {"init_from": checkpoint}
+            # For example ["3f2a", "mismatched 91bc"]: other held-out rows are another run, too.
+            rows = [f"{name} {data.manifest.digest}".lstrip() for name, data in datasets.items()]
+            parents = [run for run in runs if run.task == task.config.start and not run.scratch]
+            start = tuple(parent.digest for parent in parents)
+            # The weights of a parent already have the checkpoint's selected layers.
+            loading: Tree = {"init_layers": [], "redraw_layers": 0}
+            if not parents:
+                loading = {"init_from": checkpoint}
+            points = _points(task, datasets, whole_grid, changes, folder)
+            variants = [
+                replace(
+                    point,
+                    experiment=point.experiment | loading,
+                    start=start,
+                    depends_on=(*point.depends_on, weights.identity(), model, *rows, *start),
                 )
-                runs += _seeded(task, folder, point.having(start), of, seeds, start=before)
-            for point in points if scratch and not before else ():
-                new_model = model_of({**point.experiment, "init_from": checkpoint})
-                new_model = merge(new_model, point.experiment.get("model") or {})
-                initialized = {
-                    "model": {**new_model, "peft": None},
-                    "frozen": [],
-                    "init_layers": [],
-                    "redraw_layers": 0,
-                }
-                runs += _seeded(task, folder, point.having(initialized), rows, seeds, scratch=True)
+                for point in points
+            ]
+            if scratch and not parents:
+                variants += [_from_scratch(point, checkpoint, rows) for point in points]
+            runs += [_seeded(run, seed) for run in variants for seed in range(seeds)]
     return runs
 
 
+def _overridden(overrides: Sequence[str]) -> Tree:
+    """Merges the overrides.
+
+    Raises:
+        ConfigError: one of them is a setting that the suite chooses for each run.
+    """
+    changes: Tree = {}
+    for override in overrides:
+        changes = merge(changes, parse_override(override))
+    for name in ("output", "init_from", "seed"):
+        if name in changes:
+            raise ConfigError(f"{name} is chosen by the suite for each run; leave {name}=... out")
+    if _has(changes, "training.best"):
+        raise ConfigError(
+            "training.best is for evaluations and patience in a task's file to set; leave it out"
+        )
+    return changes
+
+
 def _in_order(tasks: Sequence[Task]) -> list[Task]:
-    """Each task behind the one that it starts from."""
+    """Each task after the one that it starts from."""
+    # In rounds. For mnli, rte (from mnli) and qnli: first mnli and qnli, then rte. A round
+    # without a task that is ready means that a start is missing, or that starts form a circle.
     ordered: list[Task] = []
     while left := [task for task in tasks if task not in ordered]:
-        there = {None, *(task.name for task in ordered)}
-        ready = [task for task in left if task.config.start in there]
+        possible = {None, *(task.name for task in ordered)}
+        ready = [task for task in left if task.config.start in possible]
         if not ready:
+            name, start = left[0].name, left[0].config.start
             raise ConfigError(
-                f"{left[0].name} starts from {left[0].config.start}, which is not among --tasks, "
-                "or starts from it in "
-                "turn; name it, too"
+                f"{name} starts from {start}, which is not among --tasks, or in turn starts from "
+                f"{name}. Add {start} to --tasks."
             )
         ordered += ready
     return ordered
 
 
-@dataclass(frozen=True)
-class _Point:
-    """A point of a task's grid.
-
-    Attributes:
-        settings: what the grid has chosen.
-        experiment: all settings but the seed and the output.
-        metrics, chance, evaluations: as in `Run`.
-        of: what results depend on besides.
-    """
-
-    settings: Mapping[str, float]
-    experiment: Tree
-    metrics: tuple[str, ...]
-    chance: float
-    evaluations: Mapping[str, Sequence[str]]
-    of: Sequence[str]
-
-    def having(self, changes: Tree) -> _Point:
-        """The same with these sections of the experiment."""
-        return replace(self, experiment={**self.experiment, **changes})
+def _from_scratch(point: Run, checkpoint: str, rows: Sequence[str]) -> Run:
+    """The same run from random weights: no adapter, no frozen or selected layers."""
+    model = model_of({**point.experiment, "init_from": checkpoint})
+    changes = {
+        "model": merge(model, point.experiment.get("model") or {}) | {"peft": None},
+        "frozen": [],
+        "init_layers": [],
+        "redraw_layers": 0,
+    }
+    depends_on = (*point.depends_on, *rows)
+    experiment = point.experiment | changes
+    return replace(point, experiment=experiment, depends_on=depends_on, scratch=True)
 
 
-def _seeded(
-    task: Task,
-    folder: Path,
-    point: _Point,
-    of: Sequence[object],
-    seeds: int,
-    start: tuple[str, ...] = (),
-    scratch: bool = False,
-) -> Iterator[Run]:
-    """The runs of a point: one for each seed.
-
-    Args:
-        task: theirs.
-        folder: of the suite.
-        point: of the grid.
-        of: what else their results depend on.
-        seeds: how many.
-        start, scratch: as in `Run`.
-    """
-    for seed in range(seeds):
-        experiment = {**point.experiment, "seed": seed}
-        settings = renamed.original(_without_paths(experiment))
-        content = json.dumps([settings, *point.of, *of], sort_keys=True)
-        digest = hashlib.sha256(content.encode()).hexdigest()[:16]
-        run = Run(
-            task=task.name,
-            settings=point.settings,
-            seed=seed,
-            folder=folder,
-            experiment=experiment,
-            digest=digest,
-            score=task.config.score,
-            metrics=point.metrics,
-            chance=point.chance,
-            evaluations=point.evaluations,
-            start=start,
-            scratch=scratch,
-        )
-        place = folder / "runs" / task.name / f"{run.name}-{digest[:8]}"
-        yield replace(run, folder=place, experiment={"output": str(place), **experiment})
+def _seeded(run: Run, seed: int) -> Run:
+    """The run with a seed, and so with a digest and an output folder of its own."""
+    experiment = {**run.experiment, "seed": seed}
+    # A suite or checkpoint that has moved is still the same: digests say what lies there.
+    no_paths = {"data": {**experiment["data"], "path": None}, "init_from": None}
+    settings = renamed.original(experiment | no_paths)
+    content = json.dumps([settings, *run.depends_on], sort_keys=True)
+    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+    run = replace(run, seed=seed, digest=digest)
+    output = run.folder / "runs" / run.task / f"{run.name}-{digest[:8]}"
+    return replace(run, folder=output, experiment={"output": str(output), **experiment})
 
 
 def _points(
-    task: Task, dataset: Dataset, also: Mapping[str, Dataset], whole_grid: bool, changes: Tree
-) -> Iterator[_Point]:
-    config = task.config
+    task: Task, datasets: Mapping[str, Dataset], whole_grid: bool, changes: Tree, folder: Path
+) -> list[Run]:
+    """The points of a task's grid, as runs without a start, a seed and an output folder."""
+    config, dataset, points = task.config, datasets[""], []
+    generation = [f"{name}={json.dumps(value)}" for name, value in task.generation.items()]
     own: Tree = {
         "objective": to_tree(config)["objective"],
         "data": {"sequence_length": config.sequence_length},
     }
-    teacher = decode(_OBJECTIVE, merge(own, changes)["objective"], "objective").teacher_path
-    generation = [f"{name}={json.dumps(value)}" for name, value in task.generation.items()]
-    of = (
-        *config.metrics,
-        *generation,
-        *(() if teacher is None else (load_weights(teacher).identity(),)),
-    )
-    grid = {name: values for name, values in config.grid.items() if not _has(changes, name)}
-    grid = grid if whole_grid else {name: values[:1] for name, values in grid.items()}
-    for point in itertools.product(*grid.values()):
-        settings = dict(zip(grid, point, strict=True))
+    # A learning rate on the command line is for all runs, so the grid has no rates then.
+    grid = {
+        name: values if whole_grid else values[:1]
+        for name, values in config.grid.items()
+        if not _has(changes, name)
+    }
+    for values in itertools.product(*grid.values()):
+        settings = dict(zip(grid, values, strict=True))
         tree = merge(merge(_DEFAULTS, task.experiment), own)
         for name, value in settings.items():
             tree = merge(tree, parse_override(f"{name}={value:g}"))
+        # Overrides come last: another kind of optimizer, say, drops the settings of the grid's.
         tree = merge(tree, changes)
-        predicted = decode(_OBJECTIVE, tree["objective"], "objective")
+        predicted: Any = decode(_OBJECTIVE, tree["objective"], "objective")
         objective = predicted.build(dataset.tokenizer.vocabulary)
-        spec, policy = objective.pack_spec(tree["data"]["sequence_length"]), tree["data"]["packing"]
+        spec = objective.pack_spec(tree["data"]["sequence_length"])
         if not can_group(spec):
+            # The tasks' recipes group rows by length, which rows of several sequences cannot be.
             tree = merge(tree, {"data": {"group_by_length": None}})
-        examples = int(PackedSplit(dataset, "train", spec, policy, seed=0).counts.sum())
-        steps = tree["training"].get(
-            "steps", math.ceil(examples * config.epochs / tree["training"]["global_batch_size"])
-        )
-        by_steps: Tree = {
-            "training": {"steps": steps, "evaluate_every": math.ceil(steps / config.evaluations)},
-            "schedule": {"warmup_steps": int(config.warmup * steps)},
-            "data": {"path": str(dataset.path)},
+        split = PackedSplit(dataset, "train", spec, tree["data"]["packing"], seed=0)
+        derived = _derived(config, tree["training"], int(split.counts.sum()))
+        experiment = merge(merge(derived, {"data": {"path": str(dataset.path)}}), tree)
+
+        metrics = config.metrics or objective.score_names
+        if config.score not in metrics:
+            raise ConfigError(
+                f"score is {config.score!r}, and the objective gives "
+                f"{', '.join(metrics) or 'none'}. Use one of these."
+            )
+        teacher = predicted.teacher_path
+        identities = [] if teacher is None else [load_weights(teacher).identity()]
+        evaluate: list[str] = []
+        if config.metrics:
+            length = f"max_new_tokens={predicted.task.target_length}"
+            evaluate = ["--generate", length, *generation, "--metrics", *metrics]
+        elif experiment["training"].get("best"):
+            evaluate = ["--step", "best"]
+        evaluations = {
+            f"{name}/": [f"data.path={further.path}", *evaluate]
+            for name, further in datasets.items()
+            if name
         }
-        if config.evaluations > 1:
-            by_steps["training"]["best"] = {
-                "metric": config.score,
-                "mode": "max",
-                "patience": config.patience,
-            }
-        experiment = merge(by_steps, tree)
-        baseline = chance(objective, dataset, config.score)
-        evaluations = _evaluations(predicted, experiment, config.metrics, generation, also)
-        yield _Point(
-            settings, experiment, config.metrics or objective.score_names, baseline, evaluations, of
+        if config.metrics:  # texts are generated after training, for the task's own rows too
+            evaluations = {"": evaluate, **evaluations}
+        points.append(
+            Run(
+                task=task.name,
+                settings=settings,
+                experiment=experiment,
+                metrics=metrics,
+                score=config.score,
+                chance=chance(objective, dataset, config.score),
+                evaluations=evaluations,
+                depends_on=(*config.metrics, *generation, *identities),
+                folder=folder,
+            )
         )
+    return points
 
 
-def _evaluations(
-    predicted: Any,
-    experiment: Tree,
-    metrics: Sequence[str],
-    generation: Sequence[str],
-    also: Mapping[str, Dataset],
-) -> Mapping[str, Sequence[str]]:
-    """How a run is scored when it is over.
-
-    On further rows, and where its answers are texts, on the task's own.
-    """
-    data = {f"{name}/": [f"data.path={dataset.path}"] for name, dataset in also.items()}
-    if metrics:
-        length = f"max_new_tokens={predicted.task.target_length}"
-        generated = ["--generate", length, *generation, "--metrics", *metrics]
-        return {name: [*where, *generated] for name, where in {"": list[str](), **data}.items()}
-    best = ["--step", "best"] if experiment["training"].get("best") else []
-    return {name: [*where, *best] for name, where in data.items()}
-
-
-def _without_paths(experiment: Tree) -> Tree:
-    """What stays the same where a suite or its checkpoint has been moved.
-
-    Digests say what lies there.
-    """
-    return {**experiment, "data": {**experiment["data"], "path": None}, "init_from": None}
+def _derived(config: TaskConfig, training: Tree, examples: int) -> Tree:
+    """Settings that follow from the number of examples; those that are set take precedence."""
+    # Example: 100 examples, 3 epochs and batches of 16 make 19 steps; with warmup 0.1 the rate
+    # rises for 1 of them, and 2 evaluations are 10 steps apart.
+    steps = math.ceil(examples * config.epochs / training["global_batch_size"])
+    steps = training.get("steps", steps)
+    derived: Tree = {"steps": steps, "evaluate_every": math.ceil(steps / config.evaluations)}
+    if config.evaluations > 1:
+        best = {"metric": config.score, "mode": "max", "patience": config.patience}
+        derived["best"] = best
+    return {"training": derived, "schedule": {"warmup_steps": int(config.warmup * steps)}}
 
 
 def _has(tree: Tree, name: str) -> bool:
+    """Whether a tree has a dotted setting, such as training.best."""
     for key in name.split("."):
         if not isinstance(tree, dict) or key not in tree:
             return False
@@ -333,39 +307,43 @@ def _has(tree: Tree, name: str) -> bool:
     return True
 
 
-def _dataset(
-    name: str, task: TaskConfig, source: SourceConfig, tokenizer: Path, folder: Path
-) -> Dataset:
-    """The dataset of a task's source, in a folder that is named by all that it is made of."""
+def _dataset(task: Task, name: str, source: SourceConfig, tokenizer: Path, folder: Path) -> Dataset:
+    """The dataset of a source, built if it is missing; its folder is named by what it depends on.
+
+    Args:
+        name: of further held-out rows; "" for the task's own rows.
+    """
     config = BuildConfig(
         source,
         TokenizerConfig(str(tokenizer)),
         output="",
-        heldout_fraction=task.heldout_fraction,
-        on_error=task.on_error,
+        heldout_fraction=task.config.heldout_fraction,
+        on_error=task.config.on_error,
     )
     tree = to_tree(config)
-    made_of = [
+    files = [Path(file) for file in source.build().files]
+    hub = tree["source"].get("dataset")
+    if hub and Path(hub["path"]).is_dir():  # a local copy of a dataset of the Hub
+        files += sorted(Path(hub["path"]).rglob("*"))
+    depends_on = [
         tree["source"],
         tree["heldout_fraction"],
         tree["on_error"],
         Tokenizer.load(tokenizer).fingerprint,
+        *map(_stamp, files),
     ]
-    hub = tree["source"].get("dataset") or {}
-    folder_files = (
-        sorted(Path(hub["path"]).rglob("*")) if Path(hub.get("path", "")).is_dir() and hub else []
-    )
-    made_of += [_stamp(file) for file in (*map(Path, source.build().files), *folder_files)]
-    digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:8]
-    output = folder / "data" / f"{name}-{digest}"
+    digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:8]
+    parts = [task.name, name, digest] if name else [task.name, digest]
+    output = folder / "data" / "-".join(parts)
     if not (output / MANIFEST).exists():
         build(replace(config, output=str(output)))
     return Dataset.open(output)
 
 
 def _stamp(file: Path) -> list[str | int]:
-    """What changes with a file's content: name, size and time; of an address, the name alone."""
+    """What changes with a file's content, without reading it; of an address, only its name."""
+    # Reading all rows for a hash would delay each start of a suite by minutes for a large task.
     if not file.is_file():
         return [str(file)]
-    found = file.stat()
-    return [str(file), found.st_size, found.st_mtime_ns]
+    stat = file.stat()
+    return [str(file), stat.st_size, stat.st_mtime_ns]

@@ -1,7 +1,4 @@
-"""A fine-tuning task in one file.
-
-Its rows, what is predicted of them, and how BERT was fine-tuned on it.
-"""
+"""A fine-tuning task in one file: its rows, its objective, and how models are fine-tuned on it."""
 
 from __future__ import annotations
 
@@ -20,6 +17,8 @@ from trainer.generation.config import Config as GenerationConfig
 from trainer.metrics.texts import METRICS
 
 _FOLDER = Path("configs", "tasks")
+# Tasks and recipes are looked up here first, then where samestep is installed.
+_FOLDERS = (_FOLDER, Path(trainer.__file__).parents[1] / _FOLDER)
 _RECIPE = ("epochs", "warmup", "grid", "experiment")
 _SOURCE = Annotated[SourceConfig, Kinds("data_pipeline.sources")]
 
@@ -30,23 +29,22 @@ class Config(TaskData):
 
     Attributes:
         objective: what is predicted.
-        score: the metric of the objective that runs are compared by.
-        epochs: passes over the rows to train on.
-        warmup: share of the steps in which the learning rate rises.
+        score: the metric that runs are compared by.
+        epochs: number of passes over the training rows.
+        warmup: fraction of the steps in which the learning rate rises.
         sequence_length: positions of an example.
-        metrics: of `samestep evaluate --metrics`, where answers are texts, which finished runs
-            generate.
-        grid: settings of the experiment to try, each with its values; the first of each is taken
-            unless all are asked for.
-        evaluations: how many a run has, evenly spread; of several, its scores are those of the best
-            one.
-        patience: a run ends after so many of them in a row without a better one; null trains to the
-            last step.
-        start: another task of the suite: the runs of this one start from its best run, as those of
-            RTE from MNLI's (Phang et al. 2018); null: from the suite's checkpoint.
-        published: scores of others, by name of the metric, to compare with; NAME/METRIC is of the
-            further set NAME.
-        published_by: who they are of.
+        metrics: of generated texts, as in `samestep evaluate --metrics`; finished runs generate
+            them.
+        grid: the values to try for settings of the experiment; the first of each is used unless
+            the whole grid is requested.
+        evaluations: number of evaluations of a run, evenly spread. The best of several counts.
+        patience: a run ends after this many evaluations in a row without a better one; null trains
+            to the last step.
+        start: another task of the suite, whose best run the runs of this one start from, as RTE
+            from MNLI (Phang et al. 2018); null starts from the suite's checkpoint.
+        published: scores that others have reported, by metric; NAME/METRIC is of the further
+            held-out rows NAME.
+        published_by: who has reported them.
     """
 
     objective: Annotated[Any, Kinds("trainer.objectives")]
@@ -63,43 +61,41 @@ class Config(TaskData):
     published_by: str = "BERT-base (Devlin et al. 2019)"
 
     def __post_init__(self) -> None:
-        if not self.epochs > 0:
-            raise ConfigError(f"epochs is {self.epochs}; use a number above 0, as 3")
-        if not 0 <= self.warmup < 1:
-            raise ConfigError(f"warmup is a share of the steps in [0, 1), not {self.warmup}")
+        # Training checks the settings that follow from epochs, warmup and patience.
         if self.evaluations < 1:
-            raise ConfigError(f"evaluations must be at least 1, not {self.evaluations}")
-        if self.patience is not None and not 1 <= self.patience < self.evaluations:
+            raise ConfigError(f"evaluations is {self.evaluations}. Use at least 1.")
+        for name, values in self.grid.items():
+            if not values:
+                raise ConfigError(f"grid.{name} has no value. Name at least one, or leave it out.")
+        if self.objective.task.writes_text:
+            self._check_metrics()
+        elif self.metrics:
             raise ConfigError(
-                f"patience is {self.patience} of {self.evaluations} evaluations; use 1 or more, "
-                "and fewer than these"
+                f"metrics has {', '.join(self.metrics)}, and the objective generates no texts. "
+                "To score its predictions, name them in objective.metrics instead."
             )
-        if self.metrics and not self.objective.task.writes_text:
+
+    def _check_metrics(self) -> None:
+        if not self.metrics:
             raise ConfigError(
-                f"metrics has {', '.join(self.metrics)}, of texts that are written, as with the "
-                "objective seq2seq; "
-                "name them in objective.metrics instead"
+                "metrics is empty, and seq2seq needs metrics of generated texts. "
+                "Name some, as accuracy."
             )
-        if self.objective.task.writes_text and not self.metrics:
+        unknown = set(self.metrics).difference(METRICS)
+        if unknown:
             raise ConfigError(
-                "seq2seq writes texts; name what they are scored by in metrics, as accuracy"
+                f"metrics has {', '.join(sorted(unknown))}. Use some of {', '.join(METRICS)}."
             )
-        if unknown := [name for name in self.metrics if name not in METRICS]:
+        if self.score not in self.metrics:
             raise ConfigError(
-                f"metrics has {unknown[0]!r}, which is none of texts; use {', '.join(METRICS)}"
+                f"score is {self.score!r}, and metrics has {', '.join(self.metrics)}. "
+                "Use one of these."
             )
-        if self.metrics and self.score not in self.metrics:
+        if self.evaluations > 1:
             raise ConfigError(
-                f"score is {self.score!r}, and metrics has {', '.join(self.metrics)}; name one of "
-                "them"
+                f"evaluations is {self.evaluations}, and texts are generated only after the last "
+                "step. Set evaluations to 1."
             )
-        if self.metrics and self.evaluations > 1:
-            raise ConfigError(
-                f"evaluations is {self.evaluations}, and texts are written when a run is over; set "
-                "evaluations to 1"
-            )
-        if empty := [name for name, values in self.grid.items() if not values]:
-            raise ConfigError(f"grid.{empty[0]} has no value; name at least one, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -108,12 +104,12 @@ class Task:
 
     Attributes:
         name: of its file.
-        config: what the file says.
-        experiment: settings of its runs that are not the defaults, as the file gives them.
-        also: sources of further held-out rows, by name, that finished runs are scored on; in the
-            file, settings in which they differ from the task's own.
-        generation: settings of `generation.Config` that finished runs write texts with;
-            max_new_tokens is the objective's target_length where they do not have it.
+        config: the rest of the file.
+        experiment: settings of its runs that differ from the defaults.
+        also: sources of further held-out rows, by name, on which finished runs are scored too. In
+            the file, only the settings that differ from the task's own source.
+        generation: settings of `generation.Config` for finished runs that generate texts;
+            max_new_tokens is by default the objective's target_length.
     """
 
     name: str
@@ -127,50 +123,59 @@ class Task:
         """Reads a file.
 
         Args:
-            path: which.
-            recipe: epochs, warmup, grid and experiment, in place of the file's own as far as it has
-                them.
+            path: the file.
+            recipe: epochs, warmup, grid and experiment that replace the file's.
 
         Raises:
-            ConfigError: it describes no task.
+            ConfigError: the file does not describe a task.
         """
         tree = read_tree(path)
         if recipe is not None:
+            # A grid replaces the task's as a whole: values for the same setting do not add up.
             tree = {**merge(tree, recipe), "grid": recipe.get("grid") or tree.get("grid") or {}}
-        for name in ("tokenizer", "output"):  # for `samestep data build` alone
+        for name in ("tokenizer", "output"):  # used by `samestep data build` only
             tree.pop(name, None)
-        sections = {
-            name: tree.pop(name, None) or {} for name in ("experiment", "also", "generation")
-        }
-        for name, section in sections.items():
-            if not isinstance(section, dict):
-                raise ConfigError(f"{path}: {name} is {section!r}; it is a section of settings")
-        experiment, also, generation = sections.values()
+        sections: dict[str, Tree] = {}
+        for name in ("experiment", "also", "generation"):
+            sections[name] = tree.pop(name, None) or {}
+            if not isinstance(sections[name], dict):
+                raise ConfigError(
+                    f"{path}: {name} is {sections[name]!r}; it is a section of settings"
+                )
+        # A task that is based on another one removes its further rows with `also: null`, or one
+        # set of them with `also: {NAME: null}`.
         try:
             config = decode(Config, tree)
-            sources = {
+            also = {
                 name: _heldout_only(tree["source"], changes, name)
-                for name, changes in also.items()
+                for name, changes in sections["also"].items()
                 if changes
             }
-            if generation:
-                if not config.metrics:
-                    raise ConfigError(
-                        "generation is for texts that are written, as with seq2seq; leave it out"
-                    )
-                length = config.objective.task.target_length
-                decode(GenerationConfig, {"max_new_tokens": length, **generation}, "generation")
-            return cls(path.stem, config, experiment, sources, generation)
+            _check_generation(config, sections["generation"])
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
+        return cls(path.stem, config, sections["experiment"], also, sections["generation"])
+
+
+def _check_generation(config: Config, generation: Tree) -> None:
+    if generation and not config.metrics:
+        raise ConfigError(
+            "generation is set, and the objective generates no texts. Leave it out, or use seq2seq."
+        )
+    # Decoded only to check the settings: `samestep evaluate` gets them as arguments.
+    length = config.objective.task.target_length
+    if generation:
+        decode(GenerationConfig, {"max_new_tokens": length, **generation}, "generation")
 
 
 def _heldout_only(source: Tree, changes: Tree, name: str) -> SourceConfig:
-    """A source like another, with nothing to train on."""
+    """The task's source with changes, and without rows to train on."""
     if changes.get("paths") or (changes.get("dataset") or {}).get("split"):
         raise ConfigError(
-            f"also.{name} is of held-out rows alone: name them in heldout, or in dataset.heldout"
+            f"also.{name} names rows to train on, and only held-out rows are used. "
+            "Name them in heldout, or in dataset.heldout."
         )
+    # Without training rows, all rows of the files are held out: none is chosen by hash.
     merged = merge(source, changes)
     nothing: Tree = {"paths": []} if merged.get("dataset") is None else {"dataset": {"split": None}}
     config: SourceConfig = decode(_SOURCE, merge(merged, nothing), f"also.{name}")
@@ -178,64 +183,57 @@ def _heldout_only(source: Tree, changes: Tree, name: str) -> SourceConfig:
 
 
 def find_tasks(names: Sequence[str], recipe: str | None = None) -> list[Task]:
-    """The tasks that are named: files, folders of them, or what lies under configs/tasks, with or
-    without its suffix.
+    """Returns the tasks with these names.
 
     Args:
-        names: of them.
-        recipe: how they are fine-tuned, in place of their own way: a file, or the name of one in
-            configs/tasks.
+        names: files, or folders of files, relative to the working folder or to configs/tasks, with
+            or without .yaml; or just the name of a file in a folder of configs/tasks.
+        recipe: settings that replace the tasks' own: a file, or the name of one in configs/tasks.
 
     Raises:
-        ConfigError: a name means nothing, or two tasks have the same.
+        ConfigError: a name is unknown, or two tasks have the same name.
     """
     settings = None if recipe is None else _read_recipe(recipe)
     found: dict[str, Task] = {}
-    for name in names:
-        for path in _files(name):
-            task = Task.read(path, settings)
-            if task.name in found:
-                raise ConfigError(f"the task {task.name} is named twice; leave one out")
-            found[task.name] = task
+    for path in (path for name in names for path in _files(name)):
+        task = Task.read(path, settings)
+        if task.name in found:
+            raise ConfigError(f"the task {task.name} is named twice. Leave one out.")
+        found[task.name] = task
     return list(found.values())
 
 
 def _files(name: str) -> list[Path]:
-    folders = _folders()
-    for place in (Path(name), *(folder / name for folder in folders)):
-        if place.is_dir() and (files := sorted(place.glob("*.yaml"))):
+    # A path comes before the bare name of a file in some folder of configs/tasks.
+    for place in (Path(name), *(folder / name for folder in _FOLDERS)):
+        if files := sorted(place.glob("*.yaml")):
             return files
         for file in (place, place.with_name(f"{place.name}.yaml")):
             if file.is_file():
                 return [file]
-    for folder in folders:
-        if files := sorted(folder.glob(f"*/{name}.yaml")):
-            return files[:1]
-    known = sorted(
-        {str(path.relative_to(folder)) for folder in folders for path in folder.glob("*/*.yaml")}
-    )
+    inner = [(folder, path) for folder in _FOLDERS for path in sorted(folder.glob("*/*.yaml"))]
+    for _, path in inner:
+        if path.stem == name:
+            return [path]
+    known = sorted({str(path.relative_to(folder)) for folder, path in inner})
     raise ConfigError(
-        f"no task {name!r}: it is no file or folder here, nor in {_FOLDER}; known: "
-        f"{', '.join(known) or 'none'}"
+        f"no task {name!r} in the working folder or in {_FOLDER}. Use a file, a folder, or one of "
+        f"{', '.join(known) or 'none'}."
     )
 
 
 def _read_recipe(name: str) -> Tree:
-    """How tasks are fine-tuned, from a file or by the name of one."""
+    # Reversed, so that a recipe of the working folder replaces one of the same name.
     known = {
-        path.stem: path for folder in reversed(_folders()) for path in sorted(folder.glob("*.yaml"))
+        path.stem: path for folder in reversed(_FOLDERS) for path in sorted(folder.glob("*.yaml"))
     }
     path = Path(name) if Path(name).is_file() else known.get(name)
     if path is None:
-        raise ConfigError(f"no recipe {name!r}: it is no file here; known: {', '.join(known)}")
+        raise ConfigError(f"no recipe {name!r}. Use a file, or one of {', '.join(known)}.")
     tree = read_tree(path)
     if others := [key for key in tree if key not in _RECIPE]:
         raise ConfigError(
-            f"{path} is no recipe, which has {', '.join(_RECIPE)} alone: leave {others[0]} out"
+            f"{path} has {others[0]}, and a recipe has only {', '.join(_RECIPE)}. "
+            f"Leave {others[0]} out."
         )
     return tree
-
-
-def _folders() -> list[Path]:
-    """Where tasks and recipes lie: here, and where samestep comes from."""
-    return [_FOLDER, Path(trainer.__file__).parents[1] / _FOLDER]

@@ -1,7 +1,4 @@
-"""What a suite knows before any run.
-
-On which devices runs go, and what a constant answer scores.
-"""
+"""What a suite computes before any run: the devices of runs, and the score of a constant answer."""
 
 from __future__ import annotations
 
