@@ -74,7 +74,7 @@ def test_texts_from_files_arguments_and_standard_input(
         (
             "a\n\nb\n",
             [],
-            "texts:2 is empty; remove the line",
+            "texts:2: empty document; correct or remove the line",
         ),
         ("a\n", ["--output", "texts"], "--output texts already exists"),
         ("a\n", ["b"], "texts and --input texts are both given"),
@@ -84,7 +84,7 @@ def test_texts_from_files_arguments_and_standard_input(
             ["--early-stopping", "maybe"],
             "early_stopping must be true or false or never, not 'maybe'",
         ),
-        (b"\xff\n", [], "texts is not UTF-8"),
+        (b"\xff\n", [], "texts:1: invalid UTF-8"),
         (None, [], "cannot read texts: No such file or directory"),
         ("", [], "texts:1: empty file"),
     ],
@@ -111,7 +111,7 @@ def test_bad_json_lines(samestep: Samestep, t5_run: Path, tmp_path: Path, line: 
     (tmp_path / "in.jsonl").write_text(f'{{"source": "a"}}\n{line}\n')
     result = samestep("generate", t5_run, "--input", tmp_path / "in.jsonl")
     assert result.code == 1
-    assert "in.jsonl:2 " in result.message
+    assert "in.jsonl:2: " in result.message
 
 
 def test_a_masked_language_model_is_refused(samestep: Samestep, finished_run: Path) -> None:

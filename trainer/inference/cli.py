@@ -40,22 +40,16 @@ def register_generate(commands: Commands) -> None:
         '  samestep generate hf://gpt2 "Once upon a" --sample',
         "Generate texts: translate, summarize, or continue a prompt. Prints a line for each text.",
     )
-    parser.add_argument("checkpoint", metavar="CKPT", help=_CHECKPOINT)
-    parser.add_argument("text", nargs="*", help="texts (default: the lines of standard input)")
-    parser.add_argument(
-        "--input", metavar="FILE", help='.txt or .jsonl ({"source": TEXT}), also .gz or .zst'
-    )
-    parser.add_argument(
-        "--output", metavar="FILE", help="a new JSON Lines file with the source and text of each"
-    )
-    parser.add_argument(
-        "--prefix", default="", help="prepended to each text, such as the name of a task for T5"
-    )
-    parser.add_argument("--sample", action="store_true", help="sample instead of maximizing")
+    add = parser.add_argument
+    add("checkpoint", metavar="CKPT", help=_CHECKPOINT)
+    add("text", nargs="*", help="texts (default: the lines of standard input)")
+    add("--input", metavar="FILE", help='.txt or .jsonl ({"source": TEXT}), also .gz or .zst')
+    add("--output", metavar="FILE", help="a new JSON Lines file with the source and text of each")
+    add("--prefix", default="", help="prepended to each text, such as the name of a task for T5")
+    add("--sample", action="store_true", help="sample instead of maximizing")
+    # Options that are left out do not exist in `args`, so the settings' own defaults apply.
     for name, text in _GENERATION.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, metavar="X", help=text
-        )
+        add(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, metavar="X", help=text)
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -64,19 +58,21 @@ def _generate(args: argparse.Namespace) -> int:
     from trainer.config import decode
     from trainer.generation.config import Config
     from trainer.inference import generate
+    from trainer.inference.hidden_states import read_texts
 
+    # YAML turns "4", "true" and "never" into the types of the settings, as in a file.
     settings = {
         name: yaml.safe_load(getattr(args, name)) for name in _GENERATION if hasattr(args, name)
     }
     config: Config = decode(Config, {"sample": args.sample, **settings})
     if args.text and args.input:
         raise ConfigError(f"texts and --input {args.input} are both given; leave out one of them")
+    # All texts of a file are read before the model is loaded: a bad line is found at once.
+    texts = None
     if args.text:
-        texts = generate.checked(args.text, "the texts given")
+        texts = list(generate.checked(args.text, "the texts given"))
     elif args.input:
-        texts = generate.read(args.input)
-    else:
-        texts = None
+        texts = list(read_texts(args.input, default="source", blank=True))
     generator = generate.TextGenerator(args.checkpoint, config, args.prefix)
     generate.write(generator, texts, args.output, config.batch_size)
     return EXIT_DONE
@@ -98,23 +94,20 @@ def register_features(commands: Commands) -> None:
         "    --field review --layers=-4,-3,-2,-1 --mix concat --pool none --output tokens.npy",
         "Write a frozen model's hidden states of texts as an array, float32 in NumPy's format.",
     )
-    parser.add_argument("checkpoint", metavar="CKPT", help=_CHECKPOINT)
-    parser.add_argument(
-        "file", metavar="FILE", help="texts, one a line, or .jsonl; also .gz or .zst"
-    )
-    parser.add_argument("--output", required=True, metavar="FILE.npy", help="a new file")
-    parser.add_argument("--field", metavar="NAME", help=".jsonl: key of the text (default: text)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("checkpoint", metavar="CKPT", help=_CHECKPOINT)
+    add("file", metavar="FILE", help="texts, one a line, or .jsonl; also .gz or .zst")
+    add("--output", required=True, metavar="FILE.npy", help="a new file")
+    add("--field", metavar="NAME", help=".jsonl: key of the text (default: text)")
+    add(
         "--layers",
         default="-1",
         metavar="N[,N]",
         help="layers from 1, or from the last with -1, -2, ...; 0 is the embeddings; all includes "
         "0 (default: -1). Write --layers=-2,-1 when a list begins with a minus",
     )
-    parser.add_argument(
-        "--mix", choices=("mean", "concat"), help="combine the vectors of several layers into one"
-    )
-    parser.add_argument(
+    add("--mix", choices=("mean", "concat"), help="combine the vectors of several layers into one")
+    add(
         "--pool",
         choices=("mean", "first", "max", "none"),
         default="mean",
@@ -122,7 +115,7 @@ def register_features(commands: Commands) -> None:
         "the maximum; none keeps every token, all texts end to end, and writes where each text "
         "begins to FILE.offsets.npy (default: mean)",
     )
-    parser.add_argument(
+    add(
         "--batch-tokens",
         type=int,
         default=8192,
@@ -163,9 +156,10 @@ def register_neighbours(commands: Commands) -> None:
         "  samestep neighbours runs/bert_base bank --in "
         '"the bank of the river" "the bank lends money" "a river shore"',
     )
-    parser.add_argument("checkpoint", metavar="CKPT", help=_CHECKPOINT)
-    parser.add_argument("word", metavar="WORD", help="a word, or several consecutive words")
-    parser.add_argument(
+    add = parser.add_argument
+    add("checkpoint", metavar="CKPT", help=_CHECKPOINT)
+    add("word", metavar="WORD", help="a word, or several consecutive words")
+    add(
         "--in",
         dest="context",
         nargs="+",
@@ -173,13 +167,13 @@ def register_neighbours(commands: Commands) -> None:
         metavar="TEXT",
         help="a text with the word; without --corpus, further texts to compare with",
     )
-    parser.add_argument(
+    add(
         "--corpus",
         metavar="FILE",
         help="texts to compare with, one a line, or .jsonl; also .gz, .zst",
     )
-    parser.add_argument("--field", metavar="NAME", help=".jsonl: key of the text (default: text)")
-    parser.add_argument(
+    add("--field", metavar="NAME", help=".jsonl: key of the text (default: text)")
+    add(
         "--layer",
         type=int,
         default=-1,
@@ -187,7 +181,7 @@ def register_neighbours(commands: Commands) -> None:
         help="layer of the contextual vectors, from 1, or from the last with -1, -2, ...; "
         "0 is the embeddings (default: -1)",
     )
-    parser.add_argument(
+    add(
         "--top",
         type=int,
         default=10,
@@ -223,35 +217,32 @@ def register_label(commands: Commands) -> None:
         "  samestep label runs/mnli 'pairs/*.parquet' --texts premise hypothesis \\\n"
         "    --output labelled.jsonl.zst",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "checkpoint",
         metavar="TEACHER",
         help="a run of objective classification or regression, or a step of it, its folder or "
         "address; a Hugging Face folder or hf://NAME",
     )
-    parser.add_argument(
+    add(
         "file",
         metavar="FILE",
         help="rows: .jsonl, .json, .csv, .tsv or .parquet, also .gz or .zst; a path, a pattern or "
         "an address",
     )
-    parser.add_argument(
+    add(
         "--output", required=True, metavar="OUT", help="a new file: .jsonl, .jsonl.gz or .jsonl.zst"
     )
-    parser.add_argument(
+    add(
         "--texts",
         nargs="+",
         metavar="TEXT",
         help="columns, or templates of columns (default: as in the teacher's data)",
     )
-    parser.add_argument("--column", help="the label column (default: as in the teacher's data)")
-    parser.add_argument(
-        "--on-error", choices=("stop", "skip"), default="stop", help="for rows without these texts"
-    )
-    parser.add_argument(
-        "--precision", choices=("fp32", "bf16"), default="fp32", help="of matrix products"
-    )
-    parser.add_argument(
+    add("--column", help="the label column (default: as in the teacher's data)")
+    add("--on-error", choices=("stop", "skip"), default="stop", help="for rows without these texts")
+    add("--precision", choices=("fp32", "bf16"), default="fp32", help="of matrix products")
+    add(
         "--batch-tokens",
         type=int,
         default=16384,
@@ -287,9 +278,10 @@ def register_fill(commands: Commands) -> None:
         "predict the masked words of a text",
         'example:\n  samestep fill runs/bert_mini "the man went to the [MASK]"',
     )
-    parser.add_argument("checkpoint", metavar="CKPT", help=_CHECKPOINT)
-    parser.add_argument("text", nargs="+", help="texts with [MASK] (or <mask>) in them")
-    parser.add_argument(
+    add = parser.add_argument
+    add("checkpoint", metavar="CKPT", help=_CHECKPOINT)
+    add("text", nargs="+", help="texts with [MASK] (or <mask>) in them")
+    add(
         "--top",
         type=int,
         default=5,

@@ -11,7 +11,7 @@ import torch
 from trainer.checkpoint import integrity
 from trainer.errors import ConfigError, SamestepError
 from trainer.metrics import check_installed
-from trainer.objectives import Objective, Predictions, Task
+from trainer.objectives import Predictions, Task
 from trainer.storage import json_lines
 from trainer.strategies import Strategy
 from trainer.training import run_folder
@@ -55,12 +55,18 @@ def evaluate(
 def _evaluate(
     experiment: Experiment, step: int | None, file: Path | None, strategy: Strategy
 ) -> dict[str, float]:
+    # What can fail early comes first: metrics need packages, and the file a writable place.
     check_installed(experiment.objective.task.metrics)
     is_writer = strategy.world.rank == 0
     dataset = experiment.data.open()
     objective = experiment.objective.build(dataset.tokenizer.vocabulary)
     if file is not None and is_writer:
-        _check_predictions(objective, file)
+        if not isinstance(objective, Task):
+            raise ConfigError(
+                "--predictions needs a run of a task, whose head predicts something for each row; "
+                "leave it out (samestep generate writes texts, samestep fill fills masks)"
+            )
+        json_lines.check_new(file, "--predictions")
     checkpoints = checkpoint_folder(experiment)
     source = checkpoints if step is None else integrity.step_folder(checkpoints, step)
     weights = load_weights(source, strategy.world.rank, strategy.world.size)
@@ -71,6 +77,7 @@ def _evaluate(
         values = stored_values(weights, model, dataset)
         wrapped, _ = strategy.prepare(model, experiment.optimizer.build, values)
     attach_teacher(experiment, dataset, objective, strategy)
+    # Held-out examples are as long as in the last step before the checkpoint.
     phase = phase_of(experiment.resolved_phases(), weights.step - 1)
     heldout = open_loader(
         experiment,
@@ -83,6 +90,7 @@ def _evaluate(
     )
     batches = experiment.training.evaluate_batches
     scores, predictions = score(wrapped, objective, strategy, heldout, batches)
+    # All ranks have the same scores; one of them writes.
     if is_writer:
         stored = {f"heldout/{name}": value for name, value in scores.items()}
         run_folder.append_scores(experiment, weights.step, dataset.name, stored)
@@ -91,21 +99,8 @@ def _evaluate(
     return {"step": weights.step, **scores}
 
 
-def _check_predictions(objective: Objective, file: Path) -> None:
-    if not isinstance(objective, Task):
-        raise ConfigError(
-            "--predictions needs a run of a task, whose head predicts something for each row; "
-            "leave it out (samestep generate writes texts, samestep fill fills masks)"
-        )
-    json_lines.check_new(file, "--predictions")
-
-
 def _lines(objective: Task, predictions: Predictions) -> Iterator[dict[str, Any]]:
     """A line for each row: its number in the split, its texts, its label and its prediction."""
-    for number, row, found in zip(
-        predictions.number.tolist(),
-        predictions.rows,
-        objective.row_predictions(predictions),
-        strict=True,
-    ):
-        yield {"row": number, "texts": row.texts, **found}
+    numbers, found = predictions.number.tolist(), objective.row_predictions(predictions)
+    for number, row, prediction in zip(numbers, predictions.rows, found, strict=True):
+        yield {"row": number, "texts": row.texts, **prediction}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -48,16 +49,23 @@ def run(
     Raises:
         ConfigError: an option has a value that the model or the output does not allow.
     """
-    for path in (output, _offsets_file(output)) if pool == "none" else (output,):
-        _check_new(path)
+    _check_new(output)
+    if pool == "none":
+        _check_new(_offsets_file(output))
     if batch_tokens < 1:
         raise ConfigError(f"--batch-tokens must be at least 1, not {batch_tokens}")
-    numbers = _layer_numbers(layers)
+    try:
+        numbers = None if layers == "all" else [int(number) for number in layers.split(",")]
+    except ValueError as error:
+        raise ConfigError(
+            f"--layers must be all, or numbers as -1 or 9,10,11,12, not {layers!r}"
+        ) from error
     texts = read_texts(file, field, blank=True)
     encoder = TextEncoder(checkpoint)
     if numbers is None:
         numbers = list(range(encoder.layers + 1))
     numbers = [encoder.layer(number, "--layers") for number in numbers]
+    # A causal model's first token has seen nothing but itself.
     if pool == "first" and not encoder.sees_all:
         raise ConfigError(
             "--pool first needs a model whose first token attends to the whole text, and this "
@@ -103,10 +111,8 @@ class Features:
         if self.mix == "mean":
             # Summed in ascending order, so that the result does not depend on the order of
             # `layers`. A layer listed twice counts twice.
-            shares = {
-                number: self.layers.count(number) / len(self.layers) for number in sorted(states)
-            }
-            weighted = (states[number] * share for number, share in shares.items())
+            counts = sorted(Counter(self.layers).items())
+            weighted = [states[number] * (times / len(self.layers)) for number, times in counts]
             return self._pool(reduce(torch.add, weighted), real)
         pooled = {number: self._pool(hidden, real) for number, hidden in states.items()}
         stacked = torch.stack([pooled[number] for number in self.layers], 1)
@@ -160,6 +166,7 @@ def write(
         for numbers in batches(lengths, batch_tokens):
             real, states = encoder([tokens[number] for number in numbers], set(features.layers))
             found = features.of(states, real).cpu().numpy()
+            # Example: texts 4 and 1 of 3 and 2 tokens have 5 rows, split after row 3.
             by_text = np.split(found, np.cumsum(rows[numbers])[:-1])
             for number, of_text in zip(numbers, by_text, strict=True):
                 array[offsets[number] : offsets[number + 1]] = of_text
@@ -169,6 +176,8 @@ def write(
 
 def _tokenize(encoder: TextEncoder, texts: Iterator[str]) -> list[Tokens]:
     """Tokenizes all texts; the tokens take less memory than the texts."""
+    # All texts must be known before the first is computed: batches are sorted by length, and the
+    # array is created with its final shape.
     tokens: list[Tokens] = []
     truncated = 0
     while read := list(islice(texts, _TEXTS_AT_A_TIME)):
@@ -177,18 +186,6 @@ def _tokenize(encoder: TextEncoder, texts: Iterator[str]) -> list[Tokens]:
         tokens += map(encoder.prepare, encoded)
     encoder.warn_of_truncation(truncated, len(tokens))
     return tokens
-
-
-def _layer_numbers(text: str) -> list[int] | None:
-    """The numbers of --layers; None for all."""
-    if text == "all":
-        return None
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise ConfigError(
-            f"--layers must be all, or numbers as -1 or 9,10,11,12, not {text!r}"
-        ) from None
 
 
 def _offsets_file(output: Path) -> Path:
@@ -213,6 +210,7 @@ def _new_array(path: Path, shape: Shape, dtype: npt.DTypeLike) -> Iterator[npt.N
     Raises:
         SamestepError: it cannot be written.
     """
+    # The process number keeps two commands with the same output from sharing a file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         array = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)

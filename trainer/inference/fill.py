@@ -33,8 +33,7 @@ def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
             f"{checkpoint} generates text from left to right and fills no masks; "
             "use samestep generate"
         )
-    with weights.tokenizer_files() as folder:
-        tokenizer = Tokenizer.load(folder)
+    tokenizer = weights.load_tokenizer()
     model = weights.model(frozenset({"tokens"}))
     console = Console(highlight=False)
     for text in texts:
@@ -85,6 +84,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:
         raise ConfigError(f"{text!r} has no mask; write [MASK] where a word is missing")
     parts[:-1] = [part.rstrip() for part in parts[:-1]]
     tokens, masked = [vocabulary.cls], []
+    # A mask goes between two parts, so before every part but the first.
     for number, ids in enumerate(tokenizer.encode_batch(parts)):
         if number:
             masked.append(len(tokens))

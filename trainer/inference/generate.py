@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import TextIO
 
-from data_pipeline.sources.files import read_records
-from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.accelerators.detect import for_any_shapes
 from trainer.command import progress_bar
 from trainer.errors import ConfigError, DataError
@@ -39,26 +37,26 @@ class TextGenerator:
         ConfigError: its model cannot generate.
     """
 
-    def __init__(self, checkpoint: str, config: Config, prefix: str = "") -> None:
+    def __init__(self, checkpoint: str, config: Config, prefix: str) -> None:
         weights = load_weights(checkpoint)
-        with weights.tokenizer_files() as folder:
-            self._tokenizer = Tokenizer.load(folder)
-        device = for_any_shapes().device
-        model = weights.model().to(device)
+        self._tokenizer = weights.load_tokenizer()
         vocabulary = self._tokenizer.vocabulary
-        self._generate = Generator(model, vocabulary, config, device)
+        device = for_any_shapes().device
+        self._generate = Generator(weights.model().to(device), vocabulary, config, device)
         self._prefix = prefix
         self._done = 0
         end = self._generate.end
-        if weights.config.encoder_decoder or "layout" in weights.objective:
-            self._before, self._after = [], [end]
-        else:
-            self._before, self._after = [end if vocabulary.cls is None else vocabulary.cls], []
+        # A decoder that was trained on pairs has a setting `layout` and no start token, either.
+        reads_sources = weights.config.encoder_decoder or "layout" in weights.objective
+        self._after = [end] if reads_sources else []
+        start = end if vocabulary.cls is None else vocabulary.cls
+        self._before = [] if reads_sources else [start]
 
     def __call__(self, texts: Sequence[str]) -> list[str]:
         """Returns the generated texts. Texts are numbered across calls, which keys sampling."""
         encoded = self._tokenizer.encode_batch([self._prefix + text for text in texts])
         sources = [[*self._before, *tokens.tolist(), *self._after] for tokens in encoded]
+        # Sampling is keyed by the text's number, so batches do not change what is generated.
         first = self._done
         self._done += len(texts)
         return [self._tokenizer.decode(tokens) for tokens in self._generate(sources, first)]
@@ -75,7 +73,7 @@ def write(
         path: a new JSON Lines file; None prints one line for each text.
         batch_size: number of texts generated together.
     """
-    texts = _checked(sys.stdin, "standard input") if given is None else iter(given)
+    texts = checked(sys.stdin, "standard input") if given is None else iter(given)
     # At a terminal somebody types lines and waits for each answer.
     interactive = given is None and sys.stdin.isatty()
     group = 1 if interactive else _BATCHES_PER_CALL * batch_size
@@ -85,79 +83,37 @@ def write(
     with _output(path) as output, progress_bar(total) as bar:
         while sources := list(islice(texts, group)):
             for source, text in zip(sources, generator(sources), strict=True):
-                if path is None:
-                    line = " ".join(text.splitlines())
-                else:
+                line = " ".join(text.splitlines())
+                if path is not None:
                     line = json.dumps({"source": source, "text": text}, ensure_ascii=False)
                 output.write(f"{line}\n")
+            # A reader of a pipe, or of the file of a killed process, has all complete groups.
             output.flush()
             bar.advance(bar.task_ids[0], len(sources))
 
 
-def read(path: str) -> list[str]:
-    """Reads the texts of a file: its lines, or the `source` field of JSON Lines.
-
-    The whole file is read before the model is loaded, so that a bad line is found at once.
-
-    Raises:
-        DataError: the file cannot be read, or a line has no text.
-    """
-    return checked(_lines(path), path)
-
-
-def checked(texts: Iterable[str], name: str) -> list[str]:
-    """Returns the texts without line endings.
+def checked(texts: Iterable[str], name: str) -> Iterator[str]:
+    """Yields the texts without line endings.
 
     Raises:
         DataError: a text is empty or not UTF-8; the error names it by `name` and line number.
     """
-    return list(_checked(texts, name))
-
-
-def _lines(path: str) -> Iterator[str]:
-    is_json = path.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl")
-    for record in read_records((path,), lambda file: enumerate(file, start=1)):
-        place = f"{path}:{record.line}"
-        if record.problem is not None:
-            raise DataError(f"{place}: {record.problem}; name another file, or copy it again")
-        text = record.data.decode("utf-8-sig")
-        yield _source(text, place) if is_json else text
-
-
-def _source(line: str, place: str) -> str:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{place} is not JSON: {error}; correct it, or rename the file to .txt"
-        ) from None
-    text = record.get("source") if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise DataError(f'{place} has no text as "source"; write each line as {{"source": TEXT}}')
-    return text
-
-
-def _checked(texts: Iterable[str], name: str) -> Iterator[str]:
     try:
         for number, text in enumerate(texts, start=1):
             if not text.strip():
                 raise DataError(f"{name}:{number} is empty; remove the line")
             yield text.rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise DataError(f"{name} is not UTF-8 ({error}); convert it, as with iconv") from None
+        raise DataError(f"{name} is not UTF-8 ({error}); convert it, as with iconv") from error
 
 
-@contextmanager
-def _output(path: str | None) -> Iterator[TextIO]:
-    """Opens standard output, or a new file."""
+def _output(path: str | None) -> AbstractContextManager[TextIO]:
+    """Standard output, which stays open, or a new file."""
     if path is None:
-        yield sys.stdout
-        return
+        return nullcontext(sys.stdout)
     try:
-        file = open(path, "x", encoding="utf-8")  # noqa: SIM115
-    except FileExistsError:
+        return open(path, "x", encoding="utf-8")
+    except FileExistsError as error:
         raise ConfigError(
             f"--output {path} already exists; name another file, or remove it"
-        ) from None
-    with file:
-        yield file
+        ) from error

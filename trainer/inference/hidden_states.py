@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from data_pipeline.format.shards import Tokens
 from data_pipeline.sources import BadRecord, Record, Source
 from data_pipeline.sources.files import read_records
 from data_pipeline.sources.jsonl import JsonLines, lines
-from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.accelerators.detect import for_any_shapes
 from trainer.errors import ConfigError, DataError
 from trainer.examples import Vocabulary
@@ -32,46 +32,48 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Lines(Source):
+    """Reads lines; `blank` ones are empty texts, or skipped."""
+
     blank: bool
 
     def records(self) -> Iterator[Record]:
-        if self.blank:
-            return read_records(self.files, lambda file: enumerate(file, start=1))
-        return read_records(self.files, lines)
+        numbered = functools.partial(enumerate, start=1)
+        return read_records(self.files, numbered if self.blank else lines)
 
 
-def read_texts(path: str, field: str | None = None, *, blank: bool = False) -> Iterator[str]:
+def read_texts(
+    path: str, field: str | None = None, *, default: str = "text", blank: bool = False
+) -> Iterator[str]:
     """Reads the texts of a file (plain, `.gz` or `.zst`) or an address, one a line.
 
     The first text is read at once, so that a wrong name is found before a model is loaded.
 
     Args:
-        field: key of the text in JSON Lines; None is "text".
+        field: key of the text in JSON Lines; None is `default`.
         blank: a blank line is an error instead of being skipped. JSON Lines always skip it.
 
     Raises:
         ConfigError: `field` is given, and the file is not JSON Lines.
         DataError: the file cannot be read or is empty, or a line holds no text.
     """
-    is_json = path.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl")
-    if field is not None and not is_json:
+    source: Source = _Lines((path,), blank)
+    if path.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
+        source = JsonLines((path,), field or default)
+    elif field is not None:
         raise ConfigError(
             f"--field {field} is for .jsonl files, and {shown(path)} is none; leave --field out"
         )
-    source = JsonLines((path,), field or "text") if is_json else _Lines((path,), blank)
     texts = _parsed(source)
     return chain([next(texts)], texts)
 
 
 def _parsed(source: Source) -> Iterator[str]:
-    hint = ", or name another field with --field" if isinstance(source, JsonLines) else ""
     for record in source.records():
         try:
-            text = source.parse(record)
+            yield source.parse(record).rstrip("\r\n")
         except BadRecord as error:
             place = f"{shown(source.files[0])}:{record.line}"
-            raise DataError(f"{place}: {error}; correct or remove the line{hint}") from None
-        yield text.rstrip("\r\n")
+            raise DataError(f"{place}: {error}; correct or remove the line") from error
 
 
 def batches(lengths: Int64, batch_tokens: int) -> Iterator[Int64]:
@@ -87,6 +89,8 @@ def batches(lengths: Int64, batch_tokens: int) -> Iterator[Int64]:
     Yields:
         The indices of a batch's sequences.
     """
+    # Example: lengths 3 9 4 with 10 positions a batch give [1], which is 9 wide, and [2, 0], of
+    # 2 x 4 positions.
     order = np.argsort(-lengths, kind="stable")
     first = 0
     while first < len(order):
@@ -95,18 +99,15 @@ def batches(lengths: Int64, batch_tokens: int) -> Iterator[Int64]:
         first += count
 
 
-def _special_tokens(config: ModelConfig, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
+def _special_tokens(config: ModelConfig, vocabulary: Vocabulary) -> list[list[int]]:
     """The special tokens before and after each text in training, where the tokenizer has them."""
     cls, end = vocabulary.cls, vocabulary.end
-    before: int | None
-    after: int | None
+    before, after = cls, vocabulary.sep  # an encoder's: [CLS] text [SEP]
     if config.reads_sources:
         before, after = None, end
     elif config.causal:
-        before, after = (end if cls is None else cls), None
-    else:
-        before, after = cls, vocabulary.sep
-    return ([] if before is None else [before]), ([] if after is None else [after])
+        before, after = end if cls is None else cls, None
+    return [[] if token is None else [token] for token in (before, after)]
 
 
 class TextEncoder:
@@ -130,10 +131,10 @@ class TextEncoder:
     """
 
     def __init__(self, checkpoint: str) -> None:
+        # The head is not built: only hidden states are needed, and a fine-tuned model will do.
         weights = load_weights(checkpoint)
         config = weights.config
-        with weights.tokenizer_files() as folder:
-            self.tokenizer = Tokenizer.load(folder)
+        self.tokenizer = weights.load_tokenizer()
         accelerator = for_any_shapes()
         self._device, self.device = accelerator.device, accelerator.description
         model = weights.model(frozenset(f"layer.{number}" for number in range(config.layers + 1)))
@@ -203,6 +204,7 @@ class TextEncoder:
             positions=torch.arange(tokens.shape[1], device=self._device).expand_as(tokens),
             prefix=real if self._is_prefix else None,
         )
+        # Only the layers that were requested are kept; all of them may not fit into memory.
         names = {f"layer.{number}": number for number in layers}
         found = self._model(inputs, frozenset(names))
         return real, {number: found[name] for name, number in names.items()}

@@ -26,7 +26,6 @@ from data_pipeline.packing import parts
 from data_pipeline.sources import BadRecord, Record
 from data_pipeline.sources.columns import row_of
 from data_pipeline.sources.unlabelled import Unlabelled
-from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.accelerators import Precision
 from trainer.accelerators.detect import for_any_shapes
 from trainer.checkpoint import integrity
@@ -90,10 +89,11 @@ def run(
     source = Unlabelled.open(file, texts, words)
     if column in source.columns:
         raise ConfigError(f"--column {column!r} holds a text; name another column for the label")
-    # The file depends on all of this; resuming with anything else would mix two files.
+    sizes = [os.path.getsize(path) if os.path.isfile(path) else None for path in source.files]
+    # The output depends on all of this; resuming with anything else would mix two outputs.
     made_of = {
         "teacher": labeler.identity,
-        "files": [[path, _size(path)] for path in source.files],
+        "files": [list(file) for file in zip(source.files, sizes, strict=True)],
         "texts": [*texts, words],
         "column": column,
         "precision": precision,
@@ -104,23 +104,18 @@ def run(
             logger.info("resuming after row %d", done.records)
         logger.info("labelling on %s", labeler.device)
         records = islice(source.records(), done.records, None)
+        # Rows of one read are batched by length and written in their own order; reads of 2048
+        # leave little padding, and bound what an interruption loses.
         while read := list(islice(records, _ROWS)):
             kept, rows = _encode(read, source, labeler, skip)
             lines = _lines(kept, labeler(rows, batch_tokens), column)
             done.add("".join(lines).encode(), len(read), len(lines))
             bar.update(bar.task_ids[0], completed=int(100 * read[-1].read))
     skipped = done.records - done.rows
-    logger.info(
-        "wrote %s: %d rows%s", output, done.rows, f"; {skipped} were left out" if skipped else ""
-    )
+    logger.info("wrote %s: %d rows; %d were left out", output, done.rows, skipped)
     if labeler.is_classifier:
         classes = ", ".join(labeler.labels)
         logger.info("%s holds the probabilities of these classes, in order: %s", column, classes)
-
-
-def _size(path: str) -> int | None:
-    """Bytes of a local file; None for an address."""
-    return os.path.getsize(path) if os.path.isfile(path) else None
 
 
 def _encode(
@@ -131,39 +126,38 @@ def _encode(
     Raises:
         DataError: a record does not, and `skip` is false.
     """
-    problems: list[tuple[Record, str]] = []
-    parsed: list[Record] = []
-    rows: list[TaskRow] = []
+    parsed: list[TaskRow | str] = []  # or the problem of a record
     for record in read:
         try:
-            rows.append(source.parse_row(record))
-            parsed.append(record)
+            parsed.append(source.parse_row(record))
         except BadRecord as error:
-            problems.append((record, str(error)))
+            parsed.append(str(error))
+    # The rows are tokenized together, which is faster, and put back beside their records.
+    texts = [row for row in parsed if not isinstance(row, str)]
+    encoded = iter(task_rows.encode(texts, labeler.tokenizer, "classification"))
     kept: list[Record] = []
-    encoded: list[Encoded] = []
-    for record, row in zip(parsed, labeler.encode(rows), strict=True):
-        if isinstance(row, str):
-            problems.append((record, row))
-        else:
+    rows: list[Encoded] = []
+    for record, row in zip(read, parsed, strict=True):
+        found = row if isinstance(row, str) else next(encoded)
+        if not isinstance(found, str):
             kept.append(record)
-            encoded.append(row)
-    if problems and not skip:
-        record, problem = problems[0]
-        raise DataError(
-            f"{shown(source.files[record.file])}:{record.line}: {problem}; correct or remove the "
-            "row, name the columns of the texts with --texts, or use --on-error skip"
-        )
-    return kept, encoded
+            rows.append(found)
+        elif not skip:
+            raise DataError(
+                f"{shown(source.files[record.file])}:{record.line}: {found}; correct or remove "
+                "the row, name the columns of the texts with --texts, or use --on-error skip"
+            )
+    return kept, rows
 
 
 def _lines(records: Sequence[Record], found: npt.NDArray[np.float32], column: str) -> list[str]:
     """The records as JSON Lines, with their labels [N, C]."""
-    labels = found.astype(float).round(_DIGITS).tolist()
-    return [
-        json_lines.line({**row_of(record.data), column: label if len(label) > 1 else label[0]})
-        for record, label in zip(records, labels, strict=True)
-    ]
+    # Rounded, or most of the file would be digits below the precision of the model.
+    lines = []
+    for record, values in zip(records, found.astype(float).round(_DIGITS).tolist(), strict=True):
+        label = values if len(values) > 1 else values[0]
+        lines.append(json_lines.line({**row_of(record.data), column: label}))
+    return lines
 
 
 class Labeler:
@@ -173,6 +167,7 @@ class Labeler:
         identity: changes with the weights.
         labels: names of the classes; a single name for a regression model.
         source: settings of the source of the model's training rows; empty where unknown.
+        tokenizer: of the model.
         device: description of the device.
 
     Args:
@@ -197,8 +192,7 @@ class Labeler:
         if precision not in self._accelerator.precisions:
             raise ConfigError(f"--precision {precision} is not supported on {self.device}")
         self.identity, self.labels = weights.identity(), weights.config.labels
-        with weights.tokenizer_files() as folder:
-            self._tokenizer = Tokenizer.load(folder)
+        self.tokenizer = weights.load_tokenizer()
         model = weights.model(frozenset({"classification"}))
         self._model = model.to(self._accelerator.device)
         self.source: dict[str, Any] = {}
@@ -206,19 +200,16 @@ class Labeler:
         if weights.step is not None:  # a checkpoint of a run, not of Hugging Face
             meta = integrity.read_meta(weights.folder)
             self.source = next((manifest.source for manifest in manifests_of(meta)), {})
+            # Rows are cut where the last step of training cut them.
             phases = decode(Experiment, meta["config"]).resolved_phases()
             length = phase_of(phases, meta["step"] - 1).sequence_length
-        self._objective = _objective(weights).build(self._tokenizer.vocabulary)
+        self._objective = _objective(weights).build(self.tokenizer.vocabulary)
         self._spec = self._objective.pack_spec(min(length, model.max_sequence_length))
 
     @property
     def is_classifier(self) -> bool:
         """Whether labels are probabilities of classes, not numbers."""
         return len(self.labels) > 1
-
-    def encode(self, rows: Sequence[TaskRow]) -> list[Encoded | str]:
-        """Tokenizes rows. A row that cannot be tokenized becomes a message that says why."""
-        return task_rows.encode(rows, self._tokenizer, "classification")
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[Encoded], batch_tokens: int) -> npt.NDArray[np.float32]:
@@ -231,6 +222,7 @@ class Labeler:
         Returns:
             float32 [N, C], probabilities of the classes; [N, 1] for a regression model.
         """
+        # Batches do not depend on the rows of other reads, so a resumed file has the same bytes.
         found = np.empty((len(rows), len(self.labels)), dtype=np.float32)
         lengths = np.minimum([len(row.tokens) for row in rows], self._spec.sequence_length)
         for numbers in batches(lengths, batch_tokens):
@@ -288,7 +280,8 @@ class _Resumable:
                 )
             self.records, self.rows = progress["records"], progress["rows"]
             size = progress["bytes"]
-        # Lines behind the last progress that was saved would be written twice.
+        # Lines after the saved progress are written again. Example: rows 1 to 4096 were saved
+        # when a kill came in the middle of the next 2048; the cut leaves 4096.
         file.truncate(size)
         file.seek(size)
 
@@ -299,8 +292,13 @@ class _Resumable:
         os.fsync(self._file.fileno())
         self.records += records
         self.rows += rows
-        counts = {"records": self.records, "rows": self.rows, "bytes": self._file.tell()}
-        write_text(self._path, json.dumps({**counts, "made_of": self._made_of}))
+        progress = {
+            "records": self.records,
+            "rows": self.rows,
+            "bytes": self._file.tell(),
+            "made_of": self._made_of,
+        }
+        write_text(self._path, json.dumps(progress))
 
 
 @contextmanager
@@ -313,12 +311,13 @@ def _resumable(output: Path, made_of: dict[str, Any]) -> Iterator[_Resumable]:
     partial = output.with_name(f"{output.name}.partial")
     progress = output.with_name(f"{output.name}.progress")
     with open(partial, "ab+") as file:
+        # The lock ends with the process, so one that was killed does not block the next.
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
             raise ConfigError(
                 f"another process writes {output}; wait for it, or name another file"
-            ) from None
+            ) from error
         done = _Resumable(file, progress, made_of)
         try:
             yield done

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from data_pipeline.format.shards import Tokens
 from trainer.errors import ConfigError
 from trainer.inference.hidden_states import TextEncoder, batches, read_texts
 
@@ -55,7 +53,7 @@ def show(
     texts = iter(context) if corpus is None else read_texts(corpus, field)
     encoder = TextEncoder(checkpoint)
     layer = encoder.layer(layer, "--layer")
-    query = Query.of(encoder, context[0], place, layer)
+    query = _query(encoder, context[0], place, layer)
     console = Console(highlight=False)
     spelled = " ".join(map(encoder.tokenizer.token, query.tokens))
     console.print(Text(f"{word} alone, tokenized as {spelled}"))
@@ -70,6 +68,7 @@ def find(word: str, text: str) -> tuple[int, int]:
     Raises:
         ConfigError: the word is not in the text.
     """
+    # Not \b, which would not match a word that begins or ends with punctuation, as "C++".
     pattern = rf"(?<!\w){re.escape(word)}(?!\w)"
     found = re.search(pattern, text) or re.search(pattern, text, re.IGNORECASE)
     if not word.strip() or found is None:
@@ -77,62 +76,63 @@ def find(word: str, text: str) -> tuple[int, int]:
     return found.span()
 
 
-@dataclass(frozen=True)
-class Query:
+class Query(NamedTuple):
     """The word whose neighbors are wanted.
 
     Attributes:
         text: its context.
         begin, end: its characters in `text`.
         tokens: its tokens.
-        vector: fp32 [D], the mean of their hidden states, with L2 norm 1.
+        vector: fp32 [D] on the CPU, the mean of their hidden states, with L2 norm 1.
     """
 
     text: str
     begin: int
     end: int
-    tokens: tuple[int, ...]
+    tokens: list[int]
     vector: Tensor
 
-    @classmethod
-    def of(cls, encoder: TextEncoder, text: str, place: tuple[int, int], layer: int) -> Query:
-        """Encodes the word at characters `place` of a text.
 
-        Raises:
-            ConfigError: the word has no token, or the text is truncated before its end.
-        """
-        ((tokens, spans),) = encoder.tokenizer.encode_aligned([text])
-        of_word = np.flatnonzero(_word_of_token(spans, np.array([place])) == 0)
-        word = text[slice(*place)]
-        if not len(of_word):
-            raise ConfigError(f"the tokenizer has no token for {word!r}; choose another word")
-        if of_word[-1] >= encoder.longest:
-            raise ConfigError(
-                f"{word!r} ends at token {of_word[-1] + 1} and the model reads {encoder.longest}; "
-                "shorten the text before it"
-            )
-        _, states = encoder([encoder.prepare(tokens)], [layer])
-        vector = states[layer][0, encoder.first + of_word].mean(0)
-        return cls(text, *place, tuple(tokens[of_word].tolist()), vector / vector.norm())
+def _query(encoder: TextEncoder, text: str, place: tuple[int, int], layer: int) -> Query:
+    """Encodes the word at characters `place` of a text.
+
+    Raises:
+        ConfigError: the word has no token, or the text is truncated before its end.
+    """
+    ((tokens, spans),) = encoder.tokenizer.encode_aligned([text])
+    of_word = _tokens_of(place, spans)
+    begin, end = place
+    word = text[begin:end]
+    if not len(of_word):
+        raise ConfigError(f"the tokenizer has no token for {word!r}; choose another word")
+    if of_word[-1] >= encoder.longest:
+        raise ConfigError(
+            f"{word!r} ends at token {of_word[-1] + 1} and the model reads {encoder.longest}; "
+            "shorten the text before it"
+        )
+    _, states = encoder([encoder.prepare(tokens)], [layer])
+    vector = states[layer][0, encoder.first + of_word].mean(0).cpu()
+    return Query(text, begin, end, tokens[of_word].tolist(), vector / vector.norm())
 
 
-def static(encoder: TextEncoder, tokens: Sequence[int], top: int) -> list[tuple[float, int]]:
+def static(encoder: TextEncoder, tokens: list[int], top: int) -> list[tuple[float, int]]:
     """Returns (cosine, token) of the tokens whose embeddings are nearest to the mean of some.
 
     The tokens themselves and special tokens are excluded.
     """
+    # Dividing by the smallest normal number keeps the zero vectors of unused tokens at 0.
     table = encoder.table
     unit = table / table.norm(dim=1, keepdim=True).clamp(min=torch.finfo(table.dtype).tiny)
-    vector = table[list(tokens)].mean(0)
+    vector = table[tokens].mean(0)
     cosines = unit @ (vector / vector.norm())
     vocabulary = encoder.tokenizer.vocabulary
+    # Special tokens are near to each other and to every rare word, and say nothing.
     cosines[[*tokens, *vocabulary.special, *vocabulary.sentinels]] = -torch.inf
     found, ids = cosines.topk(min(top, len(cosines)))
     return [(c, i) for c, i in zip(found.tolist(), ids.tolist(), strict=True) if c > -torch.inf]
 
 
-@dataclass(frozen=True)
-class Neighbour:
+class Neighbour(NamedTuple):
     """A word in a text: its characters [begin, end), and its cosine to the query."""
 
     cosine: float
@@ -149,6 +149,7 @@ def contextual(
     Raises:
         ConfigError: the texts contain no other word.
     """
+    # By place, as a text may come again in a later block.
     best: dict[tuple[str, int], Neighbour] = {}
     truncated = count = 0
     while read := list(islice(texts, _TEXTS_AT_A_TIME)):
@@ -156,15 +157,16 @@ def contextual(
         encoded = encoder.tokenizer.encode_aligned(block)
         count += len(block)
         truncated += sum(len(tokens) > encoder.longest for tokens, _ in encoded)
-        sentences = [
-            _Sentence.of(encoder, text, tokens, spans)
-            for text, (tokens, spans) in zip(block, encoded, strict=True)
-        ]
-        lengths = np.array([len(sentence.tokens) for sentence in sentences])
+        prepared = [encoder.prepare(tokens) for tokens, _ in encoded]
+        lengths = np.array(list(map(len, prepared)))
         for numbers in batches(lengths, _BATCH_TOKENS):
-            near = _nearest(encoder, query, [sentences[number] for number in numbers], layer, top)
-            best |= {(each.text, each.begin): each for each in near}
-        best = dict(sorted(best.items(), key=lambda item: -item[1].cosine)[:top])
+            _, states = encoder([prepared[number] for number in numbers], [layer])
+            for number, hidden in zip(numbers, states[layer].cpu(), strict=True):
+                words = _words(encoder, query, block[number], encoded[number][1], hidden)
+                best |= {(word.text, word.begin): word for word in words}
+        # Only the best are kept, so memory does not grow with the corpus.
+        nearest = sorted(best.values(), key=lambda word: -word.cosine)[:top]
+        best = {(word.text, word.begin): word for word in nearest}
     encoder.warn_of_truncation(truncated, count)
     if not best:
         raise ConfigError(
@@ -173,82 +175,44 @@ def contextual(
     return list(best.values())
 
 
-@dataclass(frozen=True)
-class _Sentence:
-    """A text as the model reads it.
-
-    Attributes:
-        words: int64 [W, 2], the characters [begin, end) of each word.
-        word_of_token: int64 [T], the word of each token, or -1.
-    """
-
-    text: str
-    tokens: Tokens
-    words: Int64
-    word_of_token: Int64
-
-    @classmethod
-    def of(cls, encoder: TextEncoder, text: str, tokens: Tokens, spans: Int64) -> _Sentence:
-        spans_of_words = [match.span() for match in _WORD.finditer(text)]
-        words = np.array(spans_of_words, dtype=np.int64).reshape(-1, 2)
-        word_of_token = _word_of_token(spans, words)[: encoder.longest]
-        return cls(text, encoder.prepare(tokens), words, word_of_token)
-
-
-def _word_of_token(spans: Int64, words: Int64) -> Int64:
-    """The word that each token overlaps, int64 [T], -1 for none.
-
-    For example, with words at [0, 3) and [4, 9), tokens at [0, 3), [3, 4), [4, 6) and [6, 9) belong
-    to words 0, -1, 1 and 1.
+def _words(
+    encoder: TextEncoder, query: Query, text: str, spans: Int64, hidden: Tensor
+) -> list[Neighbour]:
+    """The words of a text, except the query's own word.
 
     Args:
-        spans: characters of the tokens, int64 [T, 2].
-        words: characters of the words, int64 [W, 2], in order.
+        spans: characters of the text's tokens, int64 [T, 2].
+        hidden: hidden states of its sequence, fp32 [S, D].
+    """
+    places: list[tuple[int, int]] = []
+    vectors: list[Tensor] = []
+    for word in _WORD.finditer(text):
+        begin, end = word.span()
+        is_query = text == query.text and begin < query.end and end > query.begin
+        tokens = _tokens_of((begin, end), spans[: encoder.longest])
+        if not is_query and len(tokens):  # a word that was truncated has no tokens
+            places.append((begin, end))
+            vectors.append(hidden[encoder.first + tokens].mean(0))
+    if not places:
+        return []
+    cosines = torch.nn.functional.cosine_similarity(torch.stack(vectors), query.vector[None])
+    return [
+        Neighbour(cosine, text, begin, end)
+        for cosine, (begin, end) in zip(cosines.tolist(), places, strict=True)
+    ]
+
+
+def _tokens_of(word: tuple[int, int], spans: Int64) -> Int64:
+    """Indices of the tokens that share a character with a word.
+
+    For example, with tokens at [0, 3), [3, 4), [4, 6) and [6, 9), the word at [4, 9) has 2 and 3.
+
+    Args:
+        word: its characters, [begin, end).
+        spans: characters of the tokens, int64 [T, 2]; begin == end for a token of white space.
     """
     begin, end = spans.T
-    # The only candidate is the first word that ends after the token begins.
-    candidate = np.searchsorted(words[:, 1], begin, side="right")
-    behind_the_last = np.iinfo(np.int64).max
-    candidate_begin = np.append(words[:, 0], behind_the_last)[candidate]
-    return np.where((candidate_begin < end) & (begin < end), candidate, -1)
-
-
-def _nearest(
-    encoder: TextEncoder, query: Query, sentences: Sequence[_Sentence], layer: int, top: int
-) -> list[Neighbour]:
-    """The nearest words of a batch of sentences, except the query's own word."""
-    # Words are numbered through the batch: sentences with 2 and 3 words have words 0-1 and 2-4.
-    words_before = np.cumsum([0, *(len(sentence.words) for sentence in sentences)])
-    words = np.concatenate([sentence.words for sentence in sentences])
-    sentence_of_word = np.repeat(np.arange(len(sentences)), np.diff(words_before))
-
-    # For each token of a word: its sentence, its position in the batch, and its word.
-    counts = [len(sentence.word_of_token) for sentence in sentences]
-    sentence = np.repeat(np.arange(len(sentences)), counts)
-    position = encoder.first + np.concatenate([np.arange(count) for count in counts])
-    word = np.concatenate([each.word_of_token for each in sentences])
-    in_word = word >= 0
-    sentence, position, word = sentence[in_word], position[in_word], word[in_word]
-    word = word + words_before[sentence]
-
-    in_query = np.array([each.text == query.text for each in sentences])[sentence_of_word]
-    is_query = in_query & (words[:, 0] < query.end) & (words[:, 1] > query.begin)
-    was_read = np.bincount(word, minlength=len(words)) > 0  # not behind the truncation
-    usable = was_read & ~is_query
-    if not usable.any():
-        return []
-    _, states = encoder([each.tokens for each in sentences], [layer])
-    hidden = states[layer]
-    sums = hidden.new_zeros(len(words), hidden.shape[2])
-    sums.index_add_(0, torch.from_numpy(word).to(hidden.device), hidden[sentence, position])
-    # The cosine of a sum is the cosine of the mean.
-    cosines = torch.nn.functional.cosine_similarity(sums, query.vector[None]).cpu()
-    cosines[torch.from_numpy(~usable)] = -torch.inf
-    found, numbers = cosines.topk(min(top, int(usable.sum())))
-    return [
-        Neighbour(cosine, sentences[sentence_of_word[number]].text, *words[number].tolist())
-        for cosine, number in zip(found.tolist(), numbers.tolist(), strict=True)
-    ]
+    return np.flatnonzero((begin < word[1]) & (end > word[0]) & (begin < end))
 
 
 def _static_table(encoder: TextEncoder, neighbours: Sequence[tuple[float, int]]) -> Table:
@@ -262,14 +226,13 @@ def _static_table(encoder: TextEncoder, neighbours: Sequence[tuple[float, int]])
 
 def _contextual_table(neighbours: Sequence[Neighbour]) -> Table:
     table = Table("cosine", "word", "text")
-    for each in neighbours:
-        word = each.text[each.begin : each.end]
-        before, after = each.text[: each.begin], each.text[each.end :]
-        if len(before) > _CONTEXT:
-            before = f"…{before[-_CONTEXT:]}"
-        if len(after) > _CONTEXT:
-            after = f"{after[:_CONTEXT]}…"
-        marked = (f"[{word}]", "bold")
-        text = Text.assemble(" ".join(before.splitlines()), marked, " ".join(after.splitlines()))
-        table.add_row(f"{each.cosine:.3f}", Text(word), text)
+    for cosine, text, begin, end in neighbours:
+        # Line breaks would tear the row; they count as characters of the context like spaces.
+        before = text[max(0, begin - _CONTEXT) : begin].replace("\n", " ")
+        after = text[end : end + _CONTEXT].replace("\n", " ")
+        before = f"…{before}" if begin > _CONTEXT else before
+        after = f"{after}…" if len(text) - end > _CONTEXT else after
+        word = text[begin:end]
+        line = Text.assemble(before, (f"[{word}]", "bold"), after)
+        table.add_row(f"{cosine:.3f}", Text(word), line)
     return table

@@ -73,6 +73,7 @@ def evaluate(
             f"the model of {experiment.output} has a {head} head, which generates no text; leave "
             "--generate out to score its predictions"
         )
+    # A run's folder may hold a best checkpoint too; the newest is meant unless a step is named.
     checkpoints = checkpoint_folder(experiment)
     weights = load_weights(
         checkpoints if step is None else integrity.step_folder(checkpoints, step)
@@ -81,6 +82,7 @@ def evaluate(
     labels = tuple(dataset.manifest.source.get("labels", ()))
     # A missing package or another tokenizer is found here, before hours of generation.
     scorers = {name: texts.build(name, labels) for name in metrics}
+    # On the meta device, so the check allocates no second copy of the model.
     with torch.device("meta"):
         shapes = weights.config.build()
     stored_values(weights, shapes, dataset)
@@ -102,6 +104,7 @@ def evaluate(
     generated = generate([[*source.tolist(), generate.end] for source in sources])
     predictions = [dataset.tokenizer.decode(tokens) for tokens in generated]
     scores = {name: score(predictions, references) for name, score in scorers.items()}
+    # A model may write anything; texts that are no label count as wrong.
     if labels:
         scores["no_label"] = len(texts.unknown_labels(predictions, labels))
     of = ",".join(map(shown, files)) or dataset.name
@@ -133,9 +136,9 @@ def _truncate(
 ) -> Sequence[Tokens]:
     """Truncates the sources of an encoder-decoder model that was trained on truncated sources."""
     task = experiment.objective.task
-    if not isinstance(task, seq2seq.Config):
+    if not (isinstance(task, seq2seq.Config) and task.truncate_sources):
         return sources
-    if not task.truncate_sources or task.layout != "encoder_decoder":
+    if task.layout != "encoder_decoder":
         return sources
     phase = phase_of(experiment.resolved_phases(), (weights.step or 1) - 1)
     longest = phase.sequence_length - 1  # the end token takes a position
@@ -151,24 +154,20 @@ def heldout_pairs(dataset: Dataset) -> Iterator[tuple[Tokens, str]]:
     """Yields the source tokens and the decoded target of each pair of the held-out split."""
     for info in dataset.shards("heldout"):
         shard = dataset.open_shard(info, sentences=True)
-        for start, (source, target) in zip(
-            shard.start.tolist(), text_pairs.lengths(shard).tolist(), strict=True
-        ):
-            middle = start + source
-            target_tokens = shard.tokens[middle : middle + target]
-            yield shard.tokens[start:middle], dataset.tokenizer.decode(target_tokens)
+        # The tokens of a pair lie end to end: s s s t t has the lengths 3 and 2.
+        starts, lengths = shard.start.tolist(), text_pairs.lengths(shard).tolist()
+        for start, (source, target) in zip(starts, lengths, strict=True):
+            tokens = shard.tokens[start : start + source + target]
+            yield tokens[:source], dataset.tokenizer.decode(tokens[source:])
 
 
 def _of_files(dataset: Dataset, paths: tuple[str, ...]) -> Iterator[tuple[Tokens, str]]:
     """The source tokens, prefix included, and the target of each pair in files."""
     source: PairSource = decode(_SOURCES, dataset.manifest.source, "source").at(paths).build()
-    pairs = []
     for record in source.records():
         try:
-            pairs.append(source.parse_pair(record))
+            text, target = source.parse_pair(record)
         except BadRecord as error:
-            raise DataError(
-                f"{shown(source.files[record.file])}:{record.line}: {error}; correct the line"
-            ) from None
-    encoded = dataset.tokenizer.encode_batch([text for text, _ in pairs])
-    return zip(encoded, (target for _, target in pairs), strict=True)
+            place = f"{shown(source.files[record.file])}:{record.line}"
+            raise DataError(f"{place}: {error}; correct the line") from error
+        yield dataset.tokenizer.encode_batch([text])[0], target

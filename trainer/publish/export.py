@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.checkpoint import huggingface
 from trainer.errors import ConfigError
 from trainer.examples import Vocabulary
@@ -33,7 +32,7 @@ def export(checkpoint: str, folder: str) -> None:
         ConfigError: `transformers` has no such model.
     """
     weights = load_weights(checkpoint)
-    tokenizer = _tokenizer(weights)
+    tokenizer = weights.load_tokenizer()
     vocabulary = tokenizer.vocabulary
     _check_padding(weights, vocabulary)
     mask = None if vocabulary.mask is None else tokenizer.token(vocabulary.mask)
@@ -69,7 +68,7 @@ def export_adapter(checkpoint: str, folder: str) -> None:
     content, tensors = adapters.export_adapter(weights.config, weights.tensors, name)
     if revision:
         content["revision"] = revision
-    tokenizer = _tokenizer(weights)
+    tokenizer = weights.load_tokenizer()
     card = model_card.write(weights, checkpoint, Path(folder).absolute().name, base=base)
     with tempfile.TemporaryDirectory() as files:
         tokenizer.save(files)
@@ -101,11 +100,6 @@ def _merged(weights: Weights, checkpoint: str) -> tuple[ModelConfig, dict[str, T
     with torch.device("meta"):
         model = config.build()
     return config.without_peft(), peft.merge(model, weights.tensors)
-
-
-def _tokenizer(weights: Weights) -> Tokenizer:
-    with weights.tokenizer_files() as folder:
-        return Tokenizer.load(folder)
 
 
 def _token_ids(config: ModelConfig, vocabulary: Vocabulary) -> dict[str, int]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from data_pipeline.reading.mixed_dataset import AnyDataset
-from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.checkpoint.layout import StoredTensors
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models import Model, Start, Stored
@@ -84,9 +83,7 @@ def stored_values(
 
 def _check_tokenizer(weights: Weights, dataset: AnyDataset) -> None:
     """Rejects a dataset of another tokenizer: its token ids would mean other words."""
-    with weights.tokenizer_files() as files:
-        tokenizer = Tokenizer.load(files)
-    if tokenizer.fingerprint == dataset.tokenizer.fingerprint:
+    if weights.load_tokenizer().fingerprint == dataset.tokenizer.fingerprint:
         return
     copy, folder = "", str(weights.tokenizer)
     if not isinstance(weights.tokenizer, Path):

@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeGuard
 import torch
 from torch import Tensor
 
+from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.checkpoint import files, huggingface, integrity, manager, retention
 from trainer.checkpoint.collective import gather, raise_on_all_ranks
 from trainer.checkpoint.files import Location
@@ -111,6 +112,11 @@ class Weights:
     def tokenizer_files(self) -> AbstractContextManager[Path]:
         """The tokenizer's folder on this machine, inside the context."""
         return files.on_disk(self.tokenizer)
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Loads the tokenizer that goes with the weights."""
+        with self.tokenizer_files() as folder:
+            return Tokenizer.load(folder)
 
 
 def load_weights(path: str | Location, rank: int = 0, world_size: int = 1) -> Weights:
