@@ -33,9 +33,8 @@ class CheckpointArtifacts:
 
     def look(self) -> None:
         """Starts logging new checkpoints, unless this just happened; returns at once."""
-        if time.monotonic() - self._looked >= _LOOK_SECONDS and (
-            self._thread is None or not self._thread.is_alive()
-        ):
+        running = self._thread is not None and self._thread.is_alive()
+        if not running and time.monotonic() - self._looked >= _LOOK_SECONDS:
             self._looked = time.monotonic()
             self._thread = Thread(target=self._log_new, name="wandb-artifacts", daemon=True)
             self._thread.start()
@@ -66,12 +65,13 @@ class CheckpointArtifacts:
 
     def _log(self, place: str) -> None:
         step = int(re.findall(r"\d+", place)[-1])
-        artifact = self._wandb.Artifact(
-            f"checkpoint-{self._run.id}", type="model", metadata={"step": step}
-        )
+        name = f"checkpoint-{self._run.id}"
+        artifact = self._wandb.Artifact(name, type="model", metadata={"step": step})
         if "://" in place:
+            # A checksum would download every object.
             artifact.add_reference(place, checksum=False)
         else:
+            # W&B's cache would be a second copy of each checkpoint on this disk.
             for file in sorted(Path(place).iterdir()):
                 artifact.add_file(str(file), skip_cache=True)
         self._run.log_artifact(artifact, aliases=[f"step-{step}", "latest"])

@@ -32,5 +32,6 @@ class Clock:
         seconds: dict[str, float] = defaultdict(float)
         for name, begin, end in self._sections:
             seconds[name] += self._accelerator.seconds(begin, end)
+        # `_last` stays: the time since the last mark belongs to the next section that ends.
         self._sections = []
         return dict(seconds)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from trainer.errors import SamestepError
 from trainer.monitoring import Tracker
+from trainer.storage import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -71,36 +72,24 @@ class JsonlTracker(Tracker):
         self.path = path
         with self._explained():
             if resume_step is not None and path.exists():
-                self._rewind(resume_step)
+                # Also drops torn lines. A crash leaves either the old file or the new one.
+                rows = [row for row in read_rows(path) if row["step"] <= resume_step]
+                write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
             self._file = path.open("ab", buffering=0)
         self._waiting = b""
         self._warned = False
 
-    def _rewind(self, step: int) -> None:
-        """Removes later rows and torn lines; a crash leaves either the old file or the new one."""
-        kept = self.path.with_suffix(".tmp")
-        with kept.open("w", encoding="utf-8") as file:
-            for row in read_rows(self.path):
-                if row["step"] <= step:
-                    file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        kept.replace(self.path)
-
     def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
         """Appends a row."""
-        self._waiting += (
-            json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n"
-        ).encode()
+        row = {"step": step, "time": round(time.time(), 3), **metrics}
+        self._waiting += f"{json.dumps(row)}\n".encode()
         try:
             self._write()
         except OSError as error:
+            # Once, not at every step, until a write succeeds again.
             if not self._warned:
-                logger.warning(
-                    "rows of %s wait in memory: %s; free space or give access",
-                    self.path,
-                    error.strerror,
-                )
+                text = "rows of %s wait in memory: %s; free space or give access"
+                logger.warning(text, self.path, error.strerror)
             self._warned = True
 
     def sync(self) -> None:
@@ -115,6 +104,7 @@ class JsonlTracker(Tracker):
             self._write()
 
     def _write(self) -> None:
+        # A full disk may take a part of a line. The rest waits and is written behind it.
         while self._waiting:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
         self._warned = False

@@ -26,7 +26,7 @@ class Meter:
     ) -> None:
         self._to_device = to_device
         self._totals: dict[str, Tensor] = {}
-        self._before = {name: (total, weight) for name, (total, weight) in before.items()}
+        self._before = dict(before)
 
     def add(self, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Adds scalars (sum, weight) by name; only queues work on the device."""
@@ -44,16 +44,18 @@ class Meter:
         Args:
             all_reduce: sums a tensor over the replicas and returns the result.
         """
-        found = dict(self._before)
+        # One tensor [names, 2] for all metrics: a collective for each would wait for each.
+        found = {name: (total, weight) for name, (total, weight) in self._before.items()}
         if self._totals:
             stacked = all_reduce(torch.stack(list(self._totals.values()))).tolist()
             for name, (total, weight) in zip(self._totals, stacked, strict=True):
-                before = self._before.get(name, (0.0, 0.0))
-                found[name] = (before[0] + total, before[1] + weight)
+                before_total, before_weight = found.get(name, (0.0, 0.0))
+                found[name] = (before_total + total, before_weight + weight)
         return found
 
     def compute(self, all_reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Returns the weighted means over all replicas, and resets. Skips means of weight 0."""
         totals = self.totals(all_reduce)
         self._totals, self._before = {}, {}
+        # Weight 0: no micro-batch had a prediction of this kind, so there is no mean.
         return {name: total / weight for name, (total, weight) in totals.items() if weight}

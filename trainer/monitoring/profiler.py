@@ -77,8 +77,11 @@ class Profiler:
             step: the next step, from 1.
             look: whether to check for RUN/profile.
         """
-        wanted = step == self._start or (look and self._rank == 0 and self._requested())
-        if wanted and self._profile is None:
+        request = self._folder / "profile"
+        requested = look and self._rank == 0 and request.exists()
+        if requested:
+            request.unlink(missing_ok=True)  # one window for each `touch`
+        if (step == self._start or requested) and self._profile is None:
             logger.info("profiling    steps %d to %d", step, step + self._steps - 1)
             self._first, self._profile = step, torch.profiler.profile()
             self._profile.start()
@@ -93,15 +96,9 @@ class Profiler:
         """
         return self.close() if step == self._first + self._steps - 1 else {}
 
-    def _requested(self) -> bool:
-        request = self._folder / "profile"
-        if not request.exists():
-            return False
-        request.unlink(missing_ok=True)
-        return True
-
     def close(self) -> dict[str, float]:
         """Ends an open window and writes its trace; returns metrics like `end_step`."""
+        # Forgotten first: if writing fails, the next window must not find a broken profiler.
         profile, self._profile = self._profile, None
         if profile is None:
             return {}
@@ -121,6 +118,7 @@ def communication(trace: Path) -> dict[str, float]:
     """Returns the metrics of `Profiler.end_step` for a trace; empty without a collective."""
     with gzip.open(trace, "rt", encoding="utf-8") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+    # Events without a duration ("ph" other than X), such as counters, take no time.
     collectives = [event for event in events if is_collective(event)]
     if not collectives:
         return {}
@@ -128,22 +126,16 @@ def communication(trace: Path) -> dict[str, float]:
     computing = [event for event in events if is_compute(event, devices)]
     # Sweep over the begins and ends of all events. Between two of them, the running sums count the
     # open collectives and computations: begins at 0 and 2 and ends at 3 and 5 give 1, 2, 1, 0.
-    spans = [_spans(collectives, 1, 0), _spans(computing, 0, 1)]
-    at, opened_collectives, opened_computing = np.concatenate(spans, axis=1)
-    order = np.argsort(at, kind="stable")
-    lasts = np.diff(at[order])
-    communicates = opened_collectives[order].cumsum()[:-1] > 0
-    computes = opened_computing[order].cumsum()[:-1] > 0
-    total = at.max() - at.min()
+    # Columns: the time, and the changes of the number of open collectives and computations.
+    edges = [(event["ts"], 1, 0) for event in collectives]
+    edges += [(event["ts"] + event["dur"], -1, 0) for event in collectives]
+    edges += [(event["ts"], 0, 1) for event in computing]
+    edges += [(event["ts"] + event["dur"], 0, -1) for event in computing]
+    at, *changes = np.array(sorted(edges)).T
+    lasts = np.diff(at)
+    communicates, computes = np.cumsum(changes, axis=1)[:, :-1] > 0
+    total = at[-1] - at[0]
     return {
         "time/communication": float(lasts[communicates].sum() / total),
         "time/communication_exposed": float(lasts[communicates & ~computes].sum() / total),
     }
-
-
-def _spans(events: list[Event], collective: int, compute: int) -> np.ndarray:
-    """Begins and ends of events: columns (time, change of open collectives, of computations)."""
-    begin = np.array([event["ts"] for event in events], dtype=np.float64)
-    end = begin + np.array([event["dur"] for event in events], dtype=np.float64)
-    change = np.concatenate((np.ones(len(begin)), -np.ones(len(end))))
-    return np.stack((np.concatenate((begin, end)), collective * change, compute * change))

@@ -26,6 +26,7 @@ class ProgressTracker(Tracker):
     def __init__(self, step: int, total_steps: int, console: Console | None = None) -> None:
         console = console or Console(stderr=True)
         self._total_steps = total_steps
+        # A bar in a log file would be a line for each update, so elsewhere each row is logged.
         self._bar: Progress | None = None
         if console.is_terminal:
             columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))

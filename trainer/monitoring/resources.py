@@ -23,6 +23,7 @@ class Resources:
         `perf/peak_rss_gib` is the host's, since the process started; `perf/peak_memory_gib` is the
         device's, since training started, if it has its own memory.
         """
+        # Peaks do not fall again, so one reading at a row misses nothing between rows.
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
         peaks = {"perf/peak_rss_gib": rss / 2**30}
         device = self._accelerator.peak_memory()

@@ -27,6 +27,8 @@ def slowest(own: Sequence[float], total: float) -> dict[str, float]:
     """
     if len(own) < 2:
         return {}
+    # Example: 1.0, 1.1 and 1.6 s of own work in 2 s name rank 2, with a lag of (1.6 - 1.1) / 2. A
+    # rank's waiting does not count, or all but the slowest would look alike.
     rank = max(range(len(own)), key=own.__getitem__)
     return {
         "perf/slowest_rank": float(rank),

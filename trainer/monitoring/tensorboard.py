@@ -55,20 +55,21 @@ class TensorBoardTracker(Tracker):
         self._writer: EventFileWriter | None = None
         events = folder / "tensorboard"
         replaced = list(events.glob("events.out.tfevents.*"))
+        text = f"```yaml\n{yaml.safe_dump(dict(description), sort_keys=False)}```".encode()
+        config = Summary.Value(
+            tag="config/text_summary",
+            metadata=create_summary_metadata("config", ""),
+            tensor=TensorProto(dtype="DT_STRING", string_val=[text]),
+        )
         try:
             self._writer = EventFileWriter(str(events), flush_secs=_FLUSH_SECONDS)
             # Tells a running TensorBoard to drop the steps that it has read, before they come
             # again.
             self._writer.add_event(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
-            text = f"```yaml\n{yaml.safe_dump(dict(description), sort_keys=False)}```".encode()
-            tensor = TensorProto(dtype="DT_STRING", string_val=[text])
-            kind = create_summary_metadata("config", "")
-            settings = Summary(
-                value=[Summary.Value(tag="config/text_summary", metadata=kind, tensor=tensor)]
-            )
-            self._writer.add_event(Event(step=0, summary=settings))
+            self._writer.add_event(Event(step=0, summary=Summary(value=[config])))
             for row in read_rows(folder / "metrics.jsonl"):
                 self._add(row.pop("step"), row.pop("time"), row)
+            # The old files go only after the new one has their steps on the disk.
             self._writer.flush()
             for old in replaced:
                 old.unlink()
@@ -93,12 +94,10 @@ class TensorBoardTracker(Tracker):
 
     def _add(self, step: int, wall_time: float, metrics: Mapping[str, float]) -> None:
         if self._writer is not None:
-            values = [
-                self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()
-            ]
-            self._writer.add_event(
-                self._event(step=step, wall_time=wall_time, summary=self._summary(value=values))
-            )
+            value = self._summary.Value
+            values = [value(tag=name, simple_value=number) for name, number in metrics.items()]
+            summary = self._summary(value=values)
+            self._writer.add_event(self._event(step=step, wall_time=wall_time, summary=summary))
 
     def _give_up(self, error: Exception) -> None:
         self._writer = None

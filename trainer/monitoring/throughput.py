@@ -34,11 +34,8 @@ class Throughput:
     ) -> None:
         self._first_step = self._step = step
         self._total_steps = total_steps
-        self._flops_until, self._peak_flops, self._positions_until = (
-            flops_until,
-            peak_flops,
-            positions_until,
-        )
+        self._flops_until, self._peak_flops = flops_until, peak_flops
+        self._positions_until = positions_until
         self._trained = 0.0
 
     def measure(
@@ -59,25 +56,26 @@ class Throughput:
             `time/SECTION`, fractions that add up to 1; and `perf/eta_seconds`, from the mean speed
             since the start.
         """
+        # A clock may have counted no time at all, as in a test, and everything divides by it.
         total = max(sum(seconds.values()), 1e-9)
         training = max(total - seconds.get("evaluation", 0.0), 1e-9)
         self._trained += training
-        mean_speed = (self._flops_until(step) - self._flops_until(self._first_step)) / self._trained
+        done = self._flops_until(step)
+        mean_speed = (done - self._flops_until(self._first_step)) / self._trained
         useful = tokens / positions
         rates = {
             "perf/tokens_per_second": positions / training,
             "perf/useful_tokens_per_second": tokens / training,
             "perf/seconds_per_step": training / (step - self._step),
-            "perf/eta_seconds": (self._flops_until(self._total_steps) - self._flops_until(step))
-            / mean_speed,
+            # By FLOPs, not steps: later phases of a run may have longer sequences.
+            "perf/eta_seconds": (self._flops_until(self._total_steps) - done) / mean_speed,
             "data/padding_fraction": 1 - useful,
         }
         if self._peak_flops is not None:
-            flops = self._flops_until(step) - self._flops_until(self._step)
+            flops = done - self._flops_until(self._step)
             if self._positions_until is not None:
-                flops *= positions / (
-                    self._positions_until(step) - self._positions_until(self._step)
-                )
+                full = self._positions_until(step) - self._positions_until(self._step)
+                flops *= positions / full
             rates["perf/mfu"] = flops / training / self._peak_flops
             rates["perf/mfu_useful"] = rates["perf/mfu"] * useful
         self._step = step

@@ -18,9 +18,9 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from threading import Thread
-from types import ModuleType
 from typing import Any, Literal
 from urllib.parse import urlparse
 
@@ -78,9 +78,11 @@ class Config:
         Raises:
             ConfigError: the folder belongs to another run, which the trial would resume.
         """
-        if (trial := _trial()) is None:
+        trial = _trial()
+        if trial is None:
             return
         started, known = (folder / "starts.jsonl").exists(), (folder / _FILE).exists()
+        # A run without W&B has no id to compare. A new folder gets the trial's own id here.
         if (started and not known) or _run_id(folder) != trial:
             held = f"the W&B run {_run_id(folder)}" if known else "a run without W&B"
             raise ConfigError(
@@ -126,59 +128,51 @@ class WandbTracker(Tracker):
         self._artifacts: CheckpointArtifacts | None = None
         self._last_held = -1  # the last step that W&B had before this start
         mode = resolve_mode(config.mode)
-        if mode != "disabled":
-            wandb = _import()
-            try:
-                self._start(wandb, config, mode, folder, description, summary)
-                if config.log_checkpoints:
-                    self._artifacts = CheckpointArtifacts(wandb, self._run, checkpoints)
-            except Exception as error:
-                self._give_up(error)
-
-    def _start(
-        self,
-        wandb: ModuleType,
-        config: Config,
-        mode: str,
-        folder: Path,
-        description: Tree,
-        summary: Mapping[str, str | int],
-    ) -> None:
-        run_id = _run_id(folder)
-        replaced = list((folder / "wandb").glob(f"offline-run-*-{run_id}"))
-        self._run = wandb.init(
-            project=config.project,
-            entity=config.entity,
-            group=config.group,
-            name=config.name or folder.resolve().name,
-            tags=config.tags,
-            config=dict(description),
-            dir=str(folder),
-            id=run_id,
-            mode=mode,
-            resume="allow" if mode == "online" else None,
-            settings=wandb.Settings(
-                silent=True,
-                console="off",
-                finish_timeout=FINISH_SECONDS,
-                x_graphql_timeout_seconds=_REQUEST_SECONDS,
-                x_graphql_retry_max=_REQUEST_RETRIES,
-            ),
-        )
-        self._run.summary.update(dict(summary))
-        self._last_held = self._run.starting_step - 1
-        for row in read_rows(folder / "metrics.jsonl"):
-            row["_timestamp"] = row.pop("time")
-            self.log(row.pop("step"), row)
-        if mode == "offline":
-            for old in replaced:
-                shutil.rmtree(old, ignore_errors=True)
-        where = (
-            self._run.url
-            if mode == "online"
-            else f"upload it with: wandb sync {self._run.settings.sync_dir}"
-        )
-        logger.info("W&B          %s run %s; %s", mode, run_id, where)
+        if mode == "disabled":
+            return
+        try:
+            wandb = import_module("wandb")
+        except ImportError as error:
+            raise MissingExtra("wandb", "wandb", "tracking.wandb") from error
+        try:
+            run_id = _run_id(folder)
+            replaced = list((folder / "wandb").glob(f"offline-run-*-{run_id}"))
+            self._run = wandb.init(
+                project=config.project,
+                entity=config.entity,
+                group=config.group,
+                name=config.name or folder.resolve().name,
+                tags=config.tags,
+                config=dict(description),
+                dir=str(folder),
+                id=run_id,
+                mode=mode,
+                resume="allow" if mode == "online" else None,
+                settings=wandb.Settings(
+                    silent=True,
+                    console="off",
+                    finish_timeout=FINISH_SECONDS,
+                    x_graphql_timeout_seconds=_REQUEST_SECONDS,
+                    x_graphql_retry_max=_REQUEST_RETRIES,
+                ),
+            )
+            self._run.summary.update(dict(summary))
+            # Online, the steps that the server has are skipped. Offline the run is new.
+            self._last_held = self._run.starting_step - 1
+            for row in read_rows(folder / "metrics.jsonl"):
+                row["_timestamp"] = row.pop("time")
+                self.log(row.pop("step"), row)
+            where = self._run.url
+            if mode == "offline":
+                # Only now: until the history is in the new folder, the old ones are all there is.
+                for old in replaced:
+                    shutil.rmtree(old, ignore_errors=True)
+                where = f"upload it with: wandb sync {self._run.settings.sync_dir}"
+            logger.info("W&B          %s run %s; %s", mode, run_id, where)
+            if config.log_checkpoints:
+                self._artifacts = CheckpointArtifacts(wandb, self._run, checkpoints)
+        except Exception as error:
+            self._give_up(error)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends metrics, unless W&B had this step before the restart."""
@@ -208,7 +202,7 @@ class WandbTracker(Tracker):
             self._run.alert(title=title, text=storage.shown(text), level=level)
         except Exception as error:
             self._give_up(error)
-        # The process may end before W&B's own process has sent the alert: wait for that.
+        # After an ERROR the process ends, maybe before W&B's own process has sent the alert: wait.
         if level == "ERROR" and self._run is not None:
             run, self._run = self._run, None
             with suppress(Exception):  # W&B logs it itself
@@ -234,19 +228,13 @@ class WandbTracker(Tracker):
         )
 
 
-def _import() -> ModuleType:
-    try:
-        import wandb
-    except ImportError as error:
-        raise MissingExtra("wandb", "wandb", "tracking.wandb") from error
-    return wandb
-
-
 def resolve_mode(mode: str) -> str:
+    """Resolves auto: WANDB_MODE if it is set, else online if there is an API key."""
+    wanted = os.environ.get("WANDB_MODE", "")
     if mode != "auto":
         return mode
-    if os.environ.get("WANDB_MODE") in ("online", "offline", "disabled"):
-        return os.environ["WANDB_MODE"]
+    if wanted in ("online", "offline", "disabled"):
+        return wanted
     return "online" if has_key() else "offline"
 
 
@@ -254,6 +242,7 @@ def has_key() -> bool:
     """Whether there is an API key where W&B looks for one."""
     if os.environ.get("WANDB_API_KEY"):
         return True
+    # A server of one's own has its own entry in netrc.
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
@@ -263,6 +252,7 @@ def has_key() -> bool:
 
 def _run_id(folder: Path) -> str:
     """The W&B id of the run in a folder, the same after every restart."""
+    # A file of the run folder, so that a copy of the folder resumes the same W&B run elsewhere.
     path = folder / _FILE
     if not path.exists():
         storage.write_text(path, json.dumps({"id": _trial() or uuid.uuid4().hex[:8]}) + "\n")

@@ -9,56 +9,33 @@ from __future__ import annotations
 import html
 import itertools
 import json
-import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import NotRequired, TypeAlias, TypedDict
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from trainer.config import Tree
 from trainer.config.renamed import read_stored
-from trainer.errors import ConfigError, DataError, SamestepError
+from trainer.errors import ConfigError, DataError
+from trainer.monitoring.curves import moving_average
 from trainer.monitoring.jsonl import Row, read_rows
+from trainer.storage import write_text
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float64]
 Columns: TypeAlias = dict[str, tuple[Ints, Floats]]
 """By metric: the indices of the rows that have it, and its values there."""
 
-Numbers: TypeAlias = list[float | None]
-"""JSON has no infinity and no NaN."""
-
 _SMOOTHING = 50  # a moving average covers 1/50 of a curve
 _BUCKETS = 400  # of a curve, about one for each pixel of a chart
 _MOST_RUNS = 10  # colors that one can tell apart
 _NOT_SMOOTHED = ("train/lr", "heldout/")
 _NOT_PLOTTED = ("train/tokens", "train/examples", "perf/eta_seconds", "perf/energy_joules")
-
-
-class Curve(TypedDict):
-    """Row indices and values of a metric, and of its moving average if it has enough rows."""
-
-    at: list[int]
-    y: Numbers
-    mean_at: NotRequired[list[int]]
-    mean: NotRequired[Numbers]
-
-
-class Described(TypedDict):
-    """A run, as page.js reads it."""
-
-    name: str
-    path: str
-    summary: dict[str, float | None]
-    axes: dict[str, Numbers]
-    series: dict[str, Curve]
-    shares: dict[str, float]
-    starts: list[Row]
 
 
 def write_report(
@@ -77,51 +54,43 @@ def write_report(
     Raises:
         ConfigError: there are too many runs, or a folder is not a run.
         DataError: no run has metrics.
-        SamestepError: the file cannot be written.
+        StorageError: the file cannot be written.
     """
     if len(runs) > _MOST_RUNS:
         raise ConfigError(
             f"a report shows at most {_MOST_RUNS} runs, not {len(runs)}; leave some out"
         )
-    configs: list[Tree] = []
-    described: list[Described] = []
-    for run, name in zip(map(Path, runs), _names(runs), strict=True):
-        configs.append(_read_config(run))
-        described.append(_describe(run, name, configs[-1]))
-    if not any(each["series"] for each in described):
+    folders = [Path(run) for run in runs]
+    names = _names(folders)
+    configs = [_read_config(folder) for folder in folders]
+    described = [_describe(*run) for run in zip(folders, names, configs, strict=True)]
+    if not any(run["series"] for run in described):
         raise DataError(
             f"{', '.join(runs)} has no metrics yet; train for at least training.log_every steps"
         )
-    for each in described:
-        each["summary"]["planned_memory_gib"] = planned_memory(Path(each["path"]))
+    for run, folder in zip(described, folders, strict=True):
+        run["summary"]["planned_memory_gib"] = planned_memory(folder)
     data = {"runs": described, "settings": _settings(configs)}
-    page, style, script = (_resource(f"page.{kind}") for kind in ("html", "css", "js"))
     parts = {
-        "TITLE": html.escape(" · ".join(each["name"] for each in described)),
-        "STYLE": style,
-        "SCRIPT": script,
+        "TITLE": html.escape(" · ".join(names)),
+        "STYLE": _resource("page.css"),
+        "SCRIPT": _resource("page.js"),
         # Inside <script>, "<" is the only character that could end the script.
         "DATA": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
-    page = re.sub("__(TITLE|STYLE|SCRIPT|DATA)__", lambda found: parts[found[1]], page)
-    temporary = output.with_name(f".{output.name}.tmp")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(output)
-    except OSError as error:
-        raise SamestepError(
-            f"cannot write the report {output}: {error.strerror}; choose another file"
-        ) from error
+    # All in one pass: a name may contain "__DATA__", which must stay as it is.
+    pattern = f"__({'|'.join(parts)})__"
+    page = re.sub(pattern, lambda found: parts[found[1]], _resource("page.html"))
+    write_text(output, page)
 
 
 def _resource(name: str) -> str:
     return files(__name__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _names(runs: Sequence[str]) -> list[str]:
+def _names(folders: Sequence[Path]) -> list[str]:
     """Names of runs: the last part of their paths, or as many parts as make them differ."""
-    paths = [Path(run).resolve().parts for run in runs]
+    paths = [folder.resolve().parts for folder in folders]
     for parts in range(1, max(map(len, paths)) + 1):
         names = ["/".join(path[-parts:]) for path in paths]
         if len(set(names)) == len(names):
@@ -137,11 +106,13 @@ def _read_config(folder: Path) -> Tree:
     return read_stored(folder / "config.yaml")
 
 
-def _describe(folder: Path, name: str, config: Tree) -> Described:
+def _describe(folder: Path, name: str, config: Tree) -> Tree:
+    """A run, as page.js reads it."""
     rows = list(read_rows(folder / "metrics.jsonl"))
     starts = list(read_rows(folder / "starts.jsonl"))
     steps = np.array([row["step"] for row in rows], dtype=np.float64)
     hours = _hours(np.array([row["time"] for row in rows]), [start["time"] for start in starts])
+    # Rows of evaluations have no number of tokens; it is interpolated between their neighbors.
     tokens = np.array([row.get("train/tokens", np.nan) for row in rows])
     known = np.isfinite(tokens)
     if known.any():
@@ -152,26 +123,23 @@ def _describe(folder: Path, name: str, config: Tree) -> Described:
         for metric, column in columns.items()
         if metric not in _NOT_PLOTTED and not metric.startswith("time/")
     }
-    used = _renumber(series)
+    used = _renumber(series.values())
+    axes = {"step": steps, "tokens": tokens, "hours": hours}
     return {
         "name": name,
         "path": str(folder.resolve()),
-        "summary": _summary(config, columns, steps, hours, tokens, starts),
-        "axes": {
-            "step": _rounded(steps[used]),
-            "tokens": _rounded(tokens[used]),
-            "hours": _rounded(hours[used]),
-        },
+        "summary": _summary(config, columns, axes, starts),
+        "axes": {axis: _rounded(values[used]) for axis, values in axes.items()},
         "series": series,
         "shares": _shares(columns, steps),
         "starts": starts,
     }
 
 
-def _renumber(series: Mapping[str, Curve]) -> Ints:
+def _renumber(series: Iterable[Tree]) -> Ints:
     """Renumbers the row indices of curves to the rows that any curve uses; returns these rows."""
-    places = [curve["at"] for curve in series.values()]
-    places += [curve["mean_at"] for curve in series.values() if "mean_at" in curve]
+    # Example: curves at the rows 10 20 and 20 40 use the rows 10 20 40, and become 0 1 and 1 2.
+    places = [curve[key] for curve in series for key in ("at", "mean_at") if key in curve]
     used = np.unique(np.concatenate([np.array([], dtype=np.int64), *places]))
     for rows in places:
         rows[:] = np.searchsorted(used, rows).tolist()
@@ -180,20 +148,17 @@ def _renumber(series: Mapping[str, Curve]) -> Ints:
 
 def _columns(rows: Iterable[Row]) -> Columns:
     """By metric: the indices of the rows that have a finite value, and the values."""
-    places, values = defaultdict(list), defaultdict(list)
+    found: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for place, row in enumerate(rows):
         for metric, value in row.items():
-            if (
-                metric not in ("step", "time")
-                and isinstance(value, int | float)
-                and abs(value) < np.inf
-            ):
-                places[metric].append(place)
-                values[metric].append(value)
-    return {
-        metric: (np.array(places[metric]), np.array(values[metric], dtype=np.float64))
-        for metric in places
-    }
+            is_finite = isinstance(value, int | float) and abs(value) < np.inf
+            if is_finite and metric not in ("step", "time"):
+                found[metric].append((place, value))
+    columns: Columns = {}
+    for metric, pairs in found.items():
+        places, values = zip(*pairs, strict=True)
+        columns[metric] = np.array(places), np.array(values, dtype=np.float64)
+    return columns
 
 
 def _hours(times: Floats, starts: Sequence[float]) -> Floats:
@@ -216,22 +181,26 @@ def _hours(times: Floats, starts: Sequence[float]) -> Floats:
     return hours
 
 
-def _series(places: Ints, values: Floats, smooth: bool) -> Curve:
-    """A curve of at most 2 x `_BUCKETS` points: the minimum and maximum of each, so peaks stay."""
+def _series(places: Ints, values: Floats, smooth: bool) -> Tree:
+    """A curve of at most 2 x `_BUCKETS` points: the minimum and maximum of each, so peaks stay.
+
+    Returns:
+        Row indices "at" and values "y"; with enough rows also a moving average, "mean_at" and
+        "mean".
+    """
     kept = np.arange(len(values))
     if len(values) > 2 * _BUCKETS:
         edges = np.linspace(0, len(values), _BUCKETS + 1).astype(int)
-        cuts = [(begin, values[begin:end]) for begin, end in itertools.pairwise(edges)]
-        extremes = [begin + place for begin, cut in cuts for place in (cut.argmin(), cut.argmax())]
-        kept = np.unique([0, *extremes, len(values) - 1])
-    curve: Curve = {"at": places[kept].tolist(), "y": _rounded(values[kept])}
+        extremes = [0, len(values) - 1]
+        for begin, end in itertools.pairwise(edges):
+            bucket = values[begin:end]
+            extremes += [begin + bucket.argmin(), begin + bucket.argmax()]
+        kept = np.unique(extremes)
+    curve: Tree = {"at": places[kept].tolist(), "y": _rounded(values[kept])}
     if smooth and len(values) >= 2 * _SMOOTHING:
-        window = np.ones(len(values) // _SMOOTHING)
-        mean = np.convolve(values, window, "same") / np.convolve(
-            np.ones(len(values)), window, "same"
-        )
+        mean = moving_average(values, len(values) // _SMOOTHING)
         kept = np.unique(np.linspace(0, len(values) - 1, _BUCKETS).astype(int))
-        curve["mean_at"], curve["mean"] = places[kept].tolist(), _rounded(mean[kept])
+        curve |= {"mean_at": places[kept].tolist(), "mean": _rounded(mean[kept])}
     return curve
 
 
@@ -240,44 +209,46 @@ def _shares(columns: Columns, steps: Floats) -> dict[str, float]:
     if "perf/seconds_per_step" not in columns:
         return {}
     places, per_step = columns["perf/seconds_per_step"]
-    seconds, evaluation = np.zeros(len(steps)), np.zeros(len(steps))
+    seconds, evaluation = np.zeros((2, len(steps)))
     if "time/evaluation" in columns:
-        evaluation[columns["time/evaluation"][0]] = columns["time/evaluation"][1]
-    # seconds_per_step excludes evaluations, whose fraction is of the whole time.
+        rows, fractions = columns["time/evaluation"]
+        evaluation[rows] = fractions
+    # seconds_per_step excludes evaluations, whose fraction is of the whole time. Example: 1 s of
+    # training in a row that evaluated for 0.9 of its time makes 1 / (1 - 0.9) = 10 s.
     seconds[places] = per_step * np.diff(steps[places], prepend=0)
     seconds /= np.maximum(1 - evaluation, 1e-9)
-    return {
-        name.removeprefix("time/"): round(
-            float(shares @ seconds[rows] / max(seconds.sum(), 1e-9)), 5
-        )
-        for name, (rows, shares) in columns.items()
-        if name.startswith("time/") and not name.startswith("time/communication")
-    }
+    total = max(seconds.sum(), 1e-9)
+    shares = {}
+    for name, (rows, fractions) in columns.items():
+        # Communication overlaps the sections, which add up to the whole time.
+        if name.startswith("time/") and not name.startswith("time/communication"):
+            share = float(fractions @ seconds[rows] / total)
+            shares[name.removeprefix("time/")] = round(share, 5)
+    return shares
 
 
 def _summary(
-    config: Tree,
-    columns: Columns,
-    steps: Floats,
-    hours: Floats,
-    tokens: Floats,
-    starts: Sequence[Row],
+    config: Tree, columns: Columns, axes: dict[str, Floats], starts: Sequence[Row]
 ) -> dict[str, float | None]:
     """The run's row of the summary table; None for unknown figures."""
 
     def figure(metric: str, reduce: Callable[[Floats], float]) -> float | None:
         return float(reduce(columns[metric][1])) if metric in columns else None
 
+    def last(axis: str) -> float | None:
+        values = axes[axis]
+        return float(values[-1]) if len(values) and np.isfinite(values[-1]) else None
+
     return {
-        "step": int(steps[-1]) if len(steps) else 0,
+        "step": int(last("step") or 0),
         "steps": config.get("training", {}).get("steps"),
         "train_loss": figure(
             "train/loss", lambda values: values[-max(1, len(values) // _SMOOTHING) :].mean()
         ),
         "heldout_loss": figure("heldout/loss", lambda values: values[-1]),
         "best_heldout_loss": figure("heldout/loss", np.min),
-        "tokens": float(tokens[-1]) if len(tokens) and np.isfinite(tokens[-1]) else None,
-        "hours": float(hours[-1]) if len(hours) and np.isfinite(hours[-1]) else None,
+        "tokens": last("tokens"),
+        "hours": last("hours"),
         "tokens_per_second": figure("perf/tokens_per_second", np.median),
         "mfu": figure("perf/mfu", np.median),
         "mfu_useful": figure("perf/mfu_useful", np.median),
@@ -290,43 +261,34 @@ def _summary(
     }
 
 
-def _settings(configs: Sequence[Tree]) -> list[dict[str, object]]:
-    """All settings: dotted key, value in each run, and whether the values differ.
-
-    The output folder always differs and is not marked.
-    """
-    flat = [_leaves(config) for config in configs]
-    keys = list(dict.fromkeys(key for settings in flat for key in settings))
-    table = [
-        (key, [_value(settings[key]) if key in settings else "" for settings in flat])
-        for key in keys
-    ]
-    return [
-        {"key": key, "values": values, "differs": key != "output" and len(set(values)) > 1}
-        for key, values in table
-    ]
+def _settings(configs: Sequence[Tree]) -> list[Tree]:
+    """All settings: dotted key, value in each run, and whether the values differ."""
+    flat = [dict(_leaves(config)) for config in configs]
+    table = []
+    for key in dict.fromkeys(itertools.chain(*flat)):
+        values = [settings.get(key, "") for settings in flat]
+        # The output folder always differs and is not marked.
+        differs = key != "output" and len(set(values)) > 1
+        table.append({"key": key, "values": values, "differs": differs})
+    return table
 
 
-def _value(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _leaves(tree: Tree, path: str = "") -> Tree:
-    flat: Tree = {}
+def _leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, str]]:
+    """The settings of a tree by dotted key; an empty section is a setting, too."""
     for key, value in tree.items():
-        flat |= (
-            _leaves(value, f"{path}{key}.")
-            if isinstance(value, dict) and value
-            else {f"{path}{key}": value}
-        )
-    return flat
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value if isinstance(value, str) else json.dumps(value)
 
 
-def _rounded(values: Floats) -> Numbers:
+def _rounded(values: Floats) -> list[float | None]:
     """Six significant digits: more than a pixel can show, in half the bytes of all."""
+    # JSON has no infinity and no NaN.
     return [float(f"{value:.6g}") if abs(value) < np.inf else None for value in values.tolist()]
 
 
 def default_output(runs: Sequence[str]) -> Path:
     """The default file: in the run folder, or for several runs in the working folder."""
-    return Path(runs[0], "report.html") if len(runs) == 1 else Path(os.curdir, "report.html")
+    folder = runs[0] if len(runs) == 1 else "."
+    return Path(folder, "report.html")
