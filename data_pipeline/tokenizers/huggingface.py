@@ -1,7 +1,4 @@
-"""Tokenizers that Hugging Face's package `tokenizers` runs.
-
-WordPiece and byte-level BPE, or any other of theirs.
-"""
+"""Tokenizers run by Hugging Face's package `tokenizers`: WordPiece, byte-level BPE and others."""
 
 from __future__ import annotations
 
@@ -13,29 +10,23 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from data_pipeline.format.manifest import token_dtype
 from data_pipeline.format.shards import Tokens
-from data_pipeline.tokenizers.alignment import trim
+from data_pipeline.tokenizers.alignment import Aligned, trim
 from data_pipeline.tokenizers.words import WordEncoder, ends_tokens_with_words
 from trainer.config import Tree
 from trainer.examples import Vocabulary
 
 _BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-_ROBERTA_SPECIAL = [
-    "<s>",
-    "<pad>",
-    "</s>",
-    "<unk>",
-]  # <mask> is the last id of RoBERTa's vocabulary
-_ALPHABET_LIMIT = (
-    1000  # distinct characters a WordPiece vocabulary spells words with, as for BERT's own
-)
+# Without <mask>, which has the last id of RoBERTa's vocabulary.
+_ROBERTA_SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
+# Distinct characters that a WordPiece vocabulary spells words with, as in BERT's own.
+_ALPHABET_LIMIT = 1000
 
-# What a special token is called where the tokenizer's settings do not say.
+# Names of special tokens that the tokenizer's settings do not give.
 _USUAL_NAMES = {
     "pad": ("[PAD]", "<pad>"),
     "unk": ("[UNK]", "<unk>"),
@@ -71,7 +62,7 @@ def train_bpe(
     if lowercase:
         backend.normalizer = normalizers.Lowercase()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,
+        vocab_size=vocab_size - 1,  # <mask> is added afterwards
         min_frequency=min_frequency,
         special_tokens=_ROBERTA_SPECIAL,
         show_progress=False,
@@ -84,10 +75,16 @@ def train_bpe(
 
 
 class HuggingFace:
-    """A tokenizer of the package `tokenizers`; see `data_pipeline.tokenizers.tokenizer.Backend`.
+    """A tokenizer of the package `tokenizers`; methods as in `tokenizer.Tokenizer`.
+
+    Attributes:
+        vocabulary: its size and special tokens.
+        names: its special tokens by role, as transformers names roles, such as pad_token.
+        settings: tokenizer_config.json, as transformers reads it.
 
     Args:
-        backend: the tokenizer; it will find no special tokens in text any more, nor cut or pad.
+        backend: the tokenizer. It is changed: it no longer finds special tokens in text, truncates
+            or pads.
         settings: its tokenizer_config.json.
     """
 
@@ -96,44 +93,38 @@ class HuggingFace:
         backend.no_padding()
         backend.encode_special_tokens = True
         self._backend = backend
-        names = {role: _special_token(backend, settings, role) for role in _USUAL_NAMES}
-        self.names = {f"{role}_token": name for role, name in names.items() if name is not None}
-        self.settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.names, **settings}
-        ids = {
-            role: None if name is None else backend.token_to_id(name)
-            for role, name in names.items()
-        }
-        special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-        special.update(i for i in ids.values() if i is not None)
         vocab = backend.get_vocab()
-        sentinels = next(n for n in itertools.count() if f"<extra_id_{n}>" not in vocab)
+        names = {role: _special_token(vocab, settings, role) for role in _USUAL_NAMES}
+        self.names = {f"{role}_token": name for role, name in names.items() if name}
+        self.settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.names, **settings}
+        ids = {role: vocab[name] for role, name in names.items() if name}
+        added = backend.get_added_tokens_decoder().items()
+        special = {*ids.values(), *(i for i, token in added if token.special)}
+        numbered = (f"<extra_id_{n}>" for n in itertools.count())
         self.vocabulary = Vocabulary(
             size=max(vocab.values(), default=-1) + 1,
-            **{role: ids[role] for role in ("pad", "cls", "sep", "mask", "eos")},
+            **{role: ids.get(role) for role in ("pad", "cls", "sep", "mask", "eos")},
             special=tuple(sorted(special)),
             continuing=_continuing(backend, vocab),
-            sentinels=tuple(vocab[f"<extra_id_{n}>"] for n in range(sentinels)),
+            sentinels=tuple(vocab[t] for t in itertools.takewhile(vocab.__contains__, numbered)),
             between=_between(backend),
         )
         self._dtype = token_dtype(self.vocabulary.size)
 
     @cached_property
     def _words(self) -> WordEncoder | None:
-        """The quick way to encode, where it is known to give the same ids."""
-        return (
-            WordEncoder(self._backend, self._dtype)
-            if ends_tokens_with_words(self._backend)
-            else None
-        )
+        """The faster way to encode, for tokenizers known to give the same ids by it."""
+        is_known = ends_tokens_with_words(self._backend)
+        return WordEncoder(self._backend, self._dtype) if is_known else None
 
-    @cached_property
     def fingerprint(self) -> str:
-        """The same for every version of `tokenizers`."""
+        """Hex SHA-256 of everything that determines the ids of a text.
+
+        It is the same for every version of `tokenizers`.
+        """
         content = json.loads(self._backend.to_str())
-        parts = [
-            _explicit(content[part])
-            for part in ("model", "normalizer", "pre_tokenizer", "added_tokens")
-        ]
+        sections = ("model", "normalizer", "pre_tokenizer", "added_tokens")
+        parts = [_explicit(content[section]) for section in sections]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
@@ -142,15 +133,14 @@ class HuggingFace:
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
-    def encode_aligned(self, texts: Sequence[str]) -> list[tuple[Tokens, npt.NDArray[np.int64]]]:
+    def encode_aligned(self, texts: Sequence[str]) -> list[Aligned]:
+        # The fast encoding above has no offsets, and neither have remembered words.
         encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
-        return [
-            (
-                np.array(encoding.ids, self._dtype),
-                trim(text, np.array(encoding.offsets, np.int64).reshape(-1, 2)),
-            )
-            for text, encoding in zip(texts, encodings, strict=True)
-        ]
+        aligned = []
+        for text, encoding in zip(texts, encodings, strict=True):
+            spans = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            aligned.append((np.array(encoding.ids, self._dtype), trim(text, spans)))
+        return aligned
 
     def decode(self, ids: list[int]) -> str:
         return self._backend.decode(ids, skip_special_tokens=False)
@@ -159,77 +149,71 @@ class HuggingFace:
         return self._backend.id_to_token(token_id)
 
     def files(self) -> dict[str, bytes]:
+        """The model's files, by name."""
         return {"tokenizer.json": self._backend.to_str(pretty=True).encode()}
 
 
-def _special_token(backend: tokenizers.Tokenizer, settings: Tree, role: str) -> str | None:
+def _special_token(vocab: dict[str, int], settings: Tree, role: str) -> str | None:
+    """Returns the token for a role, or None: by the settings, its usual name, or a similar role."""
     fallback = {"cls": "bos_token", "sep": "eos_token"}.get(role, "")
     named = [settings.get(f"{role}_token"), *_USUAL_NAMES[role], settings.get(fallback)]
     names = [name["content"] if isinstance(name, dict) else name for name in named]
-    return next((name for name in names if name and backend.token_to_id(name) is not None), None)
+    return next((name for name in names if name and name in vocab), None)
 
 
 def _continuing(backend: tokenizers.Tokenizer, vocab: dict[str, int]) -> tuple[int, ...] | None:
-    """The ids of the tokens that go on with a word.
-
-    None where neither they nor those that begin one are marked.
-    """
+    """Returns the ids of tokens that continue a word; None if the vocabulary does not mark them."""
     if isinstance(backend.model, models.WordLevel):
         return ()
     if isinstance(backend.model, models.WordPiece):
+        # The mark is on the tokens that continue a word: "##ing".
         mark = backend.model.continuing_subword_prefix
         return tuple(sorted(i for token, i in vocab.items() if token.startswith(mark)))
+    # Elsewhere it is on the tokens that begin one, and stands for the space before.
     kind = str(backend.pre_tokenizer)
     mark = "Ġ" if "ByteLevel" in kind else "▁" if "Metaspace" in kind else ""
-    return (
-        tuple(sorted(i for token, i in vocab.items() if not token.startswith(mark)))
-        if mark
-        else None
-    )
+    if not mark:
+        return None
+    return tuple(sorted(i for token, i in vocab.items() if not token.startswith(mark)))
 
 
 def read(folder: Path, settings: Tree) -> tokenizers.Tokenizer:
-    """Reads tokenizer.json, or else vocab.txt, or else vocab.json and merges.txt.
+    """Reads tokenizer.json, else vocab.txt, else vocab.json and merges.txt.
 
     Raises:
-        FileNotFoundError: none of these is there.
+        FileNotFoundError: none of these exists.
     """
     if (folder / "tokenizer.json").is_file():
         return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     if (folder / "vocab.txt").is_file():
         tokens = (folder / "vocab.txt").read_text(encoding="utf-8").rstrip("\n").split("\n")
+        # A vocabulary without capital letters, but for special tokens, was made for lower case.
         cased = any(token != token.lower() for token in tokens if not token.startswith("["))
-        backend = _wordpiece(
-            {t: i for i, t in enumerate(tokens)}, settings.get("do_lower_case", not cased)
-        )
+        lowercase = settings.get("do_lower_case", not cased)
+        backend = _wordpiece({token: i for i, token in enumerate(tokens)}, lowercase)
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        backend = _byte_level_bpe(
-            models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-        )
+        files = (str(folder / "vocab.json"), str(folder / "merges.txt"))
+        backend = _byte_level_bpe(models.BPE.from_file(*files))
     else:
         raise FileNotFoundError(folder)
-    known = {
-        name
-        for names in _USUAL_NAMES.values()
-        for name in names
-        if backend.token_to_id(name) is not None
-    }
-    backend.add_special_tokens(
-        [_mask_token(name) if name == "<mask>" else name for name in sorted(known)]
-    )
+    usual = set(itertools.chain.from_iterable(_USUAL_NAMES.values()))
+    known = sorted(usual.intersection(backend.get_vocab()))
+    special = [_mask_token(name) if name == "<mask>" else name for name in known]
+    backend.add_special_tokens(special)
     _set_template(backend)
     return backend
 
 
 def _mask_token(name: str) -> tokenizers.AddedToken:
-    """RoBERTa's mask takes the place of a word with the space before it, which its vocabulary
-    counts as the word's.
+    """Makes RoBERTa's mask token.
+
+    It replaces a word with the space before it, since the vocabulary has the space in the word.
     """
     return tokenizers.AddedToken(name, lstrip=True, special=True)
 
 
 def _wordpiece(vocab: dict[str, int], lowercase: bool) -> tokenizers.Tokenizer:
-    """As BERT's own tokenizer (Devlin et al. 2019)."""
+    """Makes BERT's own tokenizer (Devlin et al. 2019)."""
     backend = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -238,9 +222,9 @@ def _wordpiece(vocab: dict[str, int], lowercase: bool) -> tokenizers.Tokenizer:
 
 
 def _byte_level_bpe(model: models.BPE) -> tokenizers.Tokenizer:
-    """As GPT-2's tokenizer (Radford et al.
+    """Makes GPT-2's tokenizer (Radford et al. 2019).
 
-    2019): every byte is in the vocabulary, so nothing is unknown.
+    Every byte is in the vocabulary, so no text is unknown.
     """
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -249,9 +233,9 @@ def _byte_level_bpe(model: models.BPE) -> tokenizers.Tokenizer:
 
 
 def _set_template(backend: tokenizers.Tokenizer) -> None:
-    """Sets how `transformers` wraps a sequence in special tokens.
+    """Sets how `transformers` puts special tokens around a sequence.
 
-    The pipeline leaves that to the objectives.
+    For `transformers` only: in samestep, the objectives place special tokens.
     """
     for cls, sep, template in (
         ("[CLS]", "[SEP]", processors.BertProcessing),
@@ -264,9 +248,9 @@ def _set_template(backend: tokenizers.Tokenizer) -> None:
 
 
 def _between(backend: tokenizers.Tokenizer) -> int:
-    """How many special tokens the tokenizer's own template puts between two texts.
+    """Number of special tokens between the two texts of a pair in the tokenizer's own template.
 
-    1 where it has none.
+    1 if it has no template.
     """
     if backend.post_processor is None:
         return 1
@@ -275,19 +259,23 @@ def _between(backend: tokenizers.Tokenizer) -> int:
         if part["type"] == "RobertaProcessing":
             return 2
         if part["type"] == "TemplateProcessing":
-            kinds = [next(iter(piece)) for piece in part["pair"]]  # SpecialToken or Sequence
+            # "[CLS] A [SEP] B [SEP]" is SpecialToken, Sequence, SpecialToken, Sequence, ...: the
+            # sequences are at 1 and 3, with one token between them.
+            kinds = [next(iter(piece)) for piece in part["pair"]]
             first, *others = (i for i, kind in enumerate(kinds) if kind == "Sequence")
             return max(1, others[0] - first - 1) if others else 1
     return 1
 
 
 def _explicit(settings: object) -> object:
-    """Leaves out what is null, false or empty text, at any depth.
+    """Removes values that are null, false or empty text, at any depth.
 
-    So new versions write settings that old ones lack.
+    New versions of `tokenizers` write settings that old versions lack, with such values.
     """
-    if isinstance(settings, dict):
-        return {
-            k: _explicit(v) for k, v in settings.items() if not (v is None or v is False or v == "")
-        }
-    return [_explicit(entry) for entry in settings] if isinstance(settings, list) else settings
+    if isinstance(settings, list):
+        return [_explicit(entry) for entry in settings]
+    if not isinstance(settings, dict):
+        return settings
+    # Not `v in (None, False, "")`: 0 equals False, and is a value.
+    kept = (k for k, v in settings.items() if not (v is None or v is False or v == ""))
+    return {k: _explicit(settings[k]) for k in kept}

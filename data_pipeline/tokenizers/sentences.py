@@ -1,7 +1,7 @@
-"""Splits documents into sentences, which the segments of `packing: pairs` are made of.
+"""Splits documents into sentences, which the segments of `packing: pairs` consist of.
 
-A splitter reads text alone, so any tokenizer goes with it. What it does is fixed by its name and
-version, which the manifest records: boundaries are part of a dataset.
+A splitter reads text alone, so it works with any tokenizer. The manifest records its name and
+version, since sentence boundaries are part of a dataset.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ Splitter: TypeAlias = Literal["rules", "lines"]
 
 _VERSIONS: dict[Splitter, int] = {"rules": 1, "lines": 1}  # raise one when its boundaries change
 
-_FULL_WIDTH = (
-    "\u3002\uff01\uff1f"  # the full stop, exclamation and question marks of Chinese and Japanese
-)
+# The full stop, exclamation mark and question mark of Chinese and Japanese.
+_FULL_WIDTH = "\u3002\uff01\uff1f"
 _MARKS = f".!?\u2026{_FULL_WIDTH}"
 _CLOSING = "\"'\u2019\u201d\xbb)\\]\u300d\u300f"
 _OPENING = "\"'\u2018\u201c\xab(["
-# Where a sentence may end: marks and what closes behind them, or a line's end, and the white space
-# that follows.
+# A possible end of a sentence: marks and closing quotes or brackets, or the end of a line, and the
+# white space that follows.
 _END = re.compile(rf"[{_MARKS}\n][{_MARKS}{_CLOSING}]*\s*")
 _NEXT_LINE = re.compile(r"\n\s*")
 _WORD = re.compile(r"[^\W\d_]+\Z")
-_LONGEST_WORD = 12  # characters that are looked at before a full stop
+_LONGEST_WORD = 12  # characters before a full stop in which an abbreviation is searched
 _ABBREVIATIONS = frozenset(
     re.findall(
         r"\w+",
@@ -38,42 +37,44 @@ _ABBREVIATIONS = frozenset(
 
 
 def splitter_version(splitter: Splitter) -> str:
-    """What a splitter does at present, by name: "rules 1"."""
+    """Returns name and version of a splitter, such as "rules 1"."""
     return f"{splitter} {_VERSIONS[splitter]}"
 
 
 def split(text: str, splitter: Splitter) -> list[str]:
-    """Cuts a text into sentences, none empty unless the text is; end to end they are the text.
+    """Splits a text into sentences; joined, they are the text. None is empty unless the text is.
 
-    `lines` takes every line that is not blank for a sentence, as BERT's own data preparation does.
-    `rules` ends one at a blank line, and at . ! ? or an ellipsis before white space, unless the
-    next letter is in lower case, or the full stop belongs to an initial or an abbreviation. The
+    `lines` takes every line that is not blank as a sentence, as BERT's own data preparation does.
+    `rules` ends a sentence at a blank line, and at . ! ? or an ellipsis before white space, unless
+    the next letter is lower-case, or the full stop belongs to an initial or an abbreviation. The
     full-width marks of Chinese and Japanese need no space.
 
-    Of the white space between two sentences the last character goes to the second one. So
-    tokenizers that keep words apart by white space (WordPiece) or begin them with it (byte-level
-    BPE) make the same tokens of the sentences as of the whole text.
+    The last character of the white space between two sentences belongs to the second one. So
+    tokenizers that separate words at white space (WordPiece) or attach it to the next word
+    (byte-level BPE) make the same tokens from the sentences as from the whole text.
     """
     firsts = _after_lines(text) if splitter == "lines" else _after_marks(text)
+    # "One.  Two." has its second sentence at 6; it is split at 5, into "One. " and " Two.".
     cuts = [first - text[first - 1].isspace() for first in firsts]
     return [text[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(text)])]
 
 
 def _after_lines(text: str) -> Iterator[int]:
-    """The offset of the first character of each line that is not blank, but for the first."""
+    """Yields the offset of the first visible character of each line but the first."""
     begun = len(text) - len(text.lstrip())
     return (match.end() for match in _NEXT_LINE.finditer(text, begun) if match.end() < len(text))
 
 
 def _after_marks(text: str) -> Iterator[int]:
-    """The offset of the first character of each sentence but the first."""
+    """Yields the offset of the first visible character of each sentence but the first."""
     for match in _END.finditer(text, len(text) - len(text.lstrip())):
         end, first = match[0], match.end()
         if first == len(text):
             return
-        if end.count("\n") > 1:
+        if end.count("\n") > 1:  # a blank line
             yield first
         elif end[0] in _FULL_WIDTH:
+            # Without a space, another mark or a quote may follow, which belongs to this sentence.
             if end[-1].isspace() or text[first].isalnum():
                 yield first
         elif end[0] != "\n" and end[-1].isspace():
@@ -83,10 +84,11 @@ def _after_marks(text: str) -> Iterator[int]:
 
 
 def _is_abbreviated(text: str, match: re.Match[str]) -> bool:
-    """Whether it is a lone full stop that belongs to the word before it."""
+    """Whether the match is a single full stop that belongs to the word before it."""
     if match[0].rstrip() != ".":
         return False
     word = _WORD.search(text, max(0, match.start() - _LONGEST_WORD), match.start())
-    return word is not None and (
-        (len(word[0]) == 1 and word[0].isupper()) or word[0].lower() in _ABBREVIATIONS
-    )
+    if word is None:
+        return False
+    is_initial = len(word[0]) == 1 and word[0].isupper()
+    return is_initial or word[0].lower() in _ABBREVIATIONS
