@@ -193,10 +193,8 @@ def _build(args: argparse.Namespace) -> int:
     config = load_recipe(args.config, args.overrides)
     if args.check:
         build.check(config)
-    elif part is None:
-        build.build(config, force=args.force)
     else:
-        build.build_slice(config, part)
+        build.build(config, args.force, part)
     return EXIT_DONE
 
 

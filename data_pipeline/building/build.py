@@ -1,12 +1,12 @@
-"""`samestep data build`: raw text to a dataset folder of shards, in parallel, resumable and the
-same every time.
+"""`samestep data build`: turns raw text into a dataset folder of shards, in parallel.
 
-One coordinator reads the source in order and cuts it into units (`units`); worker processes turn
-each unit into its shards and leave its outcome in `DIR/.build`. A build that was stopped, at any
-moment and by anything, goes on with the units that have no outcome of the same input and settings.
-The manifest gathers the outcomes and is written last.
+A build can be resumed, and the result is the same every time. One coordinator reads the source in
+order and splits it into units (`units`); worker processes turn each unit into its shards and store
+its outcome in `DIR/.build`. A build that was stopped, at any moment and by anything, resumes with
+the units that have no outcome of the same input and settings. The manifest collects the outcomes
+and is written last.
 
-The units may also be shared out among several builds at once, on one machine or many (`slices`).
+Several builds can also share the units, on one machine or many (`slices`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import json
 import logging
 import os
 import re
-import resource
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -44,30 +44,28 @@ from trainer.storage import atomic_write, shown
 
 logger = logging.getLogger(__name__)
 
-_MANY_UNKNOWN = 1e-3  # a usual share is far less
-_MOST_NAMED = 3  # files in a message
+_MANY_UNKNOWN = 1e-3  # fraction of tokens; usual text has far fewer
 _SHARD_NAME = re.compile(r"(train|heldout)-\d{6,}\.tar")
 
 
 @dataclass(frozen=True)
 class Config:
-    """A dataset: what it is made from, and how.
+    """A dataset: its source, and how it is built.
 
     Attributes:
         source: where the raw text comes from.
         tokenizer: the tokenizer, and how `samestep data tokenizer` trains it.
         output: the dataset's folder.
-        heldout_fraction: share of the documents, chosen by the hash of their text, that is kept for
-            evaluation; not used where the source names files for that.
-        shard_bytes: raw text that goes into one shard, which is also the unit of work.
+        heldout_fraction: fraction of the documents, chosen by the hash of their text, that is held
+            out for evaluation; not used if the source names files for that.
+        shard_bytes: bytes of raw text in a shard, which is also the unit of work.
         limit: how much of the source is read, decompressed, such as "1GB": its first documents;
             None means all of it.
         sentences: how documents are split into sentences, which `packing: pairs` needs: "rules"
-            (marks and blank lines) or "lines" (each line is a sentence); None leaves boundaries
-            out.
-        workers: processes; None means one a core.
-        on_error: what a record that holds no document does: "stop" the build, or be counted, listed
-            and left out ("skip").
+            (marks and blank lines) or "lines" (each line is a sentence); None omits boundaries.
+        workers: number of processes; None means one per core.
+        on_error: whether a record without a document stops the build ("stop"), or is counted,
+            listed and left out ("skip").
     """
 
     source: Annotated[SourceConfig, Kinds("data_pipeline.sources")]
@@ -83,18 +81,17 @@ class Config:
     def __post_init__(self) -> None:
         if not 0 <= self.heldout_fraction < 1:
             raise ConfigError(
-                "heldout_fraction is a share of the documents in [0, 1), not "
-                f"{self.heldout_fraction}"
+                f"heldout_fraction must be a fraction in [0, 1), not {self.heldout_fraction}"
             )
         if self.shard_bytes < 1:
             raise ConfigError(
-                f"shard_bytes must be at least 1, not {self.shard_bytes}; the default is {2**25}"
+                f"shard_bytes must be at least 1, not {self.shard_bytes}. The default is {2**25}."
             )
         if self.workers is not None and self.workers < 1:
             raise ConfigError(
-                f"workers must be at least 1, not {self.workers}; leave it out for one a core"
+                f"workers must be at least 1, not {self.workers}. Leave it out for one per core."
             )
-        _ = self.limit_bytes  # refuses what is no size
+        _ = self.limit_bytes  # rejects text that is no size
 
     @property
     def limit_bytes(self) -> int | None:
@@ -102,57 +99,42 @@ class Config:
         return None if self.limit is None else parse_size(self.limit, "limit")
 
 
-def build(config: Config, force: bool = False) -> Manifest:
-    """Builds a dataset, or goes on with a build that was stopped.
+def build(config: Config, force: bool = False, part: Slice | None = None) -> Manifest | None:
+    """Builds a dataset, or resumes a build that was stopped.
 
     Args:
         config: what to build.
-        force: whether a finished dataset of other settings may be replaced.
+        force: replace a finished dataset of other settings.
+        part: the slice to build; None builds all. The slice that finds the units of all others
+            finished completes the dataset.
 
     Returns:
-        The manifest, also where the finished dataset was there already.
+        The manifest, also if the dataset was finished before; None if other slices still have units
+        to build.
 
     Raises:
         ConfigError: the source has no files.
-        DataError: a record is bad and `on_error` is "stop", the folder is not free for this, or it
-            cannot be written.
+        DataError: a record is bad and `on_error` is "stop"; the folder is used by something else or
+            cannot be written; another process builds the same slice; or the finished dataset is
+            damaged.
     """
-    built = _Build(config).run(force)
-    assert built is not None
-    return built
+    return _Build(config, part).run(force)
 
 
 def check(config: Config) -> None:
-    """Refuses what `build` would before it reads any text.
+    """Rejects what `build` would reject before it reads any text.
 
     Raises:
         ConfigError: the source has no files.
         DataError: there is no tokenizer.
     """
-    _Build(config)
-
-
-def build_slice(config: Config, part: Slice) -> Manifest | None:
-    """Builds a slice of a dataset.
-
-    The one that finds the units of all others there makes the dataset of them.
-
-    Returns:
-        The manifest, also where the finished dataset was there already; None where others still
-        have units to make.
-
-    Raises:
-        ConfigError: the source has no files.
-        DataError: as `build`; or the same slice is being built by another process, or the finished
-            dataset is damaged.
-    """
-    return _Build(config, part).run()
+    _Build(config, None)
 
 
 class _Build:
-    """One build: what it makes, where, and what it has counted."""
+    """One build: its inputs, its folder and its counts."""
 
-    def __init__(self, config: Config, part: Slice | None = None) -> None:
+    def __init__(self, config: Config, part: Slice | None) -> None:
         self.config = config
         self.part = part
         self.folder = Path(config.output)
@@ -162,59 +144,48 @@ class _Build:
             "heldout_fraction": config.heldout_fraction,
             "shard_bytes": config.shard_bytes,
         }
-        if config.limit_bytes is not None:  # so that datasets built without one are what they were
+        # Optional settings are left out, so the digests of datasets without them never change.
+        if config.limit_bytes is not None:
             self.settings["limit"] = config.limit_bytes
-        if config.sentences is not None:
-            self.settings["sentences"] = splitter_version(config.sentences)
         if isinstance(self.source, PairSource):
-            if config.sentences is not None:
-                raise ConfigError(
-                    f"sentences is {config.sentences}, and pairs of texts have none; leave it out"
-                )
             self.settings["target_file"] = self.source.target_file
         if isinstance(self.source, TaskSource):
-            if config.sentences is not None:
-                raise ConfigError(
-                    f"sentences is {config.sentences}, and rows of a task have none; leave it out"
-                )
             self.settings["task"] = {"target": self.source.kind, "labels": list(self.source.labels)}
-        # Not the signatures of addresses: datasets are passed on, and the next signature names the
-        # same text.
+        if config.sentences is not None:
+            if isinstance(self.source, (PairSource, TaskSource)):
+                raise ConfigError(
+                    f"sentences is {config.sentences}, but pairs and rows of a task have none. "
+                    "Leave it out."
+                )
+            self.settings["sentences"] = splitter_version(config.sentences)
+        # Without the signatures in addresses: the next signature names the same text, and datasets
+        # are given to others.
         self.files = tuple(map(shown, self.source.files))
         self.source_tree: Tree = to_tree(config)["source"]
-        for name in [
-            name for name in self.source_tree if name.endswith("paths") or name == "heldout"
-        ]:
-            self.source_tree[name] = [shown(path) for path in self.source_tree[name]]
-        recipe = [
-            FORMAT,
-            self.tokenizer.fingerprint,
-            self.source_tree,
-            _original_settings(self.settings),
-        ]
+        for name in self.source_tree:
+            if name.endswith("paths") or name == "heldout":
+                self.source_tree[name] = list(map(shown, self.source_tree[name]))
+        # With the original names of settings, so builds from before a renaming can resume.
+        original = renamed.original({"settings": self.settings})["settings"]
+        recipe = [FORMAT, self.tokenizer.fingerprint, self.source_tree, original]
         self.digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-        self.units: list[str] = []  # digest of each, of other slices too
+        self.units: list[str] = []  # digest of each unit, those of other slices included
         self.unknown = 0
-        self.stopped_by: list[
-            tuple[int, tuple[int, int, str]]
-        ] = []  # unit, its first rejected record
+        self.rejected: list[tuple[int, tuple[int, int, str]]] = []  # unit, its first bad record
 
-    def run(self, force: bool = False) -> Manifest | None:
-        if (
-            not force
-            and (self.folder / MANIFEST).exists()
-            and not (self.folder / ".build").exists()
-        ):
-            return self._finished_already()
+    def run(self, force: bool) -> Manifest | None:
+        is_finished = (self.folder / MANIFEST).exists() and not (self.folder / ".build").exists()
+        if is_finished and not force:
+            return self._finished_before()
         before = _cpu_seconds()
         with Claim(self.folder, self.part) as claim:
             with claim.door():
                 alone = claim.enter()
-                # Finished while this one waited, or by one killed before all was tidy. Listed,
-                # since a network file system asks its server for a list, and may remember of a
-                # single name that it was missing.
+                # Another build may have finished while this one waited, or was killed before it
+                # tidied up. The folder is listed because a network file system may remember that a
+                # single name was missing, but asks its server for a list.
                 if not force and MANIFEST in os.listdir(self.folder):
-                    found = self._finished_already()
+                    found = self._finished_before()
                     if alone:
                         self._tidy(found)
                     return found
@@ -222,137 +193,119 @@ class _Build:
                     (self.folder / MANIFEST).unlink(missing_ok=True)
                     self.tokenizer.save(self.folder / "tokenizer")
                 claim.stay(self.digest, alone)
-            meter = self._make_units()
+            meter = self._build_units()
             with claim.door():
-                if self.part is not None and not self._is_last(claim.end()):
+                if self.part is not None and not self._is_last(self.part, claim.end()):
                     return None
-                built = self._gather()
+                built = self._collect()
                 built.save(self.folder)
                 self._tidy(built)
         self._report(built, meter, _cpu_seconds() - before)
+        # The units of other slices were built elsewhere, and this build has checked their sizes
+        # only.
         if self.part is not None and (problems := verify(self.folder)):
             raise DataError(
-                f"{self.folder} is damaged ({len(problems)} problems): {problems[0]}; build it "
-                "again with --force"
+                f"{self.folder} is damaged ({len(problems)} problems): {problems[0]}. Build it "
+                "again with --force."
             )
         return built
 
-    def _finished_already(self) -> Manifest:
+    def _finished_before(self) -> Manifest:
         found = Manifest.load(self.folder)
         same = (found.tokenizer_fingerprint, found.source, found.settings, found.files)
         if same != (self.tokenizer.fingerprint, self.source_tree, self.settings, self.files):
             raise DataError(
                 f"{self.folder} holds a finished dataset that was built from another source, "
-                "tokenizer or settings; "
-                f"choose another folder with output=DIR, or replace it with --force"
+                "tokenizer or settings. Choose another folder with output=DIR, or replace it with "
+                "--force."
             )
         logger.info(
-            "%s is built already; if the source files have changed, build it again with --force",
+            "%s is built already. If the source files have changed, build it again with --force.",
             self.folder,
         )
         return found
 
-    def _make_units(self) -> Meter:
-        """Makes every unit of this build that is not there yet; returns what was counted."""
+    def _build_units(self) -> Meter:
+        """Builds every missing unit of this build; returns the counts."""
         settings = (self.config.heldout_fraction, self.digest, self.config.sentences)
         start = partial(UnitWriter, self.folder, self.source, *settings)
         workers = self.config.workers or _cores()
+        title = "building" if self.part is None else f"building slice {self.part}"
         try:
             with (
-                Meter("building" if self.part is None else f"building slice {self.part}") as meter,
+                Meter(title) as meter,
                 closing(pool.process(self._missing_units(meter), start, workers)) as results,
             ):
                 for unit, outcome in results:
-                    self._check(unit.index, outcome)
+                    self._note_rejected(unit.index, outcome)
                     meter.advance(unit.share, unit.size, outcome.documents_in)
         except KeyboardInterrupt:
-            logger.warning(
-                "stopped; the shards finished so far are kept: run the same command again to go on"
-            )
+            logger.warning("stopped; finished shards are kept. Run the same command to resume.")
             raise
         self._stop_if_rejected()
         if self.part is not None and self.part.index > len(self.units):
-            logger.info(
-                "slice %s has nothing to make: the source gives %d units only",
-                self.part,
-                len(self.units),
-            )
+            logger.info("slice %s is empty: there are %d units only", self.part, len(self.units))
         return meter
 
     def _missing_units(self, meter: Meter) -> Iterator[Unit]:
-        for unit in cut(
-            limited(self.source.records(), self.config.limit_bytes), self.config.shard_bytes
-        ):
-            if (
-                self.stopped_by
-            ):  # units that came before are finished still: the first bad record of all is reported
+        records = limited(self.source.records(), self.config.limit_bytes)
+        for unit in cut(records, self.config.shard_bytes):
+            # Units before this one are still finished, so the first bad record of all is reported,
+            # whichever worker found one first.
+            if self.rejected:
                 return
             self.units.append(unit.digest)
             if self.part is not None and not self.part.has(unit.index):
                 meter.advance(unit.share, 0, len(unit.records))
             elif outcome := self._outcome(unit.index):
-                self._check(unit.index, outcome)
                 meter.advance(unit.share, 0, outcome.documents_in)
             else:
                 yield unit
 
     def _outcome(self, index: int) -> Outcome | None:
-        """The outcome on disk of a unit if it is what the unit would give now, and its shards are
-        whole.
-        """
+        """Reads the outcome of a unit; None unless it is up to date and its shards are complete."""
         outcome = Outcome.load(outcome_path(self.folder, index))
         if outcome is None or (outcome.build, outcome.digest) != (self.digest, self.units[index]):
             return None
-        paths = {self.folder / shard.name: shard.bytes for shard in outcome.shards.values()}
-        return (
-            outcome
-            if all(path.exists() and path.stat().st_size == size for path, size in paths.items())
-            else None
-        )
+        for shard in outcome.shards.values():
+            path = self.folder / shard.name
+            if not path.exists() or path.stat().st_size != shard.bytes:
+                return None
+        self._note_rejected(index, outcome)
+        return outcome
 
-    def _check(self, index: int, outcome: Outcome) -> None:
+    def _note_rejected(self, index: int, outcome: Outcome) -> None:
         if outcome.rejected and self.config.on_error == "stop":
-            self.stopped_by.append((index, outcome.rejected[0]))
+            self.rejected.append((index, outcome.rejected[0]))
 
     def _stop_if_rejected(self) -> None:
-        if self.stopped_by:
-            raise rejection(self.source, *min(self.stopped_by)[1])
+        if self.rejected:
+            raise rejection(self.source, *min(self.rejected)[1])
 
-    def _is_last(self, alone: bool) -> bool:
-        """Whether this slice finds all units there and nobody else at work, and so merges.
-
-        If not, says why.
+    def _is_last(self, part: Slice, alone: bool) -> bool:
+        """Whether all units are finished and nobody else is at work, so that this slice merges.
 
         Raises:
             DataError: a unit of another slice has a bad record.
         """
-        there = set(os.listdir(self.folder / ".build"))  # before any is opened, as in `run`
-        missing = 0
-        for index in range(len(self.units)):
-            if outcome_path(self.folder, index).name not in there:
-                missing += 1
-            elif (
-                alone
-            ):  # else others may wait at the door meanwhile, and the last of them looks closely
-                if outcome := self._outcome(index):
-                    self._check(index, outcome)
-                else:
-                    missing += 1
+        found = set(os.listdir(self.folder / ".build"))  # listed before any is opened, as in `run`
+        # With others at work, names are enough: the last of them looks at the content.
+        missing = sum(
+            outcome_path(self.folder, index).name not in found
+            or (alone and self._outcome(index) is None)
+            for index in range(len(self.units))
+        )
         if alone and not missing:
             self._stop_if_rejected()
             return True
         left = (
-            f"others still have to make {missing} of {len(self.units)} units"
-            if missing
-            else "others are at work still"
+            f"{missing} of {len(self.units)} units are missing" if missing else "others are at work"
         )
-        logger.info(
-            "slice %s of %s is done: %s, and the last one merges", self.part, self.folder, left
-        )
+        logger.info("slice %s of %s is done; %s. The last slice merges.", part, self.folder, left)
         return False
 
-    def _gather(self) -> Manifest:
-        """Makes the manifest of the outcomes, and lists what was rejected."""
+    def _collect(self) -> Manifest:
+        """Makes the manifest from the outcomes, and lists the rejected records."""
         splits: dict[str, list[ShardInfo]] = {"train": [], "heldout": []}
         reasons: Counter[str] = Counter()
         documents_in = 0
@@ -370,24 +323,18 @@ class _Build:
                     file.write(json.dumps(entry).encode() + b"\n")
         if not reasons:
             (self.folder / "rejected.jsonl").unlink()
-        first_heldout = (
-            self.source.first_heldout if isinstance(self.source, (TaskSource, PairSource)) else None
-        )
         counts = f"{documents_in} read, {reasons.total()} rejected ({dict(reasons)})"
+        first_heldout = self.source.first_heldout
         if first_heldout is not None and not splits["heldout"]:
-            limit = (
-                "" if self.config.limit is None else f", raise limit, which is {self.config.limit},"
-            )
-            names = ", ".join(self.files[first_heldout : first_heldout + _MOST_NAMED])
             raise DataError(
-                "the source's files of held-out rows give none: "
-                f"{names}{' ...' * (len(self.files) > _MOST_NAMED)} "
-                f"({counts}); correct them{limit} or leave them out"
+                f"no held-out row of the source is usable, from {self.files[first_heldout]} on: "
+                f"{counts}. Correct source.heldout or leave it out, or raise limit."
             )
-        if not splits["train"] and first_heldout != 0:  # unless it was given nothing to train on
+        # A source of held-out files alone is for evaluation.
+        if first_heldout != 0 and not splits["train"]:
             raise DataError(
-                f"the source holds no document to train on: {counts}; correct source or "
-                "heldout_fraction"
+                f"the source holds no document to train on: {counts}. Correct source or "
+                "heldout_fraction."
             )
         vocab_size = self.tokenizer.vocabulary.size
         return Manifest(
@@ -404,71 +351,51 @@ class _Build:
         )
 
     def _tidy(self, built: Manifest) -> None:
-        """Removes the outcomes, and shards and temporary files that stopped builds of other
-        settings or input left.
-        """
+        """Removes the outcomes, and shards and temporary files left by stopped builds."""
         names = {shard.name for shard in built.shards}
         for path in self.folder.iterdir():
-            if path.name.endswith(".tmp") or (
-                _SHARD_NAME.fullmatch(path.name) and path.name not in names
-            ):
+            is_old = _SHARD_NAME.fullmatch(path.name) and path.name not in names
+            if is_old or path.name.endswith(".tmp"):
                 path.unlink()
-        shutil.rmtree(self.folder / ".build", ignore_errors=True)  # of NFS, for one: see Claim
+        # On NFS, the folder of a file that is still open cannot be removed: see `Claim.__exit__`.
+        shutil.rmtree(self.folder / ".build", ignore_errors=True)
 
     def _report(self, built: Manifest, meter: Meter, cpu_seconds: float) -> None:
         for reason, count in built.documents_rejected.items():
-            logger.warning(
-                "rejected %d: %s (each listed in %s/rejected.jsonl)", count, reason, self.folder
-            )
+            logger.warning("rejected %d: %s (see %s/rejected.jsonl)", count, reason, self.folder)
         tokens = sum(shard.tokens for shard in built.shards)
         if self.unknown > _MANY_UNKNOWN * tokens:
             logger.warning(
-                "%.2f %% of the tokens stand for text that the tokenizer does not know (%s): a "
-                "model cannot learn it; "
-                "look with samestep data show, and use a tokenizer of text like this, or for one "
-                "of SentencePiece "
-                "a larger tokenizer.character_coverage or byte_fallback",
-                100 * self.unknown / tokens,
-                f"{self.unknown:,}",
+                f"{self.unknown / tokens:.2%} of the tokens stand for text that the tokenizer does "
+                f"not know ({self.unknown:,}), and a model cannot learn it. Look at it with "
+                "samestep data show, and use a tokenizer of similar text or, for SentencePiece, a "
+                "higher tokenizer.character_coverage or byte_fallback."
             )
         if not built.splits["train"]:
             logger.warning("all rows are held out: this dataset is for evaluation only")
         if not built.splits["heldout"]:
-            logger.warning(
-                "no document is held out for evaluation; raise heldout_fraction to have some"
-            )
+            logger.warning("no document is held out for evaluation. Raise heldout_fraction.")
+        documents = sum(shard.documents for shard in built.shards)
         logger.info(
-            "built %s: %s documents, %s tokens, %d shards in %.1f s, %.2f MB per CPU-second",
-            self.folder,
-            f"{sum(shard.documents for shard in built.shards):,}",
-            f"{tokens:,}",
-            len(built.shards),
-            meter.seconds,
-            meter.megabytes / cpu_seconds,
+            f"built {self.folder}: {documents:,} documents, {tokens:,} tokens, "
+            f"{len(built.shards)} shards in {meter.seconds:.1f} s, "
+            f"{meter.megabytes / cpu_seconds:.2f} MB per CPU-second"
         )
 
 
-def _original_settings(settings: Tree) -> Tree:
-    """The settings with their original names, so that builds from before a renaming can resume."""
-    original: Tree = renamed.original({"settings": settings})["settings"]
-    return original
-
-
 def rejection(source: Source, file: int, line: int, reason: str) -> DataError:
-    """The error that names a record which holds no document."""
+    """Makes the error that names a record without a document."""
     return DataError(
-        f"{shown(source.files[file])}:{line}: {reason}; correct it, or leave such documents out "
-        "with on_error=skip, "
-        f"which counts and lists them"
+        f"{shown(source.files[file])}:{line}: {reason}. Correct it, or count, list and leave out "
+        "such documents with on_error=skip."
     )
 
 
 def _cores() -> int:
-    """Cores this process may use."""
+    """Number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _cpu_seconds() -> float:
-    """CPU time of this process and of its children that have ended."""
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    """CPU time, user and system, of this process and of its children that have ended."""
+    return time.process_time() + sum(os.times()[2:4])

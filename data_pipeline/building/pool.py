@@ -1,8 +1,8 @@
-"""Worker processes fed one item at a time through a pipe each.
+"""Worker processes that get one item at a time, each through a pipe of its own.
 
-Not `concurrent.futures`: there, items queue up in memory, on Python before 3.12 a worker that dies
-while an item is being sent can hang the whole pool, and workers outlive a parent that is killed. A
-pipe per worker has none of these.
+Not `concurrent.futures`: its items queue up in memory, before Python 3.12 a worker that dies while
+an item is sent can hang the whole pool, and its workers survive a parent that is killed. A pipe per
+worker has none of these faults.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import signal
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from multiprocessing import resource_tracker
@@ -29,34 +28,33 @@ Result = TypeVar("Result")
 def process(
     items: Iterator[Item], start: Callable[[], Callable[[Item], Result]], workers: int
 ) -> Generator[tuple[Item, Result], None, None]:
-    """Applies a function to every item in worker processes, one for each of the first items.
+    """Applies a function to every item, in worker processes.
 
-    Closing the generator ends the workers at once, so what they write must be atomic.
+    Closing the generator ends the workers at once, so files that they write must be atomic.
 
     Args:
         items: consumed only when a worker is free, so at most `workers` of them are in memory.
         start: called once in each worker; returns the function.
-        workers: largest number of processes.
+        workers: maximum number of processes; fewer start if there are fewer items.
 
     Yields:
-        Items with their results, in the order in which they are done.
+        Items with their results, in the order in which they finish.
 
     Raises:
-        DataError: a worker was killed. What the function raises is raised here too.
+        DataError: a worker was killed. What the function raises is raised here, too.
     """
+    # All workers start, and import, before the first item is sent: sending waits for the worker to
+    # read.
+    first = list(itertools.islice(items, workers))
     started: list[_Worker[Item, Result]] = []
-    first: deque[Item] = deque()
     busy: dict[_Worker[Item, Result], Item] = {}
     try:
-        # Sending an item waits for the worker to read it, so all of them start, and import, before
-        # the first is sent.
-        for waiting in itertools.islice(items, workers):
-            first.append(waiting)
+        for _ in first:
             started.append(_Worker(start))
         free = list(started)
         while True:
             while free:
-                item = first.popleft() if first else next(items, None)
+                item = first.pop(0) if first else next(items, None)
                 if item is None:
                     break
                 worker = free.pop()
@@ -81,12 +79,13 @@ class _Worker(Generic[Item, Result]):
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, start), daemon=True)
-        # Ctrl-C reaches the whole group; the parent decides. A mask holds from a process's birth,
-        # imports included.
-        resource_tracker.ensure_running()  # starting it would unblock the signal
+        # Ctrl-C reaches the whole process group, but only the parent reacts. A signal mask is
+        # inherited, so it holds during the imports of the new process, too.
+        resource_tracker.ensure_running()  # starting it later would unblock the signal
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self._process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        # Only the worker holds its end now, so the pipe breaks when the worker dies.
         theirs.close()
 
     def send(self, item: Item) -> None:
@@ -114,9 +113,8 @@ class _Worker(Generic[Item, Result]):
         self._process.join()
         return DataError(
             f"a worker process ended without an answer (exit code {self._process.exitcode}; -9 "
-            "often means that memory "
-            "ran out); what was finished is kept: run the same command again, with fewer workers "
-            "if memory is short"
+            "often means that memory ran out). Finished shards are kept: run the same command "
+            "again, with fewer workers if memory is short."
         )
 
 
@@ -130,10 +128,9 @@ def _serve(connection: Connection, start: Callable[[], Callable[[Item], Result]]
                 function = function or start()
                 connection.send((function(item), None))
             except Exception as error:
+                # Pickling an exception loses its traceback. The messages of a DataError need none.
                 if not isinstance(error, DataError):
-                    error.add_note(
-                        traceback.format_exc()
-                    )  # a pickled exception loses its traceback
+                    error.add_note(traceback.format_exc())
                 connection.send((None, error))
 
 

@@ -1,10 +1,9 @@
-"""How far a long command is: a bar on a terminal, a log line now and then elsewhere."""
+"""Progress of a long command: a bar on a terminal, elsewhere a log line every few seconds."""
 
 from __future__ import annotations
 
 import logging
 import time
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -23,15 +22,17 @@ class Meter:
         self._title = title
         self._share, self._documents = 0.0, 0
         self._started = self._shown = time.monotonic()
-        columns = (
+        console = Console(stderr=True)
+        self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("{task.percentage:3.0f}%"),
-        )
-        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-        console = Console(stderr=True)
-        self._bar = Progress(
-            *columns, *times, console=console, disable=not console.is_terminal, transient=True
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
         )
         self._task = self._bar.add_task(title, total=1.0)
 
@@ -39,12 +40,7 @@ class Meter:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     @property
@@ -53,7 +49,13 @@ class Meter:
         return time.monotonic() - self._started
 
     def advance(self, share: float, size: int, documents: int) -> None:
-        """Adds finished work: the share of the whole that it is, its bytes and its documents."""
+        """Adds finished work.
+
+        Args:
+            share: fraction of the whole.
+            size: bytes; 0 for work of an earlier run, which must not raise the rate.
+            documents: number of them.
+        """
         self._share += share
         self._documents += documents
         self.megabytes += size / 1e6
@@ -61,9 +63,8 @@ class Meter:
         if now - self._shown < (_LOG_EVERY if self._bar.disable else _DRAW_EVERY):
             return
         self._shown = now
-        text = (
-            f"{self._title} {self.megabytes / self.seconds:.2f} MB/s, {self._documents:,} documents"
-        )
+        rate = self.megabytes / self.seconds
+        text = f"{self._title} {rate:.2f} MB/s, {self._documents:,} documents"
         if self._bar.disable:
             left = self.seconds * (1 - self._share) / max(self._share, 1e-9)
             logger.info("%s, %.0f%%, %.0f s left", text, 100 * self._share, left)

@@ -1,15 +1,15 @@
 """`samestep data push`: copies a finished dataset to an object store.
 
-The manifest is written last, under its own name: without it there is no dataset at the address. It
-is written first as `manifest.partial.json`, which says for whom the shards there are, so that a
-push that was stopped can go on.
+The manifest is written last under its own name: without it there is no dataset at the address. At
+the start it is written as `manifest.partial.json`, which says whose shards are there, so a push
+that was stopped can resume.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -28,103 +28,85 @@ _TRANSFERS = 8  # at a time
 
 
 def push(folder: Path, url: str, force: bool = False) -> None:
-    """Copies a dataset to `url`, or goes on with that.
-
-    Shards that are there already are not sent again.
+    """Copies a dataset to `url`, or resumes that; shards that are there are not sent again.
 
     Args:
         folder: the dataset.
-        url: the address of its copy.
-        force: whether another dataset at the address may be replaced.
+        url: address of the copy.
+        force: replace another dataset at the address.
 
     Raises:
-        ConfigError: nothing can be written at such an address.
-        DataError: the dataset is unfinished or damaged, something else is at the address, or a
+        ConfigError: such an address cannot be written.
+        DataError: the dataset is unfinished or damaged, the address holds something else, or a
             transfer fails.
     """
     if not storage.is_url(url) or not storage.is_writable(url):
         raise ConfigError(
-            f"nothing can be pushed to {storage.shown(url)}; name a folder of an object store, "
-            "such as s3://BUCKET/NAME"
+            f"{storage.shown(url)} cannot be written. Name a folder of an object store, such as "
+            "s3://BUCKET/NAME."
         )
     url = url.rstrip("/")
-    dataset = Dataset.open(folder)
-    manifest = dataset.manifest
-    _free(url, manifest, force)
+    manifest = Dataset.open(folder).manifest
+    _make_way(url, manifest, force)
     storage.upload(folder / MANIFEST, f"{url}/{PARTIAL_MANIFEST}")
-    for name in _small_files(folder):
-        storage.upload(folder / name, f"{url}/{name}")
+    tokenizer = [f"tokenizer/{name}" for name in (*TOKENIZER_FILES, SENTENCEPIECE_MODEL)]
+    counts = [f".cache/{file.name}" for file in sorted(folder.glob(".cache/*.counts"))]
+    for name in (*tokenizer, *counts, "rejected.jsonl"):
+        if (folder / name).exists():
+            storage.upload(folder / name, f"{url}/{name}")
     sent = 0
     total = sum(shard.bytes for shard in manifest.shards)
     with Meter("pushing") as meter, ThreadPoolExecutor(_TRANSFERS) as threads:
-        for shard, is_new in zip(
-            manifest.shards, threads.map(partial(_send, folder, url), manifest.shards), strict=True
-        ):
-            meter.advance(shard.bytes / total, shard.bytes if is_new else 0, shard.documents)
+        results = threads.map(partial(_send, folder, url), manifest.shards)
+        for shard, is_new in zip(manifest.shards, results, strict=True):
+            meter.advance(shard.bytes / total, shard.bytes * is_new, shard.documents)
             sent += is_new
     storage.upload(folder / MANIFEST, f"{url}/{MANIFEST}")
     storage.remove(f"{url}/{PARTIAL_MANIFEST}")
-    kept = len(manifest.shards) - sent
     logger.info(
-        "pushed %s: %d shards sent, %d were there; train on it with data.path=%s",
-        folder,
-        sent,
-        kept,
-        url,
+        f"pushed {folder}: {sent} shards sent, {len(manifest.shards) - sent} were there. Train on "
+        f"it with data.path={url}"
     )
 
 
-def _small_files(folder: Path) -> Iterator[str]:
-    names = (f"tokenizer/{name}" for name in (*TOKENIZER_FILES, SENTENCEPIECE_MODEL))
-    yield from (name for name in names if (folder / name).exists())
-    yield from (f".cache/{file.name}" for file in sorted(folder.glob(".cache/*.counts")))
-    if (folder / "rejected.jsonl").exists():
-        yield "rejected.jsonl"
-
-
-def _free(url: str, manifest: Manifest, force: bool) -> None:
-    """Makes sure that what is at the address, if anything, is of the dataset.
+def _make_way(url: str, manifest: Manifest, force: bool) -> None:
+    """Removes another dataset from the address, if `force`.
 
     Raises:
-        DataError: it is not, and is no other dataset that may be replaced.
+        DataError: the address holds something else.
     """
-    found = [
-        there for name in (MANIFEST, PARTIAL_MANIFEST) if (there := _manifest_at(f"{url}/{name}"))
-    ]
+    found = []
+    for name in (MANIFEST, PARTIAL_MANIFEST):
+        with suppress(ObjectNotFoundError):
+            found.append(Manifest.parse(storage.read(f"{url}/{name}"), f"{url}/{name}"))
     if not found and storage.names(url):
-        raise DataError(f"{url} is neither empty nor a dataset; push to another address")
-    others = [there for there in found if there.digest != manifest.digest]
-    if others and not force:
+        raise DataError(f"{url} is neither empty nor a dataset. Push to another address.")
+    others = [other for other in found if other.digest != manifest.digest]
+    if not others:
+        return
+    if not force:
         raise DataError(
-            f"{url} holds another dataset; push to another address, or replace it with --force"
+            f"{url} holds another dataset. Push to another address, or replace it with --force."
         )
-    for other in others:
-        with ThreadPoolExecutor(_TRANSFERS) as threads:
-            list(threads.map(lambda shard: storage.remove(f"{url}/{shard.name}"), other.shards))
-    if others:  # last, or its shards would be nobody's if this were stopped
-        storage.remove(f"{url}/{MANIFEST}")
-        storage.remove(f"{url}/{PARTIAL_MANIFEST}")
-
-
-def _manifest_at(path: str) -> Manifest | None:
-    try:
-        return Manifest.parse(storage.read(path), path)
-    except ObjectNotFoundError:
-        return None
+    # The manifests last: without them, the shards of an interrupted removal would be nobody's.
+    shards = {f"{url}/{shard.name}" for other in others for shard in other.shards}
+    with ThreadPoolExecutor(_TRANSFERS) as threads:
+        list(threads.map(storage.remove, shards))
+    storage.remove(f"{url}/{MANIFEST}")
+    storage.remove(f"{url}/{PARTIAL_MANIFEST}")
 
 
 def _send(folder: Path, url: str, shard: ShardInfo) -> bool:
-    """Uploads a shard; returns False if an object of its size exists: objects appear whole."""
+    """Uploads a shard; returns False if it is there already."""
     address = f"{url}/{shard.name}"
-    try:
+    # The size is enough to know it, since objects appear only when they are complete.
+    with suppress(ObjectNotFoundError):
         if storage.size(address) == shard.bytes:
             return False
-    except ObjectNotFoundError:
-        pass
     if storage.upload(folder / shard.name, address).sha256 != shard.sha256:
         storage.remove(address)
         raise DataError(
-            f"the bytes of {folder / shard.name} have changed (SHA-256 differs); build the dataset "
-            "again"
+            f"the bytes of {folder / shard.name} have changed (SHA-256 differs). Build the dataset "
+            "again."
         )
     return True

@@ -1,4 +1,4 @@
-"""Reads the file that `samestep data build` is given: a dataset's recipe, or a fine-tuning task."""
+"""Reads the file of `samestep data build`: the recipe of a dataset, or a fine-tuning task."""
 
 from __future__ import annotations
 
@@ -13,30 +13,34 @@ from trainer.config.tree import merge, parse_override
 from trainer.errors import ConfigError
 
 OF_RUNS = (
-    *(
-        "objective",
-        "score",
-        "epochs",
-        "warmup",
-        "sequence_length",
-        "metrics",
-        "grid",
-        "evaluations",
-        "patience",
-    ),
-    *("start", "published", "published_by", "experiment", "also", "generation"),
+    "objective",
+    "score",
+    "epochs",
+    "warmup",
+    "sequence_length",
+    "metrics",
+    "grid",
+    "evaluations",
+    "patience",
+    "start",
+    "published",
+    "published_by",
+    "experiment",
+    "also",
+    "generation",
 )
-"""Settings of a task file that a dataset does not depend on."""
+"""Settings of a task file that its dataset does not depend on."""
 
 
 @dataclass(frozen=True)
 class TaskData:
-    """The rows of a fine-tuning task: the settings of a task file that its dataset is built from.
+    """The settings of a task file that its dataset is built from.
 
     Attributes:
         source: the rows, held-out ones included.
-        heldout_fraction: share of the rows that is held out, where the source names none that are.
-        on_error: whether a bad row stops the build or is left out ("skip"), counted and listed.
+        heldout_fraction: fraction of the rows that is held out, if the source names none.
+        on_error: whether a bad row stops the build ("stop"), or is counted, listed and left out
+            ("skip").
     """
 
     source: Annotated[SourceConfig, Kinds("data_pipeline.sources")]
@@ -47,23 +51,23 @@ class TaskData:
 def load_recipe(path: str, overrides: Sequence[str] = ()) -> Config:
     """Reads a dataset's recipe, as in configs/data, or a task file, as in configs/tasks.
 
-    A task file names no tokenizer, as it is used with any model, and no output.
+    A task file names no tokenizer, since any model can use it, and no output.
 
     Raises:
-        ConfigError: a setting is unknown or wrong, or a task is given no tokenizer or no output.
+        ConfigError: a setting is unknown or wrong, or a task gets no tokenizer or no output.
     """
     tree = read_tree(path)
     is_task = "objective" in tree
     if is_task:
         tree = {name: value for name, value in tree.items() if name not in OF_RUNS}
         tree = {"heldout_fraction": TaskData.heldout_fraction, **tree}
+    # Applied after the settings of runs are gone: one of these in an override is a mistake.
     for override in overrides:
         tree = merge(tree, parse_override(override))
     if is_task and not {"tokenizer", "output"} <= tree.keys():
         raise ConfigError(
             f"{path} is a task file, which names no tokenizer and no output. Add "
-            "tokenizer.path=FOLDER, "
-            "the tokenizer of the model to fine-tune, and output=FOLDER"
+            "tokenizer.path=FOLDER, the tokenizer of the model to fine-tune, and output=FOLDER."
         )
     config: Config = decode(Config, tree)
     return config

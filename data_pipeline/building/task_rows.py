@@ -1,7 +1,4 @@
-"""Rows of a task as documents.
-
-The tokens of their texts, and as numbers what is to be predicted of them.
-"""
+"""Rows of a task as documents: the tokens of their texts, and their labels as numbers."""
 
 from __future__ import annotations
 
@@ -25,11 +22,11 @@ class Encoded:
     """A document.
 
     Attributes:
-        tokens: [T], of all its texts end to end.
-        parts: int64 [texts], where each text begins.
-        labels: float32 [K], as `trainer.examples.Labels.values`; empty where it is no row of a
+        tokens: [T], of all its texts, one after the other.
+        parts: int64 [texts], the first token of each text.
+        labels: float32 [K], as `trainer.examples.Labels.values`; empty unless it is a row of a
             task.
-        row: the row, with the `offsets` of its last text where labels belong to tokens.
+        row: the row, with the `offsets` of its last text if labels belong to tokens.
     """
 
     tokens: Tokens
@@ -38,40 +35,46 @@ class Encoded:
     row: TaskRow | None = None
 
 
-def encode(rows: Sequence[TaskRow], tokenizer: Tokenizer, kind: TaskKind) -> list[Encoded | str]:
-    """Tokenises rows; where one has nothing to predict, or to predict it from, the reason stands in
-    its place.
+def join(texts: Sequence[Tokens]) -> Encoded:
+    """Concatenates the tokens of texts; empty texts are no parts.
+
+    Texts of 3, 0 and 2 tokens have the parts [0, 3].
     """
+    length = np.array([len(text) for text in texts])
+    return Encoded(np.concatenate(texts), (np.cumsum(length) - length)[length > 0])
+
+
+def encode(rows: Sequence[TaskRow], tokenizer: Tokenizer, kind: TaskKind) -> list[Encoded | str]:
+    """Tokenizes rows; a row without texts or labels to train on becomes the reason for that."""
     texts = list(itertools.chain.from_iterable(row.texts for row in rows))
     encoded: list[tuple[Tokens, Int64 | None]]
     if TASKS[kind].labeled != "row":
         encoded = list(tokenizer.encode_aligned(texts))
-    else:
+    else:  # no label needs an offset, and encoding without them is faster
         encoded = [(tokens, None) for tokens in tokenizer.encode_batch(texts)]
     remaining = iter(encoded)
     return [_encode(row, list(itertools.islice(remaining, len(row.texts))), kind) for row in rows]
 
 
 def pack(documents: Sequence[Encoded], spec: PackSpec) -> Examples:
-    """Rows as examples, one each, that stand in no dataset; for a spec whose texts are `joined`.
+    """Packs rows that are in no dataset into examples, one each; for the layout `joined`.
 
     Args:
         documents: B of them.
-        spec: length of examples, from the objective.
+        spec: from the objective.
     """
+    tokens = np.concatenate([document.tokens for document in documents])
     length = np.array([len(document.tokens) for document in documents], dtype=np.int64)
     start = np.cumsum(length) - length
-    sentences = np.concatenate(
-        [first + document.parts for first, document in zip(start, documents, strict=True)]
-    )
-    packed = parts.plan(
-        ShardIndex(start, length, np.zeros((len(documents), 2), np.uint32), sentences), spec
-    )
-    first, number = start[packed.document] + packed.begin, np.arange(len(documents))
-    tokens = np.concatenate([document.tokens for document in documents])
+    texts = [first + document.parts for first, document in zip(start, documents, strict=True)]
+    origin = np.zeros((len(documents), 2), np.uint32)
+    packed = parts.plan(ShardIndex(start, length, origin, np.concatenate(texts)), spec)
+    number = np.arange(len(documents))
     zeros = np.zeros_like(number)
     return Examples(
-        tokens=tokens[ranges(first, packed.length)].astype(np.int32),
+        tokens=tokens[ranges(start[packed.document] + packed.begin, packed.length)].astype(
+            np.int32
+        ),
         row=np.repeat(number, np.diff(packed.example_start)),
         column=packed.column,
         length=packed.length,
@@ -91,51 +94,50 @@ def pack(documents: Sequence[Encoded], spec: PackSpec) -> Examples:
 def _encode(
     row: TaskRow, texts: Sequence[tuple[Tokens, Int64 | None]], kind: TaskKind
 ) -> Encoded | str:
-    length = np.array([len(tokens) for tokens, _ in texts], dtype=np.int64)
-    if not length.all():
+    document = join([tokens for tokens, _ in texts])
+    if len(document.parts) < len(texts):
         return "no tokens in a text"
-    first_of_text, offsets = np.cumsum(length) - length, texts[-1][1]
+    offsets = texts[-1][1]
     if offsets is None:
-        labels = np.array(
-            row.probabilities or [np.nan if row.label is None else row.label], dtype=np.float64
-        )
+        label = np.nan if row.label is None else row.label
+        labels = np.array(row.probabilities or [label], dtype=np.float64)
     else:
         begin, end, tag = np.array(row.spans, dtype=np.int64).reshape(-1, 3).T
         first, last = _tokens_of(offsets, begin, end)
+        before = document.parts[-1]  # offsets and spans are of the last text
         if kind == "tagging":
-            labels = np.full(length.sum(), -1.0)
-            labels[first_of_text[-1] + first[first <= last]] = tag[first <= last]
-        else:
-            if (first[:1] > last[:1]).any():
-                return "answer without tokens"
-            labels = first_of_text[-1] + np.stack((first[:1], last[:1]), axis=1).reshape(-1).astype(
-                np.float64
-            )
+            # The first token of a word has its tag. Words without tokens are left out.
+            labels = np.full(len(document.tokens), -1.0)
+            labels[before + first[first <= last]] = tag[first <= last]
+        elif (first[:1] > last[:1]).any():
+            return "answer without tokens"
+        else:  # the first of several answers, or nothing if there is none
+            labels = (before + np.append(first[:1], last[:1])).astype(np.float64)
         row = replace(row, offsets=tuple((a, b) for a, b in offsets.tolist()))
     with np.errstate(over="ignore"):
         values = labels.astype(np.float32)
     if not np.isfinite(values).all():
         return "the label is no finite number"
-    return Encoded(np.concatenate([tokens for tokens, _ in texts]), first_of_text, values, row)
+    return replace(document, labels=values, row=row)
 
 
 def _tokens_of(offsets: Int64, begin: Int64, end: Int64) -> tuple[Int64, Int64]:
-    """The first and the last token that share a character with each span.
+    """Returns the first and the last token that share a character with each span.
 
-    The last is before the first if none does.
+    The last one is before the first if no token does. In "a  bc" with the tokens (0, 1), (1, 2) for
+    a space and (3, 5), the span (3, 4) has the tokens 2 and 2, and (1, 2) has the tokens 1 and 0.
 
     Args:
         offsets: int64 [T, 2], the characters of each token, ascending.
         begin, end: int64 [N], of the spans.
     """
-    visible = np.flatnonzero(
-        offsets[:, 0] < offsets[:, 1]
-    )  # what is white space alone belongs to no word
+    visible = np.flatnonzero(offsets[:, 0] < offsets[:, 1])  # white space belongs to no word
     if not len(visible):
         return np.ones_like(begin), np.zeros_like(begin)
-    # An empty span has no characters; it would find a token around it.
     first = np.searchsorted(offsets[visible, 1], begin, side="right")
+    # An empty span has no characters, but the search would find a token around it.
     last = np.where(begin < end, np.searchsorted(offsets[visible, 0], end) - 1, -1)
+    # From numbers among the visible tokens to numbers among all of them.
     none = first > last
     shown = np.append(visible, len(offsets))
     return np.where(none, 1, shown[first]), np.where(none, 0, shown[np.maximum(last, 0)])

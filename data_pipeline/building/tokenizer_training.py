@@ -1,4 +1,4 @@
-"""`samestep data tokenizer`: a tokenizer from the text that a dataset is to be built from."""
+"""`samestep data tokenizer`: trains a tokenizer on the text that a dataset is to be built from."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ logger = logging.getLogger(__name__)
 
 
 def train_tokenizer(config: Config, force: bool = False) -> Tokenizer:
-    """Trains the tokenizer of a dataset on its source and saves it.
+    """Trains the tokenizer of a dataset on its source, and saves it.
 
     Raises:
-        DataError: there is one already and not `force`; or a record is bad and `on_error` is
+        DataError: one exists already and `force` is false; or a record is bad and `on_error` is
             "stop".
     """
     folder = Path(config.tokenizer.path)
     if is_hub_path(config.tokenizer.path):
         raise DataError(
-            f"tokenizer.path {config.tokenizer.path} is trained already; go on with: samestep data "
-            "build"
+            f"tokenizer.path {config.tokenizer.path} is trained already. Continue with: samestep "
+            "data build"
         )
     if not force and folder.exists() and any(folder.iterdir()):
         raise DataError(
-            f"{folder} is there already, and datasets may have been built with it; choose another "
-            "tokenizer.path, or "
-            f"replace it with --force"
+            f"{folder} exists already, and datasets may have been built with it. Choose another "
+            "tokenizer.path, or replace it with --force."
         )
     with Meter("reading") as meter:
         tokenizer = config.tokenizer.train(_texts(config, meter))
     tokenizer.save(folder)
     size = tokenizer.vocabulary.size
     if size < config.tokenizer.vocab_size:
-        logger.warning("the text gives only %d of %d pieces", size, config.tokenizer.vocab_size)
-    logger.info("trained %s: %d pieces in %.1f s", folder, size, meter.seconds)
+        logger.warning("the text gives only %d of %d tokens", size, config.tokenizer.vocab_size)
+    logger.info("trained %s: %d tokens in %.1f s", folder, size, meter.seconds)
     return tokenizer
 
 
 def _texts(config: Config, meter: Meter) -> Iterator[str]:
     source: Source = config.source.build()
+    sample = config.tokenizer.sample
     read = 0.0
     for record in limited(source.records(), config.limit_bytes):
         meter.advance(record.read - read, len(record.data), 1)
@@ -58,5 +58,5 @@ def _texts(config: Config, meter: Meter) -> Iterator[str]:
             if config.on_error == "stop":
                 raise rejection(source, record.file, record.line, str(error)) from None
             continue
-        if config.tokenizer.sample == 1 or hashed_share(text, "sample") < config.tokenizer.sample:
+        if sample == 1 or hashed_share(text, "sample") < sample:
             yield text

@@ -1,8 +1,7 @@
-"""The units of work of a build: a run of records that becomes one shard of each split.
+"""Units of work of a build: runs of records that become one shard of each split.
 
-Where one unit ends and the next begins, and all that comes out of one, depends on the input alone,
-so any number of processes in any order make the same dataset, and a finished unit never needs to be
-made again.
+The limits of units and everything made from them depend on the input alone. So any number of
+processes, in any order, make the same dataset, and a finished unit is never rebuilt.
 """
 
 from __future__ import annotations
@@ -12,23 +11,25 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from data_pipeline.building.task_rows import Encoded, encode
+from data_pipeline.building.task_rows import Encoded, encode, join
 from data_pipeline.format.manifest import ShardInfo, token_dtype
-from data_pipeline.format.shards import Tokens, write_shard
+from data_pipeline.format.shards import write_shard
 from data_pipeline.sources import BadRecord, PairSource, Record, Source, TaskSource
 from data_pipeline.tokenizers import sentences
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.examples import TaskRow
 from trainer.storage import write_text
 
-_BATCH_CHARACTERS = 2**20
+_BATCH_CHARACTERS = 2**20  # tokenized at a time; bounds the memory of the result
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Unit:
         records: in the order of the source.
         digest: hash of the records.
         size: bytes of the records.
-        share: the part of the source that this unit is, in [0, 1]; for progress reports only.
+        share: fraction of the source that the unit is; for progress reports only.
     """
 
     index: int
@@ -51,9 +52,9 @@ class Unit:
 
 
 def limited(records: Iterable[Record], limit: int | None) -> Iterator[Record]:
-    """The records up to the one with which `limit` bytes are reached, that one included.
+    """Yields records until `limit` bytes are reached, the record that reaches them included.
 
-    None means all of them.
+    None means all records.
     """
     if limit is None:
         yield from records
@@ -66,49 +67,64 @@ def limited(records: Iterable[Record], limit: int | None) -> Iterator[Record]:
             return
 
 
-def cut(records: Iterable[Record], size: int) -> Iterator[Unit]:
-    """Cuts a source into units of `size` bytes.
+def _grouped(
+    items: Iterable[Item], size_of: Callable[[Item], int], size: int
+) -> Iterator[list[Item]]:
+    """Groups items in order; a group ends with the item that brings it to `size`.
 
-    Each ends with the record that reaches it, so a unit is never empty.
+    Sizes [10, 0, 95, 5, 200, 3] in groups of 100 are [10, 0, 95], [5, 200] and [3].
     """
-    index, gathered, total, read = 0, list[Record](), 0, 0.0
-    for record in records:
-        gathered.append(record)
-        total += len(record.data)
+    group, total = list[Item](), 0
+    for item in items:
+        group.append(item)
+        total += size_of(item)
         if total >= size:
-            yield Unit(index, gathered, _digest(gathered), total, record.read - read)
-            index, gathered, total, read = index + 1, [], 0, record.read
-    if gathered:
-        yield Unit(index, gathered, _digest(gathered), total, 1 - read)
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
+
+
+def _record_size(record: Record) -> int:
+    return len(record.data)
+
+
+def cut(records: Iterable[Record], size: int) -> Iterator[Unit]:
+    """Splits a source into units of at least `size` bytes, but for the last one."""
+    before = 0.0
+    for index, group in enumerate(_grouped(records, _record_size, size)):
+        read = group[-1].read
+        total = sum(map(_record_size, group))
+        yield Unit(index, group, _digest(group), total, read - before)
+        before = read
 
 
 def _digest(records: list[Record]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for record in records:
+        # With the length, no two lists of records have the same bytes.
         digest.update(f"{record.file} {record.line} {len(record.data)} {record.problem}\n".encode())
         digest.update(record.data)
     return digest.hexdigest()
 
 
 def hashed_share(text: str, purpose: str) -> float:
-    """Maps a text to [0, 1), uniformly, the same in every process; equal texts go to the same
-    place.
-    """
+    """Maps a text to a number in [0, 1), uniformly, and to the same number in every process."""
     digest = hashlib.blake2b(text.encode(), digest_size=8, person=purpose.encode()).digest()
     return int.from_bytes(digest, "little") / 2**64
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a unit; kept beside the shards until the whole build is done.
+    """The result of a unit, stored beside the shards until the whole build is done.
 
     Attributes:
         build: digest of the settings it was made with.
         digest: of the unit.
-        documents_in: records of the unit.
-        rejected: (file, line, reason) of each record that holds no document.
-        shards: split -> shard; a split without documents is not in here.
-        unknown: tokens in them that stand for what the tokenizer does not know.
+        documents_in: number of records of the unit.
+        rejected: (file, line, reason) of each record without a document.
+        shards: split -> shard; without splits that have no documents.
+        unknown: number of tokens that stand for text unknown to the tokenizer.
     """
 
     build: str
@@ -124,42 +140,33 @@ class Outcome:
 
     @classmethod
     def load(cls, path: Path) -> Outcome | None:
-        """Reads it back; None if it is not there or not readable."""
+        """Reads it; None if it does not exist or is damaged."""
         try:
             tree = json.loads(path.read_bytes())
-            shards = {split: ShardInfo(**shard) for split, shard in tree["shards"].items()}
-            rejected = tuple((file, line, reason) for file, line, reason in tree["rejected"])
-            return cls(
-                tree["build"],
-                tree["digest"],
-                tree["documents_in"],
-                rejected,
-                shards,
-                tree["unknown"],
-            )
+            tree["rejected"] = tuple(map(tuple, tree["rejected"]))
+            tree["shards"] = {split: ShardInfo(**info) for split, info in tree["shards"].items()}
+            return cls(**tree)
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
 
 def outcome_path(folder: Path, index: int) -> Path:
-    """Where the outcome of unit `index` of a dataset being built is kept."""
+    """Path of the outcome of unit `index` of a dataset in the making."""
     return folder / ".build" / f"{index:06d}.json"
 
 
 class _Parsed(NamedTuple):
-    """What a record holds: texts that are tokenised each by itself, and for a task the row that
-    they are of.
-    """
+    """A parsed record: texts, each tokenized separately, and for a task the row they belong to."""
 
     file: int
     line: int
-    heldout: bool
+    split: str
     texts: list[str]
-    row: TaskRow | None = None
+    row: TaskRow | None
 
 
 class UnitWriter:
-    """Tokenises units and writes their shards and outcomes; each worker process has one."""
+    """Tokenizes units and writes their shards and outcomes; each worker process has one."""
 
     def __init__(
         self,
@@ -169,29 +176,22 @@ class UnitWriter:
         build: str,
         splitter: sentences.Splitter | None = None,
     ) -> None:
-        """Loads the dataset's tokenizer.
-
-        `build` is the digest of the settings, stored with every outcome.
-        """
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
+        """Loads the dataset's tokenizer; `build` is the digest of the settings."""
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is one process per core already
         self._tokenizer = Tokenizer.load(folder / "tokenizer")
         self._dtype = token_dtype(self._tokenizer.vocabulary.size)
-        self._folder, self._source, self._heldout_fraction, self._build = (
-            folder,
-            source,
-            heldout_fraction,
-            build,
-        )
-        self._splitter = splitter
+        self._folder, self._source, self._build = folder, source, build
+        self._heldout_fraction, self._splitter = heldout_fraction, splitter
+        self._is_task = isinstance(source, TaskSource)
+        self._is_pairs = isinstance(source, PairSource)
 
     def __call__(self, unit: Unit) -> Outcome:
-        """Writes the unit's shards, then its outcome.
+        """Writes the shards of a unit, then its outcome.
 
         Raises:
-            DataError: the disk does not take them.
+            DataError: the disk is full or read-only.
         """
-        # From the first shard on, what an earlier build of other settings said about this unit
-        # would be wrong.
+        # From the first shard on, the outcome of an earlier build with other settings is wrong.
         outcome_path(self._folder, unit.index).unlink(missing_ok=True)
         parsed, rejected = list[_Parsed](), list[tuple[int, int, str]]()
         for record in unit.records:
@@ -199,100 +199,74 @@ class UnitWriter:
                 parsed.append(self._parse(record))
             except BadRecord as error:
                 rejected.append((record.file, record.line, str(error)))
-        encoded = (document for batch in _batches(parsed) for document in self._encode(batch))
-        members: dict[bool, list[tuple[_Parsed, Encoded]]] = {False: [], True: []}
+        batches = _grouped(parsed, lambda each: sum(map(len, each.texts)), _BATCH_CHARACTERS)
+        encoded = itertools.chain.from_iterable(map(self._encode, batches))
+        splits: dict[str, list[tuple[_Parsed, Encoded]]] = {"train": [], "heldout": []}
         for origin, document in zip(parsed, encoded, strict=True):
             if isinstance(document, str):
                 rejected.append((origin.file, origin.line, document))
             else:
-                members[origin.heldout].append((origin, document))
+                splits[origin.split].append((origin, document))
         shards, unknown = {}, 0
-        for split, heldout in (("train", False), ("heldout", True)):
-            if members[heldout]:
-                shards[split] = self._write(
-                    f"{split}-{unit.index:06d}.tar", *zip(*members[heldout], strict=True)
-                )
-            # Of the special tokens, text produces no other.
-            special = self._tokenizer.vocabulary.special
-            unknown += sum(
-                int(np.isin(document.tokens, special).sum()) for _, document in members[heldout]
-            )
-        outcome = Outcome(
-            self._build, unit.digest, len(unit.records), tuple(sorted(rejected)), shards, unknown
-        )
+        special = self._tokenizer.vocabulary.special
+        for split, members in splits.items():
+            if members:
+                shards[split] = self._write(f"{split}-{unit.index:06d}.tar", members)
+            # The only special token that text can produce is [UNK].
+            unknown += sum(int(np.isin(document.tokens, special).sum()) for _, document in members)
+        reasons = tuple(sorted(rejected))
+        outcome = Outcome(self._build, unit.digest, len(unit.records), reasons, shards, unknown)
         outcome.save(outcome_path(self._folder, unit.index))
         return outcome
 
     def _parse(self, record: Record) -> _Parsed:
         row, source = None, self._source
+        # Documents with the same key are in the same split: equal texts, rows that are scored
+        # together, and all targets of a source, or held-out documents would be trained on.
         if isinstance(source, TaskSource):
             row = source.parse_row(record)
             texts = list(row.texts)
-            key = row.group or "\n".join(texts)  # rows that are scored together stay together
+            key = row.group or "\n".join(texts)
         elif isinstance(source, PairSource):
             texts = list(source.parse_pair(record))
-            key = texts[0]  # so that all targets of a source go to the same split
+            key = texts[0]
         else:
             key = source.parse(record)
             texts = [key] if self._splitter is None else sentences.split(key, self._splitter)
-        if isinstance(source, (TaskSource, PairSource)) and source.first_heldout is not None:
-            heldout = record.file >= source.first_heldout
+        if source.first_heldout is not None:
+            is_heldout = record.file >= source.first_heldout
         else:
-            heldout = hashed_share(key, "heldout") < self._heldout_fraction
-        return _Parsed(record.file, record.line, heldout, texts, row)
+            is_heldout = hashed_share(key, "heldout") < self._heldout_fraction
+        split = "heldout" if is_heldout else "train"
+        return _Parsed(record.file, record.line, split, texts, row)
 
-    def _encode(self, batch: Sequence[_Parsed]) -> list[Encoded | str]:
-        """The document of each record, or why it holds none."""
+    def _encode(self, batch: list[_Parsed]) -> list[Encoded | str]:
+        """Returns the document of each record, or the reason why it has none."""
         if isinstance(self._source, TaskSource):
             rows = [parsed.row for parsed in batch if parsed.row is not None]
             return encode(rows, self._tokenizer, self._source.kind)
-        remaining = iter(
-            self._tokenizer.encode_batch([text for parsed in batch for text in parsed.texts])
-        )
-        documents = [
-            _join(list(itertools.islice(remaining, len(parsed.texts)))) for parsed in batch
-        ]
-        # Text of nothing but control characters, say, normalises to nothing.
-        if isinstance(self._source, PairSource):
-            return [
-                each if len(each.parts) == 2 else "no tokens in the source or the target"
-                for each in documents
-            ]
-        return [each if len(each.tokens) else "no tokens" for each in documents]
+        # One call for all texts, since each has a cost of its own.
+        texts = [text for parsed in batch for text in parsed.texts]
+        tokens = iter(self._tokenizer.encode_batch(texts))
+        documents = [join(list(itertools.islice(tokens, len(each.texts)))) for each in batch]
+        # Control characters alone, for example, are normalized to nothing, and are no part.
+        least, reason = 1, "no tokens"
+        if self._is_pairs:
+            least, reason = 2, "no tokens in the source or the target"
+        return [each if len(each.parts) >= least else reason for each in documents]
 
-    def _write(
-        self, name: str, origins: Sequence[_Parsed], documents: Sequence[Encoded]
-    ) -> ShardInfo:
-        is_task = isinstance(self._source, TaskSource)
-        has_parts = is_task or isinstance(self._source, PairSource) or self._splitter is not None
-        rows = [document.row for document in documents if document.row is not None]
+    def _write(self, name: str, members: list[tuple[_Parsed, Encoded]]) -> ShardInfo:
+        origins = [(origin.file, origin.line) for origin, _ in members]
+        documents = [document for _, document in members]
+        # Only held-out rows are scored, so only their texts are needed again.
+        is_scored = self._is_task and members[0][0].split == "heldout"
+        has_parts = self._is_task or self._is_pairs or self._splitter is not None
         return write_shard(
             self._folder / name,
             [document.tokens for document in documents],
-            np.array([(origin.file, origin.line) for origin in origins], np.uint32),
+            np.array(origins, np.uint32),
             self._dtype,
             [document.parts for document in documents] if has_parts else None,
-            [document.labels for document in documents] if is_task else None,
-            rows if is_task and origins[0].heldout else None,
+            [document.labels for document in documents] if self._is_task else None,
+            [document.row for document in documents if document.row] if is_scored else None,
         )
-
-
-def _join(texts: list[Tokens]) -> Encoded:
-    """Puts the texts of a document together."""
-    length = np.array([len(text) for text in texts])
-    return Encoded(np.concatenate(texts), (np.cumsum(length) - length)[length > 0])
-
-
-def _batches(documents: list[_Parsed]) -> Iterator[list[_Parsed]]:
-    """Groups documents by about a million characters, to bound the memory of the tokenizer's
-    answer.
-    """
-    batch, characters = list[_Parsed](), 0
-    for document in documents:
-        batch.append(document)
-        characters += sum(map(len, document.texts))
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch

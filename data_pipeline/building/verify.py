@@ -1,12 +1,10 @@
-"""`samestep data verify`: whether a dataset is, byte for byte, what its manifest says."""
+"""`samestep data verify`: compares every byte of a dataset with its manifest."""
 
 from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,9 +18,7 @@ from trainer.errors import DataError
 
 
 def verify(location: str | Path) -> list[str]:
-    """Reads every byte of a dataset and returns what is wrong, a sentence each.
-
-    An empty list is a whole dataset.
+    """Reads every byte of a dataset and returns a sentence for each problem.
 
     Args:
         location: its folder or address.
@@ -33,7 +29,7 @@ def verify(location: str | Path) -> list[str]:
     location = str(location)
     manifest = load_manifest(location)
     total = sum(shard.bytes for shard in manifest.shards)
-    problems = list(_tokenizer_problems(location, manifest))
+    problems = _tokenizer_problems(location, manifest)
     # Threads are enough: hashing and reading release the interpreter lock.
     with Meter("verifying") as meter, ThreadPoolExecutor() as threads:
         found = threads.map(partial(_problem, location), manifest.shards)
@@ -44,29 +40,25 @@ def verify(location: str | Path) -> list[str]:
     return problems
 
 
-def _tokenizer_problems(location: str, manifest: Manifest) -> Iterator[str]:
+def _tokenizer_problems(location: str, manifest: Manifest) -> list[str]:
     try:
-        with _tokenizer_folder(location) as folder:
-            if Tokenizer.load(folder).fingerprint != manifest.tokenizer_fingerprint:
-                yield "tokenizer: not the one that made the tokens"
+        with TemporaryDirectory() as copy:
+            folder = Path(location)
+            if storage.is_url(location):
+                folder = Path(copy)
+                fetch_tokenizer(location, folder)
+            fingerprint = Tokenizer.load(folder / "tokenizer").fingerprint
     except DataError as error:
-        yield f"tokenizer: {error}"
-
-
-@contextmanager
-def _tokenizer_folder(location: str) -> Iterator[Path]:
-    if not storage.is_url(location):
-        yield Path(location) / "tokenizer"
-        return
-    with TemporaryDirectory() as folder:
-        fetch_tokenizer(location, Path(folder))
-        yield Path(folder) / "tokenizer"
+        return [f"tokenizer: {error}"]
+    same = fingerprint == manifest.tokenizer_fingerprint
+    return [] if same else ["tokenizer: it is not the one that made the tokens"]
 
 
 def _problem(location: str, shard: ShardInfo) -> str | None:
     path = f"{location}/{shard.name}"
     try:
-        with storage.open(path) if storage.is_url(path) else Path(path).open("rb") as file:
+        with storage.open(path) if storage.is_url(path) else open(path, "rb") as file:
+            # The size first: a truncated shard needs no reading.
             size = file.seek(0, io.SEEK_END)
             if size != shard.bytes:
                 return f"{size} bytes instead of {shard.bytes}"

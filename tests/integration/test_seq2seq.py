@@ -192,7 +192,7 @@ def test_empty_lines(samestep: Samestep, build, corpus: Path, tmp_path: Path) ->
     result = build(gap)
     assert result.code == 1
     assert (
-        f"{corpus}/train.en:7: empty target; correct it, or leave such documents out"
+        f"{corpus}/train.en:7: empty target. Correct it, or count, list and leave out such documents"
         in result.message
     )
     assert build(gap, "on_error=skip").code == 0

@@ -36,7 +36,7 @@ def sent(caplog: pytest.LogCaptureFixture, folder: Path, url: str, **options: An
     with caplog.at_level(logging.INFO, "data_pipeline.building.push"):
         caplog.clear()
         push(folder, url, **options)
-    return caplog.messages[-1].partition(": ")[2].partition(";")[0]
+    return caplog.messages[-1].partition(": ")[2].partition(".")[0]
 
 
 def test_a_copy_is_whole_and_looks_like_the_original(
@@ -110,7 +110,7 @@ def test_what_is_at_the_address_is_not_overwritten_unasked(
         **{**vars(manifest), "splits": {**manifest.splits, "train": manifest.splits["train"][1:3]}}
     )
     smaller.save(dataset)
-    with pytest.raises(DataError, match=r"holds another dataset; .*--force"):
+    with pytest.raises(DataError, match=r"holds another dataset\. .*--force"):
         push(dataset, s3_folder)
     assert sent(caplog, dataset, s3_folder, force=True) == "3 shards sent, 0 were there"
     assert verify(s3_folder) == []
@@ -120,6 +120,6 @@ def test_what_is_at_the_address_is_not_overwritten_unasked(
 @pytest.mark.parametrize("url", ["folder", "https://example.org/dataset"])
 def test_an_address_that_cannot_be_written_is_refused(dataset: Path, url: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"nothing can be pushed to {url}; name a folder of an object store"
+        ConfigError, match=rf"{url} cannot be written. Name a folder of an object store"
     ):
         push(dataset, url)

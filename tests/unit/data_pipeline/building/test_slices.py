@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.building.build import Config, build, build_slice
+from data_pipeline.building.build import Config, build
 from data_pipeline.building.slices import Claim, Slice
 from data_pipeline.building.verify import verify
 from data_pipeline.format.manifest import Manifest
@@ -91,21 +91,21 @@ def digest_of(folder: Path) -> str:
 def test_slices_in_any_order_give_the_bytes_of_one_build(config, whole, tmp_path, caplog):
     caplog.set_level("INFO")
     out = tmp_path / "out"
-    assert build_slice(config, Slice(3, 3)) is None
+    assert build(config, part=Slice(3, 3)) is None
     assert outcomes_of(out) == [2, 5]  # its own only
-    assert f"slice 3/3 of {out} is done: others still have to make 4 of 6 units" in caplog.text
-    assert build_slice(config, Slice(1, 3)) is None
+    assert f"slice 3/3 of {out} is done; 4 of 6 units are missing" in caplog.text
+    assert build(config, part=Slice(1, 3)) is None
     assert outcomes_of(out) == [0, 2, 3, 5]
-    assert build_slice(config, Slice(3, 3)) is None  # again: it has nothing to do
+    assert build(config, part=Slice(3, 3)) is None  # again: it has nothing to do
     assert not (out / "manifest.json").exists()
-    assert build_slice(config, Slice(2, 3)) == Manifest.load(whole)
+    assert build(config, part=Slice(2, 3)) == Manifest.load(whole)
     assert files_of(out) == files_of(whole)
 
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    assert build_slice(config, Slice(1, 3)) == Manifest.load(whole)
+    assert build(config, part=Slice(1, 3)) == Manifest.load(whole)
     assert "is built already" in caplog.text
     with pytest.raises(DataError, match="another source, tokenizer or settings"):
-        build_slice(dataclasses.replace(config, heldout_fraction=0.2), Slice(1, 3))
+        build(dataclasses.replace(config, heldout_fraction=0.2), part=Slice(1, 3))
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
@@ -125,7 +125,7 @@ def test_of_slices_at_once_exactly_one_merges(config, whole, tmp_path, attempt):
     assert (
         sum(f"built {tmp_path}/out: {DOCUMENTS} documents" in message for message in messages) == 1
     ), messages
-    assert sum("is done: others" in message for message in messages) == 2, messages
+    assert sum("is done; " in message for message in messages) == 2, messages
     assert files_of(tmp_path / "out") == files_of(whole)
 
 
@@ -227,8 +227,8 @@ def test_a_slice_that_is_killed_goes_on_where_it_was(tmp_path, corpus):
     made = [out / f"train-{unit:06d}.tar" for unit in (0, 2)]
     written = {path: path.stat().st_mtime_ns for path in made}
     (out / ".train-000004.tar.999.tmp").write_text("half a shard")
-    assert build_slice(config, Slice(2, 2)) is None
-    assert build_slice(config, Slice(1, 2)) is not None
+    assert build(config, part=Slice(2, 2)) is None
+    assert build(config, part=Slice(1, 2)) is not None
     assert {path: path.stat().st_mtime_ns for path in made} == written
     build(dataclasses.replace(config, output=str(tmp_path / "whole")))
     assert files_of(out) == files_of(tmp_path / "whole")
@@ -240,13 +240,13 @@ def test_what_a_merge_that_was_killed_left_behind_is_removed(config, whole, tmp_
     (out / ".build").mkdir()
     (out / ".build" / "000000.json").write_text("{}")
     (out / "train-000999.tar").write_text("a shard of other input")
-    assert build_slice(config, Slice(2, 3)) == Manifest.load(whole)
+    assert build(config, part=Slice(2, 3)) == Manifest.load(whole)
     assert files_of(out) == files_of(whole)
     assert not (out / ".build").exists()
 
 
 def test_a_whole_build_goes_on_with_what_slices_have_made(config, whole, tmp_path):
-    assert build_slice(config, Slice(2, 2)) is None
+    assert build(config, part=Slice(2, 2)) is None
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")}
     build(config)
     assert {path: path.stat().st_mtime_ns for path in written} == written
@@ -258,28 +258,26 @@ def test_while_slices_are_at_work_others_of_the_same_build_may_come_and_nobody_e
 ):
     caplog.set_level("INFO")
     out = tmp_path / "out"
-    assert build_slice(config, Slice(2, 3)) is None
+    assert build(config, part=Slice(2, 3)) is None
     with at_work(out, Slice(1, 3), digest_of(out)):
-        with pytest.raises(DataError, match=r"another build is writing .*; wait for it"):
+        with pytest.raises(DataError, match=r"another build is writing .*\. Wait for it"):
             build(config)
         with pytest.raises(
-            DataError, match=r"slice 1/3 of .* is being built by another process; wait"
+            DataError, match=r"slice 1/3 of .* is being built by another process\. Wait"
         ):
-            build_slice(config, Slice(1, 3))
+            build(config, part=Slice(1, 3))
         with pytest.raises(
             DataError, match=r"slices of another source, tokenizer or settings are being built"
         ):
-            build_slice(dataclasses.replace(config, heldout_fraction=0.2), Slice(3, 3))
-        assert build_slice(config, Slice(3, 3)) is None
-        assert build_slice(config, Slice(1, 2)) is None  # shares may overlap
+            build(dataclasses.replace(config, heldout_fraction=0.2), part=Slice(3, 3))
+        assert build(config, part=Slice(3, 3)) is None
+        assert build(config, part=Slice(1, 2)) is None  # shares may overlap
         assert outcomes_of(out) == [0, 1, 2, 4, 5]
-        assert "others still have to make 1 of 6 units" in caplog.text
-        assert "others are at work still" not in caplog.text
-        assert build_slice(config, Slice(4, 5)) is None
-        assert (
-            "others are at work still" in caplog.text
-        )  # who is at work merges, though all is there
-    assert build_slice(config, Slice(1, 3)) == Manifest.load(whole)
+        assert "1 of 6 units are missing" in caplog.text
+        assert "others are at work" not in caplog.text
+        assert build(config, part=Slice(4, 5)) is None
+        assert "others are at work" in caplog.text  # who is at work merges, though all is there
+    assert build(config, part=Slice(1, 3)) == Manifest.load(whole)
     assert files_of(out) == files_of(whole)
 
 
@@ -288,17 +286,17 @@ def test_while_a_whole_build_is_at_work_a_slice_is_refused(config, whole, tmp_pa
         at_work(tmp_path / "out", None),
         pytest.raises(DataError, match="another build is writing"),
     ):
-        build_slice(config, Slice(1, 2))
-    assert build_slice(config, Slice(1, 1)) == Manifest.load(whole)
+        build(config, part=Slice(1, 2))
+    assert build(config, part=Slice(1, 1)) == Manifest.load(whole)
 
 
 def test_units_of_other_settings_do_not_count(config, tmp_path, caplog):
     caplog.set_level("INFO")
     other = dataclasses.replace(config, heldout_fraction=0.3)
-    assert build_slice(config, Slice(1, 2)) is None
-    assert build_slice(other, Slice(2, 2)) is None
-    assert "others still have to make 3 of 6 units" in caplog.text
-    assert build_slice(other, Slice(1, 2)) is not None
+    assert build(config, part=Slice(1, 2)) is None
+    assert build(other, part=Slice(2, 2)) is None
+    assert "3 of 6 units are missing" in caplog.text
+    assert build(other, part=Slice(1, 2)) is not None
     build(dataclasses.replace(other, output=str(tmp_path / "whole")))
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
@@ -306,12 +304,12 @@ def test_units_of_other_settings_do_not_count(config, tmp_path, caplog):
 def test_more_slices_than_units(corpus, tmp_path, caplog):
     caplog.set_level("INFO")
     config = config_of(corpus, tmp_path / "out", shard_bytes=9000)
-    assert build_slice(config, Slice(3, 4)) is None
-    assert "slice 3/4 has nothing to make: the source gives 2 units only" in caplog.text
-    assert build_slice(config, Slice(1, 4)) is None
+    assert build(config, part=Slice(3, 4)) is None
+    assert "slice 3/4 is empty: there are 2 units only" in caplog.text
+    assert build(config, part=Slice(1, 4)) is None
     with at_work(tmp_path / "out", Slice(1, 4), digest_of(tmp_path / "out")):
-        assert build_slice(config, Slice(2, 4)) is None
-    merged = build_slice(config, Slice(4, 4))  # the last one, though it has made nothing
+        assert build(config, part=Slice(2, 4)) is None
+    merged = build(config, part=Slice(4, 4))  # the last one, though it has made nothing
     assert merged == build(dataclasses.replace(config, output=str(tmp_path / "whole")))
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
@@ -323,18 +321,18 @@ def test_a_bad_record_stops_its_slice_and_nothing_is_merged(corpus, tmp_path):
     out = tmp_path / "out"
     config = config_of(corpus, out, source=source, shard_bytes=3000)
     units = 3
-    assert build_slice(config, Slice(1, units)) is None
+    assert build(config, part=Slice(1, units)) is None
     for _ in range(2):
-        with pytest.raises(DataError, match=r"b\.jsonl:71: invalid JSON; correct it"):
-            build_slice(config, Slice(units, units))
-    with pytest.raises(DataError, match=r"b\.jsonl:71: invalid JSON; correct it"):
-        build_slice(
-            config, Slice(2, units)
+        with pytest.raises(DataError, match=r"b\.jsonl:71: invalid JSON\. Correct it"):
+            build(config, part=Slice(units, units))
+    with pytest.raises(DataError, match=r"b\.jsonl:71: invalid JSON\. Correct it"):
+        build(
+            config, part=Slice(2, units)
         )  # it has no bad record, but all units are there: it would merge
     assert outcomes_of(out) == list(range(units))
     assert not (out / "manifest.json").exists()
     skip = dataclasses.replace(config, on_error="skip")
-    manifest = build_slice(skip, Slice(2, units))
+    manifest = build(skip, part=Slice(2, units))
     assert manifest is not None
     assert manifest.documents_rejected == {"invalid JSON": 1}
     build(dataclasses.replace(skip, output=str(tmp_path / "whole")))
@@ -342,7 +340,7 @@ def test_a_bad_record_stops_its_slice_and_nothing_is_merged(corpus, tmp_path):
 
 
 def test_a_shard_that_was_damaged_before_the_merge_is_found(config, tmp_path):
-    assert build_slice(config, Slice(1, 2)) is None
+    assert build(config, part=Slice(1, 2)) is None
     shard = tmp_path / "out" / "train-000002.tar"
     data = bytearray(shard.read_bytes())
     data[700] ^= 1
@@ -350,7 +348,7 @@ def test_a_shard_that_was_damaged_before_the_merge_is_found(config, tmp_path):
     with pytest.raises(
         DataError, match=r"is damaged .*train-000002\.tar: its bytes have changed.*--force"
     ):
-        build_slice(config, Slice(2, 2))
+        build(config, part=Slice(2, 2))
     build(config, force=True)
     assert verify(tmp_path / "out") == []
 
@@ -363,15 +361,15 @@ def test_without_locks_slices_are_refused(config, monkeypatch):
     with pytest.raises(
         DataError, match=r"cannot be locked \(No locks available\).*without --slice"
     ):
-        build_slice(config, Slice(1, 2))
+        build(config, part=Slice(1, 2))
 
 
 def test_a_folder_of_something_else_or_that_cannot_be_written_is_refused(corpus, tmp_path):
     (tmp_path / "train-000000.tar").write_text("precious")
     with pytest.raises(DataError, match="neither empty nor a dataset"):
-        build_slice(config_of(corpus, tmp_path), Slice(1, 2))
+        build(config_of(corpus, tmp_path), part=Slice(1, 2))
     with pytest.raises(DataError, match="cannot write the dataset"):
-        build_slice(config_of(corpus, tmp_path / "train-000000.tar"), Slice(1, 2))
+        build(config_of(corpus, tmp_path / "train-000000.tar"), part=Slice(1, 2))
     assert [path.name for path in tmp_path.iterdir()] == ["train-000000.tar"]
 
 
@@ -379,12 +377,12 @@ def test_a_folder_of_something_else_or_that_cannot_be_written_is_refused(corpus,
     "text", ["0/3", "4/3", "x", "3", "", "1/0", "-1/3", "1/3/3", "1 /3", "1.0/3", "1/3\n", "٣/٣"]
 )
 def test_what_is_no_slice_is_refused(text, config, tmp_path, samestep: Samestep):
-    with pytest.raises(ConfigError, match=r"--slice takes I/N.*such as 3/8; not"):
+    with pytest.raises(ConfigError, match=r"--slice is .*It takes I/N.*such as 3/8"):
         Slice.parse(text)
     (tmp_path / "config.yaml").write_text(dump(config))
     refused = samestep("data", "build", tmp_path / "config.yaml", f"--slice={text}")
     assert refused.code == 2
-    assert "--slice takes I/N" in refused.message
+    assert "It takes I/N" in refused.message
     assert "\n" not in refused.message
     assert not (tmp_path / "out").exists()
 

@@ -349,19 +349,19 @@ def test_files_that_hold_no_rows_out_are_named(corpus, tmp_path):
     source = SOURCES["regression"](paths=(f"{corpus}/regression-train.jsonl",), heldout=(str(bad),))
     config = config_of(corpus, "regression", tmp_path / "data", source=source, on_error="skip")
     with pytest.raises(
-        DataError, match=rf"held-out rows give none: {bad} \(63 read, 3 rejected.*or leave them out"
+        DataError, match=rf"no held-out row .* from {bad} on: 63 read, 3 rejected.*or leave it out"
     ):
         build(config)
-    with pytest.raises(
-        DataError, match=r"correct them, raise limit, which is 1KB, or leave them out"
-    ):
+    with pytest.raises(DataError, match=r"leave it out, or raise limit"):
         build(dataclasses.replace(config, limit="1KB"), force=True)
     nothing = dataclasses.replace(
         source, paths=(str(bad),), heldout=(f"{corpus}/regression-dev.jsonl",)
     )
     with pytest.raises(DataError, match="holds no document to train on"):
         build(dataclasses.replace(config, source=nothing), force=True)
-    with pytest.raises(ConfigError, match="sentences is rules, and rows of a task have none"):
+    with pytest.raises(
+        ConfigError, match="sentences is rules, but pairs and rows of a task have none"
+    ):
         build(dataclasses.replace(config, sentences="rules"))
 
 

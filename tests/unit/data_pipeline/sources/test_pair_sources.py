@@ -174,7 +174,9 @@ def test_a_dataset_gives_back_every_pair_and_is_the_same_from_any_number_of_work
     config = BuildConfig(
         jsonl_pairs.Config((f"{corpus}/a.en",)), tokenizer_of(corpus), "x", sentences="rules"
     )
-    with pytest.raises(ConfigError, match="sentences is rules, and pairs of texts have none"):
+    with pytest.raises(
+        ConfigError, match="sentences is rules, but pairs and rows of a task have none"
+    ):
         build(config)
 
 
