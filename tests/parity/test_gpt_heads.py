@@ -239,10 +239,13 @@ def test_the_work_is_that_of_the_products():
     [
         (
             {"head": "tagging", "labels": ("O", "B")},
-            "head is tagging, and models of this kind have heads for class",
+            "head is tagging, but this kind of model supports only class",
         ),
-        ({"head": "classification"}, "labels must name at least 1"),
-        ({"labels": ("a",)}, "a language_model head has no labels"),
+        (
+            {"head": "classification"},
+            "labels has 0 names, but a classification head needs at least 1",
+        ),
+        ({"labels": ("a",)}, "but a language_model head has none"),
     ],
 )
 def test_settings_that_do_not_go_with_the_head_are_refused(settings: dict[str, Any], message: str):

@@ -211,13 +211,13 @@ def test_the_work_is_that_of_the_products(head: Head, labels: tuple[str, ...]):
     [
         (
             lambda: small("classification"),
-            "labels must name at least 1 for a classification head, not 0",
+            "labels has 0 names, but a classification head needs at least 1",
         ),
-        (lambda: small("question_answering", ("a",)), "a question_answering head has no labels"),
-        (lambda: small("tagging", ("O", "O")), "labels must differ"),
+        (lambda: small("question_answering", ("a",)), "but a question_answering head has none"),
+        (lambda: small("tagging", ("O", "O")), "Labels must differ"),
         (
             lambda: small("question_answering", architecture="prefix_lm"),
-            "architecture prefix_lm is for language models, and head is",
+            "architecture prefix_lm is for language models, but head is",
         ),
         (
             lambda: small("multiple_choice").to_huggingface(),

@@ -1,11 +1,11 @@
 """Models, and the contract between a model and everything that runs it.
 
-`kind: bert` is the module `bert`: its `Config` describes a model and builds it, best under
-`torch.device("meta")`, because parameters get their values afterwards, from
-`Model.initial_values` or a checkpoint. Parameter names are the names in checkpoints.
+`kind: bert` is the module `bert`. Its `Config` describes a model and builds it, usually under
+`torch.device("meta")`: parameters get their values later, from `Model.initial_values` or a
+checkpoint, after a strategy has partitioned them. Parameter names are the names in checkpoints.
 
-A new architecture is one module here, or in a package of its own, with a `Config` that is a
-`ModelConfig` and builds a `Model`. Strategies, objectives and the trainer know nothing else.
+A new architecture is one module, here or in another package, with a `Config` that extends
+`ModelConfig` and builds a `Model`. Strategies, objectives and the trainer use nothing else.
 """
 
 from __future__ import annotations
@@ -25,24 +25,23 @@ from trainer.models.stack import LayerPlace, ScanGroup
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a batch gives to a model; None where the batch has no such column.
+    """The columns of a batch that a model reads; None if the batch lacks one.
 
-    B is the number of rows, S of positions in a row, P of predictions in a row. A row may hold
-    several packed sequences.
+    B rows of S positions, with P predictions per row. A row may hold several packed sequences.
 
     Attributes:
         tokens: int [B, S].
-        segments: int [B, S]; 0 is padding, 1, 2, ... number the sequences of a row. A position
-            attends within its segment. None: each row is one sequence without padding.
+        segments: int [B, S]; 0 is padding; 1, 2, ... number the sequences of a row. Attention stays
+            within a segment. None: each row is one sequence without padding.
         positions: int [B, S], counted from 0 in each sequence.
-        predicted: int [B, P], the positions that the head reads; None means all.
-        token_types: int [B, S]; None means type 0 everywhere.
+        predicted: int [B, P], the positions whose hidden states the head reads; None: all.
+        token_types: int [B, S]; None: type 0 everywhere.
         prefix: bool [B, S], positions of a causal model that are visible to their whole segment.
-        target_tokens: int [B, T], what a decoder beside an encoder reads.
-        target_segments, target_positions: int [B, T], like those of `tokens`. A target position
-            attends to the source positions of the same segment number.
-        dropout_key: int32 [B], a random key for each row; None means no dropout.
-        extra: the batch's other columns, by name. A model reads those that it lists in `reads`.
+        target_tokens: int [B, T], the input of an encoder-decoder's decoder.
+        target_segments, target_positions: int [B, T]. A target position attends to the source
+            positions with the same segment number.
+        dropout_key: int32 [B], a random key for each row; None: no dropout.
+        extra: other columns of the batch, by name. A model reads those listed in `reads`.
     """
 
     tokens: Tensor
@@ -59,12 +58,12 @@ class Inputs:
 
     @classmethod
     def of(cls, batch: Mapping[str, Tensor]) -> Self:
-        """Takes a model's inputs out of a batch."""
+        """Selects a model's inputs from a batch."""
         given = {name: batch[name] for name in _COLUMNS if name in batch}
         return cls(**given, extra={name: batch[name] for name in batch if name not in given})
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Applies a function to every column but `extra`."""
+        """Applies a function to every column except `extra`."""
         columns = {name: getattr(self, name) for name in _COLUMNS}
         changed = {name: change(column) for name, column in columns.items() if column is not None}
         return type(self)(**changed, extra=self.extra)
@@ -73,31 +72,31 @@ class Inputs:
 _COLUMNS = tuple(column.name for column in fields(Inputs) if column.name != "extra")
 
 Outputs: TypeAlias = frozenset[str]
-"""Names of what a model computes. The set is open; these are in use:
+"""Names of a model's outputs. The set is open; these are in use:
 
-    tokens             logits [B, P, V] of the predicted tokens, seen from both sides
+    tokens             logits [B, P, V] of the predicted tokens, from both directions
     next_tokens        logits [B, P, V] of the tokens after the predicted positions; beside a
-                       task's head [B, S - 1, V], after each position but the last
-    prefixed_tokens    like next_tokens, for a model whose positions see a whole prefix
-    target_tokens      logits [B, P, V], or [B, T, V], of a decoder beside an encoder
-    next_sentence      logits [B, 2] of "B follows A" and "B is from elsewhere"
+                       task's head [B, S - 1, V], after every position except the last
+    prefixed_tokens    like next_tokens, with bidirectional attention in a prefix
+    target_tokens      logits [B, P, V], or [B, T, V], of an encoder-decoder
+    next_sentence      logits [B, 2]: B follows A, B is random
     classification, multiple_choice, tagging, question_answering
                        logits [B, P, C] of a task's head
-    hidden             [B, S, D], the hidden states that the head reads, of all positions; a
-                       decoder's beside an encoder are [B, T, D]
+    hidden             the head's input at all positions, [B, S, D]; [B, T, D] for an
+                       encoder-decoder
     layer.N            [B, S, D], hidden states after layer N of the stack that reads `tokens`;
-                       0 is the embeddings, and the last layer's include the final norm
+                       0 is the embeddings; the last layer's include the final norm
 """
 
 
 class Role(NamedTuple):
-    """What a parameter is for.
+    """The function of a parameter.
 
     Attributes:
-        part: where it is: below the layers, in a layer, in a head, or shared by several of these
-            (as a final norm, or T5's position biases).
-        kind: what it is: a weight (a matrix or an embedding table), the weight or bias of a norm,
-            another bias, or an addition of parameter-efficient fine-tuning.
+        part: below the layers, in a layer, in a head, or shared by several of these (a final norm,
+            T5's position biases).
+        kind: a weight (matrix or embedding table), a norm's weight or bias, another bias, or a
+            parameter added by parameter-efficient fine-tuning.
     """
 
     part: Literal["embedding", "layer", "shared", "head"]
@@ -106,10 +105,10 @@ class Role(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """Trained weights that a model may start from.
+    """Trained weights from which a model can be initialized.
 
     Attributes:
-        config: configuration of the model that they belong to.
+        config: configuration of their model.
         shapes: shape of each tensor, by parameter name.
     """
 
@@ -119,12 +118,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Start:
-    """Where the parameters of a model come from when it starts from trained weights.
+    """How a model's parameters are initialized from trained weights.
 
     Attributes:
-        sources: the stored tensor for each parameter; None: the parameter is initialized.
+        sources: the stored tensor for each parameter; None: initialized randomly.
         unused: stored tensors that may be left out.
-        reason: why they are, for the log.
+        reason: the reason for leaving them out, for the log.
     """
 
     sources: Mapping[str, str | None]
@@ -134,11 +133,11 @@ class Start:
 
 @runtime_checkable
 class UsesKernel(Protocol):
-    """An attention module whose kernel can be replaced.
+    """An attention module whose kernel a strategy can replace.
 
     Attributes:
         kernel: called like `scaled_dot_product_attention`.
-        dropout: probability of dropping attention probabilities, which fused kernels cannot do.
+        dropout: dropout rate of attention probabilities, which fused kernels do not support.
     """
 
     kernel: Callable[..., Tensor]
@@ -150,8 +149,8 @@ class Model(nn.Module, ABC):
 
     Attributes:
         offers: outputs that it can compute, and capabilities that an objective may need.
-        trains: offered outputs with parameters of their own, and the setting that removes them if
-            there is one. An objective has to need them, or these parameters get no gradient.
+        trains: offered outputs with parameters of their own -> the setting that removes these, if
+            there is one. An objective must need these outputs, or the parameters get no gradient.
         reads: columns of `Inputs.extra` that it needs.
     """
 
@@ -167,31 +166,33 @@ class Model(nn.Module, ABC):
     @property
     @abstractmethod
     def max_sequence_length(self) -> int:
-        """Longest sequence in tokens; `sys.maxsize` if any length will do."""
+        """Maximum sequence length in tokens; `sys.maxsize` if there is none."""
 
     @abstractmethod
     def sharding_units(self) -> Sequence[nn.Module]:
-        """Modules whose parameters are gathered and freed together, in the order of the forward
-        pass: the layers of every stack; a shared layer once."""
+        """Modules whose parameters are gathered and freed together.
+
+        The layers of all stacks in the order of the forward pass; a shared layer once.
+        """
 
     @abstractmethod
     def layer_of(self, name: str) -> LayerPlace | None:
-        """The layer that a parameter belongs to; None: no layer."""
+        """The layer of a parameter; None if it is in no layer."""
 
     @abstractmethod
     def role(self, name: str) -> Role:
-        """What a parameter is for."""
+        """The function of a parameter."""
 
     @abstractmethod
     def initial_values(self, name: str, start: int, stop: int, seed: int) -> Tensor:
         """Elements [start, stop) of the flattened parameter: fp32 [stop - start].
 
-        A pure function of its arguments, so every process can make just its own partition.
+        A pure function of its arguments, so each process computes only its own partition.
         """
 
     @abstractmethod
     def flops_per_token(self, sequence_length: int, predicted_per_token: float = 1.0) -> float:
-        """FLOPs of the matrix products in a forward and backward pass, for each position.
+        """FLOPs of the matrix products in a forward and backward pass, per position.
 
         Args:
             sequence_length: S.
@@ -200,19 +201,19 @@ class Model(nn.Module, ABC):
 
     @property
     def token_embeddings(self) -> Tensor:
-        """The table of token embeddings, [V, D].
+        """The token embeddings, [V, D].
 
         Raises:
             ConfigError: the model has none.
         """
-        raise ConfigError(f"{type(self).__name__} has no table of token embeddings")
+        raise ConfigError(f"{type(self).__name__} has no token embeddings")
 
     def columns(self, inputs: Inputs) -> dict[str, Tensor]:
-        """The columns that the model reads, for the `Context` of its layers."""
+        """The columns in `reads`, for the `Context` of its layers."""
         return {name: inputs.extra[name] for name in sorted(self.reads)}
 
     def scan_groups(self) -> Sequence[ScanGroup]:
-        """Groups of layers that can run as a loop. They are declared from static configuration."""
+        """Groups of layers that can run as a loop, derived from static configuration."""
         return ()
 
     @property
@@ -231,15 +232,15 @@ class Model(nn.Module, ABC):
     def stacked(self) -> dict[str, int]:
         """Number of equally sized matrices stacked in the rows of a parameter (3 for fused QKV).
 
-        Parameters that hold one matrix are left out.
+        Parameters that are a single matrix are omitted.
         """
         return {}
 
     def layers_above(self) -> dict[str, int]:
         """Number of layers between each parameter and the heads, its own layer included.
 
-        0 for heads and what follows the last layer; one more than the first layer's for
-        embeddings.
+        In a model of 12 layers: 0 for the head and the final norm, 1 for the last layer, 12 for the
+        first, 13 for the embeddings.
         """
         found = {
             name: (self.layer_of(name), self.role(name)) for name, _ in self.named_parameters()
@@ -259,13 +260,13 @@ class Model(nn.Module, ABC):
         )
 
     def start_from(self, stored: Stored) -> Start:
-        """Chooses the tensor that each parameter starts from: by default the one of its name."""
+        """Chooses the stored tensor for each parameter: by default the one of the same name."""
         return Start({name: name for name, _ in self.named_parameters()})
 
 
 @runtime_checkable
 class Generates(Protocol):
-    """A model that writes text: an encoder-decoder, or a causal one."""
+    """A model that generates text: an encoder-decoder, or a causal model."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -273,79 +274,82 @@ class Generates(Protocol):
     def max_sequence_length(self) -> int: ...
 
     def start(self, inputs: Inputs, capacity: int) -> tuple[Tensor, Cache]:
-        """Reads what comes before the text, which `step` then writes.
+        """Processes the prompt.
 
         Args:
-            inputs: tokens with their segments; a causal model wants them padded at the left, and an
-                encoder-decoder the start of its targets, too.
+            inputs: tokens and segments, padded at the left for a causal model; for an
+                encoder-decoder also the first target tokens.
             capacity: of the cache, in positions.
 
         Returns:
-            The logits [B, V] of the next tokens, and what `step` needs.
+            The logits [B, V] of the next tokens, and the cache for `step`.
         """
         ...
 
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Reads one more token of each text: int [B] -> the logits [B, V] of those after."""
+        """Processes one token per row: int [B] -> the logits [B, V] of the next ones."""
         ...
 
 
 @runtime_checkable
 class Recomputes(Protocol):
-    """A module that can recompute activations in the backward pass instead of keeping them."""
+    """A module that supports activation checkpointing."""
 
     checkpointing: bool
 
 
-class Peft(Protocol):
+class Peft(ABC):
     """Parameter-efficient fine-tuning: the `Config` of a module of `trainer.models.peft`."""
 
     @property
     def length(self) -> int:
-        """Positions that it puts before a text's first."""
-        ...
+        """Number of positions inserted before a text."""
+        return 0
 
     @property
     def trains_norms(self) -> bool:
-        """Whether the norms of the layers are trained, too."""
-        ...
+        """Whether the layers' norms are trained too."""
+        return False
 
     @property
     def merges(self) -> bool:
-        """Whether `merge` can add what it learned to plain weights."""
-        ...
+        """Whether `merge` can fold the added parameters into plain weights."""
+        return False
 
+    @abstractmethod
     def add_to(self, model: nn.Module) -> None:
-        """Adds its parameters to a model, on the model's device, without values.
+        """Adds parameters to a model, on the model's device, without values.
 
         Raises:
-            ConfigError: the model has nothing to add them to.
+            ConfigError: the model has no place for them.
         """
-        ...
+
+    @abstractmethod
+    def initial_std(self, name: str, shape: Sequence[int]) -> float | None:
+        """Standard deviation of an added parameter's initial values; None: it was not added."""
 
     def owns(self, name: str) -> bool:
-        """Whether it has added the parameter `name`."""
-        ...
-
-    def initial_std(self, name: str, shape: Sequence[int]) -> float | None:
-        """Standard deviation of an added parameter's initial values; None: not its parameter."""
-        ...
+        """Whether the parameter `name` was added."""
+        return self.initial_std(name, (1, 1)) is not None
 
     def merge(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters, by name, of a plain model that computes the same."""
-        ...
+        """Parameters, by name, of an equivalent model without the added ones."""
+        kind = type(self).__module__.rpartition(".")[2]
+        raise ConfigError(
+            f"parameters of kind {kind} cannot be merged into plain weights. Use kind: lora."
+        )
 
 
 class ModelConfig(ABC):
-    """Describes a model, and builds it. Families are frozen dataclasses that derive from this.
+    """Describes a model and builds it. Families are frozen dataclasses that extend this class.
 
-    What is a property here is a fact about a family, with the value that most families have;
-    some families make a setting of it.
+    A property here is a fact about a family, with the most common value as its default; some
+    families turn it into a setting.
 
     Attributes:
         model_type: the family's name in Hugging Face's `config.json`.
-        position_offset: rows at the start of the position table that stay unused (RoBERTa).
-        start_token: id of the token that a decoder reads first; None: no such token.
+        position_offset: unused rows at the start of the position table (RoBERTa).
+        start_token: id of a decoder's first input token; None: there is none.
         vocab_size: rows of the token table.
         width: D, of the hidden states.
     """
@@ -359,20 +363,17 @@ class ModelConfig(ABC):
 
     @property
     def layers(self) -> int:
-        """Number of layers (of the encoder, where there are two stacks).
-
-        0: it is not known here.
-        """
+        """Number of layers, of the encoder if there are two stacks; 0 if unknown."""
         return 0
 
     @property
     def heads(self) -> int:
-        """Number of attention heads; 0: the model has no attention."""
+        """Number of attention heads; 0 without attention."""
         return 0
 
     @property
     def head(self) -> str:
-        """What the head predicts: tokens (`language_model`), or what a task asks for."""
+        """The head: `language_model`, or a task's."""
         return "language_model"
 
     @property
@@ -382,27 +383,27 @@ class ModelConfig(ABC):
 
     @property
     def causal(self) -> bool:
-        """Whether a position attends to those before it only."""
+        """Whether a position attends only to itself and earlier ones."""
         return False
 
     @property
     def prefix_lm(self) -> bool:
-        """Whether the positions of a prefix attend to all of it, in a causal model."""
+        """Whether attention is bidirectional within a causal model's prefix."""
         return False
 
     @property
     def encoder_decoder(self) -> bool:
-        """Whether a decoder reads targets beside an encoder."""
+        """Whether the model has both an encoder and a decoder."""
         return False
 
     @property
     def decoder(self) -> bool:
-        """Whether a decoder reads the text: only its last position has seen all of a sequence."""
+        """Whether the head reads a decoder: only its last position sees a whole sequence."""
         return self.causal
 
     @property
     def decoder_layers(self) -> int | None:
-        """Number of layers of a decoder beside an encoder, if it can differ from `layers`."""
+        """Number of the decoder's layers in an encoder-decoder, if it can differ from `layers`."""
         return None
 
     @property
@@ -412,48 +413,48 @@ class ModelConfig(ABC):
 
     @property
     def type_vocab(self) -> int:
-        """Number of token types; 0: the model has none."""
+        """Number of token types; 0 without token types."""
         return 0
 
     @property
     def reads_sources(self) -> bool:
-        """Whether a text that it reads is a source: no token before it, and one that ends it."""
+        """Whether a prompt is formatted as a source: without a start token, with an end token."""
         return False
 
     @property
     def max_positions(self) -> int | None:
-        """Rows of the position table that sequences can use; None: there is no table."""
+        """Usable rows of the position table; None without a table."""
         return None
 
     @property
     def peft(self) -> Peft | None:
-        """Parameter-efficient fine-tuning; None: all parameters are trained."""
+        """Parameter-efficient fine-tuning; None trains all parameters."""
         return None
 
     @property
     def virtual_tokens(self) -> int:
-        """Positions before a text's first that `peft` uses for a prefix or prompt."""
+        """Number of positions that `peft` inserts before a text, for a prefix or prompt."""
         return 0 if self.peft is None else self.peft.length
 
     @property
     def settings_for(self) -> Mapping[str, str]:
-        """Settings, as key=value, that make a model of this family offer an output."""
+        """Output -> the setting, as key=value, with which this family offers it."""
         return {}
 
     @abstractmethod
     def build(self) -> Model:
-        """Makes the module, without values. Frozen parameters require no gradient.
+        """Builds the module, without values. Frozen parameters require no gradient.
 
         Raises:
-            ConfigError: the model has nothing that `peft` could change.
+            ConfigError: the model has no place for `peft`.
         """
 
     def for_needs(self, needs: Outputs, labels: tuple[str, ...] = ()) -> Self:
         """The same model with the heads that an objective needs.
 
         Args:
-            needs: of the objective.
-            labels: of the dataset; empty if the head has none.
+            needs: the objective's `needs`.
+            labels: the dataset's labels; empty if the head has none.
 
         Raises:
             ConfigError: the family has no such head.
@@ -461,13 +462,13 @@ class ModelConfig(ABC):
         return self
 
     def without_peft(self) -> Self:
-        """The model that `peft` was added to."""
+        """The same model without `peft`."""
         return self
 
     def pad_vocabulary(
         self, parameters: Mapping[str, Tensor], size: int
     ) -> tuple[Self, dict[str, Tensor]]:
-        """Grows the token table to `size` rows, filled with zeros.
+        """Pads the token embeddings with zeros to `size` rows.
 
         Returns:
             The configuration and the parameters of the larger model.
@@ -475,7 +476,7 @@ class ModelConfig(ABC):
         raise self._unpublished()
 
     def to_huggingface(self) -> dict[str, object]:
-        """The content of a `config.json` for transformers.
+        """The content of a `config.json` from which transformers' `Auto` class builds this model.
 
         Raises:
             ConfigError: transformers has no such model.
@@ -483,22 +484,22 @@ class ModelConfig(ABC):
         raise self._unpublished()
 
     def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Turns the tensors of a Hugging Face checkpoint into parameters.
+        """Converts the tensors of a Hugging Face checkpoint to parameters, in their precision.
 
         Raises:
-            CheckpointError: tensors are missing, unexpected or of another shape.
+            CheckpointError: tensors are missing, unexpected or have another shape.
         """
         raise self._unpublished()
 
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Turns parameters into the tensors of a Hugging Face checkpoint.
+        """Converts parameters to the tensors of a Hugging Face checkpoint.
 
         Raises:
-            CheckpointError: parameters are missing, unexpected or of another shape.
+            CheckpointError: parameters are missing, unexpected or have another shape.
         """
         raise self._unpublished()
 
     def _unpublished(self) -> ConfigError:
         return ConfigError(
-            f"{type(self).__module__} has no Hugging Face format; use the checkpoint with samestep"
+            f"{type(self).__module__} has no Hugging Face format. Use the checkpoint with samestep."
         )

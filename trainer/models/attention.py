@@ -1,7 +1,4 @@
-"""Multi-head attention (Vaswani et al.
-
-2017, section 3.2): of a sequence to itself, and to the encoder's output.
-"""
+"""Multi-head attention (Vaswani et al. 2017, section 3.2): self-attention and cross-attention."""
 
 from __future__ import annotations
 
@@ -19,38 +16,37 @@ from trainer.models.stack import Context
 
 
 def segment_mask(segments: Tensor, causal: bool = False, prefix: Tensor | None = None) -> Tensor:
-    """Lets each cell attend to the cells of its own segment: [B, S] -> bool [B, 1, S, S].
+    """Allows attention within segments: int [B, S] -> bool [B, 1, S, S].
 
     Padding is a segment like any other, so no row of the mask is empty and no softmax gives NaN.
-    `causal` leaves out the cells after it, except those in `prefix`, bool [B, S].
+    `causal` forbids later positions, except those in `prefix`, bool [B, S].
+
+    With segments 1 1 2 0, position 0 may attend to positions 0 and 1, or with `causal` to itself.
     """
     same = segments[:, None, :, None] == segments[:, None, None, :]
     if not causal:
         return same
-    return (
-        same.tril() if prefix is None else same & (prefix[:, None, None, :] | causal_mask(segments))
-    )
+    if prefix is None:
+        return same.tril()
+    return same & (prefix[:, None, None, :] | causal_mask(segments))
 
 
-def causal_mask(cells: Tensor) -> Tensor:
-    """Lets each cell attend to itself and those before it: [B, S] -> bool [S, S]."""
-    return torch.ones(cells.shape[1], cells.shape[1], dtype=torch.bool, device=cells.device).tril()
+def causal_mask(tokens: Tensor) -> Tensor:
+    """Allows attention to a position itself and to earlier ones: [B, S] -> bool [S, S]."""
+    length = tokens.shape[1]
+    return torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
 
 
-def take(x: Tensor, cells: Tensor | None) -> Tensor:
-    """The hidden states of some cells, int [B, P]: [B, S, D] -> [B, P, D].
-
-    Of all when `cells` is None.
-    """
-    return x if cells is None else x.take_along_dim(cells.long()[..., None], dim=1)
+def take(x: Tensor, positions: Tensor | None) -> Tensor:
+    """Selects positions, int [B, P]: [B, S, D] -> [B, P, D]. None selects all."""
+    return x if positions is None else x.take_along_dim(positions.long()[..., None], dim=1)
 
 
 class Attention(nn.Module):
-    """What both kinds of attention share: heads, scale, dropout and kernel.
+    """Heads, scale, dropout and kernel of both kinds of attention.
 
     Attributes:
-        kernel: computes attention without dropout; a strategy may put another function in its
-            place.
+        kernel: computes attention without dropout; a strategy may replace it.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -79,14 +75,16 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Mixes the values: query [B, H, T, K], key and value [B, H, S, K] -> [B, T, H * K].
 
-        mask: bool, True where attention is allowed, or float, added to the scores; broadcasts to
-            [B, H, T, S]. Or what the kernel takes instead.
+        Args:
+            mask: bool, True where attention is allowed, or float, added to the scores; broadcasts
+                to [B, H, T, S]. A replaced kernel may take another form.
         """
+        # Fused kernels take neither dropout masks computed from keys, nor, on some devices, a
+        # learned bias. SDPA's own fallback is slower than ours: it guards against rows with
+        # nothing to attend to, which our masks never have.
         drops = dropout_key is not None and self.dropout > 0
-        # Without a fused kernel SDPA computes the scores in full as well, and guards against empty
-        # rows, which our masks never have.
-        unfused = mask is not None and mask.requires_grad and not fuses_trained_bias(mask)
-        if drops or unfused:
+        learned = mask is not None and mask.requires_grad and not fuses_trained_bias(mask)
+        if drops or learned:
             mask = causal_mask(query[:, 0, :, 0]) if causal else mask
             mixed = self._eager(query, key, value, mask, dropout_key)
         else:
@@ -103,8 +101,8 @@ class Attention(nn.Module):
         mask: Tensor | None,
         dropout_key: Tensor | None,
     ) -> Tensor:
-        """Eager attention: fused kernels take neither our dropout masks nor every learned bias."""
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        # Scaling the queries is cheaper than scaling the scores: [T, K] is smaller than [T, S].
         scores = (query if scale == 1 else query * scale) @ key.transpose(-1, -2)
         if mask is not None:
             is_bool = mask.dtype == torch.bool
@@ -114,10 +112,10 @@ class Attention(nn.Module):
 
 
 class SelfAttention(Attention):
-    """Self-attention with one projection for queries, keys and values.
+    """Self-attention with one fused projection for queries, keys and values.
 
     Attributes:
-        prefix: returns keys and values that all positions attend to besides (`peft.prefix`).
+        prefix: returns extra keys and values that all positions attend to (`peft.prefix`).
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -134,23 +132,28 @@ class SelfAttention(Attention):
         context: Context,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """[B, S, D] -> [B, S, D], or [B, P, D] for `positions` [B, P] alone.
+        """[B, S, D] -> [B, S, D], or [B, P, D] for `positions` [B, P] only.
 
-        bias: float, added to the scores in place of a mask, which is part of it.
+        Args:
+            bias: float, added to the scores; it contains the mask.
         """
         query, key, value = self.split(self.qkv(hidden), 3)
         if context.cache is not None:
             key, value = context.cache.append(key, value)
         mask = context.mask if bias is None else bias
         if self.prefix is not None:
-            before = self.prefix(key)
+            # The prefix comes before the first key and is visible to all positions. `is_causal`
+            # aligns the first query with the first key, so it cannot express that.
+            prefix_keys, prefix_values = self.prefix(key)
             if mask is None and context.causal:
                 mask = causal_mask(hidden)[None, None]
             if mask is not None:
                 allowed = True if mask.dtype == torch.bool else 0.0
-                mask = F.pad(mask, (before[0].shape[2], 0), value=allowed)
-            key, value = (torch.cat(pair, 2) for pair in zip(before, (key, value), strict=True))
-        # A mask of two dimensions is segments, for kernels that know them; it leaves out direction.
+                mask = F.pad(mask, (prefix_keys.shape[2], 0), value=allowed)
+            key = torch.cat([prefix_keys, key], 2)
+            value = torch.cat([prefix_values, value], 2)
+        # A four-dimensional mask contains the direction. One of two dimensions is segments, for
+        # kernels that take them, without the direction.
         causal = context.causal and (mask is None or mask.ndim == 2)
         mixed = self.attend(query, key, value, mask, context.key("attention"), causal=causal)
         out: Tensor = self.out(take(mixed, positions))
@@ -158,7 +161,7 @@ class SelfAttention(Attention):
 
 
 class CrossAttention(Attention):
-    """Attention to the encoder's output, with one projection for keys and values."""
+    """Attention to the encoder's output, with one fused projection for keys and values."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
@@ -170,21 +173,23 @@ class CrossAttention(Attention):
         )
 
     def forward(self, hidden: Tensor, memory: Tensor, context: Context) -> Tensor:
-        """[B, T, D], memory [B, M, D] -> [B, T, D]; with a cache, keys and values are computed in
-        the first call only.
+        """[B, T, D], memory [B', M, D] -> [B, T, D].
 
-        Rows that share a source, as `Cache.select` allows, attend to it like further positions of
-        a single row.
+        With a cache, keys and values are computed in the first call only. B may be a multiple of
+        B' (see `Cache.select`).
         """
         cache = context.cache
-        pair = None if cache is None else cache.memory
-        if pair is None:
+        if cache is None or cache.memory is None:
             key, value = self.split(self.kv(memory), 2)
-            pair = (key, value)
+        else:
+            key, value = cache.memory
         if cache is not None:
-            cache.memory = pair
+            cache.memory = (key, value)
         (query,) = self.split(self.query(hidden), 1)
-        query = query.view(len(pair[0]), -1, *query.shape[1:]).transpose(1, 2).flatten(2, 3)
-        mixed = self.attend(query, *pair, context.memory_mask, context.key("cross_attention"))
+        # Rows that share a source become further positions of one row, so its keys are not copied:
+        # 2 sources with 3 beams of 1 position are queries [6, H, 1, K] -> [2, H, 3, K].
+        query = query.view(len(key), -1, *query.shape[1:]).transpose(1, 2).flatten(2, 3)
+        site = context.key("cross_attention")
+        mixed = self.attend(query, key, value, context.memory_mask, site)
         out: Tensor = self.out(mixed.reshape(*hidden.shape[:2], -1))
         return out

@@ -1,4 +1,4 @@
-"""What all Transformers of one or two stacks share."""
+"""The common base of Transformers with one or two stacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.models.projections import Projection
 from trainer.models.stack import LayerPlace, ScanGroup, Stack, place_in_stacks
 
 POOLED = ("classification", "multiple_choice")
-"""Heads that read one position of a sequence."""
+"""Heads that pool one position of a sequence."""
 
 _HEADS = ("head", "nsp_head", "lm_head")
 _EMBEDDINGS = ("embeddings", "prompt")
@@ -25,10 +25,9 @@ class TransformerModel(Model):
     """A Transformer with a head.
 
     Attributes:
-        config: what it was built from.
-        prompt: puts learned embeddings before those of the text (`peft.prompt`).
-        embeddings: of the tokens, in `embeddings.tokens`.
-        head: turns hidden states, the token embeddings and a dropout key into logits.
+        prompt: inserts learned embeddings before the text's (`peft.prompt`).
+        embeddings: token embeddings are its parameter `tokens.weight`.
+        head: called as head(hidden, token_embeddings, dropout_key); returns logits.
     """
 
     config: TransformerConfig
@@ -49,19 +48,19 @@ class TransformerModel(Model):
 
     @property
     def inserted(self) -> int:
-        """Number of positions that the model puts before a text's."""
+        """Number of positions that a prompt inserts before a text."""
         return 0 if self.prompt is None else self.config.virtual_tokens
 
     def with_prompt(self, column: Tensor | None) -> Tensor | None:
-        """A column of segments or prefixes for prompt and text: [B, S] -> [B, n + S]."""
+        """Extends a column of segments or prefixes to the prompt: [B, S] -> [B, n + S]."""
         if column is None or self.prompt is None:
             return column
         return F.pad(column, (self.inserted, 0), value=1)
 
     def pooled(self, predicted: Tensor | None) -> Tensor | None:
-        """The positions that the head reads, counted with a prompt's: int [B, P] -> [B, P].
+        """Shifts the positions that the head reads by the prompt's length: int [B, P] -> [B, P].
 
-        An encoder's head that reads the first position of a sequence reads the prompt's first.
+        An encoder's head that pools the first position pools the prompt's first.
         """
         first = self.config.head in POOLED and not self.config.decoder
         return predicted if predicted is None or first else predicted + self.inserted
@@ -75,7 +74,7 @@ class TransformerModel(Model):
         return {name: module for name, module in self.named_modules() if isinstance(module, Stack)}
 
     def sharding_units(self) -> list[nn.Module]:
-        """The layers in order; embeddings and head share a matrix and stay in the root unit."""
+        """The layers in order. Embeddings and head share a matrix, so both stay in the root."""
         return list(dict.fromkeys(layer for stack in self.stacks().values() for layer in stack))
 
     def scan_groups(self) -> list[ScanGroup]:
@@ -104,7 +103,7 @@ class TransformerModel(Model):
         }
 
     def last_layers(self, count: int) -> frozenset[str]:
-        """Also the pooler of a task's head, which pre-training may have made."""
+        """The last layers, and the pooler of a task's head, which pre-training may have trained."""
         pooler = {name for name, _ in self.named_parameters() if name.startswith("head.pooler.")}
         return super().last_layers(count) | pooler
 
@@ -115,18 +114,19 @@ class TransformerModel(Model):
         size = shape.numel() // len(stds)
         parts = []
         for part, std in enumerate(stds):
-            # The elements of this part, [part * size, (part + 1) * size), among those asked for.
-            bounds = (part * size, (part + 1) * size)
-            first, last = (min(max(place, bounds[0]), bounds[1]) for place in (start, stop))
+            # Part i holds elements [i * size, (i + 1) * size). With size 4, elements [2, 9) are
+            # [2, 4) of part 0, all of part 1 and [8, 9) of part 2.
+            first = min(max(start, part * size), (part + 1) * size)
+            last = min(max(stop, part * size), (part + 1) * size)
             bound = config.normal_bound
             parts.append(initial_values(name, first, last, seed=seed, std=std, bound=bound))
         return torch.cat(parts)
 
     def start_from(self, stored: Stored) -> Start:
-        """Parameters start from the tensors of their names.
+        """Initializes parameters from the tensors of the same names.
 
-        A head that the weights do not have is initialized, as are parameters that `peft` adds. The
-        weights of heads and decoders that this model does not have may be left out.
+        A head that the weights lack, and parameters that `peft` adds, are initialized randomly.
+        Stored heads and decoders that this model lacks are left out.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
         sources: dict[str, str | None] = {name: name for name in shapes}
@@ -147,7 +147,7 @@ class TransformerModel(Model):
     def _new_head(
         self, stored: Stored, shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, str | None]:
-        """The sources of head parameters that are not the stored ones of the same name."""
+        """The sources of head parameters that are not initialized from their own names."""
         config, before = self.config, stored.config
         if config.head == "language_model":
             own = [name for name in shapes if name.startswith("nsp_head.")]
@@ -158,36 +158,36 @@ class TransformerModel(Model):
         found: dict[str, str | None] = {}
         for name in shapes:
             if name.startswith(begin):
-                # BERT's fine-tuning goes on with the pooler of next-sentence prediction (Devlin et
-                # al. 2019, section 3.2).
+                # BERT's fine-tuning reuses the pooler of next-sentence prediction (Devlin et al.
+                # 2019, section 3.2).
                 pooler = f"nsp_{name}" if name.startswith("head.pooler.") else ""
                 found[name] = pooler if stored.shapes.get(pooler) == shapes[name] else None
         return found
 
     def embedding_flops(self) -> int:
-        """FLOPs of the projections in the embeddings, for each position; look-ups cost none."""
+        """FLOPs of the projections in the embeddings, per position; lookups cost none."""
         linear = (module for module in self.embeddings.modules() if isinstance(module, nn.Linear))
         return sum(_flops(module.weight) for module in linear)
 
     def head_flops(self) -> int:
-        """`matrix_flops` of the head for each position that it reads."""
+        """`matrix_flops` of the head, per position that it reads."""
         own = matrix_flops(self.head)
         shares = self.config.head == "language_model" and self.config.tied
         return own + _flops(self.token_embeddings) if shares else own
 
 
 def layer_numbers(outputs: Outputs) -> list[int]:
-    """The layers N whose hidden states are asked for, as `layer.N`, in ascending order."""
+    """The numbers N of the outputs `layer.N`, in ascending order."""
     prefix = "layer."
     return sorted(int(name.removeprefix(prefix)) for name in outputs if name.startswith(prefix))
 
 
 def matrix_flops(module: nn.Module, only: str = "", without: str | None = None) -> int:
-    """FLOPs for each position in the matrices whose names contain `only` and not `without`.
+    """FLOPs per position in the matrices whose names contain `only` and not `without`.
 
-    6 per weight: 2 in the forward pass, 2 each for the gradients of the input and of the weight;
-    without the latter where the weight is frozen. (What comes before everything trained has no
-    backward pass, and is counted as if it had.)
+    6 per weight: 2 in the forward pass, and 2 each for the gradients of the input and the weight.
+    Frozen weights have no gradient. (Layers below everything trained have no backward pass, but
+    are counted as if they had.)
     """
     return sum(
         _flops(weight)

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2019), and the names it has in Hugging Face checkpoints."""
+"""BERT (Devlin et al. 2019), and its names in Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.errors import ConfigError
 from trainer.models import huggingface
 from trainer.models.config import Activation, Head, Norm, TaskHead
 from trainer.models.family import Family
-from trainer.models.heads import CellHead, MaskedLMHead, NextSentenceHead, PooledHead
+from trainer.models.heads import MaskedLMHead, NextSentenceHead, PooledHead, TokenHead
 from trainer.models.transformer import Transformer
 from trainer.tasks import TASKS
 
@@ -66,9 +66,8 @@ _TASKS: tuple[TaskHead, ...] = (
     "question_answering",
 )
 _NSP_HEAD = re.compile(r"(\w+\.)?(pooler\.dense|seq_relationship)\.\w+")
-_BUFFERS = re.compile(
-    r"(\w+\.)?embeddings\.(position|token_type)_ids"
-)  # older versions stored them
+# Stored by older versions of transformers.
+_BUFFERS = re.compile(r"(\w+\.)?embeddings\.(position|token_type)_ids")
 
 
 @dataclass(frozen=True)
@@ -76,19 +75,19 @@ class Config(Family):
     """BERT-base, uncased.
 
     Attributes:
-        max_positions: the longest sequence, in tokens.
-        type_vocab: rows of the token-type table.
+        max_positions: maximum sequence length, in tokens.
+        type_vocab: number of token types.
         norm: "post" (BERT) or "pre" (adds a norm after the last layer).
-        causal: whether a token attends to those before it only (a left-to-right language model).
-        tied: whether the head shares the matrix of the token embeddings.
+        causal: whether tokens attend only to earlier ones (a left-to-right language model).
+        tied: whether the head shares the token embeddings.
         initializer_range: standard deviation of the initial weights.
-        nsp: adds a pooler and a head that says whether the second of two segments follows the first
-            (BERT).
-        head: what the model predicts: tokens (`language_model`); or, fine-tuned for a task, the
-            class of a text or pair of texts (`classification`), which of several texts is right
-            (`multiple_choice`), a tag for each token (`tagging`), or the first and last token of an
-            answer (`question_answering`).
-        labels: the names of classes or tags; a `classification` of one label predicts a number.
+        nsp: adds a pooler and a head that predicts whether the second of two segments follows the
+            first (BERT).
+        head: predicts tokens (`language_model`); or, fine-tuned for a task, the class of a text or
+            pair (`classification`), the right one of several texts (`multiple_choice`), a tag for
+            each token (`tagging`), or the first and last token of an answer
+            (`question_answering`).
+        labels: names of classes or tags; `classification` with a single label is a regression.
     """
 
     model_type: ClassVar[str] = "bert"
@@ -130,21 +129,21 @@ class Config(Family):
         for name in ("max_positions", "type_vocab"):
             self.check_positive(name)
         if not self.initializer_range > 0:
-            raise ConfigError(f"initializer_range must be above 0, not {self.initializer_range}")
+            raise ConfigError(
+                f"initializer_range is {self.initializer_range}. Use a number above 0."
+            )
         self.check_heads()
-        for name, why in (
-            ("nsp", "goes with a language-model head"),
-            ("causal", "is for language models"),
-        ):
-            if self.head != "language_model" and getattr(self, name):
+        for name, enabled in (("nsp", self.nsp), ("causal", self.causal)):
+            if enabled and self.head != "language_model":
                 raise ConfigError(
-                    f"{name} {why}, and head is {self.head}; set {name} to false, or leave head out"
+                    f"{name} needs a language-model head, but head is {self.head}. Set {name} to "
+                    "false, or leave head out."
                 )
         self.check_task(*_TASKS)
 
     @property
     def head_activation(self) -> Activation:
-        """The activation inside the masked-LM head, where nothing is gated."""
+        """The activation inside the masked-LM head, which is never gated."""
         return "gelu" if self.gated else self.activation
 
     @property
@@ -163,33 +162,24 @@ class Config(Family):
         return (self.initializer_range,)
 
     def build_base(self) -> Transformer:
-        return Transformer(
-            self,
-            self._build_head(),
-            nsp_head=NextSentenceHead(self) if self.nsp else None,
-        )
+        nsp_head = NextSentenceHead(self) if self.nsp else None
+        return Transformer(self, self._build_head(), nsp_head=nsp_head)
 
     def _build_head(self) -> nn.Module:
         if self.head == "language_model":
             return MaskedLMHead(self, self.head_activation)
         if "pooler" in self.task_names[self.head]:
-            return PooledHead(
-                self,
-                self.classes,
-                self.head == "classification" and self.classification_drops_first,
-            )
-        return CellHead(self, self.classes, drops=self.head == "tagging")
+            drops_first = self.head == "classification" and self.classification_drops_first
+            return PooledHead(self, self.classes, drops_first)
+        return TokenHead(self, self.classes, drops=self.head == "tagging")
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Self:
         """Reads the content of a `config.json`.
 
         Args:
-            config: the content.
-            tensors: names of the checkpoint's tensors, which alone tell whether it has a
-                next-sentence head: many checkpoints hold one that their `architectures` do not
-                mention. A task's head that these do mention is one if it is there; without any
-                names it is taken to be.
+            tensors: names of the checkpoint's tensors, to detect heads. Many checkpoints contain a
+                next-sentence head that their `architectures` do not mention.
 
         Raises:
             ConfigError: it describes another kind of model, or lacks a key.
@@ -200,7 +190,7 @@ class Config(Family):
             "position_embedding_type": "absolute",
             "add_cross_attention": False,
         }
-        if cls.position_offset:  # transformers numbers positions from the id of the padding token
+        if cls.position_offset:  # transformers counts positions from the padding id
             fixed["pad_token_id"] = cls.position_offset - 1
         fields = huggingface.read_settings(config, _FIELDS, fixed, huggingface.ACTIVATIONS)
         decoded: Self = decode(cls, fields, "config.json")
@@ -224,60 +214,44 @@ class Config(Family):
         return cls.architecture.replace("MaskedLM", TASKS[head].architecture)
 
     def to_huggingface(self) -> dict[str, Any]:
-        """The content of a `config.json` from which transformers' `Auto` class for the head builds
-        the same model.
-
-        Raises:
-            ConfigError: transformers has no such model.
-        """
         if self.norm != "post" or self.gated:
             raise ConfigError(
                 f"norm {self.norm} with activation {self.activation} cannot be exported: "
-                "transformers' "
-                f"{self.model_type} has norm post and no gated activation; train with such a model"
+                f"{self.model_type} in transformers has norm post and no gated activation. Train "
+                "with those."
             )
         fields = {theirs: getattr(self, ours) for ours, theirs in _FIELDS.items()}
-        fields["hidden_act"] = (
-            "gelu_pytorch_tanh" if self.activation == "gelu_tanh" else self.activation
-        )
+        if self.activation == "gelu_tanh":
+            fields["hidden_act"] = "gelu_pytorch_tanh"
         fields["max_position_embeddings"] += self.position_offset
-        architecture = self.causal_architecture if self.causal else self.architecture
-        architecture = "BertForPreTraining" if self.nsp else architecture
         if self.head != "language_model":
             architecture = self._task_architecture(self.head)
-        tree = {
+        elif self.nsp:
+            architecture = "BertForPreTraining"
+        else:
+            architecture = self.causal_architecture if self.causal else self.architecture
+        return {
             "architectures": [architecture],
             "model_type": self.model_type,
             **fields,
             **self.special_ids,
+            **huggingface.name_labels(self.labels),
         }
-        return tree | huggingface.name_labels(self.labels)
 
     def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Turns a checkpoint's tensors into this model's parameters, in the checkpoint's precision.
-
-        Names of older versions and of checkpoints without the family's prefix are understood.
-
-        Raises:
-            CheckpointError: naming the tensors that are missing, unexpected or of another shape.
-        """
+        # Names of older versions, and names without the family's prefix, are recognized.
         table = self.tensor_names()
         own = {name for names in table.values() for name in names}
         unused = [n for n in tensors if _NSP_HEAD.fullmatch(n) and self._canonical(n) not in own]
         ignored = [n for n in tensors if _BUFFERS.fullmatch(n)] + unused
         if ignored:
-            logger.info("not part of the model, and left out: %s", ", ".join(ignored))
+            logger.info("left out, since the model has no such parameters: %s", ", ".join(ignored))
         found = {self._canonical(name): tensors[name] for name in tensors if name not in ignored}
         if self.head == "language_model":
             self._drop_copies(found)
         return huggingface.join_tensors(found, table, self)
 
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of `import_tensors`: the names and layout of transformers' current version.
-
-        Raises:
-            CheckpointError: naming the parameters that are missing, unexpected or of another shape.
-        """
         exported = huggingface.split_tensors(parameters, self.tensor_names(), self)
         if not self.tied and self.head == "language_model":
             bias = self.head_names["bias"]
@@ -285,52 +259,42 @@ class Config(Family):
         return exported
 
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
-        """Of each parameter the tensors in transformers that it consists of, end to end."""
-        table: dict[str, tuple[str, ...]]
-        table = {
-            f"embeddings.{o}": (f"{self.model_type}.embeddings.{t}",)
-            for o, t in _EMBEDDINGS.items()
+        """Parameter name -> names of transformers' tensors that are concatenated in its rows."""
+        table: dict[str, tuple[str, ...]] = {
+            f"embeddings.{ours}": (f"{self.model_type}.embeddings.{theirs}",)
+            for ours, theirs in _EMBEDDINGS.items()
         }
+        modules: dict[str, tuple[str, ...]] = {}
         for layer in range(self.layers):
+            begin = f"{self.model_type}.encoder.layer.{layer}"
             for ours, theirs in _LAYER.items():
-                for kind in ("weight", "bias"):
-                    names = tuple(
-                        f"{self.model_type}.encoder.layer.{layer}.{name}.{kind}" for name in theirs
-                    )
-                    table[f"layers.{layer}.{ours}.{kind}"] = names
-        modules = (
-            {f"nsp_head.{part}": name for part, name in self.nsp_names.items()} if self.nsp else {}
-        )
+                modules[f"layers.{layer}.{ours}"] = tuple(f"{begin}.{name}" for name in theirs)
+        heads = self.task_names.get(self.head, {})
         if self.head == "language_model":
-            modules |= {f"head.{part}": self.head_names[part] for part in ("dense", "norm")}
+            heads = {part: self.head_names[part] for part in ("dense", "norm")}
             table["head.bias"] = (self.head_names["bias"],)
             if not self.tied:
                 table["head.decoder.weight"] = (f"{self.head_names['decoder']}.weight",)
-        else:
-            modules |= {f"head.{part}": name for part, name in self.task_names[self.head].items()}
-        for ours, name in modules.items():
+        modules |= {f"head.{part}": (name,) for part, name in heads.items()}
+        if self.nsp:
+            modules |= {f"nsp_head.{part}": (name,) for part, name in self.nsp_names.items()}
+        for ours, names in modules.items():
             for kind in ("weight", "bias"):
-                table[f"{ours}.{kind}"] = (f"{name}.{kind}",)
+                table[f"{ours}.{kind}"] = tuple(f"{name}.{kind}" for name in names)
         return table
 
     @classmethod
     def _canonical(cls, name: str) -> str:
-        name = re.sub(
-            r"LayerNorm\.gamma$",
-            "LayerNorm.weight",
-            re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name),
-        )
-        return (
-            f"{cls.model_type}.{name}"
-            if name.startswith(("embeddings.", "encoder.", "pooler."))
-            else name
-        )
+        name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
+        name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
+        has_prefix = not name.startswith(("embeddings.", "encoder.", "pooler."))
+        return name if has_prefix else f"{cls.model_type}.{name}"
 
     def _drop_copies(self, found: dict[str, Tensor]) -> None:
-        """Drops what checkpoints hold twice: the matrix of a tied head, and the head's bias.
+        """Drops second copies: the matrix of a tied head, and the head's bias.
 
-        transformers adds `decoder.bias`: the same tensor as `bias` in a tied model, and the one in
-            use in others.
+        transformers adds `decoder.bias`: a copy of `bias` in a tied model, otherwise the bias that
+        is used.
         """
         decoder, bias = self.head_names["decoder"], self.head_names["bias"]
         copy = found.pop(f"{decoder}.bias", None)

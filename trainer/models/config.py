@@ -1,4 +1,4 @@
-"""The shape of a Transformer, which every part of one is built from."""
+"""The configuration of a Transformer, from which each of its modules is built."""
 
 from __future__ import annotations
 
@@ -21,32 +21,31 @@ TaskHead: TypeAlias = Literal["classification", "multiple_choice", "tagging", "q
 Head: TypeAlias = Literal["language_model", TaskHead]
 
 FEWEST_LABELS: dict[Head, int] = {"classification": 1, "tagging": 2}
-"""Of the heads that have an output for each label."""
+"""Minimum number of labels of heads with one output per label."""
 
 
 @dataclass(frozen=True)
 class TransformerConfig(ModelConfig):
-    """Shape and regularization that all Transformers have; each family sets its own defaults.
+    """Shape and regularization of all Transformers; each family sets its own defaults.
 
-    What is a property here is a fact about a family; some families make a setting of it. The
-    modules of a model ask for their parts here (`build_norm`, `build_attention`, ...), so a family
-    with another attention overrides one method.
+    A property here is a fact about a family; some families turn it into a setting. Modules build
+    their parts through `build_norm`, `build_attention`, ..., so a family with another attention
+    overrides one method.
 
     Attributes:
-        vocab_size: rows of the token table; at least the tokenizer's size. A multiple of 64 is
-            quicker on GPUs.
+        vocab_size: rows of the token embeddings; at least the tokenizer's size. A multiple of 64
+            is faster on GPUs.
         layers: number of layers.
         width: D, of the hidden states.
         heads: H, attention heads of width / heads each.
         ffn_width: inner width of the feed-forward network.
-        dropout: probability for embeddings and the output of each branch.
-        attention_dropout: probability for attention probabilities; 0 allows the fused attention
+        dropout: dropout rate of embeddings and of each branch's output.
+        attention_dropout: dropout rate of attention probabilities; 0 allows fused attention
             kernels in training.
         norm_eps: added to the variance in norms.
         activation: of the feed-forward network.
-        peft: parameter-efficient fine-tuning (a module of trainer/models/peft): what is added to a
-            model that starts from weights, and trained with a task's head, while the rest is
-            frozen; None trains all.
+        peft: parameter-efficient fine-tuning (a module of trainer/models/peft): trains added
+            parameters and a task's head, and freezes the rest; None trains all.
     """
 
     vocab_size: int
@@ -65,52 +64,45 @@ class TransformerConfig(ModelConfig):
             self.check_positive(name)
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be in [0, 1), not {getattr(self, name)}")
+                raise ConfigError(f"{name} is {getattr(self, name)}. Use a number in [0, 1).")
         if not self.norm_eps > 0:
-            raise ConfigError(f"norm_eps must be above 0, not {self.norm_eps}")
+            raise ConfigError(f"norm_eps is {self.norm_eps}. Use a number above 0.")
 
     def check_heads(self) -> None:
-        """Refuses a width that heads of width / heads each do not fill."""
+        """Rejects a width that is not a multiple of the number of heads."""
         if self.width % self.heads:
             divisors = [heads for heads in range(1, self.width + 1) if self.width % heads == 0]
             nearest = min(divisors, key=lambda heads: abs(heads - self.heads))
             raise ConfigError(
-                f"width {self.width} is not a multiple of heads {self.heads}; use heads={nearest}"
+                f"width {self.width} is not a multiple of heads {self.heads}. Use heads={nearest}."
             )
 
     def check_task(self, *heads: Head) -> None:
-        """Refuses a task's head that is none of these, which the family has, and labels that do not
-        go with it.
-        """
+        """Rejects a head that the family lacks, and labels that do not fit the head."""
         if self.head not in ("language_model", *heads):
             raise ConfigError(
-                f"head is {self.head}, and models of this kind have heads for {', '.join(heads)} "
-                "only; use one of "
-                "these, or another kind of model, as bert"
+                f"head is {self.head}, but this kind of model supports only "
+                f"{', '.join(heads)}. Use one of these, or another kind of model, such as bert."
             )
         fewest, count = FEWEST_LABELS.get(self.head), len(self.labels)
         if fewest is None and count:
             raise ConfigError(
-                f"a {self.head} head has no labels, and labels is {list(self.labels)}; leave "
-                "labels empty, or set head "
-                "to classification or tagging"
+                f"labels is {list(self.labels)}, but a {self.head} head has none. Leave labels "
+                "empty, or set head to classification or tagging."
             )
         if fewest is not None and count < fewest:
             raise ConfigError(
-                f"labels must name at least {fewest} for a {self.head} head, not {count}; set "
-                "labels to those of the "
-                "dataset"
+                f"labels has {count} names, but a {self.head} head needs at least {fewest}. Set it "
+                "to the dataset's labels."
             )
-        twice = [label for label in self.labels if self.labels.count(label) > 1]
-        if twice:
-            raise ConfigError(
-                f"labels must differ, and {twice[0]!r} is among them {twice.count(twice[0])} times"
-            )
+        for label in self.labels:
+            if (times := self.labels.count(label)) > 1:
+                raise ConfigError(f"labels has {label!r} {times} times. Labels must differ.")
 
     def check_positive(self, name: str) -> None:
-        """Refuses a setting below 1."""
+        """Rejects a setting below 1."""
         if getattr(self, name) < 1:
-            raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+            raise ConfigError(f"{name} is {getattr(self, name)}. Use 1 or more.")
 
     @property
     def head_width(self) -> int:
@@ -119,7 +111,7 @@ class TransformerConfig(ModelConfig):
 
     @property
     def attention_scale(self) -> float | None:
-        """What the products of queries and keys are multiplied by; None is head_width ** -0.5."""
+        """Factor of the attention scores; None means head_width ** -0.5."""
         return None
 
     @property
@@ -144,7 +136,7 @@ class TransformerConfig(ModelConfig):
 
     @property
     def head(self) -> Head:
-        """What the head predicts: tokens, or what a task asks for."""
+        """The head: `language_model`, or a task's."""
         return "language_model"
 
     @property
@@ -175,9 +167,9 @@ class TransformerConfig(ModelConfig):
 
     @property
     def dropout_sites(self) -> tuple[str, ...]:
-        """Where a layer applies dropout: the sites that its modules ask the context for.
+        """Names of the places where a layer applies dropout.
 
-        The order decides which random key each site gets, so it never changes.
+        Their order assigns the random keys, so it must never change.
         """
         return ("attention", "attention_output", "ffn_output")
 
@@ -188,19 +180,20 @@ class TransformerConfig(ModelConfig):
 
     @property
     def normal_bound(self) -> float:
-        """Standard deviations at which the normal distribution of initial weights is cut off."""
-        return 8.0  # beyond which there is nothing left in fp64
+        """Truncation of the normal distribution of initial weights, in standard deviations."""
+        return 8.0  # fp64 has no probability left beyond
 
     @abstractmethod
     def initial_std(self, name: str) -> tuple[float, ...]:
-        """Standard deviations of a parameter's initial values: one for each of the equal parts that
-        its rows are cut into."""
+        """Standard deviations of a parameter's initial values.
+
+        One for each of the equally sized matrices stacked in its rows.
+        """
 
     def static(self, index: int) -> Hashable:
-        """What tells layers apart that compute different functions of their parameters.
+        """Identifies the function of layer `index`: layers with equal values compute the same.
 
-        A family whose layers differ (as local and global attention alternate) returns what layer
-        `index` has of it.
+        A family with alternating local and global attention returns which one layer `index` has.
         """
         return None
 
@@ -213,18 +206,18 @@ class TransformerConfig(ModelConfig):
         return model
 
     def _trains(self, model: Model, name: str) -> bool:
-        """Whether a parameter is trained although `peft` freezes the model."""
+        """Whether a parameter is trained under `peft`."""
         assert self.peft is not None
         if self.peft.owns(name):
             return True
         part, kind = model.role(name)
         if part == "head":
-            return self.head != "language_model"  # a task's head is new
+            return self.head != "language_model"  # a task's head is new, a language model's is not
         return self.peft.trains_norms and kind == "norm" and part in ("layer", "shared")
 
     @abstractmethod
     def build_base(self) -> Model:
-        """Makes the module without what `peft` adds."""
+        """Builds the module without `peft`."""
 
     @abstractmethod
     def build_norm(self) -> nn.Module:
@@ -232,7 +225,7 @@ class TransformerConfig(ModelConfig):
 
     @abstractmethod
     def build_embeddings(self) -> nn.Module:
-        """Embeddings: called like `trainer.models.embeddings.Embeddings`."""
+        """Input embeddings, called like `trainer.models.embeddings.Embeddings`."""
 
     @abstractmethod
     def build_layer(self, index: int, cross_attention: bool = False) -> nn.Module:
@@ -258,8 +251,8 @@ class TransformerConfig(ModelConfig):
             changes |= {"head": head, "labels": labels}
         elif head != "language_model":
             raise ConfigError(
-                f"a model of kind {self.model_type} has no {head} head; use bert, roberta, t5, "
-                "gpt2 or openai_gpt"
+                f"a model of kind {self.model_type} has no {head} head. Use bert, roberta, t5, "
+                "gpt2 or openai_gpt."
             )
         if "nsp" in settings:
             changes["nsp"] = "next_sentence" in needs

@@ -1,9 +1,9 @@
-"""Dropout whose masks are a pure function of a key per row, so that they do not depend on how a
-batch is split.
+"""Dropout with masks that are a pure function of a key per row.
 
-A 32-bit integer hash decides about each element: the same bits on every device, eager or compiled.
-The mixer is Wellons' lowbias32 (https://nullprogram.com/blog/2018/07/31/). int32 products wrap
-around; where a right shift must be logical, its sign bits are masked off.
+So masks do not depend on how a batch is split over devices. A 32-bit integer hash decides each
+element, with the same bits on every device, eager or compiled. The mixer is Wellons' lowbias32
+(https://nullprogram.com/blog/2018/07/31/). int32 products wrap around; logical right shifts mask
+off the sign bits.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """x >> bits, which torch-xla 2.9 takes for a division, and so rounds towards 0."""
+    """x >> bits; torch-xla 2.9 computes the operator as a division that rounds towards 0."""
     return torch.bitwise_right_shift(x, torch.tensor(bits, dtype=torch.int32))
 
 
 def split_key(key: Tensor, count: int) -> Tensor:
-    """Derives keys for `count` places of use from the key of each row.
+    """Derives `count` keys from the key of each row.
 
     Args:
         key: int32 [B].
@@ -43,34 +43,33 @@ def split_key(key: Tensor, count: int) -> Tensor:
     return _mix(_mix(key) ^ (places[:, None] * _GOLDEN))
 
 
-def dropout(x: Tensor, p: float, key: Tensor | None, cells: Tensor | None = None) -> Tensor:
-    """Zeroes each element with probability p and scales the others by 1 / (1 - p) (Srivastava et
-    al. 2014).
+def dropout(x: Tensor, p: float, key: Tensor | None, positions: Tensor | None = None) -> Tensor:
+    """Zeroes elements with probability p and scales the others (Srivastava et al. 2014).
 
     Args:
-        x: [B, ...], at most 2**31 elements a row.
+        x: [B, ...], at most 2**31 elements per row.
         p: in [0, 1), rounded to a multiple of 2**-32.
-        key: int32 [B], from `split_key`; row b's mask depends on key[b] and the position in the row
-            only. None: no dropout.
-        cells: int [B, P], where x is [B, P, D], taken from these cells of a larger [B, S, D]: each
-            element is treated as it would have been there. None: x is whole.
+        key: int32 [B], from `split_key`; the mask of row b depends only on key[b] and the index in
+            the row. None: no dropout.
+        positions: int [B, P], if x is [B, P, D] selected from a larger [B, S, D]: elements get the
+            mask they would have there. None: x is whole.
     """
     threshold = round(p * 2**32) - 2**31
     if key is None or threshold == -(2**31):
         return x
-    if cells is None:
+    if positions is None:
         place = torch.arange(x.shape[1:].numel(), dtype=torch.int32, device=x.device)
     else:
         width = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
-        place = (cells.int()[..., None] * x.shape[-1] + width).flatten(1)
-    # Places are hashed once for all rows; with both inputs well mixed, half the mixer does for each
-    # element: the comparison looks at the high bits first, which the last product leaves best
-    # mixed.
+        place = (positions.int()[..., None] * x.shape[-1] + width).flatten(1)
+    # Indices are hashed once for all rows. Both inputs are then well mixed, so half the mixer is
+    # enough per element: the comparison depends mostly on the high bits, which the last product
+    # mixes best.
     bits = _mix(place) ^ key[:, None]
     bits *= _MIX_1
     bits ^= _shift(bits, 15).bitwise_and_(0x1FFFF)
     bits *= _MIX_2
-    # 1 where bits >= threshold, else 0, by arithmetic: comparisons and masked_fill are several
-    # times slower on CPUs.
+    # 1 if bits >= threshold, else 0, computed by arithmetic: comparisons and masked_fill are
+    # several times slower on CPUs.
     keep = bits.clamp_(threshold - 1, threshold).sub_(threshold - 1)
     return (x * keep.view(x.shape).to(x.dtype)).mul_(1 / (1 - p))

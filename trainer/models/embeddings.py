@@ -1,4 +1,4 @@
-"""Input embeddings: the sum of token, position and type, as far as a family has them."""
+"""Input embeddings: the sum of token, position and token-type embeddings."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from trainer.models.dropout import dropout
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a matrix, and the matrix for its second use in the head.
+    """Looks up rows of a matrix, and returns the matrix for its second use in the head.
 
-    One node for both adds their gradients in place. Two would fill a matrix of zeros for the rows,
-    and sum two matrices into a third: 4 % of a step of BERT-base on a CPU.
+    A single autograd node adds both gradients in place. Two nodes would fill a matrix of zeros for
+    the rows and sum two matrices into a third: 4 % of a BERT-base step on a CPU.
     """
 
     @staticmethod
@@ -33,9 +33,9 @@ class _Lookup(torch.autograd.Function):
 
 
 class Embeddings(nn.Module):
-    """The sum of the embeddings that a family has: of tokens, positions and token types.
+    """The sum of a family's embeddings: tokens, positions, token types; then dropout.
 
-    With token types the sum is normalized (Devlin et al. 2019, figure 2); then it is dropped out.
+    With token types the sum is normalized before (Devlin et al. 2019, figure 2).
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -60,8 +60,8 @@ class Embeddings(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """int [B, S] each -> [B, S, D], and the token embeddings [V, D] for a tied head.
 
-        Without `token_types` all positions are of type 0. A prompt of n positions gives
-        [B, n + S, D]; it takes the first n positions, and `positions` are of the tokens behind it.
+        Without `token_types` all positions have type 0. With a prompt of n positions the result is
+        [B, n + S, D]; the prompt has positions 0 to n - 1, and `positions` are the tokens'.
         """
         hidden, matrix = _Lookup.apply(self.tokens.weight, tokens)  # type: ignore[no-untyped-call]
         if prompt is not None:

@@ -1,4 +1,4 @@
-"""A Transformer of two stacks: the decoder attends to itself and to the encoder's output."""
+"""A Transformer with an encoder and a decoder that attends to the encoder's output."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trainer.models.relative import RelativeBias
 from trainer.models.stack import Context, Stack
 
 START = 0
-"""The token that stands before what the decoder reads for a task's head: T5's padding."""
+"""Id of the decoder's first input token: T5's padding."""
 
 
 class _Keys(NamedTuple):
-    """Dropout keys: of the embeddings, of what follows each stack, of the layers of both
+    """Dropout keys: of the embeddings, after each stack, of both stacks' layers
     [layers, sites, B], and of the head."""
 
     embeddings: Tensor | None = None
@@ -35,19 +35,18 @@ class _Keys(NamedTuple):
 
 
 class EncoderDecoder(TransformerModel):
-    """An encoder and a decoder with norm `pre`, relative positions and one token table.
+    """An encoder and a decoder with pre-norm, relative positions and shared token embeddings.
 
-    For a task's head the decoder reads what the encoder does, so that each of its positions has
-    seen a whole sequence; or there is no decoder, and the head reads the encoder.
+    With a task's head, encoder and decoder get the same text, so each position of the decoder has
+    seen the whole sequence through cross-attention. Or there is no decoder, and the head reads the
+    encoder.
 
     Args:
-        config: shape and family.
-        head: turns hidden states of the decoder, the token embeddings and a dropout key into
-            logits.
-        encoder_bias, decoder_bias: added to the attention scores, except in cross-attention.
-        decoder_layers: layers of the decoder, 0 for none; the encoder has `config.layers`.
-        shared: whether the encoder is the decoder's layers without their cross-attention (Raffel
-            et al. 2020, section 3.2.2), and its norm the decoder's.
+        encoder_bias, decoder_bias: added to the scores of self-attention.
+        decoder_layers: number of the decoder's layers, 0 for none; the encoder has
+            `config.layers`.
+        shared: whether the encoder uses the decoder's layers, without cross-attention, and its
+            norm (Raffel et al. 2020, section 3.2.2).
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class EncoderDecoder(TransformerModel):
         shared: bool,
     ) -> None:
         super().__init__(config)
-        # Optimizers and checkpoints go by the order in which modules are registered.
+        # The order of registration is the order of parameters in optimizers and checkpoints.
         self.embeddings = config.build_embeddings()
         self.encoder = None
         if not shared:
@@ -76,10 +75,10 @@ class EncoderDecoder(TransformerModel):
         self.head = head
 
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
-        """Computes the outputs, by name; see `trainer.models`.
+        """Computes the outputs, by name (see `trainer.models.Outputs`).
 
-        Positions are not read: distances between them are enough. With a task's head the decoder
-        reads `tokens` moved right by one, and `target_tokens` are not given.
+        `positions` are not used, since attention depends only on distances. With a task's head the
+        decoder's input is `tokens` shifted right by one instead of `target_tokens`.
         """
         tokens, segments = inputs.tokens, inputs.segments
         keys = self._keys(inputs.dropout_key)
@@ -98,10 +97,10 @@ class EncoderDecoder(TransformerModel):
         targets, target_segments = inputs.target_tokens, inputs.target_segments
         if self.config.head != "language_model":
             targets, target_segments = F.pad(tokens[:, :-1], (1, 0), value=START), segments
-        assert targets is not None, "a language model needs the tokens that its decoder reads"
+        assert targets is not None, "a language model needs target_tokens"
         both_or_neither = (segments is None) == (target_segments is None)
-        assert both_or_neither, "either both sides have segments, or neither"
-        # One look-up for both sides: its backward pass fills a table of gradients once.
+        assert both_or_neither, "both sides need segments, or neither"
+        # One lookup for both sides: its backward pass fills one matrix of gradients, not two.
         both, matrix = self.embeddings(
             torch.cat([tokens, targets], 1), None, dropout_key=keys.embeddings
         )
@@ -145,7 +144,7 @@ class EncoderDecoder(TransformerModel):
         predicted: Tensor | None,
         outputs: Outputs,
     ) -> dict[str, Tensor]:
-        """The head's logits; `hidden` is of all positions if it is an output, too."""
+        """The head's logits; `hidden` has all positions if it is an output itself."""
         found = {}
         if "hidden" in outputs:
             found["hidden"] = hidden
@@ -157,10 +156,7 @@ class EncoderDecoder(TransformerModel):
     def _embed_source(
         self, inputs: Inputs, dropout_key: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """What the encoder reads, with a prompt.
-
-        Embeddings [B, n + S, D], and the token table [V, D].
-        """
+        """Embeddings of prompt and source [B, n + S, D], and the token embeddings [V, D]."""
         hidden, matrix = self.embeddings(inputs.tokens, None, dropout_key=dropout_key)
         return self._prompted(hidden), matrix
 
@@ -179,7 +175,7 @@ class EncoderDecoder(TransformerModel):
     def _encoder_context(
         self, inputs: Inputs, hidden: Tensor, keys: _Keys
     ) -> tuple[Tensor, Context]:
-        """The bias, which contains the mask, and the rest of what the encoder's layers need."""
+        """The encoder's relative bias, which contains the mask, and its context."""
         length, segments = hidden.shape[1], self.with_prompt(inputs.segments)
         mask = None if segments is None else segment_mask(segments)
         bias = self.encoder_bias(length, length, mask)
@@ -200,7 +196,7 @@ class EncoderDecoder(TransformerModel):
         return dropout(hidden, self.config.dropout, keys.after_encoder, positions)
 
     def _layer_states(self, inputs: Inputs, keys: _Keys, numbers: list[int]) -> dict[str, Tensor]:
-        """The encoder's hidden states after some of its layers, of the text's positions."""
+        """The outputs `layer.N`: the encoder's hidden states, without a prompt's positions."""
         source, _ = self._embed_source(inputs, keys.embeddings)
         bias, context = self._encoder_context(inputs, source, keys)
         layers, last = self._encoder_layers, numbers[-1]
@@ -217,18 +213,18 @@ class EncoderDecoder(TransformerModel):
 
     @torch.no_grad()
     def start(self, inputs: Inputs, capacity: int) -> tuple[Tensor, Cache]:
-        """Encodes sources, and reads the beginnings of targets which `step` continues.
+        """Encodes sources and processes the first target tokens.
 
         Args:
             inputs: tokens; segments, 0 for padding, else 1, or None without padding; and target
                 tokens, at least the start token.
-            capacity: of the cache in the decoder's positions, T included.
+            capacity: of the decoder's cache in positions, T included.
 
         Returns:
-            The logits [B, V] of the next tokens, and what `step` needs.
+            The logits [B, V] of the next tokens, and the cache for `step`.
         """
         targets = inputs.target_tokens
-        assert targets is not None, "a decoder reads at least the start token"
+        assert targets is not None, "a decoder needs at least the start token"
         hidden, _ = self._embed_source(inputs)
         encoded = self._encode(inputs, hidden, _Keys())
         segments = self.with_prompt(inputs.segments)
@@ -239,7 +235,7 @@ class EncoderDecoder(TransformerModel):
 
     @torch.no_grad()
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Reads one more token of each target: int [B] -> the logits [B, V] of those after."""
+        """Processes one token per row: int [B] -> the logits [B, V] of the next ones."""
         assert self.decoder_bias is not None, "the model has no decoder"
         bias = self.decoder_bias(1, cache.length + 1, cache.mask(), before=cache.length)
         return self._decode(tokens[:, None], bias, cache)
@@ -255,17 +251,15 @@ class EncoderDecoder(TransformerModel):
 
     @property
     def max_sequence_length(self) -> int:
-        """No sequence is too long: there is no position table."""
         return sys.maxsize
 
     def flops_per_token(self, sequence_length: int, predicted_per_token: float = 1.0) -> float:
-        """Like `Transformer.flops_per_token`, for each position of the encoder.
+        """Like `Transformer.flops_per_token`, per position of the encoder.
 
-        For a language model all positions of the decoder are predicted: it has
-        T = predicted_per_token * S of them; for a task's head T = S. Keys and values of
-        cross-attention are computed for each position of the encoder, the rest of the decoder for
-        each of its own, except the last layer's feed-forward network, for predicted ones only; its
-        attention is to T and to S positions.
+        The decoder of a language model has T = predicted_per_token * S positions, all predicted;
+        with a task's head T = S. Keys and values of cross-attention count per encoder position; the
+        rest of the decoder counts per decoder position, except the last feed-forward network, which
+        counts per predicted one. The decoder attends to T and to S positions.
         """
         per_position = 12 * self.config.heads * self.config.head_width
         encoder = matrix_flops(self._encoder_layers, without="cross_attention")
@@ -285,14 +279,10 @@ class EncoderDecoder(TransformerModel):
 
 
 def _between(target_segments: Tensor | None, segments: Tensor | None) -> Tensor | None:
-    """Lets each target position attend to the source positions of its segment.
-
-    Returns:
-        bool [B, 1, T, S]; None: all.
-    """
+    """The cross-attention mask, bool [B, 1, T, S]: a target attends to its segment's source."""
     if target_segments is None or segments is None:
         return None
     same = target_segments[:, None, :, None] == segments[:, None, None, :]
-    # Padding of the target attends to the whole source: the source may have no padding, and a row
-    # with nothing to attend to would give NaN.
+    # Target padding attends to the whole source: the source may have no padding, and a row of the
+    # mask without any True would give NaN.
     return same | (target_segments == 0)[:, None, :, None]

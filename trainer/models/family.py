@@ -1,4 +1,4 @@
-"""The standard parts of a Transformer family."""
+"""The standard modules of a Transformer family."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.models.norms import LayerNorm, RMSNorm
 
 @dataclass(frozen=True)
 class Family(TransformerConfig):
-    """A family with the usual layers; it overrides the builder of a part that is its own."""
+    """A family with standard layers; override the builder of a module that differs."""
 
     def build_norm(self) -> nn.Module:
         kind = RMSNorm if self.norm_kind == "rms" else LayerNorm

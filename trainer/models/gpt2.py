@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019), and the names it has in Hugging Face checkpoints."""
+"""GPT-2 (Radford et al. 2019), and its names in Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.errors import ConfigError
 from trainer.models import huggingface
 from trainer.models.config import Activation, Head
 from trainer.models.family import Family
-from trainer.models.heads import CellHead, LanguageModelHead
+from trainer.models.heads import LanguageModelHead, TokenHead
 from trainer.models.transformer import Transformer
 
 _FIELDS = {
@@ -36,8 +36,10 @@ _LAYER = {
     "ffn.down": "mlp.c_proj",
     "ffn_norm": "ln_2",
 }
-_TRANSPOSED = re.compile(r".*\.(attn|mlp)\.c_\w+\.weight")  # transformers' Conv1D holds [in, out]
-_BUFFERS = re.compile(r".*\.attn\.(masked_)?bias")  # older versions stored them
+# transformers' Conv1D stores [in, out].
+_TRANSPOSED = re.compile(r".*\.(attn|mlp)\.c_\w+\.weight")
+# Stored by older versions of transformers.
+_BUFFERS = re.compile(r".*\.attn\.(masked_)?bias")
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,13 @@ class Config(Family):
     """GPT-2 small.
 
     Attributes:
-        max_positions: the longest sequence, in tokens.
-        initializer_range: standard deviation of the initial weights; that of projections into the
-            residual stream is divided by the root of their number, 2 * layers.
-        head: what the model predicts: tokens (`language_model`); or, fine-tuned for a task, from
-            the last cell of a sequence the class of its texts (`classification`), or a score that
-            is compared with those of other texts (`multiple_choice`).
-        labels: the names of classes; a `classification` of one label predicts a number.
+        max_positions: maximum sequence length, in tokens.
+        initializer_range: standard deviation of the initial weights; for projections into the
+            residual stream it is divided by sqrt(2 * layers), the root of their number.
+        head: predicts tokens (`language_model`); or, fine-tuned for a task, from the last position
+            of a sequence, its class (`classification`), or a score for choosing among texts
+            (`multiple_choice`).
+        labels: names of classes; `classification` with a single label is a regression.
     """
 
     model_type: ClassVar[str] = "gpt2"
@@ -76,7 +78,9 @@ class Config(Family):
         super().__post_init__()
         self.check_positive("max_positions")
         if not self.initializer_range > 0:
-            raise ConfigError(f"initializer_range must be above 0, not {self.initializer_range}")
+            raise ConfigError(
+                f"initializer_range is {self.initializer_range}. Use a number above 0."
+            )
         self.check_heads()
         self.check_task("classification", "multiple_choice")
 
@@ -90,17 +94,14 @@ class Config(Family):
 
     def initial_std(self, name: str) -> tuple[float, ...]:
         into_residual = name.endswith((".attention.out.weight", ".ffn.down.weight"))
-        return (
-            self.initializer_range / (2 * self.layers) ** 0.5
-            if into_residual
-            else self.initializer_range,
-        )
+        divisor = (2 * self.layers) ** 0.5 if into_residual else 1.0
+        return (self.initializer_range / divisor,)
 
     def build_base(self) -> Transformer:
         lm_head = LanguageModelHead(self)
         if self.head == "language_model":
             return Transformer(self, lm_head)
-        head = CellHead(self, self.classes, bias=False)
+        head = TokenHead(self, self.classes, bias=False)
         return Transformer(self, head, lm_head=lm_head)
 
     @classmethod
@@ -108,9 +109,7 @@ class Config(Family):
         """Reads the content of a `config.json`.
 
         Args:
-            config: the content.
-            tensors: names of the checkpoint's tensors; a task's head that the content mentions is
-                one if it is there.
+            tensors: names of the checkpoint's tensors, to detect a task's head.
 
         Raises:
             ConfigError: it describes another kind of model, or lacks a key.
@@ -138,30 +137,22 @@ class Config(Family):
         return cls.architecture.replace("LMHeadModel", "ForSequenceClassification")
 
     def to_huggingface(self) -> dict[str, Any]:
-        """The content of a `config.json` from which transformers' `Auto` class for the head builds
-        the same model.
-
-        Raises:
-            ConfigError: transformers has no such model.
-        """
         known = {ours: theirs for theirs, ours in self.activations.items()}
         if self.activation not in known:
             raise ConfigError(
-                f"activation {self.activation} cannot be exported: transformers' {self.model_type} "
-                "has none that is "
-                "gated; train with another"
+                f"activation {self.activation} cannot be exported: {self.model_type} in "
+                "transformers has no gated one. Train with another."
             )
         if self.head == "multiple_choice":
             raise ConfigError(
                 f"a multiple_choice head cannot be exported: transformers' {self.model_type} has "
-                "none; export the "
-                "model that it was fine-tuned from"
+                "none. Export the model that it was fine-tuned from."
             )
         fields = {theirs: getattr(self, ours) for ours, theirs in _FIELDS.items()}
+        is_task = self.head != "language_model"
+        architecture = self._task_architecture() if is_task else self.architecture
         return {
-            "architectures": [
-                self.architecture if self.head == "language_model" else self._task_architecture()
-            ],
+            "architectures": [architecture],
             "model_type": self.model_type,
             **fields,
             "embd_pdrop": self.dropout,
@@ -171,48 +162,34 @@ class Config(Family):
         }
 
     def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Turns a checkpoint's tensors into this model's parameters, in the checkpoint's precision.
-
-        Raises:
-            CheckpointError: naming the tensors that are missing, unexpected or of another shape.
-        """
         found = {}
-        for name in tensors:
-            if not _BUFFERS.fullmatch(name):
-                full = (
-                    name
-                    if name.startswith(("transformer.", "lm_head.", "score."))
-                    else f"transformer.{name}"
-                )
-                found[full] = (
-                    tensors[name].T.contiguous() if _TRANSPOSED.fullmatch(name) else tensors[name]
-                )
+        for name, tensor in tensors.items():
+            if _BUFFERS.fullmatch(name):
+                continue
+            has_prefix = name.startswith(("transformer.", "lm_head.", "score."))
+            found[name if has_prefix else f"transformer.{name}"] = _transpose(name, tensor)
         huggingface.drop_copy(found, "lm_head.weight", self.table_names["embeddings.tokens.weight"])
         return huggingface.join_tensors(found, self.tensor_names(), self)
 
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of `import_tensors`: the names and layout of transformers' current version.
-
-        Raises:
-            CheckpointError: naming the parameters that are missing, unexpected or of another shape.
-        """
         exported = huggingface.split_tensors(parameters, self.tensor_names(), self)
-        return {
-            name: t.T.contiguous() if _TRANSPOSED.fullmatch(name) else t
-            for name, t in exported.items()
-        }
+        return {name: _transpose(name, tensor) for name, tensor in exported.items()}
 
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
-        """Of each parameter the tensors in transformers that it consists of, end to end."""
+        """Parameter name -> names of transformers' tensors that are concatenated in its rows."""
         table: dict[str, tuple[str, ...]] = {
             ours: (theirs,) for ours, theirs in self.table_names.items()
         }
         for layer in range(self.layers):
             for ours, theirs in _LAYER.items():
                 for kind in ("weight", "bias"):
-                    table[f"layers.{layer}.{ours}.{kind}"] = (
-                        f"transformer.h.{layer}.{theirs}.{kind}",
-                    )
+                    name = f"transformer.h.{layer}.{theirs}.{kind}"
+                    table[f"layers.{layer}.{ours}.{kind}"] = (name,)
         if self.head != "language_model":
             table["head.classifier.weight"] = ("score.weight",)
         return table
+
+
+def _transpose(name: str, tensor: Tensor) -> Tensor:
+    """Converts a matrix between our layout and a Conv1D's."""
+    return tensor.T.contiguous() if _TRANSPOSED.fullmatch(name) else tensor

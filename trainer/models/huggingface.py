@@ -1,18 +1,18 @@
-"""What the families share in reading and writing the models of Hugging Face's `transformers`."""
+"""Helpers for reading and writing the models of Hugging Face's `transformers`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.errors import CheckpointError, ConfigError
-from trainer.models.config import FEWEST_LABELS, Head
+from trainer.models.config import FEWEST_LABELS, Head, TransformerConfig
 
 Names: TypeAlias = Mapping[str, tuple[str, ...]]
-"""Parameter name -> the tensors of a checkpoint that it consists of, end to end."""
+"""Parameter name -> names of the checkpoint's tensors that are concatenated in its rows."""
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -28,12 +28,12 @@ def read_settings(
     fixed: Mapping[str, Any],
     activation: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The settings in a `config.json`, under our names.
+    """Reads the settings of a `config.json`, under our names.
 
     Args:
         config: the content.
         fields: our name -> theirs.
-        fixed: what the content must say, as far as it says anything; `model_type` among it.
+        fixed: required values of keys, `model_type` among them; the keys may be absent.
         activation: their name -> ours.
 
     Raises:
@@ -42,20 +42,18 @@ def read_settings(
     for key, expected in fixed.items():
         if config.get(key, expected) != expected:
             raise ConfigError(
-                f"config.json has {key} {config[key]!r}, and a {fixed['model_type']} model of this "
-                "kind "
-                f"needs {expected!r}; import another checkpoint"
+                f"config.json has {key} {config[key]!r}, but this kind of {fixed['model_type']} "
+                f"needs {expected!r}. Import another checkpoint."
             )
     missing = [theirs for theirs in fields.values() if theirs not in config]
     if missing:
         raise ConfigError(
-            f"config.json lacks {', '.join(missing)}; use the config.json of a transformers model"
+            f"config.json lacks {', '.join(missing)}. Use the config.json of a transformers model."
         )
     key = fields["activation"]
     if str(config[key]) not in activation:
         raise ConfigError(
-            f"config.json has {key} {config[key]!r}, which is not supported; known: "
-            f"{', '.join(activation)}"
+            f"config.json has {key} {config[key]!r}. Supported are {', '.join(activation)}."
         )
     return {ours: config[theirs] for ours, theirs in fields.items()} | {
         "activation": activation[str(config[key])]
@@ -65,14 +63,13 @@ def read_settings(
 def read_task(
     config: Mapping[str, Any], tensors: Collection[str], heads: Mapping[Head, tuple[str, str]]
 ) -> tuple[Head, tuple[str, ...]]:
-    """The head of a checkpoint, which is a language model's unless it is one of `heads`, and its
-    labels.
+    """Detects the head of a checkpoint, by default `language_model`, and its labels.
 
     Args:
-        config: the content of its `config.json`.
-        tensors: the names of its tensors: a head that the content mentions is one if it is there.
-            Without any names it is taken to be.
-        heads: of each head the architecture that has it, and one of its tensors.
+        config: the content of `config.json`.
+        tensors: names of the checkpoint's tensors. A head named in the content counts only if its
+            tensor is there; without any names it always counts.
+        heads: for each head, its architecture in transformers and one of its tensors.
 
     Raises:
         ConfigError: the labels are not numbered from 0.
@@ -85,9 +82,7 @@ def read_task(
 
 
 def read_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of classes in a `config.json`, in order.
-
-    As transformers has them where it names none.
+    """Reads the labels of a `config.json`; without names, they are transformers' defaults.
 
     Raises:
         ConfigError: they are not numbered from 0.
@@ -100,16 +95,12 @@ def read_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(numbered[number] for number in range(len(names)))
     except (AttributeError, KeyError, ValueError):
         raise ConfigError(
-            f"config.json has id2label {names!r}, which does not name the labels 0, 1, ...; "
-            "correct it"
+            f"config.json has id2label {names!r}. Number the labels 0, 1, ..."
         ) from None
 
 
 def name_labels(labels: tuple[str, ...]) -> dict[str, Any]:
-    """What a `config.json` says of the labels of a head, if it has any.
-
-    A single one is that of a number.
-    """
+    """The entries of a `config.json` for labels; a single label means regression."""
     if not labels:
         return {}
     names = {
@@ -119,40 +110,31 @@ def name_labels(labels: tuple[str, ...]) -> dict[str, Any]:
     return names | ({"problem_type": "regression"} if len(labels) == 1 else {})
 
 
-class Family(Protocol):
-    """The `Config` of a family that `transformers` has, too."""
-
-    model_type: ClassVar[str]
-
-    def build_base(self) -> nn.Module:
-        """Makes the module without what fine-tuning adds."""
-        ...
-
-
-def join_tensors(found: Mapping[str, Tensor], names: Names, config: Family) -> dict[str, Tensor]:
-    """Turns a checkpoint's tensors into parameters, in the checkpoint's precision.
+def join_tensors(
+    found: Mapping[str, Tensor], names: Names, config: TransformerConfig
+) -> dict[str, Tensor]:
+    """Converts a checkpoint's tensors to parameters, in the checkpoint's precision.
 
     Raises:
-        CheckpointError: naming the tensors that are missing, unexpected or of another shape.
+        CheckpointError: tensors are missing, unexpected or have another shape.
     """
     expected = {}
     for ours, shape in _shapes(config).items():
         for theirs in names[ours]:
             expected[theirs] = (shape[0] // len(names[ours]), *shape[1:])
     _check(found, expected, config)
-    # What needs no joining is not copied: a large model's tensors stay on the disk until they are
-    # used.
+    # Single tensors are not copied: a large model's memory-mapped tensors stay on disk until used.
     parts = {ours: [found[name] for name in theirs] for ours, theirs in names.items()}
     return {ours: torch.cat(found) if len(found) > 1 else found[0] for ours, found in parts.items()}
 
 
 def split_tensors(
-    parameters: Mapping[str, Tensor], names: Names, config: Family
+    parameters: Mapping[str, Tensor], names: Names, config: TransformerConfig
 ) -> dict[str, Tensor]:
     """The inverse of `join_tensors`.
 
     Raises:
-        CheckpointError: naming the parameters that are missing, unexpected or of another shape.
+        CheckpointError: parameters are missing, unexpected or have another shape.
     """
     _check(parameters, _shapes(config), config)
     exported: dict[str, Tensor] = {}
@@ -162,21 +144,20 @@ def split_tensors(
 
 
 def drop_copy(found: dict[str, Tensor], copy: str, original: str) -> None:
-    """Drops a matrix that a checkpoint of a tied model holds a second time.
+    """Drops the second copy of a tied matrix from a checkpoint.
 
     Raises:
-        CheckpointError: it is another matrix.
+        CheckpointError: it differs from the first.
     """
     matrix, embedding = found.pop(copy, None), found.get(original)
     if matrix is not None and embedding is not None and not torch.equal(matrix, embedding):
         raise CheckpointError(
-            f"{copy} differs from the word embeddings, and the configuration says that they are "
-            "one; "
-            "set tie_word_embeddings to false in config.json"
+            f"{copy} differs from the word embeddings, but config.json says that they are tied. "
+            "Set tie_word_embeddings to false in config.json."
         )
 
 
-def _shapes(config: Family) -> dict[str, tuple[int, ...]]:
+def _shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         return {
             name: tuple(parameter.shape)
@@ -185,7 +166,9 @@ def _shapes(config: Family) -> dict[str, tuple[int, ...]]:
 
 
 def _check(
-    tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], config: Family
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, tuple[int, ...]],
+    config: TransformerConfig,
 ) -> None:
     problems = [f"{name} is missing" for name in expected if name not in tensors]
     problems += [f"{name} is unexpected" for name in tensors if name not in expected]
@@ -197,7 +180,6 @@ def _check(
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(
-            f"these weights are not of this {config.model_type} model: "
-            f"{'; '.join(problems[:5])}{more}; "
-            "use the config.json that belongs to them"
+            f"the weights do not fit this {config.model_type} model: {'; '.join(problems[:5])}"
+            f"{more}. Use the config.json that belongs to them."
         )

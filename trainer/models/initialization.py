@@ -1,6 +1,6 @@
-"""Initial weights as a pure function of (seed, parameter name, element).
+"""Initial weights as a pure function of (seed, parameter name, element index).
 
-Each process makes just its own partition.
+Each process computes only its own partition, with the same values at any world size.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from torch import Tensor
 
 from trainer.hashing import combine, name_key, uniform
 
-_BLOCK = (
-    2**18
-)  # elements at a time: bounds the memory of the 64-bit intermediates, and keeps them in cache
+# Elements at a time: bounds the memory of the 64-bit intermediates, and keeps them in the cache.
+_BLOCK = 2**18
 
 
 def initial_values(
@@ -23,9 +22,9 @@ def initial_values(
 ) -> Tensor:
     """Elements [start, stop) of a flattened parameter: fp32 [stop - start].
 
-    Biases are 0 and the weights of norms 1. All else is drawn from a normal distribution of
-    standard deviation `std` before it is truncated at `bound` of them: two as in BERT
-    (`truncated_normal_initializer`), or many.
+    Biases are 0 and norm weights 1. Other parameters are normally distributed with standard
+    deviation `std`, truncated at `bound` standard deviations: 2 in BERT
+    (`truncated_normal_initializer`).
     """
     module, _, kind = name.rpartition(".")
     if kind == "bias":
@@ -37,8 +36,8 @@ def initial_values(
     for first in range(start, stop, _BLOCK):
         last = min(first + _BLOCK, stop)
         u = torch.from_numpy(uniform(combine(seed, name_key(name), np.arange(first, last))))
-        # The inverse of the truncated distribution; in fp64, so that rounding to fp32 hides
-        # libraries' last bits.
+        # Inverse transform sampling in fp64: rounding to fp32 hides differences between libraries
+        # in the last bits.
         values[first - start : last - start] = torch.erfinv((2 * u - 1) * inside) * (
             math.sqrt(2) * std
         )

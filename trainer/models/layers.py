@@ -1,4 +1,4 @@
-"""The Transformer layer: attention and a feed-forward network, each with a residual connection."""
+"""The Transformer layer: attention and a feed-forward network with residual connections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.models.stack import Context
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """Applies an activation function; the gated ones halve the last dimension (Shazeer 2020)."""
+    """Applies an activation; gated ones halve the last dimension (Shazeer 2020)."""
     if activation.startswith("geglu"):
         value, gate = x.chunk(2, dim=-1)
         return value * F.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none")
@@ -23,8 +23,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    """Two projections with an activation between them; dropout before the second, where the family
-    has the site `ffn_hidden`."""
+    """Two projections with an activation between them, and dropout at the site `ffn_hidden`."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -38,7 +37,7 @@ class FeedForward(nn.Module):
         )
 
     def forward(self, hidden: Tensor, context: Context) -> Tensor:
-        """[B, S, D] -> [B, S, D]; with `context.positions`, S is P and these are the positions."""
+        """[B, S, D] -> [B, S, D]; S is P if `context.positions` are given."""
         inner = activate(self.up(hidden), self.activation)
         key = context.key("ffn_hidden")
         out: Tensor = self.down(dropout(inner, self.dropout, key, context.positions))

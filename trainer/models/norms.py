@@ -1,4 +1,4 @@
-"""Norms, in fp32 whatever precision their input and their gathered parameters come in."""
+"""Norms, computed in fp32 whatever the precision of input and parameters."""
 
 from __future__ import annotations
 

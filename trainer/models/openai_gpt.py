@@ -1,7 +1,4 @@
-"""GPT (Radford et al.
-
-2018, now called GPT-1): GPT-2 with norms after the residual sums and fewer positions.
-"""
+"""GPT-1 (Radford et al. 2018): GPT-2 with post-norm and fewer positions."""
 
 from __future__ import annotations
 
@@ -29,10 +26,8 @@ class Config(gpt2.Config):
         "embeddings.positions.weight": "transformer.positions_embed.weight",
     }
     activation_key: ClassVar[str] = "afn"
-    activations: ClassVar[Mapping[str, str]] = {
-        "gelu": "gelu_tanh",
-        "relu": "relu",
-    }  # its "gelu" is the approximation
+    # Its "gelu" is the tanh approximation.
+    activations: ClassVar[Mapping[str, str]] = {"gelu": "gelu_tanh", "relu": "relu"}
 
     vocab_size: int = 40478
     max_positions: int = 512
@@ -45,16 +40,10 @@ class Config(gpt2.Config):
         return (self.initializer_range,)
 
     def to_huggingface(self) -> dict[str, Any]:
-        """As of GPT-2.
-
-        Raises:
-            ConfigError: transformers has no such model.
-        """
         config = super().to_huggingface()
         if config.pop("n_inner") != 4 * self.width:
             raise ConfigError(
-                f"ffn_width {self.ffn_width} cannot be exported: transformers' {self.model_type} "
-                "has 4 times the "
-                f"width; train with ffn_width={4 * self.width}"
+                f"ffn_width {self.ffn_width} cannot be exported: {self.model_type} in transformers "
+                f"has 4 times the width. Train with ffn_width={4 * self.width}."
             )
         return config

@@ -1,4 +1,4 @@
-"""Linear layers that know which matrices of the literature they consist of."""
+"""Linear layers with names for the matrices fused in them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torch import nn
 
 
 class Projection(nn.Linear):
-    """A linear layer of a Transformer's layer; several matrices may be fused in its rows.
+    """A projection in a Transformer layer; its rows may fuse several matrices.
 
     Attributes:
-        parts: names of the equally sized matrices in its rows, as ("query", "key", "value").
+        parts: names of the equally sized matrices in its rows, such as ("query", "key", "value").
         into_residual: whether its output is added to the residual stream.
     """
 
@@ -28,10 +28,10 @@ class Projection(nn.Linear):
 
 
 class WrappedProjection(Projection):
-    """A projection with the parameters of another one, in whose place a subclass is put."""
+    """A projection that takes over the parameters of another one and replaces it."""
 
     def __init__(self, wrapped: Projection) -> None:
-        nn.Module.__init__(self)  # nn.Linear's own would make another matrix
+        nn.Module.__init__(self)  # nn.Linear's would allocate a matrix
         self.in_features, self.out_features = wrapped.in_features, wrapped.out_features
         self.weight, self.bias = wrapped.weight, wrapped.bias
         self.parts, self.into_residual = wrapped.parts, wrapped.into_residual

@@ -1,7 +1,4 @@
-"""T5's relative positions (Raffel et al.
-
-2020, section 2.1): a learned bias of the attention scores by distance.
-"""
+"""T5's relative positions (Raffel et al. 2020, section 2.1): a learned bias by distance."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ from trainer.accelerators.kernels import autocast_dtype
 
 
 class RelativeBias(nn.Module):
-    """One bias for each head and bucket of distances, shared by the layers of a stack.
+    """A learned bias per head and bucket of distances, shared by the layers of a stack.
 
-    Half of the buckets are for one distance each, the others for ranges that grow up to
-    `max_distance`, and the last one for all beyond (`_relative_position_bucket` of
-    mesh-tensorflow). `bidirectional` gives half of them to cells after the one that attends;
-    otherwise these share the bucket of distance 0.
+    Half of the buckets hold one distance each, the others ranges that grow logarithmically up to
+    `max_distance`; the last holds all beyond (`_relative_position_bucket` of mesh-tensorflow).
+    `bidirectional` reserves half of the buckets for later positions; otherwise these share the
+    bucket of distance 0.
     """
 
     def __init__(self, buckets: int, max_distance: int, heads: int, bidirectional: bool) -> None:
@@ -30,39 +27,36 @@ class RelativeBias(nn.Module):
         self.weight = nn.Parameter(torch.empty(buckets, heads))
 
     def forward(self, queries: int, keys: int, mask: Tensor | None, before: int = 0) -> Tensor:
-        """The scores to add for `queries` cells that come after `before` others, and for `keys`
-        cells from the first.
+        """The bias of scores between `queries` positions, after `before` others, and `keys` ones.
 
-        A distance between cells is one between positions as long as both are in one segment, and
-        others are masked.
+        Distances are measured in the row. Within a segment they equal distances in the sequence;
+        other pairs are masked.
 
         Args:
             queries, keys: T, S.
             mask: bool, broadcasts to [B, 1, T, S]; False becomes minus infinity. None masks
                 nothing.
-            before: cells before the first query.
+            before: number of positions before the first query.
 
         Returns:
-            [B, H, T, S], or [1, H, T, S] without a batch in the mask, in the precision of matrix
-            products.
+            [B, H, T, S], or [1, H, T, S] without a mask, in the precision of matrix products.
         """
         distance = torch.arange(1 - queries - before, keys - before, device=self.weight.device)
         by_distance = F.embedding(self._bucket(distance), self.weight).T  # [H, T + S - 1]
         if (dtype := autocast_dtype(by_distance.device)) is not None:
             by_distance = by_distance.to(dtype)
-        # Each row is the one above, moved by one: so are rows of n cells that are read as rows of n
-        # - 1. (`unfold` says the same, takes longer forwards and backwards together, and is not
-        # known to XLA.)
+        # Each row of the result is the row above, shifted right by one. Reading a repeated vector
+        # of n values as rows of n - 1 does that without a gather. T = 2 and S = 3 have the distances
+        # -1 0 1 2; padded and rolled they are 0 1 2 _ -1, and repeated and read in fours:
+        #     0 1 2 _ -1 0 1 2 _ -1  ->  0 1 2 _ / -1 0 1 2
+        # (`unfold` is slower forward and backward, and XLA does not support it.)
         ring = F.pad(by_distance, (0, 1)).roll(1 - queries, 1)
         rows = ring[:, None].expand(-1, queries, -1).flatten(1)[:, : queries * len(distance)]
         bias = rows.view(1, len(by_distance), queries, -1)[..., :keys]
         return bias.contiguous() if mask is None else torch.where(mask, bias, float("-inf"))
 
     def _bucket(self, distance: Tensor) -> Tensor:
-        """The bucket of each distance from the cell that attends to the cell attended to.
-
-        Int64 [N] -> int64 [N].
-        """
+        """The bucket of each distance (key position minus query position): int64 [N]."""
         count = self.weight.shape[0]
         first = torch.zeros_like(distance)
         if self.bidirectional:
@@ -72,7 +66,7 @@ class RelativeBias(nn.Module):
         else:
             distance = (-distance).clamp(min=0)
         exact = count // 2
-        # 0 is never looked up here, and its logarithm would be no number.
+        # Distance 0 uses an exact bucket; the clamp avoids its logarithm.
         growth = (distance.clamp(min=1).float() / exact).log() / math.log(self.max_distance / exact)
         far = exact + (growth * (count - exact)).long()
         return first + torch.where(distance < exact, distance, far.clamp(max=count - 1))

@@ -1,7 +1,4 @@
-"""RoBERTa (Liu et al.
-
-2019): BERT with one token type, other names for its heads, and positions that start at 2.
-"""
+"""RoBERTa (Liu et al. 2019): BERT with one token type, other heads, and a position offset of 2."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from trainer.models.config import Activation
 class Config(bert.Config):
     """RoBERTa-base.
 
-    Position p is row p + 2 of the table, as in fairseq, where rows up to the padding id are unused.
+    Position p is row p + 2 of the table, as in fairseq, which skips rows up to the padding id.
     """
 
     position_offset: ClassVar[int] = 2
@@ -52,17 +49,14 @@ class Config(bert.Config):
         super().__post_init__()
         if self.nsp:
             raise ConfigError(
-                "nsp is true, and RoBERTa has no next-sentence head; set nsp to false, or use "
-                "kind: bert"
+                "nsp is true, but RoBERTa has no next-sentence head. Set nsp to false, or use "
+                "kind: bert."
             )
 
     @property
     def settings_for(self) -> Mapping[str, str]:
-        return {
-            name: setting
-            for name, setting in super().settings_for.items()
-            if name != "next_sentence"
-        }
+        settings = super().settings_for
+        return {name: settings[name] for name in settings if name != "next_sentence"}
 
     @property
     def head_activation(self) -> Activation:

@@ -1,4 +1,4 @@
-"""Stacks of layers: how they are run, and what a layer is told besides its hidden states."""
+"""Stacks of layers, and the context that layers get besides their hidden states."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ from torch.utils.checkpoint import checkpoint
 from trainer.models.cache import Cache, LayerCache
 
 Hidden = TypeVar("Hidden", bound=Tensor | tuple[Tensor, ...])
-"""What flows from layer to layer: [B, S, D], or a (named) tuple of such tensors, for two streams
-or a state."""
+"""The hidden states between layers: [B, S, D], or a (named) tuple of such tensors."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a layer needs besides its differentiable tensors.
+    """Whatever a layer needs besides its differentiable tensors.
 
-    Those are arguments of their own, because the hooks of strategies look for tensors in tuples
-    and dictionaries, not in objects.
+    Differentiable tensors are separate arguments because strategies' hooks search tuples and
+    dictionaries for tensors, but not objects.
 
     Attributes:
         mask: of self-attention: bool, True where attention is allowed; broadcasts to
-            [B, H, S, S]. None: nothing is masked, or with `causal` what is later. In a loop of
-            XLA, scores to add instead; for a kernel that takes them, int32 segments [B, S].
-        causal: whether positions attend to those before them only. A `mask` of four dimensions
-            already says so.
-        segments: int [B, S], where they say all that `mask` does apart from `causal`, so that a
-            kernel may take them in its place.
+            [B, H, S, S]. None: nothing is masked, or with `causal` later positions. In XLA's loop
+            over layers, scores to add; for a kernel that takes them, int32 segments [B, S].
+        causal: whether positions attend only to earlier ones. A four-dimensional `mask` already
+            contains that.
+        segments: int [B, S], if they and `causal` are equivalent to `mask`, for kernels that take
+            segments.
         sites: names of the places where a layer applies dropout, in the order of `keys`.
-        keys: int32 [sites, B], a random key for each row at each site; None: no dropout.
-        positions: int [B, P], the only positions that the layer has to compute; None: all.
-        memory_mask: of cross-attention, like `mask`.
-        cache: keys and values of the positions before these.
-        columns: what the model's layers read of `Inputs.extra`.
+        keys: int32 [sites, B], a random key per site and row; None: no dropout.
+        positions: int [B, P], the only positions that the layer must compute; None: all.
+        memory_mask: like `mask`, for cross-attention.
+        cache: keys and values of earlier positions.
+        columns: the columns of `Inputs.extra` that the layers read.
     """
 
     mask: Tensor | None = None
@@ -51,20 +50,20 @@ class Context:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
     def key(self, site: str) -> Tensor | None:
-        """The dropout key of each row at a site, int32 [B]; None: no dropout there."""
+        """The dropout keys of a site, int32 [B]; None: no dropout there."""
         if self.keys is None or site not in self.sites:
             return None
         return self.keys[self.sites.index(site)]
 
 
 class LayerPlace(NamedTuple):
-    """The layer that a parameter belongs to.
+    """The layer of a parameter.
 
     Attributes:
-        stack: name of its stack of layers.
-        number: of the layer in the stack, from 0.
+        stack: name of the stack.
+        number: index of the layer in the stack.
         depth: number of layers in the stack.
-        rest: name of the parameter inside its layer.
+        rest: name of the parameter inside the layer.
     """
 
     stack: str
@@ -73,12 +72,12 @@ class LayerPlace(NamedTuple):
     rest: str
 
     def at(self, number: int) -> str:
-        """The name of the same parameter in another layer of the stack."""
+        """The name of the same parameter in layer `number`."""
         return f"{self.stack}.{number}.{self.rest}"
 
 
 class Runner(Protocol):
-    """Runs the layers of a stack; the arguments are those of `Stack.run`."""
+    """Runs the layers of a stack; arguments as for `Stack.run`."""
 
     def __call__(
         self,
@@ -93,14 +92,14 @@ class Runner(Protocol):
 
 
 class Stack(nn.ModuleList):
-    """Layers that run one after the other.
+    """A sequence of layers.
 
     A layer is called as layer(hidden, memory, bias, context) and returns hidden states of the
-    same structure. It names its static configuration in an attribute `static`: layers with equal
-    values compute the same function of their parameters and inputs.
+    same structure. Its attribute `static` is hashable; layers with equal values compute the same
+    function of their parameters and inputs.
 
     Attributes:
-        runner: runs the layers; a strategy may put its own in place of `one_by_one`.
+        runner: runs the layers; a strategy may replace `one_by_one`.
         checkpointing: whether layers recompute their activations in the backward pass.
     """
 
@@ -121,10 +120,10 @@ class Stack(nn.ModuleList):
         """Runs all layers.
 
         Args:
-            hidden: what the first layer reads.
-            memory: [B, M, D], an encoder's output; None: there is no cross-attention.
+            hidden: input of the first layer.
+            memory: [B, M, D], an encoder's output; None: no cross-attention.
             bias: added to the scores of self-attention, [B or 1, H, S, S]; minus infinity masks.
-            context: for all layers alike, but for `keys`: int32 [layers, sites, B].
+            context: shared by all layers, except that `keys` is int32 [layers, sites, B].
             positions: int [B, P], the positions that the last layer computes; None: all.
             cache: keys and values of earlier positions.
         """
@@ -154,11 +153,11 @@ class Stack(nn.ModuleList):
         wanted: Collection[int],
         through: int,
     ) -> tuple[Hidden, dict[int, Hidden]]:
-        """Runs the first `through` layers; other arguments as of `run`.
+        """Runs the first `through` layers; other arguments as for `run`.
 
         Returns:
-            What the last one returns, and the hidden states after the layers `wanted`, where 0
-            stands for what the first layer reads.
+            The output of the last one, and the hidden states after the layers `wanted`; 0 is the
+            input of the first layer.
         """
         found = {0: hidden} if 0 in wanted else {}
         for index in range(through):
@@ -168,10 +167,10 @@ class Stack(nn.ModuleList):
         return hidden, found
 
     def scan_groups(self, name: str) -> list[ScanGroup]:
-        """Runs of layers with equal static configuration.
+        """Groups of consecutive layers with equal static configuration.
 
-        Layers A A B A of two kinds are the groups A A, B and A. There are none where a layer is
-        used several times: a loop would give each use parameters of its own.
+        Layers A A B A are the groups A A, B and A. There are none if a layer is used several
+        times: a loop would give each use parameters of its own.
         """
         if len(set(self)) < len(self):
             return []
@@ -184,11 +183,10 @@ class Stack(nn.ModuleList):
 
 
 class ScanGroup(NamedTuple):
-    """Layers of equal static configuration that follow each other, so that one loop can run them.
+    """Consecutive layers with equal static configuration, which one loop can run.
 
     Attributes:
         name: name of the stack in the model.
-        stack: runs its layers by its `runner`, which a strategy may replace.
         start, stop: the group is `stack[start:stop]`.
     """
 
@@ -212,11 +210,11 @@ def one_by_one(
     positions: Tensor | None,
     cache: Cache | None,
 ) -> Hidden:
-    """Calls one layer after the other."""
+    """Calls the layers in order."""
     for index, layer in enumerate(stack):
         own = stack.of_layer(context, index, positions, cache)
         if stack.checkpointing and stack.training:
-            # Dropout masks come from keys, so there is no generator state to restore.
+            # Dropout masks are functions of keys, so there is no generator state to restore.
             hidden = checkpoint(
                 layer, hidden, memory, bias, own, use_reentrant=False, preserve_rng_state=False
             )
@@ -226,7 +224,7 @@ def one_by_one(
 
 
 def place_in_stacks(model: nn.Module, name: str) -> LayerPlace | None:
-    """The layer of the parameter `name` in one of the model's stacks; None: it is in none."""
+    """The layer of the parameter `name` in the model's stacks; None if it is in none."""
     parts = name.split(".")
     module = model
     for number, part in enumerate(parts[:-1]):

@@ -1,7 +1,4 @@
-"""T5 (Raffel et al.
-
-2020) and T5 v1.1 (Shazeer 2020), and the names they have in Hugging Face checkpoints.
-"""
+"""T5 (Raffel et al. 2020), T5 v1.1 (Shazeer 2020), and their names in Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from trainer.models import huggingface
 from trainer.models.config import Activation, Head, NormKind, TaskHead
 from trainer.models.encoder_decoder import START, EncoderDecoder
 from trainer.models.family import Family
-from trainer.models.heads import CellHead, LanguageModelHead, PooledHead
+from trainer.models.heads import LanguageModelHead, PooledHead, TokenHead
 from trainer.models.relative import RelativeBias
 from trainer.models.transformer import Transformer
 from trainer.tasks import TASKS
@@ -54,7 +51,7 @@ _CROSS_ATTENTION = {
     "cross_attention.out": ("o",),
 }
 _EXPORTED: tuple[TaskHead, ...] = ("classification", "tagging", "question_answering")
-"""Tasks that transformers has a T5 for."""
+"""Tasks for which transformers has a T5."""
 _ARCHITECTURES: dict[str, str] = {
     "language_model": "T5ForConditionalGeneration",
     **{kind: f"T5For{TASKS[kind].architecture}" for kind in _EXPORTED},
@@ -66,8 +63,10 @@ _HEADS: dict[Head, dict[str, str]] = {
     "tagging": {"classifier": "classifier"},
     "question_answering": {"classifier": "qa_outputs"},
 }
-_PREFIX = "transformer."  # of all other names of models with these heads, spans excepted
-# in the first checkpoints
+# Precedes all names of models with a task's head, except the head's own, and except question
+# answering.
+_PREFIX = "transformer."
+# Stored by the first checkpoints.
 _UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 _COPIES = re.compile(r"(encoder|decoder)\.embed_tokens\.weight")
 
@@ -79,22 +78,21 @@ class Config(Family):
     Attributes:
         heads: H, attention heads.
         head_width: K, the width of an attention head; heads need not fill the width.
-        dropout: probability for embeddings, inside the feed-forward network, for the output of each
-            branch and after the last norm.
-        decoder_layers: layers of the decoder, if it has other than `layers`.
-        architecture: that of section 3.2.1. `shared_encoder_decoder` uses the same layers in both,
-            `language_model` and `prefix_lm` have a decoder only; the latter knows distances to
-            later cells.
-        tied: whether the head shares the matrix of the token embeddings, and scales hidden states
-            by width ** -0.5 (v1.0); v1.1 does neither.
-        relative_buckets: of the relative positions, for each head.
-        max_distance: the distance from which on all share a bucket.
-        head: what the model predicts: tokens (`language_model`); or, fine-tuned for a task, from
-            the decoder, which reads a sequence once more, its class (`classification`), a score
-            that is compared with those of other texts (`multiple_choice`), or the first and last
-            token of an answer (`question_answering`); or from the encoder, without any decoder, a
-            tag for each token (`tagging`).
-        labels: the names of classes or tags; a `classification` of one label predicts a number.
+        dropout: dropout rate of embeddings, inside the feed-forward network, of each branch's
+            output and after the last norm.
+        decoder_layers: number of the decoder's layers, if it differs from `layers`.
+        architecture: see section 3.2.1. `shared_encoder_decoder` uses the same layers in both
+            stacks; `language_model` and `prefix_lm` have a decoder only, the latter with relative
+            positions in both directions.
+        tied: whether the head shares the token embeddings and scales hidden states by
+            width ** -0.5 (v1.0); v1.1 does neither.
+        relative_buckets: number of buckets of relative positions.
+        max_distance: all larger distances share a bucket.
+        head: predicts tokens (`language_model`); or, fine-tuned for a task, from the decoder, which
+            gets the text too: its class (`classification`), a score for choosing among texts
+            (`multiple_choice`), or the first and last token of an answer (`question_answering`);
+            or from the encoder, without a decoder: a tag for each token (`tagging`).
+        labels: names of classes or tags; `classification` with a single label is a regression.
     """
 
     model_type: ClassVar[str] = "t5"
@@ -116,37 +114,32 @@ class Config(Family):
         super().__post_init__()
         if self.head != "language_model" and self.architecture != "encoder_decoder":
             raise ConfigError(
-                f"architecture {self.architecture} is for language models, and head is "
-                f"{self.head}; set architecture "
-                "to encoder_decoder, or leave head out"
+                f"architecture {self.architecture} is for language models, but head is "
+                f"{self.head}. Set architecture to encoder_decoder, or leave head out."
             )
         self.check_task(*_HEADS)
         self.check_positive("head_width")
         if self.decoder_layers is not None:
             self.check_positive("decoder_layers")
-        if self.architecture != "encoder_decoder" and self.decoder_layers not in (
-            None,
-            self.layers,
-        ):
+        one_stack = self.architecture != "encoder_decoder"
+        if one_stack and self.decoder_layers not in (None, self.layers):
             raise ConfigError(
-                f"decoder_layers is {self.decoder_layers}, and architecture {self.architecture} "
-                "has one stack of "
-                f"{self.layers} layers; leave decoder_layers out"
+                f"decoder_layers is {self.decoder_layers}, but architecture {self.architecture} "
+                f"has one stack of {self.layers} layers. Leave decoder_layers out."
             )
         if self.relative_buckets < 4 or self.relative_buckets % 4:
             raise ConfigError(
-                f"relative_buckets is {self.relative_buckets}; use a multiple of 4, as 32"
+                f"relative_buckets is {self.relative_buckets}. Use a multiple of 4, such as 32."
             )
         if self.max_distance <= self.relative_buckets // 2:
             raise ConfigError(
-                f"max_distance is {self.max_distance}, which the {self.relative_buckets} "
-                "relative_buckets reach one by "
-                f"one; use more than {self.relative_buckets // 2}, as 128"
+                f"max_distance is {self.max_distance}, but {self.relative_buckets} buckets need "
+                f"more than {self.relative_buckets // 2}. Use 128, for example."
             )
 
     @property
     def attention_scale(self) -> float | None:
-        return 1.0  # in the initial values of the queries instead
+        return 1.0  # the initial weights of the queries contain the scale
 
     @property
     def norm_kind(self) -> NormKind:
@@ -170,7 +163,6 @@ class Config(Family):
 
     @property
     def encoder_decoder(self) -> bool:
-        """Whether there is an encoder, too."""
         return self.decoder and not self.causal
 
     @property
@@ -187,7 +179,6 @@ class Config(Family):
 
     @property
     def prefix_lm(self) -> bool:
-        """Whether the cells of a prefix attend to all of it."""
         return self.architecture == "prefix_lm"
 
     @property
@@ -200,33 +191,22 @@ class Config(Family):
         return True
 
     def initial_std(self, name: str) -> tuple[float, ...]:
-        """As in mesh-tensorflow and transformers, but for an untied head, where transformers has 1
-        instead.
-        """
-        width, inner = self.width**-0.5, (self.heads * self.head_width) ** -0.5
-        query = (self.width * self.head_width) ** -0.5
-        module = (
-            name.removesuffix(".weight").rpartition("attention.")[2]
-            if "attention." in name
-            else name
-        )
-        if module in ("qkv", "query", "kv", "out"):
-            return {
-                "qkv": (query, width, width),
-                "query": (query,),
-                "kv": (width, width),
-                "out": (inner,),
-            }[module]
-        if name.endswith(".ffn.down.weight"):
-            return (self.ffn_width**-0.5,)
-        return (1.0,) if name == "embeddings.tokens.weight" else (width,)
+        """As in mesh-tensorflow; an untied head too, which transformers initializes with 1."""
+        width, query = self.width**-0.5, (self.width * self.head_width) ** -0.5
+        of_ends = {
+            "attention.qkv.weight": (query, width, width),
+            "attention.query.weight": (query,),
+            "attention.kv.weight": (width, width),
+            "attention.out.weight": ((self.heads * self.head_width) ** -0.5,),
+            ".ffn.down.weight": (self.ffn_width**-0.5,),
+            "embeddings.tokens.weight": (1.0,),
+        }
+        return next((stds for end, stds in of_ends.items() if name.endswith(end)), (width,))
 
     def build_base(self) -> EncoderDecoder | Transformer:
         head = self._build_head()
         if self.causal:
-            return Transformer(
-                self, head, relative_bias=self._bias(bidirectional=self.architecture == "prefix_lm")
-            )
+            return Transformer(self, head, relative_bias=self._bias(bidirectional=self.prefix_lm))
         return EncoderDecoder(
             self,
             head,
@@ -238,17 +218,16 @@ class Config(Family):
 
     @property
     def _stacks(self) -> dict[str, int]:
-        """The layers of each stack."""
-        return {"encoder": self.layers} | (
-            {"decoder": self.decoder_layers or self.layers} if self.decoder else {}
-        )
+        """Number of layers of each stack."""
+        decoder = {"decoder": self.decoder_layers or self.layers} if self.decoder else {}
+        return {"encoder": self.layers, **decoder}
 
     def _build_head(self) -> nn.Module:
         if self.head == "language_model":
             return LanguageModelHead(self, scale=self.width**-0.5)
         if self.head in ("classification", "multiple_choice"):
             return PooledHead(self, self.classes, dropout_first=True)
-        return CellHead(self, self.classes, drops=self.head == "tagging")
+        return TokenHead(self, self.classes, drops=self.head == "tagging")
 
     def _bias(self, bidirectional: bool) -> RelativeBias:
         return RelativeBias(self.relative_buckets, self.max_distance, self.heads, bidirectional)
@@ -258,18 +237,15 @@ class Config(Family):
         """Reads the content of a `config.json`.
 
         Args:
-            config: the content.
-            tensors: names of the checkpoint's tensors; a task's head that the content mentions is
-                one if it is there.
+            tensors: names of the checkpoint's tensors, to detect a task's head.
 
         Raises:
             ConfigError: it describes another kind of model, or lacks a key.
         """
         config = {**_OFTEN_ABSENT, **config}
-        heads = {
+        heads: dict[Head, tuple[str, str]] = {
             head: (_ARCHITECTURES[head], f"{_HEADS[head]['classifier']}.weight")
-            for head in _HEADS
-            if head in _ARCHITECTURES
+            for head in _EXPORTED
         }
         head, labels = huggingface.read_task(config, tuple(tensors), heads)
         fixed: dict[str, Any] = {"model_type": cls.model_type}
@@ -278,7 +254,7 @@ class Config(Family):
         if head in ("classification", "question_answering"):
             fixed["decoder_start_token_id"] = START
         fields = huggingface.read_settings(config, _FIELDS, fixed, _ACTIVATIONS)
-        # transformers 5 says tied of every model, and tells those of v1.1 by this.
+        # transformers 5 sets tie_word_embeddings for every model; this key distinguishes v1.1.
         tied = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True))
         own = {
             "tied": tied,
@@ -290,25 +266,17 @@ class Config(Family):
         return decoded
 
     def to_huggingface(self) -> dict[str, Any]:
-        """The content of a `config.json` from which transformers' `Auto` class for the head builds
-        the same model.
-
-        Raises:
-            ConfigError: transformers has no such model.
-        """
         known = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
         if self.architecture != "encoder_decoder" or self.activation not in known:
             raise ConfigError(
                 f"architecture {self.architecture} with activation {self.activation} cannot be "
-                "exported: transformers' "
-                "t5 is an encoder_decoder, and its gated activation is geglu_tanh; train with such "
-                "a model"
+                "exported: t5 in transformers is an encoder_decoder, and its gated activation is "
+                "geglu_tanh. Train with those."
             )
         if self.head not in _ARCHITECTURES:
             raise ConfigError(
-                f"a {self.head} head cannot be exported: transformers' t5 has none; export the "
-                "model that it was "
-                "fine-tuned from"
+                f"a {self.head} head cannot be exported: t5 in transformers has none. Export the "
+                "model that it was fine-tuned from."
             )
         return {
             "architectures": [_ARCHITECTURES[self.head]],
@@ -325,31 +293,18 @@ class Config(Family):
         }
 
     def import_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Turns a checkpoint's tensors into this model's parameters, in the checkpoint's precision.
-
-        Raises:
-            CheckpointError: naming the tensors that are missing, unexpected or of another shape.
-        """
         found = {name.removeprefix(_PREFIX): tensors[name] for name in tensors}
         found.pop(_UNUSED, None)
-        for name in [
-            name
-            for name in found
-            if _COPIES.fullmatch(name) or (self.tied and name == "lm_head.weight")
-        ]:
-            huggingface.drop_copy(found, name, "shared.weight")
+        for name in list(found):
+            if _COPIES.fullmatch(name) or (self.tied and name == "lm_head.weight"):
+                huggingface.drop_copy(found, name, "shared.weight")
         return huggingface.join_tensors(found, self._table(), self)
 
     def export_tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of `import_tensors`.
-
-        Raises:
-            CheckpointError: naming the parameters that are missing, unexpected or of another shape.
-        """
         return huggingface.split_tensors(parameters, self.tensor_names(), self)
 
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
-        """Of each parameter the tensors in transformers that it consists of, end to end."""
+        """Parameter name -> names of transformers' tensors that are concatenated in its rows."""
         table = self._table()
         if self.head in ("language_model", "question_answering"):
             return table
@@ -367,18 +322,14 @@ class Config(Family):
             table[f"{stack}_bias.weight"] = (bias,)
             table[f"{stack}_norm.weight"] = (f"{stack}.final_layer_norm.weight",)
             branches = [("attention", "SelfAttention", _ATTENTION)]
-            branches += (
-                [("cross_attention", "EncDecAttention", _CROSS_ATTENTION)]
-                if stack == "decoder"
-                else []
-            )
-            branches += [("ffn", "DenseReluDense", {"ffn.up": up, "ffn.down": ("wo",)})]
+            if stack == "decoder":
+                branches.append(("cross_attention", "EncDecAttention", _CROSS_ATTENTION))
+            branches.append(("ffn", "DenseReluDense", {"ffn.up": up, "ffn.down": ("wo",)}))
             for layer in range(layers):
                 for place, (branch, module, parts) in enumerate(branches):
                     theirs = f"{stack}.block.{layer}.layer.{place}"
-                    table[f"{stack}.{layer}.{branch}_norm.weight"] = (
-                        f"{theirs}.layer_norm.weight",
-                    )
+                    norm = f"{theirs}.layer_norm.weight"
+                    table[f"{stack}.{layer}.{branch}_norm.weight"] = (norm,)
                     for part, names in parts.items():
                         joined = tuple(f"{theirs}.{module}.{name}.weight" for name in names)
                         table[f"{stack}.{layer}.{part}.weight"] = joined

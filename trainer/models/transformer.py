@@ -20,7 +20,7 @@ from trainer.models.stack import Context, Stack
 
 
 class _Keys(NamedTuple):
-    """Dropout keys: of the embeddings, of the layers [layers, sites, B], of what follows them."""
+    """Dropout keys: of the embeddings, the layers [layers, sites, B], and the head."""
 
     embeddings: Tensor | None = None
     layers: Tensor | None = None
@@ -28,11 +28,9 @@ class _Keys(NamedTuple):
 
 
 class Transformer(TransformerModel):
-    """An encoder, or a decoder without one (causal), with a head for tokens or for a task.
+    """An encoder, or a decoder-only model, with a head for tokens or for a task.
 
     Args:
-        config: shape and family.
-        head: turns hidden states, the token embeddings and a dropout key into logits.
         relative_bias: added to the attention scores of all layers.
         nsp_head: scores pairs of segments.
         lm_head: scores tokens beside a task's head.
@@ -48,7 +46,7 @@ class Transformer(TransformerModel):
         lm_head: nn.Module | None = None,
     ) -> None:
         super().__init__(config)
-        # Optimizers and checkpoints go by the order in which modules are registered.
+        # The order of registration is the order of parameters in optimizers and checkpoints.
         self.embeddings = config.build_embeddings()
         self.layers = Stack(config.build_layer(index) for index in range(config.layers))
         self.relative_bias = relative_bias
@@ -63,14 +61,16 @@ class Transformer(TransformerModel):
             self.offers |= {"next_tokens"}
 
     def forward(self, inputs: Inputs, outputs: Outputs) -> dict[str, Tensor]:
-        """Computes the outputs, by name; see `trainer.models`.
+        """Computes the outputs, by name (see `trainer.models.Outputs`).
 
-        The last layer computes only the positions that are read, where the outputs allow it.
+        If no output needs all positions, the last layer computes only those that heads read.
         """
         keys = self._keys(inputs.dropout_key)
         hidden, matrix, segments, prefix = self._embed(inputs, keys.embeddings)
         beside = self.lm_head is not None and "next_tokens" in outputs
         numbers = layer_numbers(outputs)
+        # `read` holds the positions that the last layer computes: with predictions at positions 3
+        # and 7 and a next-sentence head, which reads position 0, [0, 3, 7]. None: all.
         read = self.pooled(inputs.predicted)
         if beside or numbers or "hidden" in outputs:
             read = None
@@ -80,7 +80,7 @@ class Transformer(TransformerModel):
         context = Context(
             mask=mask,
             causal=self.config.causal,
-            # A prefix of a text, of keys (`peft.prefix`) or a bias is not in segments.
+            # Segments are equivalent to the mask unless there is a prefix or a bias.
             segments=segments if prefix is None and bias is None and not self._has_prefix else None,
             sites=self.config.dropout_sites,
             keys=keys.layers,
@@ -97,6 +97,7 @@ class Transformer(TransformerModel):
         else:
             hidden = self.layers.run(hidden, None, bias, context, read)
         whole = self._finish(hidden, keys.final, read)
+        # Outputs of all positions exclude a prompt's; selected positions are already counted.
         hidden = whole if read is not None else whole[:, self.inserted :]
         if "hidden" in outputs:
             found["hidden"] = hidden
@@ -107,15 +108,11 @@ class Transformer(TransformerModel):
             assert self.nsp_head is not None, "the model was built without a next-sentence head"
             found["next_sentence"] = self.nsp_head(whole[:, 0])
         if self.config.predicts in outputs:
-            if read is None:  # the hidden states are those of all positions
-                of_head = (
-                    take(whole, self.pooled(inputs.predicted))
-                    if inputs.predicted is not None
-                    else hidden
-                )
-            else:
-                of_head = hidden[:, 1:] if "next_sentence" in outputs else hidden
-            found[self.config.predicts] = self.head(of_head, matrix, keys.final)
+            if read is None and inputs.predicted is not None:
+                hidden = take(whole, self.pooled(inputs.predicted))
+            elif read is not None and "next_sentence" in outputs:
+                hidden = hidden[:, 1:]
+            found[self.config.predicts] = self.head(hidden, matrix, keys.final)
         return found
 
     def _keys(self, key: Tensor | None) -> _Keys:
@@ -128,11 +125,11 @@ class Transformer(TransformerModel):
     def _embed(
         self, inputs: Inputs, dropout_key: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """What the layers read.
+        """Embeds prompt and text.
 
         Returns:
-            The embeddings of prompt and text [B, n + S, D], the token embeddings [V, D], and the
-            segments and prefix of prompt and text.
+            Embeddings [B, n + S, D], the token embeddings [V, D], and the segments and prefix of
+            prompt and text [B, n + S].
         """
         positions = inputs.positions
         if positions is not None:
@@ -149,9 +146,9 @@ class Transformer(TransformerModel):
     def _mask(
         self, tokens: Tensor, segments: Tensor | None, prefix: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The mask and the bias of the layers' attention; a bias contains the mask.
+        """The attention mask, or the relative bias, which contains the mask.
 
-        The mask is None where nothing is masked, or in a causal model what is later.
+        The mask is None if nothing is masked, or only later positions in a causal model.
         """
         if segments is None and prefix is not None:
             segments = torch.ones_like(tokens)
@@ -167,7 +164,7 @@ class Transformer(TransformerModel):
     def _finish(
         self, hidden: Tensor, dropout_key: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
-        """What comes between the last layer and the head."""
+        """Applies the final norm and dropout."""
         if self.final_norm is not None:
             hidden = self.final_norm(hidden)
         if not self.config.final_dropout:
@@ -175,25 +172,24 @@ class Transformer(TransformerModel):
         return dropout(hidden, self.config.dropout, dropout_key, positions)
 
     def _shown(self, hidden: Tensor, number: int) -> Tensor:
-        """The hidden states after layer `number`, of the text's positions."""
+        """The output `layer.number`: without a prompt's positions, the last with the final norm."""
         if self.final_norm is not None and number == len(self.layers):
             hidden = self.final_norm(hidden)
         return hidden[:, self.inserted :]
 
     @torch.no_grad()
     def start(self, inputs: Inputs, capacity: int) -> tuple[Tensor, Cache]:
-        """Reads the beginnings of sequences which `step` continues, in a causal model.
+        """Processes the prompts of a causal model.
 
         Args:
-            inputs: tokens, padded at the left so that every row ends with the last token of its
-                beginning; segments, 0 for padding, else 1; and a prefix.
+            inputs: tokens, padded at the left; segments, 0 for padding, else 1; and a prefix.
             capacity: of the cache in positions, S included; at most `max_sequence_length` of them
                 hold text.
 
         Returns:
-            The logits [B, V] of the next tokens, and what `step` needs.
+            The logits [B, V] of the next tokens, and the cache for `step`.
         """
-        assert inputs.segments is not None, "padding is told by segments"
+        assert inputs.segments is not None, "padding is marked by segments"
         positions = (inputs.segments.cumsum(1) - 1).clamp(min=0)
         given = Inputs(inputs.tokens, inputs.segments, positions, prefix=inputs.prefix)
         hidden, matrix, segments, prefix = self._embed(given)
@@ -204,7 +200,7 @@ class Transformer(TransformerModel):
 
     @torch.no_grad()
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Reads one more token of each sequence: int [B] -> the logits [B, V] of those after."""
+        """Processes one token per row: int [B] -> the logits [B, V] of the next ones."""
         mask, bias = cache.mask(), None
         if self.relative_bias is not None:
             bias = self.relative_bias(1, cache.length + 1, mask, before=cache.length)
@@ -223,16 +219,17 @@ class Transformer(TransformerModel):
 
     @property
     def max_sequence_length(self) -> int:
-        """Longest sequence that the position table serves, in tokens."""
+        """Maximum sequence length of the position table, in tokens."""
         rows = self.config.max_positions
         return sys.maxsize if rows is None else rows - self.config.virtual_tokens
 
     def flops_per_token(self, sequence_length: int, predicted_per_token: float = 1.0) -> float:
-        """6 per weight of a layer (2 in the forward pass, twice that in the backward pass; see
-        `matrix_flops`) and 12 S H K per layer for attention (scores and mixing, masked positions
-        included); 6 per weight of the head for each predicted token. What follows attention in the
-        last layer is computed for predicted tokens alone. A prompt's positions count as what
-        others attend to only. Recomputation does not count (Chowdhery et al. 2022, appendix B).
+        """FLOPs per position (Chowdhery et al. 2022, appendix B).
+
+        6 per weight of a layer (see `matrix_flops`), and 12 S H K per layer for attention: scores
+        and mixing, masked positions included. The head, and the last layer after attention, count
+        for predicted positions only. A prompt's positions count only as keys. Recomputation does
+        not count.
         """
         matrices = matrix_flops(self.layers)
         for_predicted = matrix_flops(self.layers[-1], without="qkv")

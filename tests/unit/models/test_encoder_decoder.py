@@ -360,14 +360,14 @@ def test_sharded_by_its_units(config: t5.Config, build: Build, batch: Batch, che
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"head_width": 0}, "head_width must be at least 1, not 0"),
+        ({"head_width": 0}, "head_width is 0. Use 1 or more"),
         (
             {"architecture": "prefix_lm", "decoder_layers": 3},
-            "decoder_layers is 3, and architecture prefix_lm has one",
+            "decoder_layers is 3, but architecture prefix_lm has one",
         ),
-        ({"relative_buckets": 6}, "relative_buckets is 6; use a multiple of 4"),
-        ({"max_distance": 16}, "use more than 16, as 128"),
-        ({"dropout": 1.0}, r"dropout must be in \[0, 1\)"),
+        ({"relative_buckets": 6}, "relative_buckets is 6. Use a multiple of 4"),
+        ({"max_distance": 16}, "32 buckets need more than 16"),
+        ({"dropout": 1.0}, r"dropout is 1.0. Use a number in \[0, 1\)"),
     ],
 )
 def test_wrong_settings_are_refused(change: dict[str, Any], message: str):

@@ -146,7 +146,7 @@ def test_flops_leave_out_the_gradients_of_frozen_matrices(method: str) -> None:
 )
 def test_unknown_targets_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(
-        ConfigError, match=r"which this model has not; .*Known: query, key, value, out, up, down"
+        ConfigError, match=r"which this model lacks.*Known: query, key, value, out, up, down"
     ):
         replace(CONFIGS["bert"], peft=lora.Config(**settings)).build()
 

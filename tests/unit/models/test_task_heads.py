@@ -17,7 +17,7 @@ from trainer.checkpoint.huggingface import save_folder
 from trainer.errors import CheckpointError, ConfigError
 from trainer.inference.fill import fill
 from trainer.models import bert, roberta
-from trainer.models.heads import CellHead
+from trainer.models.heads import TokenHead
 from trainer.models.transformer import Transformer
 from trainer.training.initial_weights import stored_values
 from trainer.training.weights import Weights, load_weights
@@ -41,32 +41,32 @@ FAMILIES = {"bert": bert.Config, "roberta": roberta.Config}
     [
         (
             {"head": "classification"},
-            "labels must name at least 1 for a classification head, not 0",
+            "labels has 0 names, but a classification head needs at least 1",
         ),
         (
             {"head": "tagging", "labels": ("O",)},
-            "labels must name at least 2 for a tagging head, not 1",
+            "labels has 1 names, but a tagging head needs at least 2",
         ),
         (
             {"labels": ("a", "b")},
-            r"a language_model head has no labels, and labels is \['a', 'b'\]; leave labels empty",
+            r"labels is \['a', 'b'\], but a language_model head has none. Leave labels empty",
         ),
-        ({"head": "multiple_choice", "labels": ("a",)}, "a multiple_choice head has no labels"),
+        ({"head": "multiple_choice", "labels": ("a",)}, "but a multiple_choice head has none"),
         (
             {"head": "question_answering", "labels": ("a",)},
-            "a question_answering head has no labels",
+            "but a question_answering head has none",
         ),
         (
             {"head": "classification", "labels": ("a", "b", "a")},
-            "labels must differ, and 'a' is among them 2 times",
+            "labels has 'a' 2 times",
         ),
         (
             {"head": "question_answering", "nsp": True},
-            "nsp goes with a language-model head, and head is question_answering; set nsp to false",
+            "nsp needs a language-model head, but head is question_answering. Set nsp to false",
         ),
         (
             {"head": "question_answering", "causal": True},
-            "causal is for language models, and head is question_answering; set causal to false",
+            "causal needs a language-model head, but head is question_answering. Set causal to false",
         ),
     ],
 )
@@ -149,7 +149,7 @@ def test_dropout_is_where_transformers_has_it(
     assert torch.cat(keys).unique().numel() == torch.cat(keys).numel() == 4 * (2 * 3 + 1)
     if len(seen) == 2:
         assert not torch.equal(*seen)
-    assert isinstance(model.head, CellHead) == (len(places) == 1)
+    assert isinstance(model.head, TokenHead) == (len(places) == 1)
 
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)

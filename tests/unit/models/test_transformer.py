@@ -257,11 +257,11 @@ def test_sharded_by_its_units(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": 5}, "width 32 is not a multiple of heads 5; use heads=4"),
-        ({"layers": 0}, "layers must be at least 1, not 0"),
-        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), not 1.0"),
-        ({"attention_dropout": float("nan")}, "attention_dropout must be in"),
-        ({"norm_eps": 0.0}, "norm_eps must be above 0"),
+        ({"heads": 5}, "width 32 is not a multiple of heads 5. Use heads=4"),
+        ({"layers": 0}, "layers is 0. Use 1 or more"),
+        ({"dropout": 1.0}, r"dropout is 1.0. Use a number in \[0, 1\)"),
+        ({"attention_dropout": float("nan")}, "attention_dropout is nan"),
+        ({"norm_eps": 0.0}, "norm_eps is 0.0. Use a number above 0"),
     ],
 )
 def test_wrong_settings_are_refused(config: bert.Config, change: dict[str, object], message: str):

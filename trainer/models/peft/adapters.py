@@ -1,10 +1,8 @@
-"""Adapters (Houlsby et al. 2019, arXiv 1902.00751): two small networks in each layer, with
-skip-connections.
+"""Adapters (Houlsby et al. 2019, arXiv 1902.00751): two small residual networks in each layer.
 
-One is behind the output projection of attention, the other behind that of the feed-forward network,
-before dropout and the residual sum (the paper's code has dropout before them). A decoder's
-attention to the encoder, which the paper's BERT has not, gets one, too. Norms are trained with
-them, those behind the last layer included.
+They follow the output projections of attention and of the feed-forward network, before dropout and
+the residual sum (in the paper's code, dropout comes first). Cross-attention, which the paper's BERT
+lacks, gets one too. All norms are trained with them.
 """
 
 from __future__ import annotations
@@ -18,22 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
+from trainer.models import Peft
 from trainer.models.layers import activate
-from trainer.models.peft import Added
 from trainer.models.projections import Projection, WrappedProjection, put_in_place
 
-_STD = 1e-2  # of the paper: nearly the identity
 _ADDED = re.compile(r".*\.adapter\.(down|up)\.(weight|bias)")
 
 
 @dataclass(frozen=True)
-class Config(Added):
-    """Houlsby's adapters behind attention and the feed-forward network of each layer, trained with
-    the norms.
+class Config(Peft):
+    """Houlsby's adapters after attention and the feed-forward network, trained with the norms.
 
     Attributes:
         width: of the adapters' hidden layer.
-        activation: in it.
+        activation: of the adapters' hidden layer.
     """
 
     width: int = 64
@@ -41,35 +37,30 @@ class Config(Added):
 
     def __post_init__(self) -> None:
         if self.width < 1:
-            raise ConfigError(f"width is {self.width}; use 1 or more, as 64")
+            raise ConfigError(f"width is {self.width}. Use 1 or more, such as 64.")
 
     @property
     def trains_norms(self) -> bool:
         return True
 
     def add_to(self, model: nn.Module) -> None:
-        projections = {
-            name: module for name, module in model.named_modules() if isinstance(module, Projection)
+        outputs = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, Projection) and module.into_residual
         }
-        behind = {
-            name: projection for name, projection in projections.items() if projection.into_residual
-        }
-        if not behind:
-            raise ConfigError(
-                "model.peft is adapters, which this kind of model has no place for; use lora"
-            )
-        for name, projection in behind.items():
+        if not outputs:
+            raise ConfigError("model.peft adapters do not fit this kind of model. Use lora.")
+        for name, projection in outputs.items():
             put_in_place(model, name, AdaptedLinear(projection, self))
 
-    def owns(self, name: str) -> bool:
-        return _ADDED.fullmatch(name) is not None
-
     def initial_std(self, name: str, shape: Sequence[int]) -> float | None:
-        return _STD if self.owns(name) else None
+        # Nearly the identity at the start, as in the paper (section 3.6).
+        return 1e-2 if _ADDED.fullmatch(name) else None
 
 
 class Adapter(nn.Module):
-    """To a narrow layer and back, beside a skip-connection."""
+    """A bottleneck with a residual connection."""
 
     def __init__(self, features: int, config: Config, device: torch.device) -> None:
         super().__init__()
@@ -84,7 +75,7 @@ class Adapter(nn.Module):
 
 
 class AdaptedLinear(WrappedProjection):
-    """A projection of a model with the parameters that it had, and an adapter behind it."""
+    """A model's projection with its own parameters, followed by an adapter."""
 
     def __init__(self, projection: Projection, config: Config) -> None:
         super().__init__(projection)

@@ -1,14 +1,15 @@
-"""The folders of Hugging Face's `peft` library.
+"""Reads and writes adapter folders of Hugging Face's `peft` library.
 
-What was added to a model, under its names, without the model.
+Such a folder holds the added parameters under the library's names, and a task's head, but not the
+model they were added to.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +17,9 @@ from torch import Tensor, nn
 from trainer.config import Tree
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models import Model
-from trainer.models.config import Head
+from trainer.models.config import FEWEST_LABELS, Head
 from trainer.models.peft import adapters, lora, prefix, prompt
 
-T = TypeVar("T")
 AnyConfig: TypeAlias = Any
 """The `Config` of a module in trainer/models."""
 
@@ -31,15 +31,13 @@ _TASKS: dict[Head, str] = {
     "tagging": "TOKEN_CLS",
     "question_answering": "QUESTION_ANS",
 }
-_HEADS: dict[str | None, Head] = {task: head for head, task in _TASKS.items()} | {
-    None: "multiple_choice"
-}
+_HEADS: dict[str | None, Head] = {task: head for head, task in _TASKS.items()}
+_HEADS[None] = "multiple_choice"  # the library has no name for it
 _Read: TypeAlias = tuple[AnyConfig, dict[str, Tensor], set[str]]
-"""The `Config` of a model with what was read, its parameters, and the tensors that they are made
-from.
-"""
-_PLAIN = (True, False, "gaussian", "eva")  # ways to draw LoRA that leave the model as it is
-_OTHER = {  # of LoRA's settings in peft, what would compute something else
+"""The `Config` of the model that was read, its added parameters, and the tensors used for them."""
+_UNCHANGED_BASE = (True, False, "gaussian", "eva")
+"""Initializations of LoRA that leave the base model's weights alone."""
+_SUPPORTED = {
     "use_rslora": False,
     "use_dora": False,
     "bias": "none",
@@ -49,31 +47,30 @@ _OTHER = {  # of LoRA's settings in peft, what would compute something else
     "target_parameters": None,
     "megatron_config": None,
 }
+"""LoRA's settings in the library that would compute something else, and the supported values."""
 
 
 def export_adapter(
     config: AnyConfig, tensors: Mapping[str, Tensor], base: str
 ) -> tuple[Tree, dict[str, Tensor]]:
-    """What was added to a model and trained, as `peft.PeftModel.from_pretrained` reads it.
+    """Converts added and trained parameters for `peft.PeftModel.from_pretrained`.
 
     Args:
         config: of the model, with `peft`.
-        tensors: its parameters.
-        base: the name or folder of the model that it was added to.
+        tensors: the model's parameters.
+        base: name or folder of the model without them.
 
     Returns:
         The content of adapter_config.json, and the tensors.
 
     Raises:
-        ConfigError: the library, or transformers, has nothing of the kind.
+        ConfigError: the library, or transformers, does not support the model.
     """
-    dataclasses.replace(
-        config, peft=None
-    ).to_huggingface()  # refuses a head that transformers has not
+    replace(config, peft=None).to_huggingface()  # rejects heads that transformers does not have
     added, names = config.peft, config.tensor_names()
     with torch.device("meta"):
         model = config.build()
-    head = _of_head(model) if config.head != "language_model" else []
+    head = _head_parameters(model) if config.head != "language_model" else []
     saved = {theirs: tensors[name] for name in head for theirs in names[name]}
     modules = list(dict.fromkeys(_saved_module(name) for name in saved))
     content: Tree = {
@@ -84,21 +81,16 @@ def export_adapter(
     }
     if isinstance(added, lora.Config):
         own, found = _export_lora(added, model, names, tensors)
-        transposed = config.model_type in ("gpt2", "openai-gpt")
-        return (
-            content | own | {"fan_in_fan_out": transposed},
-            _named({**found, **saved}, _LORA),
-        )
+        own["fan_in_fan_out"] = config.model_type in ("gpt2", "openai-gpt")  # Conv1D
+        return content | own, _prefixed({**found, **saved}, _LORA)
     if not can_export(config):
         kind = type(added).__module__.rpartition(".")[2]
         raise ConfigError(
-            f"with {kind}, peft does not compute what samestep does for {config.model_type} with a "
-            f"{config.head} head, "
-            "so it is not exported; use the checkpoint with samestep (evaluate, features, "
-            "generate, init_from), or "
-            "fine-tune with kind: lora"
+            f"peft does not compute {kind} as samestep does for {config.model_type} with a "
+            f"{config.head} head. Use the checkpoint with samestep (evaluate, features, generate, "
+            "init_from), or fine-tune with kind: lora."
         )
-    virtual = {
+    content |= {
         "num_virtual_tokens": added.length,
         "token_dim": config.width,
         "num_layers": config.layers,
@@ -106,26 +98,25 @@ def export_adapter(
         "num_transformer_submodules": 1,
     }
     if isinstance(added, prompt.Config):
-        own = {"peft_type": "PROMPT_TUNING", "prompt_tuning_init": "RANDOM"}
-        found = {_EMBEDDINGS: tensors[prompt.NAME]}
+        content |= {"peft_type": "PROMPT_TUNING", "prompt_tuning_init": "RANDOM"}
+        embeddings = tensors[prompt.NAME]
     else:
-        own = {
+        content |= {
             "peft_type": "PREFIX_TUNING",
             "prefix_projection": False,
             "encoder_hidden_size": config.width,
         }
-        layers = [tensors[name] for name in prefix.names(model)]
-        found = {_EMBEDDINGS: torch.cat([each.float() for each in layers], 1)}
-    return content | virtual | own, {**found, **_named(saved, _PROMPT)}
+        embeddings = torch.cat([tensors[name].float() for name in prefix.names(model)], 1)
+    return content, {_EMBEDDINGS: embeddings, **_prefixed(saved, _PROMPT)}
 
 
 def can_export(config: AnyConfig) -> bool:
-    """Whether the library computes what a model does with what was added to it.
+    """Whether the library computes the same function with the added parameters.
 
-    A prompt's embeddings go where tokens would: T5's heads need these, and a GPT's then reads the
-    last cell, be it padding. A prefix goes where keys and values are cached, which GPT-1 has no
-    place for and T5 another. Both are passed over where the library has no name for the task, as
-    for multiple choice and masked words.
+    It inserts a prompt in place of token ids: T5's heads need these, and a GPT classifier would
+    then pool the last position even if it is padding. It inserts a prefix into the key-value cache,
+    which GPT-1 lacks and T5 uses differently. It ignores both if it has no name for the task, as
+    for multiple choice and masked language modeling.
     """
     if isinstance(config.peft, lora.Config):
         return True
@@ -140,24 +131,23 @@ def can_export(config: AnyConfig) -> bool:
 def import_adapter(
     content: Tree, tensors: Mapping[str, Tensor], base: AnyConfig
 ) -> tuple[AnyConfig, dict[str, Tensor]]:
-    """Reads LoRA, a prompt or a prefix as the library has saved it.
+    """Reads LoRA, a prompt or a prefix saved by the library.
 
     Args:
         content: of adapter_config.json.
         tensors: of adapter_model.safetensors.
-        base: the `Config` of the model that it was added to.
+        base: the `Config` of the model without them.
 
     Returns:
-        The `Config` of the model with it, and the parameters that it adds or replaces.
+        The `Config` of the model with them, and the parameters that are added or replaced.
 
     Raises:
-        CheckpointError: it is of another model or kind, or computes something else.
+        CheckpointError: the folder belongs to another model, or is not supported.
     """
     kind = content.get("peft_type")
     if kind not in _READERS:
         raise CheckpointError(
-            f"adapter_config.json has peft_type {kind!r}, and {', '.join(_READERS)} can be read; "
-            "train one of these"
+            f"adapter_config.json has peft_type {kind!r}. Train one of {', '.join(_READERS)}."
         )
     begin, read = _READERS[kind]
     found = {name.removeprefix(begin): tensors[name].float() for name in tensors}
@@ -166,119 +156,143 @@ def import_adapter(
     table = base.tensor_names()
     with torch.device("meta"):
         plain = base.without_peft().build()
-    names = {ours: table[ours] for ours in _of_head(plain)}
-    if others := sorted(
-        found.keys() - used - {each for theirs in names.values() for each in theirs}
-    ):
+    head = {ours: table[ours] for ours in _head_parameters(plain)}
+    known = used.union(*head.values())
+    if others := sorted(found.keys() - known):
         raise CheckpointError(
-            f"adapter_model.safetensors holds {others[0]}, which is neither LoRA of a layer's "
-            "projections nor a prompt "
-            "or prefix nor part of a task's head, and is not supported; train without it, or merge "
-            "it into the model "
-            "with peft"
+            f"adapter_model.safetensors has the unsupported tensor {others[0]}: it is neither LoRA "
+            "of a layer's projection nor a prompt, a prefix or part of a task's head. Train "
+            "without it, or merge it into the model with peft."
         )
-    for ours, theirs in names.items():
-        if all(name in found for name in theirs):
+    for ours, theirs in head.items():
+        if found.keys() >= set(theirs):
             parameters[ours] = torch.cat([found[name] for name in theirs])
     return config, parameters
 
 
+@dataclass(frozen=True)
+class _SavedLora:
+    """LoRA as the library saves it: one A and B per matrix of transformers.
+
+    Attributes:
+        found: the tensors.
+        changes: module of transformers -> the parts of our projections that it holds. BERT's
+            `query` is one part of our fused projection, GPT-2's `c_attn` all three.
+        content: of adapter_config.json.
+    """
+
+    found: Mapping[str, Tensor]
+    changes: Mapping[str, list[lora.Change]]
+    content: Tree
+
+    def rows(self, module: str, change: lora.Change) -> Tensor:
+        """The rows of B that belong to a part."""
+        b = self.found[f"{module}.lora_B.weight"]
+        return b.chunk(change.parts)[change.part] if len(self.changes[module]) > 1 else b
+
+    def is_used(self, module: str, change: lora.Change) -> bool:
+        """Whether a part is changed at all; a fused matrix may have rows of zeros."""
+        return len(self.changes[module]) == 1 or bool(self.rows(module, change).any())
+
+    def matrices(
+        self, module: str, change: lora.Change, added: lora.Config, linear: nn.Linear
+    ) -> tuple[Tensor, Tensor]:
+        """A and B of a part, padded with zeros to the common rank and rescaled to our alpha."""
+        a = torch.zeros(added.rank, linear.in_features)
+        b = torch.zeros(linear.out_features // change.parts, added.rank)
+        if f"{module}.lora_A.weight" in self.found:
+            own = self.found[f"{module}.lora_A.weight"]
+            rank, alpha = len(own), float(self._alpha(module))
+            a[:rank] = own
+            b[:, :rank] = self.rows(module, change) * (alpha / rank / added.scale)
+        return a, b
+
+    def _alpha(self, module: str) -> Any:
+        """The library matches patterns with the end of a module's name, or as an expression."""
+        patterns = self.content.get("alpha_pattern") or {}
+        matches = (patterns[key] for key in patterns if re.match(rf"(.*\.)?({key})$", module))
+        return next(matches, self.content["lora_alpha"])
+
+
 def _import_lora(content: Tree, found: Mapping[str, Tensor], base: AnyConfig) -> _Read:
-    for key, expected in _OTHER.items():
+    for key, expected in _SUPPORTED.items():
         if content.get(key, expected) not in (expected, None):
             raise CheckpointError(
-                f"adapter_config.json has {key} {content[key]!r}, which is not supported; train it "
-                f"with {expected!r}"
+                f"adapter_config.json has {key} {content[key]!r}, which is not supported. Train "
+                f"with {expected!r}."
             )
-    if (initial := content.get("init_lora_weights", True)) not in _PLAIN:
+    if (initial := content.get("init_lora_weights", True)) not in _UNCHANGED_BASE:
         raise CheckpointError(
-            f"adapter_config.json has init_lora_weights {initial!r}, which changes the model "
-            "beneath as well; merge it "
-            "into the model with peft, or train LoRA without"
+            f"adapter_config.json has init_lora_weights {initial!r}, which also changes the base "
+            "model. Merge it into the model with peft, or train LoRA without it."
         )
-    names = base.tensor_names()
-    wide = {
-        name.removesuffix(".lora_A.weight"): len(found[name])
-        for name in found
-        if name.endswith(".lora_A.weight")
-    }
-    if not wide:
+    suffix = ".lora_A.weight"
+    ranks = {name.removesuffix(suffix): len(found[name]) for name in found if suffix in name}
+    if not ranks:
         raise CheckpointError(
-            "adapter_model.safetensors holds no lora_A; export or download it again"
+            "adapter_model.safetensors has no lora_A. Export or download the folder again."
         )
     with torch.device("meta"):
         model = base.build_base()
-    everything = dataclasses.replace(lora.Config(), targets=lora.known_targets(model))
-    place: dict[
-        str, list[lora.Change]
-    ] = {}  # of each of their modules, the parts of ours that it is
+    names = base.tensor_names()
+    everything = lora.Config(targets=lora.known_targets(model))
+    place: dict[str, list[lora.Change]] = {}
     for change in everything.changes(model):
         theirs = [name.removesuffix(".weight") for name in names[f"{change.linear}.weight"]]
         place.setdefault(theirs[change.part if len(theirs) > 1 else 0], []).append(change)
-    if unknown := sorted(wide.keys() - place.keys()):
+    if unknown := sorted(ranks.keys() - place.keys()):
         raise CheckpointError(
-            f"LoRA of {unknown[0]} is not supported; those of a layer's projections are"
+            f"LoRA of {unknown[0]} is not supported. Train it on the layers' projections."
         )
-    used = {
-        change.target
-        for module in wide
-        for change in place[module]
-        if not _is_zero(found, module, change, place)
-    }
-    targets = (
-        tuple(target for target in everything.targets if target in used) or everything.targets[:1]
+    saved = _SavedLora(found, place, content)
+    used = {c.target for module in ranks for c in place[module] if saved.is_used(module, c)}
+    targets = tuple(target for target in everything.targets if target in used)
+    added = lora.Config(
+        max(ranks.values()), float(content["lora_alpha"]), targets or everything.targets[:1]
     )
-    added = lora.Config(max(wide.values()), float(content["lora_alpha"]), targets)
-    config = dataclasses.replace(base, peft=added)
     parameters: dict[str, Tensor] = {}
     for module, changes in place.items():
         for change in changes:
-            if change.target in targets:
-                a, b = _matrices(found, module, change, place, content, added, model)
+            if change.target in added.targets:
+                linear = model.get_submodule(change.linear)
+                a, b = saved.matrices(module, change, added, linear)
                 parameters |= {change.name("a"): a, change.name("b"): b}
-    return (
-        config,
-        parameters,
-        {f"{module}.lora_{matrix}.weight" for module in wide for matrix in "AB"},
-    )
+    tensors = {f"{module}.lora_{matrix}.weight" for module in ranks for matrix in "AB"}
+    return replace(base, peft=added), parameters, tensors
 
 
 def _import_virtual(content: Tree, found: Mapping[str, Tensor], base: AnyConfig) -> _Read:
-    """A prompt or a prefix; one that is made by a network is saved as what that has made."""
+    """A prompt or a prefix. If a network computed it, the library saves the network's output."""
     if _EMBEDDINGS not in found:
         raise CheckpointError(
-            f"adapter_model.safetensors holds no {_EMBEDDINGS}; export or download it again"
+            f"adapter_model.safetensors has no {_EMBEDDINGS}. Export or download the folder again."
         )
-    added = prompt.Config if content["peft_type"] == "PROMPT_TUNING" else prefix.Config
-    config = dataclasses.replace(base, peft=added(int(content["num_virtual_tokens"])))
-    with torch.device("meta"):
-        model = config.build()
-    names = [prompt.NAME] if added is prompt.Config else prefix.names(model)
-    rows, columns = found[_EMBEDDINGS].shape
-    shape = model.get_parameter(names[0]).shape
+    is_prompt = content["peft_type"] == "PROMPT_TUNING"
+    kind = prompt.Config if is_prompt else prefix.Config
+    config = replace(base, peft=kind(int(content["num_virtual_tokens"])))
     if not can_export(config):
         raise CheckpointError(
-            f"with {content['peft_type']}, peft does not compute what samestep does for "
-            f"{config.model_type} with a "
-            f"{config.head} head; train LoRA"
+            f"peft does not compute {content['peft_type']} as samestep does for "
+            f"{config.model_type} with a {config.head} head. Train LoRA."
         )
-    if (rows, columns) != (expected := (shape[0], shape[1] * len(names))):
-        of_decoder = rows == 2 * shape[0] and config.model_type == "t5"
+    with torch.device("meta"):
+        model = config.build()
+    names = [prompt.NAME] if is_prompt else prefix.names(model)
+    length, width = model.get_parameter(names[0]).shape
+    rows, columns = found[_EMBEDDINGS].shape
+    if (rows, columns) != (length, width * len(names)):
+        of_decoder = rows == 2 * length and config.model_type == "t5"
         fix = (
-            "train with num_transformer_submodules=1: the decoder has no prompt here"
+            "Train with num_transformer_submodules=1, without a prompt of the decoder"
             if of_decoder
-            else "export it anew"
+            else "Export it again"
         )
         raise CheckpointError(
-            f"adapter_model.safetensors holds {_EMBEDDINGS} of {rows} x {columns}, and "
-            f"{expected[0]} x {expected[1]} "
-            f"are expected; {fix}"
+            f"{_EMBEDDINGS} in adapter_model.safetensors is {rows} x {columns}, not {length} x "
+            f"{width * len(names)}. {fix}."
         )
-    return (
-        config,
-        dict(zip(names, found[_EMBEDDINGS].chunk(len(names), 1), strict=True)),
-        {_EMBEDDINGS},
-    )
+    parts = found[_EMBEDDINGS].chunk(len(names), 1)
+    return config, dict(zip(names, parts, strict=True)), {_EMBEDDINGS}
 
 
 _READERS: dict[str, tuple[str, Callable[[Tree, Mapping[str, Tensor], AnyConfig], _Read]]] = {
@@ -286,7 +300,7 @@ _READERS: dict[str, tuple[str, Callable[[Tree, Mapping[str, Tensor], AnyConfig],
     "PROMPT_TUNING": (_PROMPT, _import_virtual),
     "PREFIX_TUNING": (_PROMPT, _import_virtual),
 }
-"""How what the library calls so is read, and what its names of tensors begin with."""
+"""peft_type -> the prefix of tensor names, and the function that reads it."""
 
 
 def _export_lora(
@@ -295,38 +309,32 @@ def _export_lora(
     names: Mapping[str, tuple[str, ...]],
     tensors: Mapping[str, Tensor],
 ) -> tuple[Tree, dict[str, Tensor]]:
-    """The library has one A and B for each matrix of transformers, which may be several parts, as
-    GPT-2's is.
-    """
+    """Converts LoRA to one A and B per matrix of transformers."""
     found: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     changes = added.changes(model)
     for linear in dict.fromkeys(change.linear for change in changes):
         own = [change for change in changes if change.linear == linear]
         theirs = [name.removesuffix(".weight") for name in names[f"{linear}.weight"]]
+        pairs = [[tensors[change.name(matrix)].float() for matrix in "ab"] for change in own]
         if len(theirs) > 1 or own[0].parts == 1:
-            for change in own:
+            for change, (a, b) in zip(own, pairs, strict=True):
                 module = theirs[change.part]
                 ranks[module] = added.rank
-                found[f"{module}.lora_A.weight"] = tensors[change.name("a")].float()
-                found[f"{module}.lora_B.weight"] = tensors[change.name("b")].float()
+                found[f"{module}.lora_A.weight"], found[f"{module}.lora_B.weight"] = a, b
             continue
-        # All A's below each other, and of B's each in rows and columns of its own.
-        (module,), zeros = theirs, torch.zeros(len(tensors[own[0].name("b")]), added.rank)
-        columns = [
-            torch.cat(
-                [
-                    tensors[c.name("b")].float() if part == c.part else zeros
-                    for part in range(c.parts)
-                ]
-            )
-            for c in own
-        ]
+        # Several parts are one matrix (GPT-2's c_attn): A's rows are stacked, and B is block
+        # diagonal. LoRA of query and value with rank r becomes rank 2 r:
+        #     A = [Aq; Av],   B = [[Bq, 0], [0, 0], [0, Bv]]   (rows: query, key, value)
+        (module,) = theirs
+        rows = len(pairs[0][1])
+        merged = torch.zeros(rows * own[0].parts, added.rank * len(own))
+        for column, (change, (_, b)) in enumerate(zip(own, pairs, strict=True)):
+            block = merged[change.part * rows : (change.part + 1) * rows]
+            block[:, column * added.rank : (column + 1) * added.rank] = b
         ranks[module] = added.rank * len(own)
-        found[f"{module}.lora_A.weight"] = torch.cat(
-            [tensors[change.name("a")].float() for change in own]
-        )
-        found[f"{module}.lora_B.weight"] = torch.cat(columns, 1)
+        found[f"{module}.lora_A.weight"] = torch.cat([a for a, _ in pairs])
+        found[f"{module}.lora_B.weight"] = merged
     other = {module: rank for module, rank in ranks.items() if rank != added.rank}
     content = {
         "peft_type": "LORA",
@@ -336,6 +344,7 @@ def _export_lora(
         "bias": "none",
         "target_modules": sorted(ranks),
         "rank_pattern": other,
+        # The library divides alpha by the rank; a larger rank must not change the scale.
         "alpha_pattern": {
             module: added.alpha * rank / added.rank for module, rank in other.items()
         },
@@ -343,107 +352,44 @@ def _export_lora(
     return content, found
 
 
-def _matrices(
-    found: Mapping[str, Tensor],
-    module: str,
-    change: lora.Change,
-    place: Mapping[str, list[lora.Change]],
-    content: Tree,
-    added: lora.Config,
-    model: nn.Module,
-) -> tuple[Tensor, Tensor]:
-    """A and B of a part, with rows and columns of zeros up to the common rank.
+def _with_head(base: AnyConfig, content: Tree, found: Mapping[str, Tensor]) -> AnyConfig:
+    """The base's `Config` with the head that was saved beside the added parameters.
 
-    Scaled as ours are.
+    The library does not save the number of labels, so each length of a saved tensor is tried.
     """
-    linear = model.get_submodule(change.linear)
-    assert isinstance(linear, nn.Linear)
-    a = torch.zeros(added.rank, linear.in_features)
-    b = torch.zeros(linear.out_features // change.parts, added.rank)
-    if f"{module}.lora_A.weight" in found:
-        own_a, own_b = found[f"{module}.lora_A.weight"], _own_rows(found, module, change, place)
-        rank = len(own_a)
-        alpha = float(_matching(content.get("alpha_pattern") or {}, module, content["lora_alpha"]))
-        a[:rank], b[:, :rank] = own_a, own_b * (alpha / rank / added.scale)
-    return a, b
-
-
-def _own_rows(
-    found: Mapping[str, Tensor],
-    module: str,
-    change: lora.Change,
-    place: Mapping[str, list[lora.Change]],
-) -> Tensor:
-    b = found[f"{module}.lora_B.weight"]
-    return b.chunk(change.parts)[change.part] if len(place[module]) > 1 else b
-
-
-def _is_zero(
-    found: Mapping[str, Tensor],
-    module: str,
-    change: lora.Change,
-    place: Mapping[str, list[lora.Change]],
-) -> bool:
-    """Whether this part of several in a matrix is not changed at all."""
-    return len(place[module]) > 1 and not _own_rows(found, module, change, place).any()
-
-
-def _matching(pattern: Mapping[str, T], module: str, default: T) -> T:
-    """The setting of a module in one of the library's patterns.
-
-    By ends of names, or expressions for them.
-    """
-    return next(
-        (value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default
-    )
-
-
-def _with_head(base: Any, content: Tree, found: Mapping[str, Tensor]) -> AnyConfig:
-    """The base's `Config`, with the head that was saved beside what was added."""
     task = content.get("task_type")
     head = _HEADS.get(task)
     if head is None or base.head == head:
         return base
     for count in sorted({len(tensor) for name, tensor in found.items() if ".lora_" not in name}):
-        labels = (
-            tuple(f"LABEL_{number}" for number in range(count))
-            if head in ("classification", "tagging")
-            else ()
-        )
+        labels = tuple(f"LABEL_{number}" for number in range(count))
         try:
-            config = base.for_needs(frozenset({head}), labels)
+            config = base.for_needs(frozenset({head}), labels if head in FEWEST_LABELS else ())
         except ConfigError:
             continue
         with torch.device("meta"):
             model = config.build_base()
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         names = config.tensor_names()
-        own = _of_head(model)
         if all(
-            theirs in found and tuple(found[theirs].shape) == shapes[name]
-            for name in own
+            theirs in found and found[theirs].shape == model.get_parameter(name).shape
+            for name in _head_parameters(model)
             for theirs in names[name]
         ):
             return config
-    if task is None:  # the library has no name for choices, nor for what fills masks
+    if task is None:  # multiple choice without its head, or masked language modeling
         return base
     raise CheckpointError(
-        f"adapter_config.json has task_type {task}, and adapter_model.safetensors no such head; "
-        "save "
-        "it with modules_to_save, or start from a base that has the head"
+        f"adapter_config.json has task_type {task}, but adapter_model.safetensors has no such "
+        "head. Save it with modules_to_save, or use a base with the head."
     )
 
 
-def _of_head(model: Model) -> list[str]:
-    """The parameters of a model's head."""
+def _head_parameters(model: Model) -> list[str]:
     return [name for name, _ in model.named_parameters() if model.role(name).part == "head"]
 
 
 def _saved_module(name: str) -> str:
-    """The module of transformers that the library saves whole.
-
-    A head, or a part of one, by the name of a tensor.
-    """
+    """The module of transformers that the library saves whole for a tensor of a head."""
     module = name.rpartition(".")[0]
     return "classifier" if module.startswith("classifier.") else module
 
@@ -454,5 +400,5 @@ def _task_type(config: AnyConfig) -> str | None:
     return "SEQ_2_SEQ_LM" if config.encoder_decoder else "CAUSAL_LM" if config.causal else None
 
 
-def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _prefixed(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {f"{prefix}{name}": tensor.contiguous() for name, tensor in tensors.items()}

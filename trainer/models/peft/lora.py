@@ -1,9 +1,7 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685): the change of a matrix as the product of two narrow
-ones.
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): low-rank updates of projections.
 
-A projection y = W x + b becomes y = W x + b + (alpha / rank) B A x. Where a matrix of ours is
-several of the paper's (queries, keys and values are one), each of them that is a target has an A
-and a B of its own.
+A projection y = W x + b becomes y = W x + b + (alpha / rank) B A x. If a matrix fuses several of
+the paper's (queries, keys and values), each target among them has its own A and B.
 """
 
 from __future__ import annotations
@@ -19,20 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.models.peft import Added
+from trainer.models import Peft
 from trainer.models.projections import Projection, WrappedProjection, put_in_place
 
 _ADDED = re.compile(r"(.*)\.lora\.(\w+)\.([ab])\.weight")
 
 
 class Change(NamedTuple):
-    """What is added to a part of a projection's matrix.
+    """The update of one part of a projection's matrix.
 
     Attributes:
-        linear: the name of the projection.
-        target: what the part is called.
-        part: its number among the `parts` equal ones that the matrix consists of.
-        parts: how many these are.
+        linear: name of the projection.
+        target: name of the part, such as "query".
+        part: index of the part among the `parts` equal ones stacked in the matrix.
+        parts: number of parts.
     """
 
     linear: str
@@ -41,20 +39,20 @@ class Change(NamedTuple):
     parts: int
 
     def name(self, matrix: str) -> str:
-        """Of the parameter "a" or "b"."""
+        """Name of the parameter A ("a") or B ("b")."""
         return f"{self.linear}.lora.{self.target}.{matrix}.weight"
 
 
 @dataclass(frozen=True)
-class Config(Added):
-    """LoRA: low-rank changes of chosen projections, which an export adds to them.
+class Config(Peft):
+    """LoRA: low-rank updates of chosen projections, which an export merges into the weights.
 
     Attributes:
-        rank: r, of each change.
-        alpha: changes are multiplied by alpha / rank.
-        targets: the projections of each layer that are changed: of query, key, value, out, up,
-            down; gate, of gated feed-forward networks; cross_query, cross_key, cross_value and
-            cross_out, of decoders.
+        rank: r, of each update.
+        alpha: updates are multiplied by alpha / rank.
+        targets: the projections to update in each layer: query, key, value, out, up, down; gate in
+            gated feed-forward networks; cross_query, cross_key, cross_value and cross_out in
+            decoders.
     """
 
     rank: int = 8
@@ -63,15 +61,15 @@ class Config(Added):
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ConfigError(f"rank is {self.rank}; use 1 or more, as 8")
+            raise ConfigError(f"rank is {self.rank}. Use 1 or more, such as 8.")
         if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise ConfigError(f"alpha is {self.alpha}; use a number above 0, as 16")
+            raise ConfigError(f"alpha is {self.alpha}. Use a number above 0, such as 16.")
         if not self.targets:
-            raise ConfigError("targets is empty; name what is to be changed, as [query, value]")
+            raise ConfigError("targets is empty. Name projections, such as [query, value].")
 
     @property
     def scale(self) -> float:
-        """What the product of A and B is multiplied by."""
+        """The factor of B A."""
         return self.alpha / self.rank
 
     @property
@@ -83,27 +81,24 @@ class Config(Added):
         for target in self.targets:
             if target not in known:
                 close = difflib.get_close_matches(target, known, n=1)
-                meant = f"did you mean {close[0]!r}? " if close else ""
+                meant = f" Did you mean {close[0]!r}?" if close else ""
                 raise ConfigError(
-                    f"model.peft.targets has {target!r}, which this model has not; {meant}Known: "
+                    f"model.peft.targets has {target!r}, which this model lacks.{meant} Known: "
                     f"{', '.join(known)}"
                 )
         for name, projection in list(_projections(model)):
             if not set(projection.parts).isdisjoint(self.targets):
                 put_in_place(model, name, LoraLinear(projection, self))
 
-    def owns(self, name: str) -> bool:
-        return _ADDED.fullmatch(name) is not None
-
     def initial_std(self, name: str, shape: Sequence[int]) -> float | None:
-        """B is 0, so that training begins with the model as it is; A has the variance of peft's."""
+        # B is 0, so training starts from the unchanged model. A has the variance of peft's A.
         found = _ADDED.fullmatch(name)
         if found is None:
             return None
         return float((3 * shape[1]) ** -0.5) if found[3] == "a" else 0.0
 
     def changes(self, model: nn.Module) -> list[Change]:
-        """All that is added to a model."""
+        """All updates of a model."""
         return [
             Change(name, target, part, len(projection.parts))
             for name, projection in _projections(model)
@@ -112,13 +107,7 @@ class Config(Added):
         ]
 
     def merge(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters of the model that computes the same without LoRA, fp32 where they are
-        changed.
-
-        Args:
-            model: whose parameters these are, on any device.
-            tensors: parameters by name.
-        """
+        """Adds the updates to the weights; updated ones become fp32."""
         merged = {name: tensors[name] for name in tensors if not self.owns(name)}
         for change in self.changes(model):
             whole = merged[f"{change.linear}.weight"].float().clone()
@@ -129,7 +118,7 @@ class Config(Added):
 
 
 class LowRank(nn.Module):
-    """The product of two matrices: from `width` to `rank` to `out` features."""
+    """The product of two matrices: from `width` through `rank` to `out` features."""
 
     def __init__(self, width: int, out: int, rank: int, scale: float, device: torch.device) -> None:
         super().__init__()
@@ -144,7 +133,7 @@ class LowRank(nn.Module):
 
 
 class LoraLinear(WrappedProjection):
-    """A projection of a model with the parameters that it had, and changes of some of its parts."""
+    """A model's projection with its own parameters, and updates of some of its parts."""
 
     def __init__(self, projection: Projection, config: Config) -> None:
         super().__init__(projection)
@@ -169,13 +158,13 @@ class LoraLinear(WrappedProjection):
 
 
 def known_targets(model: nn.Module) -> tuple[str, ...]:
-    """All that LoRA could change of a model."""
+    """Names of all parts of projections that LoRA can update."""
     every = (part for _, projection in _projections(model) for part in projection.parts)
     return tuple(dict.fromkeys(every))
 
 
 def _projections(model: nn.Module) -> Iterator[tuple[str, Projection]]:
-    """The projections in the layers of a model, by name."""
+    """The projections in a model's layers, with their names."""
     for name, module in model.named_modules():
         if isinstance(module, Projection):
             yield name, module

@@ -1,10 +1,7 @@
-"""Prompt tuning (Lester et al.
+"""Prompt tuning (Lester et al. 2021, arXiv 2104.08691): learned embeddings before a text.
 
-2021, arXiv 2104.08691): embeddings before those of the text, and nothing else.
-
-Of an encoder-decoder they come before what the encoder reads. The text has the positions after
-theirs, and a head that reads the first cell of a sequence reads the first of theirs, as in Hugging
-Face's `peft`.
+In an encoder-decoder they come before the encoder's input. The text's positions follow theirs, and
+a head that pools the first position pools the prompt's first, as in Hugging Face's `peft`.
 """
 
 from __future__ import annotations
@@ -16,49 +13,43 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
+from trainer.models import Peft
 from trainer.models.base import TransformerModel
-from trainer.models.peft import Added
 
 NAME = "prompt.weight"
-"""Of the parameter."""
 
 
 @dataclass(frozen=True)
-class Config(Added):
-    """Prompt tuning: learned embeddings before those of the text.
+class Config(Peft):
+    """Prompt tuning: learned embeddings before a text.
 
     Attributes:
-        length: how many there are; a sequence is longer by so many cells.
+        length: number of embeddings, which lengthen each sequence.
     """
 
     length: int = 20
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise ConfigError(f"length is {self.length}; use 1 or more, as 20")
+            raise ConfigError(f"length is {self.length}. Use 1 or more, such as 20.")
 
     def add_to(self, model: nn.Module) -> None:
         if not isinstance(model, TransformerModel):
-            raise ConfigError(
-                "model.peft is a prompt, which this kind of model has no place for; use lora"
-            )
+            raise ConfigError("model.peft prompt does not fit this kind of model. Use lora.")
         tokens = model.get_parameter("embeddings.tokens.weight")
         model.prompt = Prompt(self.length, tokens.shape[1], tokens.device)
-
-    def owns(self, name: str) -> bool:
-        return name == NAME
 
     def initial_std(self, name: str, shape: Sequence[int]) -> float | None:
         return 0.02 if name == NAME else None
 
 
 class Prompt(nn.Module):
-    """The embeddings."""
+    """Puts learned embeddings before those of a text."""
 
     def __init__(self, length: int, width: int, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(length, width, device=device))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Puts them before embeddings of texts: [B, S, D] -> [B, n + S, D]."""
+        """[B, S, D] -> [B, n + S, D]."""
         return torch.cat([self.weight.to(hidden.dtype).expand(len(hidden), -1, -1), hidden], 1)
