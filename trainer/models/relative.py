@@ -46,7 +46,7 @@ class RelativeBias(nn.Module):
         if (dtype := autocast_dtype(by_distance.device)) is not None:
             by_distance = by_distance.to(dtype)
         # Each row of the result is the row above, shifted right by one. Reading a repeated vector
-        # of n values as rows of n - 1 does that without a gather. T = 2 and S = 3 have the distances
+        # of n values as rows of n - 1 does that without a gather. T = 2 and S = 3 have distances
         # -1 0 1 2; padded and rolled they are 0 1 2 _ -1, and repeated and read in fours:
         #     0 1 2 _ -1 0 1 2 _ -1  ->  0 1 2 _ / -1 0 1 2
         # (`unfold` is slower forward and backward, and XLA does not support it.)
