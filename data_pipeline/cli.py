@@ -1,4 +1,4 @@
-"""`samestep data ...`: commands that make datasets and look into them."""
+"""`samestep data ...`: commands that build datasets and inspect them."""
 
 from __future__ import annotations
 
@@ -9,124 +9,121 @@ from pathlib import Path
 from trainer.command import Commands, add_command, add_group
 from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 
-_OVERRIDES = "settings that replace those of the file, e.g. output=datasets/mine on_error=skip"
+# Every `samestep --help` imports this module, so a command imports what it needs when it runs.
 
 
 def register(commands: Commands) -> None:
     """Adds `data` and its sub-commands to the `samestep` command."""
-    summary = "make a dataset from raw text, and look into it"
-    subcommands = add_group(commands, "data", summary)
-    add_tokenizer(subcommands)
-    add_build(subcommands)
-    add_verify(subcommands)
-    add_inspect(subcommands)
-    add_show(subcommands)
-    add_push(subcommands)
+    subcommands = add_group(commands, "data", "build a dataset from raw text, and inspect it")
+    _add_tokenizer(subcommands)
+    _add_build(subcommands)
+    _add_verify(subcommands)
+    _add_inspect(subcommands)
+    _add_show(subcommands)
+    _add_push(subcommands)
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of a command that reads a dataset's configuration."""
+def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", metavar="CONFIG", help="a YAML file: the dataset, or a task as in configs/tasks/"
+        "config", metavar="CONFIG", help="YAML file: a dataset, or a task as in configs/tasks/"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings to replace in the file, e.g. output=datasets/mine on_error=skip",
+    )
 
 
-def add_tokenizer(commands: Commands) -> None:
-    """`samestep data tokenizer`."""
+def _add_folder(parser: argparse.ArgumentParser, text: str = "folder or address") -> None:
+    parser.add_argument("folder", metavar="DIR", help=f"the dataset's {text}")
+
+
+def _add_tokenizer(commands: Commands) -> None:
     parser = add_command(
         commands,
         "tokenizer",
         _tokenizer,
         "train the tokenizer of a dataset on its source",
-        "It is written to tokenizer.path, where `samestep data build` and `transformers` find it. "
-        "Training twice\n"
-        "gives two tokenizers, so a dataset never trains its own.\n\n"
-        "example:\n  samestep data tokenizer configs/data/python_docs.yaml "
-        "tokenizer.vocab_size=16384",
+        "The tokenizer is written to tokenizer.path, where `samestep data build` and\n"
+        "`transformers` find it. Two trainings give two different tokenizers, so a build never\n"
+        "trains one.\n\n"
+        "example:\n"
+        "  samestep data tokenizer configs/data/python_docs.yaml tokenizer.vocab_size=16384",
     )
-    add_config(parser)
-    parser.add_argument("--force", action="store_true", help="replace the tokenizer that is there")
+    _add_config(parser)
+    parser.add_argument("--force", action="store_true", help="replace an existing tokenizer")
 
 
-def add_build(commands: Commands) -> None:
-    """`samestep data build`."""
+def _add_build(commands: Commands) -> None:
     parser = add_command(
         commands,
         "build",
         _build,
-        "tokenise raw text into a dataset of shards",
-        "Stopped at any moment, even by kill -9, it goes on where it was when it is run again. The "
-        "result depends\n"
-        "on the text and the settings only, not on the number of workers.\n\n"
-        "With --slice I/N, for I from 1 to N, commands on any machines that share the folder share "
-        "the work, in any\n"
-        "order, at once or not. The last one to be done merges and verifies; the result is that of "
-        "one build.\n\n"
-        "examples:\n  samestep data build configs/data/python_docs.yaml output=datasets/docs "
-        "workers=4\n"
+        "tokenize raw text into a dataset of shards",
+        "A build that was stopped at any moment, even by kill -9, resumes when it is run again.\n"
+        "The result depends on the text and the settings only, not on the number of workers.\n\n"
+        "With --slice I/N, for I from 1 to N, commands on any machines that share the folder\n"
+        "share the work, in any order, at the same time or not. The last one to finish merges\n"
+        "and verifies. The result is the same as from one build.\n\n"
+        "examples:\n"
+        "  samestep data build configs/data/python_docs.yaml output=datasets/docs workers=4\n"
         "  samestep data build configs/data/python_docs.yaml output=/shared/docs --slice 3/8\n"
         "  samestep data build configs/tasks/glue/cola.yaml tokenizer.path=runs/bert/tokenizer "
         "output=datasets/cola",
     )
-    add_config(parser)
+    _add_config(parser)
     parser.add_argument(
-        "--slice", metavar="I/N", help="make one of N equal shares only, I from 1 to N"
+        "--slice", metavar="I/N", help="build only one of N equal shares, I from 1 to N"
     )
-    parser.add_argument(
-        "--force", action="store_true", help="replace the finished dataset that is there"
-    )
+    parser.add_argument("--force", action="store_true", help="replace a finished dataset")
     parser.add_argument(
         "--check",
         action="store_true",
-        help="look whether it could begin: source, tokenizer, settings",
+        help="only check that the build could begin: source, tokenizer, settings",
     )
 
 
-def add_verify(commands: Commands) -> None:
-    """`samestep data verify`."""
+def _add_verify(commands: Commands) -> None:
     parser = add_command(
         commands,
         "verify",
         _verify,
-        "check every byte of a dataset against its manifest",
-        "Prints what is wrong, a line each, and exits with 1 if anything is.\n\n"
+        "compare every byte of a dataset with its manifest",
+        "Prints a line for each problem, and exits with 1 if there is any.\n\n"
         "example:\n  samestep data verify datasets/python_docs",
     )
-    parser.add_argument("folder", metavar="DIR", help="the dataset's folder or address")
+    _add_folder(parser)
 
 
-def add_inspect(commands: Commands) -> None:
-    """`samestep data inspect`."""
+def _add_inspect(commands: Commands) -> None:
     parser = add_command(
         commands,
         "inspect",
         _inspect,
-        "show what is in a dataset and how it would pack",
-        "Prints documents, tokens and lengths, and for each packing how many examples an epoch has "
-        "and how much of\n"
-        "them is text. Packings are compared with one special token before and one after each "
-        "piece.\n\n"
+        "show the content of a dataset and how it would pack",
+        "Prints documents, tokens and lengths, and for each packing the number of examples in an\n"
+        "epoch and the fraction of positions with text, with one special token before and one\n"
+        "after each chunk of a document.\n\n"
         "example:\n  samestep data inspect datasets/python_docs --plot lengths.png",
     )
-    parser.add_argument("folder", metavar="DIR", help="the dataset's folder or address")
-    parser.add_argument("--plot", metavar="FILE", help="also draw the tables into this image")
+    _add_folder(parser)
+    parser.add_argument("--plot", metavar="FILE", help="also plot the tables into this image")
 
 
-def add_show(commands: Commands) -> None:
-    """`samestep data show`."""
+def _add_show(commands: Commands) -> None:
     parser = add_command(
         commands,
         "show",
         _show,
         "print examples as the model sees them",
-        "The objective, packing, order and seed are those of an experiment; what is predicted is "
-        "marked, and each\n"
-        "piece of text is preceded by the file and line it comes from.\n\n"
-        "example:\n  samestep data show datasets/python_docs data.packing=best_fit "
+        "Objective, packing, order and seed come from an experiment. Predicted tokens are marked,\n"
+        "and each chunk of text is preceded by its file and line.\n\n"
+        "example:\n"
+        "  samestep data show datasets/python_docs data.packing=best_fit "
         "--objective configs/debug/bert_mini.yaml --index 1000",
     )
-    parser.add_argument("folder", metavar="DIR", help="the dataset's folder or address")
+    _add_folder(parser)
     parser.add_argument(
         "--objective",
         metavar="CONFIG",
@@ -134,47 +131,38 @@ def add_show(commands: Commands) -> None:
         help="an experiment, as for `samestep train`",
     )
     parser.add_argument(
-        "--index",
-        type=int,
-        default=0,
-        metavar="N",
-        help="the first example, in the order of training",
+        "--index", type=int, default=0, metavar="N", help="first example, in training order"
     )
-    parser.add_argument("--count", type=int, default=3, metavar="K", help="how many")
+    parser.add_argument(
+        "--count", type=int, default=3, metavar="K", help="number of examples to print"
+    )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings that replace the experiment's"
     )
 
 
-def add_push(commands: Commands) -> None:
-    """`samestep data push`."""
+def _add_push(commands: Commands) -> None:
     parser = add_command(
         commands,
         "push",
         _push,
         "copy a dataset to an object store, from where runs can stream it",
-        "Stopped at any moment, it goes on with what is missing when it is run again. The manifest "
-        "comes last, so\n"
-        "nobody can train on a part. Endpoint and credentials are those of the store's own "
-        "tools.\n\n"
+        "A push that was stopped at any moment resumes when it is run again. The manifest comes\n"
+        "last, so nobody can train on an incomplete copy. Endpoint and credentials are found\n"
+        "where the store's own tools find them.\n\n"
         "example:\n  samestep data push datasets/python_docs s3://bucket/python_docs",
     )
-    parser.add_argument("folder", metavar="DIR", help="the dataset's folder")
+    _add_folder(parser, "folder")
     parser.add_argument("url", metavar="URL", help="s3://BUCKET/NAME or gs://BUCKET/NAME")
-    parser.add_argument(
-        "--force", action="store_true", help="replace the other dataset that is there"
-    )
-
-
-# Every `samestep --help` imports this module: what a command needs is imported by the command.
+    parser.add_argument("--force", action="store_true", help="replace another dataset at URL")
 
 
 def _tokenizer(args: argparse.Namespace) -> int:
     from data_pipeline.building.recipe import load_recipe
     from data_pipeline.building.tokenizer_training import train_tokenizer
 
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    train_tokenizer(load_recipe(args.config, args.overrides), force=args.force)
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # off by default, as builds have many processes
+    train_tokenizer(load_recipe(args.config, args.overrides), args.force)
     return EXIT_DONE
 
 
@@ -184,11 +172,11 @@ def _build(args: argparse.Namespace) -> int:
     from data_pipeline.building.slices import Slice
 
     part = None if args.slice is None else Slice.parse(args.slice)
+    # Each slice would remove what the others have built.
     if part is not None and args.force:
         raise ConfigError(
-            f"--force does not go with --slice {part}: each slice would remove what the others "
-            "have made; replace the "
-            f"finished dataset with one samestep data build --force, or choose another output=DIR"
+            f"--force does not go with --slice {part}. Replace the finished dataset with one "
+            "samestep data build --force, or choose another output=DIR."
         )
     config = load_recipe(args.config, args.overrides)
     if args.check:
@@ -211,8 +199,8 @@ def _verify(args: argparse.Namespace) -> int:
         console.print(problem)
     if problems:
         console.print(
-            f"{location} is damaged ({len(problems)} problems): copy it again, or build it again "
-            "(--force)"
+            f"{location} is damaged ({len(problems)} problems). Copy it again, or build it again "
+            "with --force."
         )
         return EXIT_FAILED
     manifest = load_manifest(location)
@@ -245,5 +233,5 @@ def _show(args: argparse.Namespace) -> int:
 def _push(args: argparse.Namespace) -> int:
     from data_pipeline.building.push import push
 
-    push(Path(args.folder), args.url, force=args.force)
+    push(Path(args.folder), args.url, args.force)
     return EXIT_DONE
