@@ -34,6 +34,7 @@ def export(checkpoint: str, folder: str) -> None:
     weights = load_weights(checkpoint)
     tokenizer = weights.load_tokenizer()
     vocabulary = tokenizer.vocabulary
+    # Before any file is written: an export that transformers reads wrongly is worse than none.
     _check_padding(weights, vocabulary)
     mask = None if vocabulary.mask is None else tokenizer.token(vocabulary.mask)
     card = model_card.write(weights, checkpoint, Path(folder).absolute().name, mask)
@@ -41,6 +42,7 @@ def export(checkpoint: str, folder: str) -> None:
         tokenizer.save(files)
         padding = exported_tokenizer.adapt(Path(files), weights.config, vocabulary)
         ours, parameters = _merged(weights, checkpoint)
+        # A padding token that `adapt` has added comes after the vocabulary, and needs a row.
         if padding is not None and padding >= ours.vocab_size:
             ours, parameters = ours.pad_vocabulary(parameters, padding + 1)
         tensors = ours.export_tensors(parameters)
@@ -97,6 +99,7 @@ def _merged(weights: Weights, checkpoint: str) -> tuple[ModelConfig, dict[str, T
         raise ConfigError(
             f"{checkpoint} has an adapter of kind {kind}, which cannot be merged; {fix}"
         )
+    # Merging needs the modules' kinds and shapes only, so no second copy of the weights.
     with torch.device("meta"):
         model = config.build()
     return config.without_peft(), peft.merge(model, weights.tensors)
@@ -108,6 +111,7 @@ def _token_ids(config: ModelConfig, vocabulary: Vocabulary) -> dict[str, int]:
     if not (is_pair or config.causal):
         return {}
     ids = {"pad_token_id": vocabulary.pad, "eos_token_id": vocabulary.end}
+    # T5's decoder starts with the padding token, as in its pre-training.
     if is_pair:
         ids["decoder_start_token_id"] = vocabulary.pad
     else:

@@ -33,8 +33,10 @@ def adapt(folder: Path, config: ModelConfig, vocabulary: Vocabulary) -> int | No
         return pad
     settings = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
     if config.type_vocab > 1:
+        # Without this, transformers would not pass the types on, and both texts would have 0.
         settings.setdefault("model_input_names", ["input_ids", "token_type_ids", "attention_mask"])
-    if _reads_last(config):
+    # A task head of a decoder pools its last token; see `objectives.task_rows.RowTask`.
+    if config.causal and config.head != "language_model":
         backend = tokenizers.Tokenizer.from_file(str(folder / _MODEL))
         backend.post_processor = _template(backend, vocabulary)
         if pad is None:
@@ -42,17 +44,11 @@ def adapt(folder: Path, config: ModelConfig, vocabulary: Vocabulary) -> int | No
             pad = backend.token_to_id(PADDING)
             settings["pad_token"] = PADDING
             names = json.loads((folder / _NAMES).read_text(encoding="utf-8"))
-            (folder / _NAMES).write_text(
-                json.dumps(names | {"pad_token": PADDING}, indent=2), encoding="utf-8"
-            )
+            names["pad_token"] = PADDING
+            (folder / _NAMES).write_text(json.dumps(names, indent=2), encoding="utf-8")
         backend.save(str(folder / _MODEL))
     (folder / _SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
     return pad
-
-
-def _reads_last(config: ModelConfig) -> bool:
-    """Whether a model has a task head that pools the last token of a decoder."""
-    return config.head != "language_model" and config.causal
 
 
 def _template(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> TemplateProcessing:
@@ -60,6 +56,8 @@ def _template(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> Template
     assert end is not None, (
         "the model was trained with a tokenizer that has a token to end texts with"
     )
+    # For GPT-2, whose only special token begins and ends texts: "A <|endoftext|>", and for a pair
+    # "A <|endoftext|> B <|endoftext|>". A tokenizer with a [CLS] of its own puts it before A.
     tokens = [end] if begin in (None, end) else [begin, end]
     names = [backend.id_to_token(token) for token in tokens]
     before, after = " ".join(f"{name}:0" for name in names[:-1]), names[-1]
