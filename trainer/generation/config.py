@@ -10,21 +10,21 @@ from trainer.errors import ConfigError
 
 @dataclass(frozen=True)
 class Config:
-    """The likeliest one after the other, by beam search, or at random.
+    """Greedy decoding, beam search, or sampling.
 
     Attributes:
-        max_new_tokens: the most tokens of a generated text, the one that ends it included.
-        min_new_tokens: tokens before the one that may end it.
-        beams: unfinished texts that beam search keeps of each; 1 takes the likeliest token each
-            time.
+        max_new_tokens: maximum number of tokens of a generated text, the end token included.
+        min_new_tokens: number of tokens before the end token may come.
+        beams: unfinished texts of each source that beam search keeps; 1 is greedy decoding.
         length_penalty: beam search ranks finished texts by log-probability / length **
-            length_penalty (Wu et al. 2016 without their offset); T5 takes 0.6.
+            length_penalty (Wu et al. 2016 without their offset); T5 uses 0.6.
         early_stopping: beam search ends when it has as many finished texts as beams (true), when
-            texts of the present length cannot be better (false), or when none can be (never).
-        sample: draw each token from the model's distribution.
-        temperature: what the logits are divided by, in sampling.
-        top_k: sample from the K most likely tokens; None: from all.
-        top_p: sample among the likeliest tokens that together have this probability (Holtzman et
+            no running text could be better at its present length (false), or at any length
+            (never).
+        sample: sample each token from the model's distribution.
+        temperature: divides the logits before sampling.
+        top_k: sample from the K most likely tokens; None samples from all.
+        top_p: sample from the most likely tokens that together have this probability (Holtzman et
             al. 2020).
         seed: of sampling.
         batch_size: number of texts generated together, sorted by length.
@@ -46,7 +46,7 @@ class Config:
         for name in ("max_new_tokens", "beams", "batch_size", "top_k"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, not {value}")
+                raise ConfigError(f"{name} is {value}. Use at least 1.")
         if not 0 <= self.min_new_tokens < self.max_new_tokens:
             raise ConfigError(
                 f"min_new_tokens is {self.min_new_tokens}; use 0 to {self.max_new_tokens - 1}, "
@@ -54,17 +54,19 @@ class Config:
             )
         if not self.temperature > 0:
             raise ConfigError(
-                f"temperature must be above 0, not {self.temperature}; without sample, it is as if "
-                "0"
+                f"temperature is {self.temperature}. Use a number above 0, or leave sample out to "
+                "take the most likely token."
             )
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p is a probability in (0, 1], not {self.top_p}")
+            raise ConfigError(f"top_p is {self.top_p}. Use a probability above 0, at most 1.")
         if self.sample and self.beams > 1:
             raise ConfigError(
-                f"sample and beams={self.beams} exclude each other; leave one of them out"
+                f"sample and beams={self.beams} exclude each other. Leave one of them out."
             )
-        if not self.sample and (self.temperature, self.top_k, self.top_p) != (1.0, None, 1.0):
+        # They would be ignored without a word.
+        for_sampling = (self.temperature, self.top_k, self.top_p)
+        if not self.sample and for_sampling != (1.0, None, 1.0):
             raise ConfigError(
-                "temperature, top_k and top_p have no effect without sample; add it, or leave them "
-                "out"
+                "temperature, top_k and top_p have no effect without sample. Add it, or leave "
+                "them out."
             )
