@@ -9,7 +9,8 @@ from pathlib import Path
 from trainer.command import Commands, add_command, add_group
 from trainer.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 
-# Every `samestep --help` imports this module, so a command imports what it needs when it runs.
+# Every `samestep --help` imports this module, and must be fast: torch, tokenizers and rich take
+# seconds. So a command imports what it needs when it runs.
 
 
 def register(commands: Commands) -> None:
@@ -73,6 +74,7 @@ def _add_build(commands: Commands) -> None:
         "output=datasets/cola",
     )
     _add_config(parser)
+    # Counted from 1, as the indices of job arrays usually are.
     parser.add_argument(
         "--slice", metavar="I/N", help="build only one of N equal shares, I from 1 to N"
     )
@@ -152,6 +154,7 @@ def _add_push(commands: Commands) -> None:
         "where the store's own tools find them.\n\n"
         "example:\n  samestep data push datasets/python_docs s3://bucket/python_docs",
     )
+    # A dataset at an address was pushed there before.
     _add_folder(parser, "folder")
     parser.add_argument("url", metavar="URL", help="s3://BUCKET/NAME or gs://BUCKET/NAME")
     parser.add_argument("--force", action="store_true", help="replace another dataset at URL")
@@ -171,8 +174,9 @@ def _build(args: argparse.Namespace) -> int:
     from data_pipeline.building.recipe import load_recipe
     from data_pipeline.building.slices import Slice
 
+    # Parsed first: a wrong --slice needs no tokenizer to be found.
     part = None if args.slice is None else Slice.parse(args.slice)
-    # Each slice would remove what the others have built.
+    # Refused before the recipe is read: each slice would remove what the others have built.
     if part is not None and args.force:
         raise ConfigError(
             f"--force does not go with --slice {part}. Replace the finished dataset with one "
@@ -192,8 +196,10 @@ def _verify(args: argparse.Namespace) -> int:
     from data_pipeline.building.verify import verify
     from data_pipeline.reading.remote import load_manifest
 
+    # Shell completion ends folders with a slash, and an address with two has no such object.
     location = args.folder.rstrip("/")
     problems = verify(location)
+    # Names of files may hold brackets, which would be markup to rich.
     console = Console(soft_wrap=True, highlight=False, markup=False)
     for problem in problems:
         console.print(problem)
@@ -203,6 +209,7 @@ def _verify(args: argparse.Namespace) -> int:
             "with --force."
         )
         return EXIT_FAILED
+    # The digest is the name of the dataset in checkpoints.
     manifest = load_manifest(location)
     console.print(f"{location} is whole: {len(manifest.shards)} shards, digest {manifest.digest}")
     return EXIT_DONE
@@ -214,6 +221,7 @@ def _inspect(args: argparse.Namespace) -> int:
     from data_pipeline.inspection.report import inspect, plot, report
     from data_pipeline.reading.dataset import Dataset
 
+    # Opening checks the sizes of all shards, so a damaged dataset is named at once.
     inspection = inspect(Dataset.open(args.folder))
     report(inspection, Console())
     if args.plot:

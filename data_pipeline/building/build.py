@@ -169,7 +169,7 @@ class _Build:
         original = renamed.original({"settings": self.settings})["settings"]
         recipe = [FORMAT, self.tokenizer.fingerprint, self.source_tree, original]
         self.digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-        self.units: list[str] = []  # digest of each unit, those of other slices included
+        self.units: list[str] = []  # digest of each unit, also of other slices
         self.unknown = 0
         self.rejected: list[tuple[int, tuple[int, int, str]]] = []  # unit, its first bad record
 

@@ -59,6 +59,7 @@ class Meter:
         self._share += share
         self._documents += documents
         self.megabytes += size / 1e6
+        # Called for every record, and drawing takes longer than reading one.
         now = time.monotonic()
         if now - self._shown < (_LOG_EVERY if self._bar.disable else _DRAW_EVERY):
             return

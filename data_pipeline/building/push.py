@@ -61,6 +61,7 @@ def push(folder: Path, url: str, force: bool = False) -> None:
         for shard, is_new in zip(manifest.shards, results, strict=True):
             meter.advance(shard.bytes / total, shard.bytes * is_new, shard.documents)
             sent += is_new
+    # In this order: without a manifest, nobody could say whose shards these are.
     storage.upload(folder / MANIFEST, f"{url}/{MANIFEST}")
     storage.remove(f"{url}/{PARTIAL_MANIFEST}")
     logger.info(

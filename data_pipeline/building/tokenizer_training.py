@@ -58,5 +58,6 @@ def _texts(config: Config, meter: Meter) -> Iterator[str]:
             if config.on_error == "stop":
                 raise rejection(source, record.file, record.line, str(error)) from None
             continue
+        # By hash, so that the sample depends on the texts alone, not on their order.
         if sample == 1 or hashed_share(text, "sample") < sample:
             yield text

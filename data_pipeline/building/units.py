@@ -62,6 +62,7 @@ def limited(records: Iterable[Record], limit: int | None) -> Iterator[Record]:
     total = 0
     for record in records:
         total += len(record.data)
+        # Progress toward the limit, unless the source ends first.
         yield record._replace(read=max(record.read, min(1.0, total / limit)))
         if total >= limit:
             return
@@ -142,6 +143,7 @@ class Outcome:
     def load(cls, path: Path) -> Outcome | None:
         """Reads it; None if it does not exist or is damaged."""
         try:
+            # Whatever is wrong with it, the unit is simply built again.
             tree = json.loads(path.read_bytes())
             tree["rejected"] = tuple(map(tuple, tree["rejected"]))
             tree["shards"] = {split: ShardInfo(**info) for split, info in tree["shards"].items()}
@@ -193,6 +195,7 @@ class UnitWriter:
         """
         # From the first shard on, the outcome of an earlier build with other settings is wrong.
         outcome_path(self._folder, unit.index).unlink(missing_ok=True)
+        # Records are rejected twice: here if they hold no text, below if it has no tokens.
         parsed, rejected = list[_Parsed](), list[tuple[int, int, str]]()
         for record in unit.records:
             try:

@@ -65,7 +65,5 @@ def _problem(location: str, shard: ShardInfo) -> str | None:
             file.seek(0)
             same = hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256
             return None if same else "its bytes have changed (SHA-256 differs)"
-    except OSError as error:
-        return error.strerror or str(error)
-    except DataError as error:
+    except (OSError, DataError) as error:
         return str(error)

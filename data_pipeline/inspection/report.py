@@ -22,6 +22,7 @@ from data_pipeline.reading.dataset import Dataset
 from trainer.errors import DataError, MissingExtra
 from trainer.examples import PackSpec, Policy
 
+# The two lengths of BERT's pre-training.
 SEQUENCE_LENGTHS = (128, 512)
 _BAR_WIDTH = 40  # characters
 
@@ -113,6 +114,8 @@ def inspect(dataset: Dataset) -> Inspection:
 
     histogram, totals = np.zeros(64, np.int64), np.zeros((len(settings), 3), np.int64)
     columns: dict[int, list[Int64]] = defaultdict(list)
+    # Threads are enough: most of the time goes into reading and into numpy, which release the
+    # interpreter lock.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for counts, sizes, lengths in pool.map(count, dataset.shards(split)):
             histogram += counts
@@ -188,6 +191,7 @@ def report(inspection: Inspection, console: Console) -> None:
         title = f"Tokens of {inspection.split_name} {rows}"
         texts = _table(title, "", "median", "90 %", "99 %", "longest")
         for name, sizes in inspection.text_lengths.items():
+            # "higher" gives a length that occurs, not a value between two.
             quantiles = np.quantile(sizes, (0.5, 0.9, 0.99, 1), method="higher")
             texts.add_row(name, *(f"{int(size):,}" for size in quantiles))
         console.print(texts)

@@ -70,6 +70,7 @@ def show(
         raise ConfigError(f"--index is {index}. It counts examples from 0.")
     tree = read_tree(experiment, overrides)
     sections: Tree = {name: tree[name] for name in ("objective", "seed") if name in tree}
+    # A mixture is shown one dataset at a time.
     alone = {"path": folder, "sources": [], "weights": []}
     sections["data"] = {**tree.get("data", {}), **alone}
     view = decode(_View, sections)
@@ -201,6 +202,9 @@ def _chunk_lines(
 
 def _marked(row: Row, first: int, end: int, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
     """Yields the positions [first, end) as (text, style)."""
+    # Unused entries of "predicted" have weight 0. Of "a [MASK] sat on big mat", say with "cat"
+    # masked, "mat" replaced by "hat" and "sat" predicted as it is, the line reads
+    # "a [cat] [sat=] on big [mat→hat]".
     tokens, columns = row["tokens"], row["predicted"][row["weights"] > 0]
     original = tokens.copy()
     original[columns] = row["labels"][row["weights"] > 0]
@@ -215,6 +219,7 @@ def _marked(row: Row, first: int, end: int, tokenizer: Tokenizer) -> Iterator[tu
         # Decoded from `start`: alone, a token does not show whether a space precedes it.
         text = tokenizer.decode(original[start : position + 1])
         new, before = text[len(before) :].replace("\n", "↵"), text
+        # Decoders drop the space before the first word, here behind a special token.
         if position == start and position > first:
             new = f" {new.lstrip(' ')}"
         if position not in predicted:

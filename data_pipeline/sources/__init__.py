@@ -80,6 +80,7 @@ class Source(ABC):
     """
 
     files: tuple[str, ...]
+    # By keyword only, so that subclasses can have fields without a default.
     first_heldout: int | None = field(default=None, kw_only=True)
 
     @abstractmethod
@@ -144,6 +145,7 @@ class PairSource(Source):
             BadRecord: one of them is missing.
         """
 
+    # A tokenizer needs the words of both texts.
     def parse(self, record: Record) -> str:
         return "\n".join(self.parse_pair(record))
 
@@ -190,6 +192,7 @@ class TaskSource(Source):
         Raises:
             BadRecord: the row is missing or incomplete, or a text is blank.
         """
+        # Here, not in every kind: a model could not tell a blank text from a missing one.
         row = self.decode_row(record.content())
         for index, text in enumerate(row.texts):
             _checked(text, self.text_name(index))
@@ -200,8 +203,10 @@ def _checked(text: str, name: str) -> str:
     if not text or text.isspace():
         raise BadRecord(f"empty {name}")
     try:
+        # Tokenizers and hashes need UTF-8, which has no half of a surrogate pair. JSON can spell
+        # one, as "\ud83d".
         text.encode()
-    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
+    except UnicodeEncodeError:
         where = "" if name == "document" else f" in {name}"
         raise BadRecord(f"invalid Unicode{where}") from None
     return text
@@ -214,6 +219,7 @@ def decode_utf8(data: bytes) -> str:
         BadRecord: it is not UTF-8.
     """
     try:
+        # Editors of Windows begin files with a byte-order mark, which is no part of the text.
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise BadRecord("invalid UTF-8") from None
@@ -225,5 +231,6 @@ def require(package: str, extra: str, purpose: str) -> None:
     Raises:
         MissingExtra: it is not.
     """
+    # A build should fail at once, but importing pyarrow or datasets takes seconds.
     if find_spec(package) is None:
         raise MissingExtra(package, extra, purpose)

@@ -91,6 +91,7 @@ class Classification(TextsSource):
     def decode_row(self, data: bytes) -> TaskRow:
         row, config = row_of(data), self.config
         texts = self.texts(row)
+        # One of both is set: a class, or the distribution that a teacher predicts.
         label, probabilities = None, tuple[float, ...]()
         if config.each is not None:
             label = float(column(row, config.each) in items(row, config.label))
@@ -104,6 +105,7 @@ class Classification(TextsSource):
         name = self.config.group
         if name is None:
             return ""
+        # A column may hold a number, as the id of a question, which is no text for `write`.
         return write(row, name, self.config.words) if "{" in name else label_text(column(row, name))
 
     def _items(self, record: Record) -> Iterator[Record]:
@@ -117,6 +119,8 @@ class Classification(TextsSource):
             return
         if not found:
             yield record._replace(data=b"", problem=f"no item in {name}")
+        # {"q": "_ is", "of": ["a", "b"]} with each "of" becomes {"q": "_ is", "of": "a"} and
+        # {"q": "_ is", "of": "b"}, both with the line of the original.
         for item in found:
             yield record._replace(data=encoded({**row, name: item}))
 
@@ -137,6 +141,7 @@ class Classification(TextsSource):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
                 raise BadRecord(f"{name} {brief(values)} holds what is no probability")
             numbers.append(float(value))
+        # Not renormalized: a sum far from 1 means that the numbers are something else.
         if not abs(sum(numbers) - 1) <= _SLACK:
             raise BadRecord(f"probabilities of {name} sum to {sum(numbers):.6g} and not to 1")
         return tuple(numbers)

@@ -39,6 +39,7 @@ def column(row: Row, name: str) -> object:
     Raises:
         BadRecord: there is no such column.
     """
+    # CSV can have a column that is named "a.b".
     if name in row:
         return row[name]
     value: object = row
@@ -99,14 +100,17 @@ def whole(value: object) -> int | None:
     """Converts a number without fraction, or its digits, to an integer; None for anything else."""
     if isinstance(value, str):
         return int(value) if re.fullmatch(r"[0-9]{1,9}", value) else None
+    # pandas writes a column of whole numbers with a missing value as 0.0, 1.0, ...
     if isinstance(value, float):
         return int(value) if value.is_integer() else None
+    # To Python, true is the integer 1.
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def number(value: object) -> float:
     """Converts a number or its text to a float; NaN for anything else."""
     try:
+        # float() reads "nan" and "inf", too: callers check that the number is finite.
         return float(value) if isinstance(value, (str, int, float)) else math.nan
     except (ValueError, OverflowError):
         return math.nan
@@ -118,6 +122,7 @@ def index_of(value: object, labels: tuple[str, ...], name: str) -> int:
     Raises:
         BadRecord: it is neither.
     """
+    # With the labels ("no", "yes"), "yes", 1 and "1" all have the index 1.
     given = label_text(value)
     if given in labels:
         return labels.index(given)
@@ -131,6 +136,7 @@ def index_of(value: object, labels: tuple[str, ...], name: str) -> int:
 
 def label_text(value: object) -> str:
     """Returns a label as text; a label that is no text in a row is spelled as in JSON."""
+    # true is "true", as the file has it; str(True) would be "True".
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -150,6 +156,7 @@ def _short(text: str) -> str:
 
 def repeated(names: Iterable[str]) -> str | None:
     """Returns the first name that occurs a second time; None if all differ."""
+    # ["a", "b", "a", "b"] gives "a".
     seen = set[str]()
     for name in names:
         if name in seen:

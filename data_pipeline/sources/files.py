@@ -36,11 +36,14 @@ def find(patterns: tuple[str, ...], name: str = "source.paths") -> tuple[str, ..
     """
     if not patterns:
         raise ConfigError(f"{name} is empty. Name at least one file or pattern.")
+    # A set, because patterns may overlap, and sorted, because the order of a folder is arbitrary
+    # and the order of documents is part of a dataset.
     found: set[str] = set()
     for pattern in patterns:
         if storage.is_url(pattern):
             matches, hint = storage.glob(pattern), ""
         else:
+            # `**` matches folders, too.
             paths = glob.glob(os.path.expanduser(pattern), recursive=True)
             matches = list(filter(os.path.isfile, paths))
             hint = f", or run in the folder it is relative to, which is not {os.getcwd()}"
@@ -71,6 +74,7 @@ def read_records(files: tuple[str, ...], split: Split) -> Iterator[Record]:
                 # Progress is counted in compressed bytes: only their number is known in advance.
                 weight = weights[index] / max(1, disk.seek(0, io.SEEK_END))
                 disk.seek(0)
+                # `line` survives the loop: what follows the last record that was read is bad.
                 for line, data in split(_decompressed(disk, storage.shown(path))):
                     read = (before + weight * disk.tell()) / total
                     yield Record.of(index, line, data, read)
@@ -87,6 +91,7 @@ def read_records(files: tuple[str, ...], split: Split) -> Iterator[Record]:
                 "exists and is readable."
             ) from error
         before += weights[index]
+        # Damage costs the rest of one file: reading continues with the next one.
         if problem:
             yield Record(index, line + 1, b"", before / total, problem)
 
@@ -96,7 +101,7 @@ def _weights(files: tuple[str, ...]) -> list[int]:
 
     Asking a store for the size of every object would take a request each.
     """
-    if any(storage.is_url(path) for path in files):
+    if any(map(storage.is_url, files)):
         return [1] * len(files)
     return [os.path.getsize(path) if os.path.exists(path) else 0 for path in files]
 

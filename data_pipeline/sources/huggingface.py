@@ -106,6 +106,7 @@ class Config:
                 f"cannot read {self.title} after row {number}: {_reason(error)}. Run the same "
                 "command again to resume."
             ) from error
+        # A stream that breaks can look like one that ends.
         if number < max(1, expected):
             problem = f"the split ends before row {expected}" if expected else "empty split"
             yield Record(0, number + 1, b"", 1.0, problem)
@@ -114,6 +115,7 @@ class Config:
         """Number of rows as far as it is known; 0 if it is not."""
         if hasattr(rows, "num_rows"):
             return int(rows.num_rows)
+        # A stream has no length, but its metadata may have one.
         info = (rows.info.splits or {}).get(self.split)
         return info.num_examples if info else 0
 
@@ -140,6 +142,7 @@ class HuggingFace(Source):
         text = functools.reduce(_get, self.config.field.split("."), row)
         if not isinstance(text, str):
             return Problem.of(f"field {self.config.field!r} is not text")
+        # Half a surrogate pair passes here, and the workers reject the document.
         return text.encode("utf-8", "surrogatepass")
 
 

@@ -42,6 +42,7 @@ class JsonLines(Source):
 
 def lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
     """Yields the lines that are not blank, with their numbers."""
+    # Blank lines count, as in an editor.
     return ((number, line) for number, line in enumerate(file, start=1) if not line.isspace())
 
 

@@ -68,6 +68,7 @@ class MultipleChoice(TableSource, TaskSource):
         return (*columns_of(self.config.texts), self.config.label)
 
     def text_name(self, index: int) -> str:
+        # With a list in one column, as "options", the third text of a row is options[1].
         if index == 0 or len(self.config.choices) > 1:
             return self.config.texts[index]
         return f"{self.config.choices[0]}[{index - 1}]"
@@ -101,6 +102,7 @@ class MultipleChoice(TableSource, TaskSource):
 
     def _index(self, label: object, count: int) -> int:
         """Converts the label of a row to the index of the right choice."""
+        # Letters do not depend on `first`: "B" is the second choice, also if numbers begin at 1.
         first, number = self.config.first, whole(label)
         if isinstance(label, str) and len(label) == 1 and "A" <= label <= "Z":
             number = first + ord(label) - ord("A")

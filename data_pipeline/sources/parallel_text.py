@@ -85,6 +85,7 @@ class ParallelText(PairSource):
                     f"{longer}:{(source or target).line} has no partner in {shorter}. Correct the "
                     "files: lines of the same number belong together."
                 )
+            # Behind the first damage, lines could belong to others.
             for offset, record in enumerate((source, target)):
                 if record.problem:
                     yield record._replace(file=first + offset)
@@ -92,6 +93,7 @@ class ParallelText(PairSource):
             yield Record(first, source.line, source.data + b"\n" + target.data, source.read)
 
     def decode_pair(self, data: bytes) -> tuple[str, str]:
+        # Neither has a line break of its own: each is a line.
         source, target = data.split(b"\n")
         return decode_utf8(source), decode_utf8(target)
 

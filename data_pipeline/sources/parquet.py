@@ -59,6 +59,7 @@ class Parquet(Source):
     def _columns(self, schema: pa.Schema) -> list[str]:
         import pyarrow as pa
 
+        # "meta.body" must be a struct "meta" with a text "body".
         found: pa.Schema | pa.DataType = schema
         for name in self.field.split("."):
             is_struct = isinstance(found, (pa.Schema, pa.StructType))

@@ -50,6 +50,7 @@ class PythonDocs(Source):
     def records(self) -> Iterator[Record]:
         for index, name in enumerate(self.files):
             read = (index + 1) / len(self.files)
+            # Templates and test data in the library need not be valid Python.
             try:
                 module = ast.parse((_library() / name).read_bytes())
             except (OSError, SyntaxError, ValueError):
@@ -69,6 +70,7 @@ def _docstrings(module: ast.Module) -> Iterator[tuple[int, str]]:
     if text := ast.get_docstring(module):
         yield 1, text
     for statement in module.body:
+        # A class and its methods are one document.
         texts = map(ast.get_docstring, _definitions(statement))
         if text := "\n\n".join(filter(None, texts)):
             yield statement.lineno, text

@@ -55,6 +55,7 @@ class QuestionAnswering(TableSource, TaskSource):
         return (self.config.id,)
 
     def rows_of(self, value: object) -> Iterable[object] | None:
+        # {"version": ..., "data": [{"title": ..., "paragraphs": [{"context": ..., "qas": [...]}]}]}
         match value:
             case {"data": [{"paragraphs": _}, *_] as articles}:
                 return _questions(articles)
@@ -99,6 +100,8 @@ def _questions(articles: list[Any]) -> Iterable[Row]:
 
 def _answers(value: Any, name: str) -> list[tuple[str, int]]:
     """Returns each answer with its stated start; 0 if none is stated."""
+    # Hugging Face has columns of a list, {"text": ["a", "b"], "answer_start": [3, 7]}, and SQuAD a
+    # list of objects, [{"text": "a", "answer_start": 3}, ...].
     try:
         if isinstance(value, dict):
             texts = value["text"]
@@ -124,6 +127,8 @@ def _nearest(context: str, answer: str, start: int) -> int:
     Stated starts are often off by a few characters, as when a text was stripped afterwards.
     """
     start = max(0, start)
+    # The last occurrence that begins at or before `start`, and the first one at or after it. In
+    # "a bee, a bee", "bee" stated at 6 is at 2 or 9: 9 is nearer.
     around = (context.rfind(answer, 0, start + len(answer)), context.find(answer, start))
     found = [begin for begin in around if begin >= 0]
     if not found:

@@ -43,7 +43,8 @@ class Regression(TextsSource):
         row = row_of(data)
         texts = self.texts(row)
         value = column(row, self.config.label)
-        label = math.nan if isinstance(value, bool) else number(value)  # JSON's true is no 1
+        # To Python, JSON's true is the number 1.
+        label = math.nan if isinstance(value, bool) else number(value)
         if not math.isfinite(label):
             raise BadRecord(f"{self.config.label} {brief(value)} is not a finite number")
         return TaskRow(texts, label)

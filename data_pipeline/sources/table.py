@@ -82,6 +82,7 @@ class HubDataset:
                 f"{self.path} holds a single split, so {self.heldout!r} is not in it. Leave "
                 "heldout out, or save a DatasetDict of both."
             )
+        # The one to train on first, as for files.
         splits = filter(None, (self.split, self.heldout))
         return tuple(
             huggingface.Config(self.path, self.name, split, revision=self.revision)
@@ -141,11 +142,13 @@ class TableConfig:
         if self.dataset is not None:
             require("datasets", "hf", "source.dataset")
             parts = self.dataset.parts()
+            # The held-out split is the last one, or the only one.
             first_heldout = None if self.dataset.heldout is None else len(parts) - 1
             titles = tuple(part.title for part in parts)
             return {"files": titles, "first_heldout": first_heldout, "parts": parts}
         train = find(self.paths) if self.paths else ()
         heldout = find(self.heldout, "source.heldout") if self.heldout else ()
+        # A row in both splits would be trained on and then scored.
         if both := {*map(_identity, train)} & {*map(_identity, heldout)}:
             raise ConfigError(
                 f"{shown(min(both))} is both in paths and in heldout. Make the pattern of one "
@@ -160,7 +163,8 @@ class TableConfig:
                 )
         if ".parquet" in map(suffix, files):
             require("pyarrow", "parquet", "reading .parquet")
-        return {"files": files, "first_heldout": len(train) if heldout else None, "parts": ()}
+        first_heldout = len(train) if heldout else None
+        return {"files": files, "first_heldout": first_heldout, "parts": ()}
 
 
 def suffix(file: str) -> str:
@@ -191,7 +195,7 @@ class TableSource(Source):
     @property
     @abstractmethod
     def columns(self) -> tuple[str, ...]:
-        """Required columns, those of texts first; dots reach into nested objects."""
+        """Required columns, with the columns of texts first; dots reach into nested objects."""
 
     @property
     def optional(self) -> tuple[str, ...]:
@@ -203,6 +207,8 @@ class TableSource(Source):
 
     def splitter(self, suffix: str) -> Split:
         """Returns the function that splits a file of this suffix into rows."""
+        # .tsv files of GLUE and others have single quotation marks in texts, so there a mark is
+        # an ordinary character.
         splitters: dict[str, Split] = {
             ".jsonl": lines,
             ".json": self._json,
@@ -219,6 +225,7 @@ class TableSource(Source):
             else:
                 found = read_records((name,), self.splitter(suffix(name)))
             for record in found:
+                # Files count alike, since the number of rows of a later one is unknown.
                 read = (index + record.read) / len(self.files)
                 yield record._replace(file=index, read=read)
 
@@ -241,14 +248,16 @@ class TableSource(Source):
         yield from lines(itertools.chain(io.BytesIO(content), file))
 
     def _parquet(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+        # Rows are numbered through all batches of the file.
         batches = parquet.batches(file, lambda schema: self._chosen(schema.names))
         return enumerate(itertools.chain.from_iterable(map(_batch_rows, batches)), start=1)
 
     def _chosen(self, names: Sequence[str]) -> list[str]:
-        """Chooses the columns to read among those of a table.
+        """Chooses the columns of a table to read.
 
         "a.b" is a column of this name, or inside column "a".
         """
+        # Of a nested column the outermost is read: "s.text" needs "s".
         top = {
             name: name if name in names else name.partition(".")[0]
             for name in (*self.columns, *self.optional)
@@ -318,6 +327,7 @@ def _batch_rows(batch: pa.RecordBatch) -> Iterator[bytes]:
 def encoded(row: object, problem: str = "invalid Unicode") -> bytes:
     """Encodes a row as the bytes of a record; a Problem if a text of it cannot be encoded."""
     try:
+        # Not as ASCII with escapes, which could spell half a surrogate pair.
         return json.dumps(row, ensure_ascii=False, default=_plain).encode()
     except UnicodeEncodeError:
         return Problem.of(problem)

@@ -36,6 +36,7 @@ class Config(TemplateConfig):
 
     def at(self, paths: tuple[str, ...]) -> Config:
         """Returns the settings for pairs of the same format in other files."""
+        # Without these, the pairs would come with the ones of the run's own dataset.
         return replace(self, paths=paths, heldout=(), dataset=None)
 
     def build(self) -> TablePairs:
@@ -58,5 +59,6 @@ class TablePairs(TableSource, PairSource):
         source = write(row, config.source, config.words)
         if not config.labels:
             return source, write(row, config.target, config.words)
+        # The name of the label is the target, whether the row gives its name or its index.
         label = value_of(row, config.target, config.words)
         return source, config.labels[index_of(label, config.labels, config.target)]

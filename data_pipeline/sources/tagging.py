@@ -92,12 +92,16 @@ class Tagging(TableSource, TaskSource):
         return TaskRow((" ".join(words),), spans=tuple(spans))
 
     def _index(self, tag: object) -> int:
+        # "4" is an index, as CSV writes it.
         if isinstance(tag, str) and not tag.isdecimal() and not _BIO.fullmatch(tag):
             raise BadRecord(f"tag {brief(tag)} is not BIO")
         return index_of(tag, self.labels, "tag")
 
     def _sentences(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         """Yields the sentences of a .conll file: runs of lines that are not blank."""
+        # Files begin with "-DOCSTART- -X- O O" and a blank line, and so does each document in them:
+        #   -DOCSTART- O | (blank) | Jo B-PER | ran O | (blank) | Bonn B-LOC
+        # has the sentences "Jo ran", at line 3, and "Bonn", at line 6.
         lines = (line.removeprefix(b"\xef\xbb\xbf").split() for line in file)
         numbered = (
             (number, fields)
@@ -133,6 +137,8 @@ def _words(tokens: list[object]) -> list[str]:
         if not isinstance(token, str):
             raise BadRecord(f"word {brief(token)} is not text")
         words.append(token)
+    # Words are joined by spaces, and spans are counted in the joined text. A word with a space
+    # inside would be two words to a reader of that text.
     for word in words:
         if word.split() != [word]:
             blank = "empty word" if not word.strip() else f"white space in the word {brief(word)}"

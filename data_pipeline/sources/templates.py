@@ -32,7 +32,7 @@ from trainer.errors import ConfigError
 Words: TypeAlias = Mapping[str, Mapping[str, str]]
 
 _Part: TypeAlias = tuple[str, str | None, re.Match[str] | None]
-# The step must have a digit that is not 0.
+# "", "*index", "@x=entity" or "0.2". The step must have a digit that is not 0.
 _FORMAT = re.compile(
     r"(?P<plain>)|\*(?P<index>.+)|(?P<old>[^=]+)=(?P<new>.+)|(?P<step>(?=.*[1-9])\d+(\.\d+)?)",
     re.DOTALL,
@@ -91,6 +91,7 @@ class TextsSource(TableSource, TaskSource):
         return tuple(write(row, template, self.config.words) for template in self.config.texts)
 
 
+# A build parses each template once, not once per row.
 @functools.lru_cache(maxsize=256)
 def _parsed(template: str) -> tuple[_Part, ...]:
     """Parses a template into literal texts, each with the column that follows it and its format.
@@ -112,6 +113,7 @@ def _parsed(template: str) -> tuple[_Part, ...]:
         if name is None:
             parts.append((literal, None, None))
             continue
+        # Python's own look-ups, as {a!r} and {a[0]}, are no part of templates.
         if conversion or not name or "[" in name:
             raise ConfigError(
                 f"{template!r} is not a template. Write the name of a column in braces, as "
@@ -153,6 +155,7 @@ def write(row: Row, template: str, words: Words) -> str:
     Raises:
         BadRecord: the row lacks a column, or its value is no text.
     """
+    # A column by its name must be text, while a template also writes numbers and lists.
     if not _is_template(template):
         return _word(row, template, words) if template in words else text(row, template)
     parts = []
@@ -173,6 +176,7 @@ def value_of(row: Row, name: str, words: Words) -> object:
 
 
 def _formatted(row: Row, name: str, form: re.Match[str], words: Words) -> str:
+    # At most one of the three formats is set: {text:*index}, {query:old=new} or {score:step}.
     index, old, new, step = form.group("index", "old", "new", "step")
     if step:
         return _rounded(column(row, name), float(step), name)
@@ -189,6 +193,7 @@ def _plain(row: Row, name: str, words: Words) -> str:
     if name in words:
         return _word(row, name, words)
     value = column(row, name)
+    # Of an empty value, a template would make a text that looks complete: "Question: ".
     if isinstance(value, list):
         return ", ".join(map(label_text, value))
     if value is None or isinstance(value, dict):

@@ -50,5 +50,6 @@ def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         if not line.isspace():
             lines.append(line)
         elif lines:
+            # At the first of its lines: lines 3 and 4 end at the blank line 5.
             yield number - len(lines), b"".join(lines)
             lines = []

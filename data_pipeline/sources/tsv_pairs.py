@@ -55,6 +55,7 @@ class TsvPairs(PairSource):
         return read_records(self.files, lines)
 
     def decode_pair(self, data: bytes) -> tuple[str, str]:
+        # Only the line break is removed: a tab at the end begins an empty last column.
         columns = decode_utf8(data).rstrip("\r\n").split("\t")
         last = max(self.source, self.target)
         if len(columns) < last:

@@ -39,5 +39,6 @@ class Unlabelled(TextsSource):
         return TaskRow(self.texts(row_of(data)), 0.0)
 
     def _chosen(self, names: Sequence[str]) -> list[str]:
-        super()._chosen(names)  # rejects a table without the columns of the texts
+        # Rejects a table without the columns of the texts; the others go to the labelled file.
+        super()._chosen(names)
         return list(names)

@@ -47,6 +47,7 @@ class WebDataset(jsonl.JsonLines):
         # Imported here: it imports torch, which takes seconds.
         from webdataset import tariterators
 
+        # Members of other suffixes are not even read.
         def wanted(name: str) -> bool:
             return bool(tariterators.base_plus_ext(name)[1] == self.member)
 

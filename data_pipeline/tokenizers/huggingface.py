@@ -37,39 +37,34 @@ _USUAL_NAMES = {
 }
 
 
-def train_wordpiece(
-    texts: Iterable[str], vocab_size: int, lowercase: bool, min_frequency: int
+def train(
+    texts: Iterable[str], algorithm: str, vocab_size: int, lowercase: bool, min_frequency: int
 ) -> tokenizers.Tokenizer:
-    """Trains WordPiece as for BERT."""
-    backend = _wordpiece({token: i for i, token in enumerate(_BERT_SPECIAL)}, lowercase)
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size,
-        min_frequency=min_frequency,
-        special_tokens=_BERT_SPECIAL,
-        show_progress=False,
-        limit_alphabet=_ALPHABET_LIMIT,
-    )
+    """Trains "wordpiece" as for BERT, or "bpe", byte-level, as for RoBERTa."""
+    trainer: trainers.Trainer
+    if algorithm == "wordpiece":
+        backend = _wordpiece({token: i for i, token in enumerate(_BERT_SPECIAL)}, lowercase)
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=vocab_size,
+            min_frequency=min_frequency,
+            special_tokens=_BERT_SPECIAL,
+            show_progress=False,
+            limit_alphabet=_ALPHABET_LIMIT,
+        )
+    else:
+        backend = _byte_level_bpe(models.BPE())
+        if lowercase:
+            backend.normalizer = normalizers.Lowercase()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size - 1,  # <mask> is added afterwards
+            min_frequency=min_frequency,
+            special_tokens=_ROBERTA_SPECIAL,
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        )
     backend.train_from_iterator(texts, trainer)
-    _set_template(backend)
-    return backend
-
-
-def train_bpe(
-    texts: Iterable[str], vocab_size: int, lowercase: bool, min_frequency: int
-) -> tokenizers.Tokenizer:
-    """Trains byte-level BPE as for RoBERTa."""
-    backend = _byte_level_bpe(models.BPE())
-    if lowercase:
-        backend.normalizer = normalizers.Lowercase()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,  # <mask> is added afterwards
-        min_frequency=min_frequency,
-        special_tokens=_ROBERTA_SPECIAL,
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    backend.train_from_iterator(texts, trainer)
-    backend.add_special_tokens([_mask_token("<mask>")])
+    if algorithm == "bpe":
+        backend.add_special_tokens([_mask_token("<mask>")])
     _set_template(backend)
     return backend
 

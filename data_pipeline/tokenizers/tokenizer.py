@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 from data_pipeline.format.shards import Tokens
 from data_pipeline.tokenizers.alignment import Aligned
-from data_pipeline.tokenizers.huggingface import HuggingFace, read, train_bpe, train_wordpiece
+from data_pipeline.tokenizers.huggingface import HuggingFace, read, train
 from data_pipeline.tokenizers.sentencepiece import MODEL, SentencePiece, train_sentencepiece
 from trainer.config import Tree
 from trainer.config.sizes import parse_size
@@ -83,9 +83,8 @@ class Config:
             DataError: there is no text for it.
         """
         if self.algorithm in ("wordpiece", "bpe"):
-            train = train_wordpiece if self.algorithm == "wordpiece" else train_bpe
-            backend = train(texts, self.vocab_size, self.lowercase, self.min_frequency)
-            return Tokenizer(HuggingFace(backend, {}))
+            settings = (self.algorithm, self.vocab_size, self.lowercase, self.min_frequency)
+            return Tokenizer(HuggingFace(train(texts, *settings), {}))
         model = train_sentencepiece(
             texts,
             self.algorithm.removeprefix("sentencepiece_"),

@@ -1,7 +1,7 @@
 r"""Tokenizes each distinct word once: words repeat, and a look-up is faster than tokenization.
 
 A word here is a match of `\s*\S+`, white space included. WordPiece with BERT's pre-tokenizer and
-byte-level BPE never form a token across the end of such a word, so the ids of a text are those of
+byte-level BPE never form a token across the end of such a word, so the ids of a text are the ids of
 its words, one after the other. Other tokenizers, and texts with control characters that Python and
 `tokenizers` classify differently, are not split into words.
 """
