@@ -39,6 +39,8 @@ def chance(objective: Any, dataset: Dataset, score: str) -> float:
         return scores.get(score.removeprefix("best_"), 0.0)
     if answer not in ("label", "choice"):
         return 0.0
+    # Trying every label covers the metrics for which the most frequent one is not the best: the
+    # F1 of a rare positive class is higher with all rows positive.
     true = np.array([int(label_of(row)) for row in rows])
     groups = [row.group for row in rows]
     answers = len(task.labels) if answer == "label" else len(rows[0].texts) - 1

@@ -73,9 +73,11 @@ def _suite(args: argparse.Namespace) -> int:
     listed = runs.list_runs(
         args.checkpoint, tasks, folder, args.seeds, args.grid, overrides, args.scratch
     )
+    # Two suites in one folder would remove each other's checkpoints.
     with only_writer(folder):
         problems = suite.Suite(folder, listed, args.keep).make(slots, _tell)
     rows = table.summarise(tasks, listed, suite.read_results(folder))
+    # Without a terminal, rich would assume 80 columns and break the table.
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     console.print(table.as_table(rows), table.notes(rows))
     title = f"{args.checkpoint}: {', '.join(each.name for each in tasks)}"

@@ -133,12 +133,7 @@ def _prefixes(task: Task) -> list[str]:
 def as_table(rows: Sequence[Row]) -> Table:
     """Returns the table for a terminal."""
     headings, *lines = _columns(rows)
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for name in headings:
-        # Only these may wrap in a narrow terminal; numbers stay whole.
-        wraps = name in ("task", "settings")
-        width = 10 if name == "settings" else None
-        table.add_column(name, no_wrap=not wraps, overflow="fold", min_width=width)
+    table = Table(*headings, box=box.SIMPLE)
     for line in lines:
         table.add_row(*line)
     return table

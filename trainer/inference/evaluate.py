@@ -88,6 +88,7 @@ def _evaluate(
         split="heldout",
         largest=strategy.largest,
     )
+    # As many batches as in training, so that the scores can be compared with its own.
     batches = experiment.training.evaluate_batches
     scores, predictions = score(wrapped, objective, strategy, heldout, batches)
     # All ranks have the same scores; one of them writes.

@@ -114,6 +114,7 @@ class Features:
             counts = sorted(Counter(self.layers).items())
             weighted = [states[number] * (times / len(self.layers)) for number, times in counts]
             return self._pool(reduce(torch.add, weighted), real)
+        # Pooled layer by layer, so that no tensor [B, n, S, D] of all layers is needed.
         pooled = {number: self._pool(hidden, real) for number, hidden in states.items()}
         stacked = torch.stack([pooled[number] for number in self.layers], 1)
         return stacked.view(len(stacked), *self.shape(stacked.shape[2]))
@@ -124,6 +125,7 @@ class Features:
             return hidden[real]
         if self.pool == "first":
             return hidden[:, 0]
+        # Padding must not count: the maximum of a padded position could be the highest.
         real = real[..., None]
         if self.pool == "max":
             return hidden.masked_fill(~real, -math.inf).amax(1)
@@ -152,6 +154,7 @@ def write(
     Raises:
         SamestepError: a file cannot be written.
     """
+    # With pool "none" a text has a row for each token, otherwise one row.
     lengths = np.array([len(text) for text in tokens])
     ragged = features.pool == "none"
     rows = lengths if ragged else np.ones_like(lengths)

@@ -34,6 +34,7 @@ def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
             "use samestep generate"
         )
     tokenizer = weights.load_tokenizer()
+    # On the CPU: one short text at a time is not worth moving a model to a device.
     model = weights.model(frozenset({"tokens"}))
     console = Console(highlight=False)
     for text in texts:
@@ -62,6 +63,7 @@ def fill(checkpoint: str, texts: Sequence[str], top: int) -> None:
 @torch.no_grad()
 def _predict(model: Model, tokens: list[int], masked: list[int]) -> Tensor:
     """Probabilities [masks, V] at the masked positions."""
+    # One sequence without padding, so its segment is 1 everywhere.
     batch = torch.tensor([tokens])
     inputs = Inputs(
         tokens=batch,

@@ -111,6 +111,7 @@ def _output(path: str | None) -> AbstractContextManager[TextIO]:
     """Standard output, which stays open, or a new file."""
     if path is None:
         return nullcontext(sys.stdout)
+    # "x" fails where the file exists, without a moment in which another process could create it.
     try:
         return open(path, "x", encoding="utf-8")
     except FileExistsError as error:

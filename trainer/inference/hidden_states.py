@@ -63,6 +63,7 @@ def read_texts(
         raise ConfigError(
             f"--field {field} is for .jsonl files, and {shown(path)} is none; leave --field out"
         )
+    # A generator would report a missing file only when its first text is asked for.
     texts = _parsed(source)
     return chain([next(texts)], texts)
 
@@ -193,6 +194,7 @@ class TextEncoder:
         Returns:
             Which positions are not padding, bool [B, S]; and by layer, fp32 [B, S, D].
         """
+        # Positions after a text are padding of token 0, which `segments` hides from attention.
         # torch cannot pad the uint16 of shards.
         sequences = [torch.from_numpy(text.astype(np.int64)) for text in texts]
         tokens = pad_sequence(sequences, batch_first=True)

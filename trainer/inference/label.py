@@ -84,6 +84,8 @@ def run(
             f"the dataset that {checkpoint} was fine-tuned on is unknown; name the columns of the "
             "texts with --texts"
         )
+    # Rows are labeled as the teacher's own were read, so a student can be trained with the same
+    # source settings, and `soft` for probabilities.
     column = column or labeler.source.get("label", "label" if labeler.is_classifier else "score")
     words = labeler.source.get("words", {})
     source = Unlabelled.open(file, texts, words)
@@ -99,6 +101,7 @@ def run(
         "precision": precision,
         "batch_tokens": batch_tokens,
     }
+    # With a changed teacher or file, resuming stops with the name of what has changed.
     with _resumable(output, made_of) as done, progress_bar(100) as bar:
         if done.records:
             logger.info("resuming after row %d", done.records)
@@ -189,6 +192,7 @@ class Labeler:
             )
         self._accelerator, self._precision = for_any_shapes(), precision
         self.device = self._accelerator.description
+        # Before the model is loaded, which may take minutes.
         if precision not in self._accelerator.precisions:
             raise ConfigError(f"--precision {precision} is not supported on {self.device}")
         self.identity, self.labels = weights.identity(), weights.config.labels
@@ -227,6 +231,7 @@ class Labeler:
         lengths = np.minimum([len(row.tokens) for row in rows], self._spec.sequence_length)
         for numbers in batches(lengths, batch_tokens):
             examples = task_rows.pack([rows[number] for number in numbers], self._spec)
+            # No wider than the longest row: in batches of similar length, little is padding.
             width = int(parts.filled(examples, self._spec).max())
             arrays = self._objective.collate(examples, width)
             batch = self._accelerator.to_device(

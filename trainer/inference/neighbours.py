@@ -49,6 +49,7 @@ def show(
     Raises:
         ConfigError: the word is not in the first text, or there is nothing to compare it with.
     """
+    # What can be wrong in the arguments comes before the model is loaded.
     place = find(word, context[0])
     texts = iter(context) if corpus is None else read_texts(corpus, field)
     encoder = TextEncoder(checkpoint)
@@ -153,6 +154,7 @@ def contextual(
     best: dict[tuple[str, int], Neighbour] = {}
     truncated = count = 0
     while read := list(islice(texts, _TEXTS_AT_A_TIME)):
+        # A set would not keep the order, and the first of equal cosines should stay the first.
         block = list(dict.fromkeys(read))
         encoded = encoder.tokenizer.encode_aligned(block)
         count += len(block)

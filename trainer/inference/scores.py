@@ -67,6 +67,7 @@ def evaluate(
     config: GenerationConfig = decode(GenerationConfig, tree, "--generate")
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit must be at least 1, not {limit}")
+    # A head for a task has replaced the one that predicts tokens.
     head = experiment.model.head
     if head != "language_model":
         raise ConfigError(
@@ -87,6 +88,7 @@ def evaluate(
         shapes = weights.config.build()
     stored_values(weights, shapes, dataset)
 
+    # Lengths change at each step, which devices that compile for fixed shapes cannot serve.
     accelerator = for_any_shapes(experiment.accelerator)
     device = accelerator.device
     model = weights.model().to(device)
@@ -101,6 +103,7 @@ def evaluate(
         )
     sources = _truncate(sources, experiment, weights)
     logger.info("generating %d texts on %s", len(sources), accelerator.description)
+    # A source ends with the end token, as in training.
     generated = generate([[*source.tolist(), generate.end] for source in sources])
     predictions = [dataset.tokenizer.decode(tokens) for tokens in generated]
     scores = {name: score(predictions, references) for name, score in scorers.items()}

@@ -23,6 +23,7 @@ def plot_loss(metrics: Path, png: Path) -> None:
     except ImportError as error:
         raise MissingExtra("matplotlib", "plot", "plotting a loss curve") from error
     rows = list(read_rows(metrics))
+    # Rows of evaluations have no training loss, and most rows no held-out loss.
     train, heldout = (
         np.array([(row["step"], row[name]) for row in rows if name in row])
         for name in ("train/loss", "heldout/loss")

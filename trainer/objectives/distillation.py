@@ -169,12 +169,10 @@ class Distillation(Taught):
 
     def weights(self, batch: Mapping[str, Any]) -> dict[str, float]:
         """The student's own, which comes first, and the number of positions with a token."""
-        tokens = (
-            {"token_weights": float(batch["token_weights"].sum())}
-            if "token_weights" in batch
-            else {}
-        )
-        return self.of.weights(batch) | tokens
+        weights = self.of.weights(batch)
+        if "token_weights" in batch:
+            weights["token_weights"] = float(batch["token_weights"].sum())
+        return weights
 
     def loss(self, model: nn.Module, batch: Tensors, totals: Tensors) -> Loss:
         """The weighted sum of the terms in float32, each divided by its number in the step:
@@ -198,26 +196,20 @@ class Distillation(Taught):
         if self._all:
             weights, count = batch["token_weights"], totals["token_weights"]
 
-        terms: list[tuple[str, float, Tensor, Tensor, Tensor]] = []
+        # For each term: its coefficient, values, weights, and sum of weights in the step.
+        terms: dict[str, tuple[float, Tensor, Tensor, Tensor]] = {}
         if config.soft:
             divergence = soft_loss(logits, taught, config.temperature)
-            terms.append(("soft_loss", config.soft, divergence, weights, count))
+            terms["soft_loss"] = config.soft, divergence, weights, count
         if config.mse:
             distance = (logits.float() - taught.float()).square().sum(-1)
-            terms.append(("mse", config.mse, distance, weights, count))
+            terms["mse"] = config.mse, distance, weights, count
         if config.cosine:
             angle = 1 - F.cosine_similarity(states.float(), taught_states.float(), dim=-1)
-            terms.append(
-                (
-                    "cosine_loss",
-                    config.cosine,
-                    angle,
-                    batch["token_weights"],
-                    totals["token_weights"],
-                )
-            )
+            of_tokens = batch["token_weights"], totals["token_weights"]
+            terms["cosine_loss"] = config.cosine, angle, *of_tokens
         total, metrics = torch.zeros((), device=logits.device), {}
-        for name, coefficient, values, term_weights, term_count in terms:
+        for name, (coefficient, values, term_weights, term_count) in terms.items():
             term = (values * term_weights).sum()
             metrics[name] = (term.detach(), term_weights.sum())
             total = total + coefficient * term / term_count

@@ -60,7 +60,10 @@ class Gatherer:
         # Batches are as wide as their longest row, on all replicas alike.
         found = rows_on_host(self._outputs)
         widest = max(outputs.shape[1] for outputs in found)
-        own = torch.cat([_widened(outputs, widest) for outputs in found]).float()[real]
+        # `F.pad` counts dimensions from the last one; the second is padded at its end.
+        before = (0, 0) * (found[0].ndim - 2)
+        padded = [F.pad(each, (*before, 0, widest - each.shape[1])) for each in found]
+        own = torch.cat(padded).float()[real]
         outputs = torch.zeros(self._examples, *own.shape[1:])
         outputs[number] = own
         outputs = all_reduce(outputs).cpu()
@@ -90,9 +93,3 @@ class Gatherer:
             number=numbers,
             labels=labels,
         )
-
-
-def _widened(outputs: Tensor, width: int) -> Tensor:
-    """Pads the second dimension with zeros."""
-    after = (0, 0) * (outputs.ndim - 2)  # `F.pad` counts dimensions from the last one
-    return F.pad(outputs, (*after, 0, width - outputs.shape[1]))

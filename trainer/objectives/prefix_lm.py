@@ -65,7 +65,7 @@ class PrefixLM(SelfSupervised):
         prefix = 1 + np.floor(uniform(combine(key, _CUT)) * (length - 1)).astype(np.int64)
         if self._has_encoder:
             # A text of 10 tokens with a prefix of 2 in the first half gives pairs of 2 + 3 and 3 +
-            # 2 tokens, 5 on each side. Both halves of text 0 come first, then those of text 1.
+            # 2 tokens, 5 on each side. The two halves of a text are neighbors.
             halves = np.stack((length, texts.length - length), axis=1).reshape(-1)
             prefixes = np.stack((prefix, length - prefix), axis=1).reshape(-1)
             used = halves > 0

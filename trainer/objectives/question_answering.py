@@ -134,28 +134,26 @@ class QuestionAnswering(RowTask):
         config, spec = self.config, super().pack_spec(sequence_length)
         special = spec.prefix + spec.suffix + self._parts.between
         room = sequence_length - special - config.question_length
-        if room < 1:
-            raise ConfigError(
-                f"sequence_length {sequence_length} has no room for text after a question of "
-                f"question_length {config.question_length}. "
-                "Use a longer sequence, as 384, or shorter questions."
-            )
+        # Example: windows of 60 tokens that begin 61 tokens apart leave one token between them.
         if room < config.stride:
             raise ConfigError(
                 f"stride is {config.stride}, and after a question of question_length "
                 f"{config.question_length}, sequence_length {sequence_length} has room for {room} "
-                f"tokens of text. Use a stride of at most {room}."
+                f"tokens of text. Use a stride of at most {max(room, 1)}, a longer sequence, as "
+                "384, or shorter questions."
             )
         return spec
 
     def collate(self, examples: Examples, sequence_length: int) -> Batch:
         batch = self.lay_out(examples, sequence_length)
         labels, (column, length) = labels_of(examples), last_chunks(examples)
-        # First and last token of the answer, counted from the begin of the window.
+        # First and last token of the answer, counted from the begin of the window. Its labels are
+        # the two values of a row; a question without an answer has none.
         token = np.full((examples.key.size, 2), -1, dtype=np.int64)
         answered = labels.count == 2
         first = (np.cumsum(labels.count) - labels.count)[answered]
-        token[answered] = labels.values[first[:, None] + [0, 1]] - labels.begin[answered, None]
+        ends = labels.values[first[:, None] + [0, 1]]
+        token[answered] = ends - labels.begin[answered, None]
         is_held = np.all((token >= 0) & (token < length[:, None]), axis=1, keepdims=True)
         return {
             **batch,
@@ -199,12 +197,15 @@ class QuestionAnswering(RowTask):
             # All pairs [begins, ends] of the best begins and ends that form a short enough span.
             more = last - first[:, None]
             i, j = np.nonzero((more >= 0) & (more < config.answer_length))
-            scores.append(logits[first[i], 0] + logits[last[j], 1])
-            spans.append(at + np.stack((first[i], last[j]), axis=1))
+            begin, end = first[i], last[j]
+            scores.append(logits[begin, 0] + logits[end, 1])
+            spans.append(at + np.stack((begin, end), axis=1))
         score, span = np.concatenate(scores), np.concatenate(spans)
+        # Spans with the same text count once, with their best score: "Ann" may come twice.
         found: dict[str, Answer] = {}
         for i in np.argsort(-score, kind="stable").tolist():
-            begin, end = row.offsets[span[i, 0]][0], row.offsets[span[i, 1]][1]
+            first_token, last_token = span[i]
+            begin, end = row.offsets[first_token][0], row.offsets[last_token][1]
             text = row.texts[-1][begin:end]
             if text and text not in found:
                 found[text] = Answer(text, begin, end, float(score[i]))
@@ -240,25 +241,23 @@ class QuestionAnswering(RowTask):
         """
         answers, _, _, threshold = self._scored(predictions)
         for row, of_row in zip(predictions.rows, answers, strict=True):
-            n_best, null_odds = list(of_row.best), {}
+            line: dict[str, Any] = {"id": row.group} if row.group else {}
+            line["answers"] = list(row.answers)
+            line["prediction"] = "" if of_row.doubt > threshold else of_row.text
+            n_best = list(of_row.best)
             if self.config.impossible:
                 n_best.append(Answer("", 0, 0, of_row.no_answer))
                 n_best.sort(key=lambda answer: -answer.score)
                 # With no other answer, its score counts as 0, as in run_squad.py: JSON has no
                 # infinity.
-                null_odds = {"null_odds": of_row.doubt if of_row.best else of_row.no_answer}
-            scores_of_best = torch.tensor([each.score for each in n_best], dtype=torch.float64)
-            probabilities = scores_of_best.softmax(0).tolist()
-            yield {
-                **({"id": row.group} if row.group else {}),
-                "answers": list(row.answers),
-                "prediction": "" if of_row.doubt > threshold else of_row.text,
-                **null_odds,
-                "n_best": [
-                    {**asdict(answer), "probability": probability}
-                    for answer, probability in zip(n_best, probabilities, strict=True)
-                ],
-            }
+                line["null_odds"] = of_row.doubt if of_row.best else of_row.no_answer
+            scores = torch.tensor([answer.score for answer in n_best], dtype=torch.float64)
+            probabilities = scores.softmax(0).tolist()
+            line["n_best"] = [
+                {**asdict(answer), "probability": probability}
+                for answer, probability in zip(n_best, probabilities, strict=True)
+            ]
+            yield line
 
     def _scored(
         self, predictions: Predictions

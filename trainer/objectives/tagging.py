@@ -14,7 +14,7 @@ from trainer.examples import Batch, Examples, Vocabulary
 from trainer.metrics import check_names, entities
 from trainer.objectives import Loss, ObjectiveConfig, Predictions, Task, Tensors
 from trainer.objectives.rows import Int64, logits
-from trainer.objectives.task_rows import RowTask, RowWindows, labels_of, last_chunks
+from trainer.objectives.task_rows import RowTask, labels_of, last_chunks
 from trainer.tasks import TASKS
 
 _OUTSIDE = "O"
@@ -102,26 +102,21 @@ class Tagging(RowTask):
         """The predicted tags of each row's words, read at their first tokens."""
         names = (*predictions.labels, _OUTSIDE)  # -1, no tag, is the last
         found = []
-        for of_row in self.windows(predictions):
-            tag = _tags_of_tokens(of_row, predictions)
-            words = np.array(of_row.row.spans, dtype=np.int64).reshape(-1, 3)[:, :2]
-            tokens = np.array(of_row.row.offsets, dtype=np.int64).reshape(-1, 2)
-            found.append([names[i] for i in tag[_first_tokens(words, tokens)].tolist()])
+        for row, *windows in self.windows(predictions):
+            # The tag of each token, and at the end -1 for words without tokens.
+            tags: Int64 = np.full(len(row.offsets) + 1, -1)
+            for example, begin, column, length in zip(*windows, strict=True):
+                tags[begin : begin + length] = predictions.outputs[example, column:][:length]
+            words = np.array(row.spans, dtype=np.int64).reshape(-1, 3)[:, :2]
+            tokens = np.array(row.offsets, dtype=np.int64).reshape(-1, 2)
+            of_words = tags[_first_tokens(words, tokens)]
+            found.append([names[tag] for tag in of_words.tolist()])
         return found
 
 
 def _true_tags(predictions: Predictions) -> list[list[str]]:
     """The tags of each row's words."""
     return [[predictions.labels[tag] for _, _, tag in row.spans] for row in predictions.rows]
-
-
-def _tags_of_tokens(of_row: RowWindows, predictions: Predictions) -> Int64:
-    """int64 [n + 1], the tag of each token of a row, and at the end -1 for words without tokens."""
-    tags: Int64 = np.full(len(of_row.row.offsets) + 1, -1)
-    windows = zip(*(array.tolist() for array in of_row[1:]), strict=True)
-    for example, begin, column, length in windows:
-        tags[begin : begin + length] = predictions.outputs[example, column : column + length]
-    return tags
 
 
 def _first_tokens(words: Int64, tokens: Int64) -> Int64:

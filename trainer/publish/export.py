@@ -66,6 +66,7 @@ def export_adapter(checkpoint: str, folder: str) -> None:
     # A run that started from another adapter went on training it: take the plain model below.
     while base.base is not None and base.config.peft is not None:
         base = base.base
+    # The adapter names its base, and the revision on the Hub that it was trained on.
     name, revision = name_and_revision(base.hub) if base.hub else (base.path, "")
     content, tensors = adapters.export_adapter(weights.config, weights.tensors, name)
     if revision:
@@ -92,6 +93,7 @@ def _merged(weights: Weights, checkpoint: str) -> tuple[ModelConfig, dict[str, T
     if peft is None:
         return config, dict(weights.tensors)
     if not peft.merges:
+        # Adapters and prefixes add computations that no weight of the plain model has.
         kind = type(peft).__module__.rpartition(".")[2]
         fix = "use the checkpoint with samestep"
         if adapters.can_export(config):

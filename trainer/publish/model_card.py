@@ -175,7 +175,7 @@ output = model.generate(**tokenizer("A text.", return_tensors="pt"), max_new_tok
 print(tokenizer.batch_decode(output, skip_special_tokens=True))
 {% endfilter %}
 """,
-    # A base of another task has a head of another size, which transformers is told to ignore.
+    # A base of another task has a head of another size, which transformers must ignore.
     "adapter": """\
 {%- set classes = {"fill-mask": "MaskedLM", "text-generation": "CausalLM",
                    "text2text-generation": "Seq2SeqLM"} -%}
@@ -348,5 +348,6 @@ def _last_part(path: str) -> str:
 
 def _fenced(text: str, language: str) -> str:
     """A code block whose fence is longer than any row of backticks in the text."""
+    # Settings may hold Markdown, and ``` inside would end a fence of three.
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}{fence}\n"

@@ -741,7 +741,7 @@ def test_windows_that_were_not_scored_shift_no_answer() -> None:
         ),
         (
             lambda: question_answering.Config().build(VOCABULARY).pack_spec(60),
-            "has no room for text",
+            "has room for -7 tokens of text",
         ),
         (
             lambda: tagging.Config().build(Vocabulary(9, 0, None, None, None, ())),

@@ -90,6 +90,7 @@ def _resource(name: str) -> str:
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """Names of runs: the last part of their paths, or as many parts as make them differ."""
+    # Example: a/run and b/run have the same last part, so their names have two parts.
     paths = [folder.resolve().parts for folder in folders]
     for parts in range(1, max(map(len, paths)) + 1):
         names = ["/".join(path[-parts:]) for path in paths]
@@ -263,6 +264,7 @@ def _summary(
 
 def _settings(configs: Sequence[Tree]) -> list[Tree]:
     """All settings: dotted key, value in each run, and whether the values differ."""
+    # Runs of different kinds have different settings; a missing one is an empty text.
     flat = [dict(_leaves(config)) for config in configs]
     table = []
     for key in dict.fromkeys(itertools.chain(*flat)):
