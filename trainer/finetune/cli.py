@@ -95,7 +95,10 @@ def _tell(run: Run, result: Result | None) -> None:
     sys.stderr.write(f"{run.task} {run.name}: {text}\n")
 
 
-def _slots(parallel: int | None, on_cpu: bool) -> list[dict[str, str]]:
+def _slots(
+    parallel: int | None,
+    on_cpu: bool,
+) -> list[dict[str, str]]:
     """Environment variables of runs that share this machine: each sees one of the GPUs, if any."""
     from trainer.accelerators import cpu, detect
 

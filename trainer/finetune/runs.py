@@ -112,6 +112,7 @@ def list_runs(
         CheckpointError: the checkpoint is missing or damaged.
         DataError: the rows of a task cannot be read.
     """
+    # All that the arguments can get wrong is found before the checkpoint is opened.
     if seeds < 1:
         raise ConfigError(f"--seeds must be at least 1, not {seeds}")
     changes = _overridden(overrides)
@@ -188,7 +189,11 @@ def _in_order(tasks: Sequence[Task]) -> list[Task]:
     return ordered
 
 
-def _from_scratch(point: Run, checkpoint: str, rows: Sequence[str]) -> Run:
+def _from_scratch(
+    point: Run,
+    checkpoint: str,
+    rows: Sequence[str],
+) -> Run:
     """The same run from random weights: no adapter, no frozen or selected layers."""
     model = model_of({**point.experiment, "init_from": checkpoint})
     changes = {
@@ -292,6 +297,7 @@ def _derived(config: TaskConfig, training: Tree, examples: int) -> Tree:
     steps = math.ceil(examples * config.epochs / training["global_batch_size"])
     steps = training.get("steps", steps)
     derived: Tree = {"steps": steps, "evaluate_every": math.ceil(steps / config.evaluations)}
+    # A run that is evaluated once, at its end, has no better checkpoint to keep.
     if config.evaluations > 1:
         best = {"metric": config.score, "mode": "max", "patience": config.patience}
         derived["best"] = best
@@ -307,7 +313,13 @@ def _has(tree: Tree, name: str) -> bool:
     return True
 
 
-def _dataset(task: Task, name: str, source: SourceConfig, tokenizer: Path, folder: Path) -> Dataset:
+def _dataset(
+    task: Task,
+    name: str,
+    source: SourceConfig,
+    tokenizer: Path,
+    folder: Path,
+) -> Dataset:
     """The dataset of a source, built if it is missing; its folder is named by what it depends on.
 
     Args:

@@ -62,7 +62,12 @@ class Suite:
         keep: keep the checkpoints of all finished runs, not only of the best one of each task.
     """
 
-    def __init__(self, folder: Path, runs: Sequence[Run], keep: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        runs: Sequence[Run],
+        keep: bool = False,
+    ) -> None:
         self._folder, self._runs, self._keep_all = folder, runs, keep
         # Results of other settings, weights or rows stay in the file and are not used.
         self._results = read_results(folder)
@@ -161,7 +166,11 @@ class Suite:
                 if run is not best:
                     shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
 
-    def _train(self, run: Run, environment: Mapping[str, str]) -> Result:
+    def _train(
+        self,
+        run: Run,
+        environment: Mapping[str, str],
+    ) -> Result:
         """Trains and evaluates a run, with all output in its log.txt.
 
         Raises:
@@ -185,7 +194,12 @@ class Suite:
             self._samestep(run, arguments, environment)
         return _result(run, round(time.monotonic() - began, 1))
 
-    def _samestep(self, run: Run, arguments: list[str], environment: Mapping[str, str]) -> None:
+    def _samestep(
+        self,
+        run: Run,
+        arguments: list[str],
+        environment: Mapping[str, str],
+    ) -> None:
         # Between training and evaluation no process runs that an interruption could stop.
         if self._stopped:
             raise SamestepError(f"{run.folder} was stopped; run the same command again")

@@ -87,7 +87,11 @@ def summarise(
     return rows
 
 
-def _rows_of(task: Task, runs: Sequence[Run], results: Mapping[str, Result]) -> Iterator[Row]:
+def _rows_of(
+    task: Task,
+    runs: Sequence[Run],
+    results: Mapping[str, Result],
+) -> Iterator[Row]:
     points: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         if run.digest in results:
@@ -167,7 +171,11 @@ def notes(rows: Sequence[Row]) -> str:
     return f"{text}. Published: {'; '.join(sources)}." if sources else f"{text}."
 
 
-def write_page(rows: Sequence[Row], title: str, file: Path) -> None:
+def write_page(
+    rows: Sequence[Row],
+    title: str,
+    file: Path,
+) -> None:
     """Writes the table as an HTML page."""
     headings, *lines = _columns(rows)
     page = jinja2.Template(_PAGE, autoescape=True, keep_trailing_newline=True)

@@ -119,7 +119,11 @@ class Task:
     generation: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, path: Path, recipe: Tree | None = None) -> Task:
+    def read(
+        cls,
+        path: Path,
+        recipe: Tree | None = None,
+    ) -> Task:
         """Reads a file.
 
         Args:
@@ -182,7 +186,10 @@ def _heldout_only(source: Tree, changes: Tree, name: str) -> SourceConfig:
     return config
 
 
-def find_tasks(names: Sequence[str], recipe: str | None = None) -> list[Task]:
+def find_tasks(
+    names: Sequence[str],
+    recipe: str | None = None,
+) -> list[Task]:
     """Returns the tasks with these names.
 
     Args:

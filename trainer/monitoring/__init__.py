@@ -15,7 +15,11 @@ Level: TypeAlias = Literal["INFO", "WARN", "ERROR"]
 class Tracker(Protocol):
     """A destination of metrics; exists on rank 0 only."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+    ) -> None:
         """Writes metrics, named like `train/loss`, after `step` updates. Steps never decrease."""
         ...
 

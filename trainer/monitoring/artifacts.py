@@ -25,7 +25,12 @@ class CheckpointArtifacts:
     existing checkpoints are logged again: W&B compares their content and uploads nothing twice.
     """
 
-    def __init__(self, wandb: ModuleType, run: Any, committed: Callable[[], Sequence[str]]) -> None:
+    def __init__(
+        self,
+        wandb: ModuleType,
+        run: Any,
+        committed: Callable[[], Sequence[str]],
+    ) -> None:
         self._wandb, self._run, self._committed = wandb, run, committed
         self._thread: Thread | None = None
         self._seen: set[str] = set()

@@ -49,7 +49,10 @@ def plot_loss(metrics: Path, png: Path) -> None:
     figure.savefig(png)
 
 
-def moving_average(values: npt.NDArray[np.float64], width: int) -> npt.NDArray[np.float64]:
+def moving_average(
+    values: npt.NDArray[np.float64],
+    width: int,
+) -> npt.NDArray[np.float64]:
     """Centered mean of `width` values; the window shrinks at both ends."""
     # Of 1 2 3 4 with width 3: the sums 3 6 9 7, of 2 3 3 2 values.
     window = np.ones(width)

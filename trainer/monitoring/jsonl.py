@@ -39,13 +39,17 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield row
 
 
-def scores_of(row: Mapping[str, Any], of_tokens: bool) -> dict[str, float]:
+def scores_of(
+    row: Mapping[str, Any],
+    of_tokens: bool,
+) -> dict[str, float]:
     """Returns the held-out and generation scores in a row of metrics.jsonl or scores.jsonl.
 
     Args:
         of_tokens: the model predicts tokens. Its held-out accuracy is then called token_accuracy,
             to tell it from the accuracy of generated texts.
     """
+    # Other groups of a row, such as train/ and perf/, say nothing about a checkpoint's quality.
     found: dict[str, float] = {}
     for key, value in row.items():
         group, _, name = key.partition("/")
@@ -79,7 +83,11 @@ class JsonlTracker(Tracker):
         self._waiting = b""
         self._warned = False
 
-    def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
+    def log(
+        self,
+        step: int,
+        metrics: Mapping[str, float | str],
+    ) -> None:
         """Appends a row."""
         row = {"step": step, "time": round(time.time(), 3), **metrics}
         self._waiting += f"{json.dumps(row)}\n".encode()

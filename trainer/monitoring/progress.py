@@ -23,7 +23,12 @@ class ProgressTracker(Tracker):
         console: standard error by default.
     """
 
-    def __init__(self, step: int, total_steps: int, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        step: int,
+        total_steps: int,
+        console: Console | None = None,
+    ) -> None:
         console = console or Console(stderr=True)
         self._total_steps = total_steps
         # A bar in a log file would be a line for each update, so elsewhere each row is logged.
@@ -35,7 +40,11 @@ class ProgressTracker(Tracker):
             self._bar.start()
             console.show_cursor()  # a killed process could not restore it
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+    ) -> None:
         """Updates the bar; rows without training metrics are printed above it."""
         text = describe(metrics)
         if self._bar is None:

@@ -14,7 +14,10 @@ def own_work(seconds: Mapping[str, float]) -> float:
     return sum(seconds.get(name, 0.0) for name in OWN_WORK)
 
 
-def slowest(own: Sequence[float], total: float) -> dict[str, float]:
+def slowest(
+    own: Sequence[float],
+    total: float,
+) -> dict[str, float]:
     """Finds the straggler.
 
     Args:

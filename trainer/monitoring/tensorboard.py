@@ -77,7 +77,11 @@ class TensorBoardTracker(Tracker):
         except Exception as error:
             self._give_up(error)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+    ) -> None:
         """Writes metrics; they reach the file within ten seconds."""
         try:
             self._add(step, time.time(), metrics)
@@ -92,7 +96,13 @@ class TensorBoardTracker(Tracker):
         except Exception as error:
             self._give_up(error)
 
-    def _add(self, step: int, wall_time: float, metrics: Mapping[str, float]) -> None:
+    def _add(
+        self,
+        step: int,
+        wall_time: float,
+        metrics: Mapping[str, float],
+    ) -> None:
+        # After a failure there is no writer, and the run goes on without one.
         if self._writer is not None:
             value = self._summary.Value
             values = [value(tag=name, simple_value=number) for name, number in metrics.items()]

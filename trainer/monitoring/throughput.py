@@ -32,6 +32,7 @@ class Throughput:
         peak_flops: float | None = None,
         positions_until: Callable[[int], float] | None = None,
     ) -> None:
+        # A resumed run counts from the step that it resumed from: its clock knows no earlier time.
         self._first_step = self._step = step
         self._total_steps = total_steps
         self._flops_until, self._peak_flops = flops_until, peak_flops

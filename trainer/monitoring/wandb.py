@@ -174,7 +174,11 @@ class WandbTracker(Tracker):
         except Exception as error:
             self._give_up(error)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+    ) -> None:
         """Sends metrics, unless W&B had this step before the restart."""
         if self._run is None or step <= self._last_held:
             return

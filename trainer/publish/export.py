@@ -86,7 +86,10 @@ def export_adapter(checkpoint: str, folder: str) -> None:
         )
 
 
-def _merged(weights: Weights, checkpoint: str) -> tuple[ModelConfig, dict[str, Tensor]]:
+def _merged(
+    weights: Weights,
+    checkpoint: str,
+) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The config and parameters of the model with its adapter merged into the weights."""
     config = weights.config
     peft = config.peft

@@ -287,7 +287,10 @@ def _file(name: str, source: Tree) -> str:
     return _last_part(shown(name))
 
 
-def _scores(weights: Weights, source: str) -> dict[str, dict[str, float]]:
+def _scores(
+    weights: Weights,
+    source: str,
+) -> dict[str, dict[str, float]]:
     """Scores of this checkpoint by heading, one for each dataset.
 
     These are the newest scores of training up to the checkpoint's step, and the newest of each

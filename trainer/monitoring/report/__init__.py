@@ -233,7 +233,10 @@ def _summary(
 ) -> dict[str, float | None]:
     """The run's row of the summary table; None for unknown figures."""
 
-    def figure(metric: str, reduce: Callable[[Floats], float]) -> float | None:
+    def figure(
+        metric: str,
+        reduce: Callable[[Floats], float],
+    ) -> float | None:
         return float(reduce(columns[metric][1])) if metric in columns else None
 
     def last(axis: str) -> float | None:
@@ -275,7 +278,10 @@ def _settings(configs: Sequence[Tree]) -> list[Tree]:
     return table
 
 
-def _leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, str]]:
+def _leaves(
+    tree: Tree,
+    path: str = "",
+) -> Iterator[tuple[str, str]]:
     """The settings of a tree by dotted key; an empty section is a setting, too."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
