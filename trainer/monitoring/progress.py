@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 
 from rich.console import Console
@@ -60,16 +60,17 @@ class ProgressTracker(Tracker):
             self._bar.stop()
 
 
-_SHOWN: dict[str, Callable[[float], str]] = {  # in this order
-    "train/loss": lambda value: f"loss {value:.4f}",
-    "train/lr": lambda value: f"lr {value:.2e}",
-    "perf/tokens_per_second": lambda value: f"{value:,.0f} tokens/s",
-    "perf/mfu": lambda value: f"mfu {value:.1%}",
-    "perf/eta_seconds": lambda value: f"eta {timedelta(seconds=round(value))}",
+_SHOWN = {  # in this order
+    "train/loss": "loss {:.4f}",
+    "train/lr": "lr {:.2e}",
+    "perf/tokens_per_second": "{:,.0f} tokens/s",
+    "perf/mfu": "mfu {:.1%}",
 }
 
 
 def describe(metrics: Mapping[str, float]) -> str:
     """Formats a row: its main training metrics, or all metrics if it has none of them."""
-    shown = [form(metrics[name]) for name, form in _SHOWN.items() if name in metrics]
+    shown = [text.format(metrics[name]) for name, text in _SHOWN.items() if name in metrics]
+    if "perf/eta_seconds" in metrics:
+        shown.append(f"eta {timedelta(seconds=round(metrics['perf/eta_seconds']))}")
     return "  ".join(shown or (f"{name} {value:.4g}" for name, value in metrics.items()))

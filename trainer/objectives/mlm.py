@@ -80,17 +80,15 @@ class MaskedLM(TokenObjective):
                 "Use one made for BERT or RoBERTa."
             )
         self._rows = Rows.for_encoder(vocabulary)
-        self._ordinary = np.setdiff1d(
-            np.arange(vocabulary.size, dtype=np.int32),
-            vocabulary.special,
-        )
+        ids = np.arange(vocabulary.size, dtype=np.int32)
+        self._is_ordinary = ~np.isin(ids, vocabulary.special)
+        self._ordinary = ids[self._is_ordinary]
         if self._ordinary.size == 0:
             raise ConfigError(
                 "the tokenizer has 0 ordinary tokens, only special ones. Train one on your text.",
             )
         self.config = config
         self._mask = np.int32(vocabulary.mask)
-        self._is_ordinary = _marked(self._ordinary, vocabulary.size)
         self._is_continuing: Bools | None = None
         if config.whole_words:
             if vocabulary.continuing is None:
@@ -99,7 +97,7 @@ class MaskedLM(TokenObjective):
                     "WordPiece, byte-level BPE or SentencePiece tokenizer, or set whole_words to "
                     "false."
                 )
-            self._is_continuing = _marked(list(vocabulary.continuing), vocabulary.size)
+            self._is_continuing = np.isin(ids, list(vocabulary.continuing))
 
     def predictions(self, sequence_length: int) -> int:
         return max(1, round(self.config.mask_fraction * (sequence_length - 2)))
@@ -167,10 +165,3 @@ class MaskedLM(TokenObjective):
         # Hashed again: the hashes of random replacements all lie in one narrow range.
         tokens[is_random] = self._ordinary[mix(hashed[is_random]) % np.uint64(self._ordinary.size)]
         return tokens
-
-
-def _marked(tokens: Int32 | list[int], size: int) -> Bools:
-    """bool [size], true at the given ids."""
-    marked = np.zeros(size, dtype=np.bool_)
-    marked[tokens] = True
-    return marked
