@@ -58,7 +58,12 @@ class _View:
 
 
 def show(
-    folder: str, experiment: str, overrides: Iterable[str], index: int, count: int, console: Console
+    folder: str,
+    experiment: str,
+    overrides: Iterable[str],
+    index: int,
+    count: int,
+    console: Console,
 ) -> None:
     """Prints the global examples index, index + 1, ... of a run on the dataset in `folder`.
 
@@ -118,7 +123,11 @@ def show(
 
 
 def _row_lines(
-    row: Row, examples: Examples, source: Source, task: TaskLabels, tokenizer: Tokenizer
+    row: Row,
+    examples: Examples,
+    source: Source,
+    task: TaskLabels,
+    tokenizer: Tokenizer,
 ) -> Iterator[Text]:
     """Yields the texts of a row of a task, a line each, with its labels in them or below."""
     labels: Any = row.get("labels")
@@ -162,7 +171,11 @@ def _row_lines(
         yield Text(f"→ {below}", "bold green")
 
 
-def _pair_lines(row: Row, sources: list[Source], tokenizer: Tokenizer) -> Iterator[Text]:
+def _pair_lines(
+    row: Row,
+    sources: list[Source],
+    tokenizer: Tokenizer,
+) -> Iterator[Text]:
     """Yields each source and its target, which have the same segment number."""
     where = ", ".join(f"{file}:{line}" for file, line in dict.fromkeys(sources))
     yield Text(where, "dim blue")
@@ -200,7 +213,12 @@ def _chunk_lines(
         yield Text.assemble(where, *_marked(row, first, last, tokenizer))
 
 
-def _marked(row: Row, first: int, end: int, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
+def _marked(
+    row: Row,
+    first: int,
+    end: int,
+    tokenizer: Tokenizer,
+) -> Iterator[tuple[str, str]]:
     """Yields the positions [first, end) as (text, style)."""
     # Unused entries of "predicted" have weight 0. Of "a [MASK] sat on big mat", say with "cat"
     # masked, "mat" replaced by "hat" and "sat" predicted as it is, the line reads

@@ -52,7 +52,13 @@ class Record(NamedTuple):
     problem: str | None = None
 
     @classmethod
-    def of(cls, file: int, line: int, data: bytes, read: float) -> Record:
+    def of(
+        cls,
+        file: int,
+        line: int,
+        data: bytes,
+        read: float,
+    ) -> Record:
         """Makes a record, with a `problem` if `data` is a Problem."""
         if isinstance(data, Problem):
             return cls(file, line, b"", read, data.decode())
@@ -225,7 +231,11 @@ def decode_utf8(data: bytes) -> str:
         raise BadRecord("invalid UTF-8") from None
 
 
-def require(package: str, extra: str, purpose: str) -> None:
+def require(
+    package: str,
+    extra: str,
+    purpose: str,
+) -> None:
     """Checks that an optional package is installed, without importing it.
 
     Raises:

@@ -116,7 +116,11 @@ def number(value: object) -> float:
         return math.nan
 
 
-def index_of(value: object, labels: tuple[str, ...], name: str) -> int:
+def index_of(
+    value: object,
+    labels: tuple[str, ...],
+    name: str,
+) -> int:
     """Returns the index of a label, which a row gives as its text or as that index.
 
     Raises:

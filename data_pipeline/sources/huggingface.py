@@ -62,7 +62,8 @@ class Config:
             if any(Path(self.path, name).is_file() for name in saved_by_datasets):
                 saved = datasets.load_from_disk(self.path)
                 return saved[self.split] if isinstance(saved, datasets.DatasetDict) else saved
-            # Without internet, only whole datasets are found: in the cache.
+            # Streaming reads from the Hub only. Without internet, a dataset can still be in the
+            # cache, as a whole.
             streaming = streaming and not datasets.config.HF_HUB_OFFLINE
             return datasets.load_dataset(
                 self.path, self.name, split=self.split, revision=self.revision, streaming=streaming

@@ -86,7 +86,8 @@ def _definitions(statement: ast.stmt) -> Iterator[_Definition]:
 
 
 def _topics(module: ast.Module) -> Iterator[tuple[int, str]]:
-    # The module is one assignment of a dictionary: topic -> text.
+    # The module is one assignment of a dictionary, topic -> text. A text's line is the line of its
+    # literal.
     for statement in module.body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
             yield from ((text.lineno, ast.literal_eval(text)) for text in statement.value.values)

@@ -73,6 +73,7 @@ class QuestionAnswering(TableSource, TaskSource):
         return TaskRow(texts, spans=tuple(spans), answers=tuple(answers), group=self._group(row))
 
     def _group(self, row: Row) -> str:
+        # Optional: without a name, the texts of a row choose its split.
         try:
             name = column(row, self.config.id)
         except BadRecord:
@@ -121,7 +122,11 @@ def _answers(value: Any, name: str) -> list[tuple[str, int]]:
     return found
 
 
-def _nearest(context: str, answer: str, start: int) -> int:
+def _nearest(
+    context: str,
+    answer: str,
+    start: int,
+) -> int:
     """Returns the start of the occurrence of an answer that is nearest to its stated start.
 
     Stated starts are often off by a few characters, as when a text was stripped afterwards.

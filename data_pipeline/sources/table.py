@@ -335,4 +335,5 @@ def encoded(row: object, problem: str = "invalid Unicode") -> bytes:
 
 def _plain(value: object) -> str | None:
     """Replaces a value that JSON cannot represent: bytes by null, a date or decimal by its text."""
+    # Images and sounds of a dataset are bytes. No text is made of them, and they are large.
     return None if isinstance(value, bytes) else str(value)

@@ -149,7 +149,11 @@ def columns_of(templates: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, found)))
 
 
-def write(row: Row, template: str, words: Words) -> str:
+def write(
+    row: Row,
+    template: str,
+    words: Words,
+) -> str:
     """Makes a text from a row, by a template or the name of a column of text.
 
     Raises:
@@ -166,7 +170,11 @@ def write(row: Row, template: str, words: Words) -> str:
     return "".join(parts)
 
 
-def value_of(row: Row, name: str, words: Words) -> object:
+def value_of(
+    row: Row,
+    name: str,
+    words: Words,
+) -> object:
     """Returns the value of a column, or the word for it; a list or an object may be JSON.
 
     Raises:
@@ -175,7 +183,12 @@ def value_of(row: Row, name: str, words: Words) -> object:
     return _word(row, name, words) if name in words else nested(row, name)
 
 
-def _formatted(row: Row, name: str, form: re.Match[str], words: Words) -> str:
+def _formatted(
+    row: Row,
+    name: str,
+    form: re.Match[str],
+    words: Words,
+) -> str:
     # At most one of the three formats is set: {text:*index}, {query:old=new} or {score:step}.
     index, old, new, step = form.group("index", "old", "new", "step")
     if step:
@@ -188,7 +201,11 @@ def _formatted(row: Row, name: str, form: re.Match[str], words: Words) -> str:
     return plain.replace(old, _plain(row, new, words)) if old else plain
 
 
-def _plain(row: Row, name: str, words: Words) -> str:
+def _plain(
+    row: Row,
+    name: str,
+    words: Words,
+) -> str:
     """Returns the value of a column as text."""
     if name in words:
         return _word(row, name, words)
@@ -203,14 +220,22 @@ def _plain(row: Row, name: str, words: Words) -> str:
     return plain
 
 
-def _word(row: Row, name: str, words: Words) -> str:
+def _word(
+    row: Row,
+    name: str,
+    words: Words,
+) -> str:
     value = label_text(column(row, name))
     if value not in words[name]:
         raise BadRecord(f"{name} {brief(value)} is not one of: {listed(words[name])}")
     return words[name][value]
 
 
-def _marked(plain: str, index: int | None, name: str) -> str:
+def _marked(
+    plain: str,
+    index: int | None,
+    name: str,
+) -> str:
     """Puts asterisks around the word of a text with this number, counted from 0."""
     places = [match.span() for match in re.finditer(r"\S+", plain)]
     if index is None or not 0 <= index < len(places):
@@ -219,7 +244,11 @@ def _marked(plain: str, index: int | None, name: str) -> str:
     return f"{plain[:begin]}*{plain[begin:end]}*{plain[end:]}"
 
 
-def _rounded(value: object, step: float, name: str) -> str:
+def _rounded(
+    value: object,
+    step: float,
+    name: str,
+) -> str:
     """Rounds a number to a multiple of `step`, with as many decimals as the step has.
 
     2.5 in steps of 0.2 is "2.4", as Python rounds halves to even: 12.5 steps are 12.

@@ -23,7 +23,10 @@ class Unlabelled(TextsSource):
 
     @classmethod
     def open(
-        cls, path: str, texts: tuple[str, ...], words: dict[str, dict[str, str]]
+        cls,
+        path: str,
+        texts: tuple[str, ...],
+        words: dict[str, dict[str, str]],
     ) -> Unlabelled:
         """Finds the files of a path, glob pattern or URL; `texts` and `words` as in `TextsConfig`.
 

@@ -38,7 +38,11 @@ _USUAL_NAMES = {
 
 
 def train(
-    texts: Iterable[str], algorithm: str, vocab_size: int, lowercase: bool, min_frequency: int
+    texts: Iterable[str],
+    algorithm: str,
+    vocab_size: int,
+    lowercase: bool,
+    min_frequency: int,
 ) -> tokenizers.Tokenizer:
     """Trains "wordpiece" as for BERT, or "bpe", byte-level, as for RoBERTa."""
     trainer: trainers.Trainer
@@ -83,7 +87,11 @@ class HuggingFace:
         settings: its tokenizer_config.json.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, settings: Tree) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        settings: Tree,
+    ) -> None:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
@@ -148,7 +156,11 @@ class HuggingFace:
         return {"tokenizer.json": self._backend.to_str(pretty=True).encode()}
 
 
-def _special_token(vocab: dict[str, int], settings: Tree, role: str) -> str | None:
+def _special_token(
+    vocab: dict[str, int],
+    settings: Tree,
+    role: str,
+) -> str | None:
     """Returns the token for a role, or None: by the settings, its usual name, or a similar role."""
     fallback = {"cls": "bos_token", "sep": "eos_token"}.get(role, "")
     named = [settings.get(f"{role}_token"), *_USUAL_NAMES[role], settings.get(fallback)]

@@ -54,7 +54,11 @@ class WordEncoder:
         dtype: of the ids.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, dtype: np.dtype[np.unsignedinteger]) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        dtype: np.dtype[np.unsignedinteger],
+    ) -> None:
         self._backend = backend
         self._dtype = dtype
         self._known: dict[str, bytes] = {}
