@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.format.shards import ShardIndex, Tokens
-from data_pipeline.packing import parts
-from data_pipeline.packing.plans import Int64, ranges
+from data_pipeline.packing import task_rows
+from data_pipeline.packing.plan import Int64, ranges
 from data_pipeline.tokenizers.tokenizer import Tokenizer
 from trainer.examples import Examples, Labels, PackSpec, TaskRow
 from trainer.tasks import TASKS, TaskKind
@@ -68,7 +68,7 @@ def pack(documents: Sequence[Encoded], spec: PackSpec) -> Examples:
     start = np.cumsum(length) - length
     texts = [first + document.parts for first, document in zip(start, documents, strict=True)]
     origin = np.zeros((len(documents), 2), np.uint32)
-    packed = parts.plan(ShardIndex(start, length, origin, np.concatenate(texts)), spec)
+    packed = task_rows.plan(ShardIndex(start, length, origin, np.concatenate(texts)), spec)
     number = np.arange(len(documents))
     zeros = np.zeros_like(number)
     return Examples(

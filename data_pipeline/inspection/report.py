@@ -15,9 +15,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from data_pipeline.format.manifest import ShardInfo
-from data_pipeline.packing import parts, text_pairs
-from data_pipeline.packing.plans import Int64
-from data_pipeline.packing.policies import plan_shard
+from data_pipeline.packing import task_rows, text_pairs
+from data_pipeline.packing.plan import Int64
+from data_pipeline.packing.policy import plan_shard
 from data_pipeline.reading.dataset import Dataset
 from trainer.errors import DataError, MissingExtra
 from trainer.examples import PackSpec, Policy
@@ -109,7 +109,7 @@ def inspect(dataset: Dataset) -> Inspection:
         histogram = np.bincount(np.frexp(shard.length)[1], minlength=64)
         lengths = np.zeros((0, 0), dtype=np.int64)
         if has_texts:
-            lengths = (text_pairs if is_pairs else parts).lengths(shard)
+            lengths = (text_pairs if is_pairs else task_rows).lengths(shard)
         return histogram, np.array(totals, dtype=np.int64).reshape(-1, 3), lengths
 
     histogram, totals = np.zeros(64, np.int64), np.zeros((len(settings), 3), np.int64)

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.packing.plans import Int64, ranges
+from data_pipeline.packing.plan import Int64, ranges
 from trainer.errors import ConfigError
 from trainer.hashing import U64, combine, mix, name_key
 

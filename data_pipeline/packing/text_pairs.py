@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from data_pipeline.format.shards import ShardIndex
-from data_pipeline.packing.boxes import count_boxes, pack_boxes
-from data_pipeline.packing.plans import Int64, PackPlan, starts
+from data_pipeline.packing import bins
+from data_pipeline.packing.plan import Int64, PackPlan, starts
 from trainer.errors import DataError
 from trainer.examples import PackSpec, Policy
 
@@ -34,7 +34,7 @@ def plan(shard: ShardIndex, spec: PackSpec, policy: Policy, key: int = 0) -> Pac
         example, column = np.arange(len(length)), np.zeros_like(length)
     else:
         assert spec.sides is not None
-        example, column = pack_boxes(_positions(length, spec), spec.sides.size, key)
+        example, column = bins.pack(_positions(length, spec), spec.sides.size, key)
     begin = np.zeros_like(length)
     begin[:, 1] = whole[:, 0]
     order = np.lexsort((column[:, 0], example))
@@ -47,7 +47,7 @@ def count_examples(shard: ShardIndex, spec: PackSpec, policy: Policy) -> int:
     if policy == "padded":
         return len(shard.length)
     assert spec.sides is not None
-    return count_boxes(_positions(_lengths(shard, spec)[1], spec), spec.sides.size)
+    return bins.count(_positions(_lengths(shard, spec)[1], spec), spec.sides.size)
 
 
 def check(shard: ShardIndex, spec: PackSpec, files: Sequence[str]) -> None:

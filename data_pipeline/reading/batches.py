@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from data_pipeline.order.example_order import ExampleOrder, Replica, share
 from data_pipeline.order.exclusions import Exclusions
-from data_pipeline.packing.plans import Int64
+from data_pipeline.packing.plan import Int64
 from data_pipeline.reading.corruption import CorruptShards
 from data_pipeline.reading.length_groups import LengthGroups
 from data_pipeline.reading.prefetch import Prefetcher

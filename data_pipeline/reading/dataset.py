@@ -25,9 +25,8 @@ import numpy.typing as npt
 from data_pipeline.format.manifest import Manifest, ShardInfo
 from data_pipeline.format.shards import Shard, ShardIndex, open_file, read_rows
 from data_pipeline.order.example_order import Location
-from data_pipeline.packing.counts import cached_counts
-from data_pipeline.packing.plans import Int64, PackPlan
-from data_pipeline.packing.policies import (
+from data_pipeline.packing.plan import Int64, PackPlan
+from data_pipeline.packing.policy import (
     check_policy,
     count_shard,
     needs_parts,
@@ -36,6 +35,7 @@ from data_pipeline.packing.policies import (
 )
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.corruption import CorruptShardError
+from data_pipeline.reading.counts import cached_counts
 from data_pipeline.reading.packed_shard import PackedShard, gather, gather_labels
 from data_pipeline.reading.remote import INDEX_READERS, RemoteDataset, load_manifest
 from data_pipeline.tokenizers.tokenizer import Tokenizer

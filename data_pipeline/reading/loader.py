@@ -23,7 +23,7 @@ import torch
 from data_pipeline.order.example_order import ORDER_VERSION, ExampleOrder, SinglePass
 from data_pipeline.order.exclusions import Exclusions
 from data_pipeline.order.mixture import PERIOD, Mixture, Schedule
-from data_pipeline.packing.policies import packing_digest
+from data_pipeline.packing.policy import packing_digest
 from data_pipeline.reading.batches import BatchLayout, BatchMaker
 from data_pipeline.reading.config import Config
 from data_pipeline.reading.corruption import CorruptShardError, CorruptShards

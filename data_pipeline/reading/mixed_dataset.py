@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from data_pipeline.order.example_order import Location, Order
 from data_pipeline.order.mixture import Source
-from data_pipeline.packing.plans import Int64, ranges
+from data_pipeline.packing.plan import Int64, ranges
 from data_pipeline.reading.cache import ShardCache
 from data_pipeline.reading.corruption import CorruptShardError
 from data_pipeline.reading.dataset import Dataset, PackedSplit, max_open_shards

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.format.shards import Shard
-from data_pipeline.packing.plans import Int64, PackPlan
+from data_pipeline.packing.plan import Int64, PackPlan
 from trainer.examples import Labels
 
 Scalar = TypeVar("Scalar", bound=np.generic)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from data_pipeline.format.manifest import ShardInfo
-from data_pipeline.packing.plans import Int64
+from data_pipeline.packing.plan import Int64
 from data_pipeline.reading.remote import RemoteDataset
 from trainer.errors import ConfigError, DataError
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.order.example_order import Location
-from data_pipeline.packing import parts
-from data_pipeline.packing.plans import Int64
+from data_pipeline.packing import task_rows
+from data_pipeline.packing.plan import Int64
 from data_pipeline.reading.dataset import Dataset
 from data_pipeline.reading.mixed_dataset import MixedSplit
 from trainer.examples import Batch, Examples, PackSpec
@@ -115,7 +115,7 @@ def _digest(source: npt.NDArray[np.uint64], arrays: Batch, padding: bool) -> Int
 def _filled(examples: Examples, spec: PackSpec, arrays: Batch) -> Int64:
     """The positions of each row that hold a token, special tokens included: int64 [B]."""
     if spec.parts is not None:
-        return parts.filled(examples, spec)
+        return task_rows.filled(examples, spec)
     if spec.sides is not None:  # what a text takes of them is up to the objective
         names = [name for name in ("segments", "target_segments") if name in arrays]
         filled: Int64 = np.sum([np.count_nonzero(arrays[name], axis=1) for name in names], axis=0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.format.shards import ShardIndex
-from data_pipeline.packing.policies import plan_shard
+from data_pipeline.packing.policy import plan_shard
 from tests.unit.objectives.texts import EOS, VOCABULARY, as_examples, only, pairs_of
 from trainer.errors import ConfigError
 from trainer.examples import Examples

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data_pipeline.packing.plans import PackPlan, plan
+from data_pipeline.packing.documents import plan
+from data_pipeline.packing.plan import PackPlan
 from trainer.examples import Batch, Examples, PackSpec, Policy, Vocabulary
 from trainer.hashing import mix
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.format.shards import ShardIndex
-from data_pipeline.packing.policies import count_shard, packing_digest, plan_shard
+from data_pipeline.packing.policy import count_shard, packing_digest, plan_shard
 from trainer.errors import DataError
 from trainer.examples import PackSpec, Sides
 

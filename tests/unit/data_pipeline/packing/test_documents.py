@@ -5,7 +5,8 @@ import time
 import numpy as np
 import pytest
 
-from data_pipeline.packing.plans import PackPlan, count_examples, plan, ranges
+from data_pipeline.packing.documents import count_examples, plan
+from data_pipeline.packing.plan import PackPlan, ranges
 from trainer.errors import ConfigError
 from trainer.examples import Examples, PackSpec, Vocabulary
 from trainer.objectives import mlm

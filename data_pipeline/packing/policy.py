@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from data_pipeline.format.manifest import Manifest
 from data_pipeline.format.shards import ShardIndex
-from data_pipeline.packing import pairs, parts, plans, text_pairs
-from data_pipeline.packing.plans import PACKING_VERSION, PackPlan
+from data_pipeline.packing import documents, segment_pairs, task_rows, text_pairs
+from data_pipeline.packing.plan import PACKING_VERSION, PackPlan
 from trainer.config import renamed
 from trainer.errors import ConfigError, DataError
 from trainer.examples import PackSpec, Parts, Policy
@@ -95,10 +95,10 @@ def plan_shard(
     if spec.text_pairs:
         return text_pairs.plan(shard, spec, policy, key)
     if spec.parts is not None:
-        return parts.plan(shard, spec)
+        return task_rows.plan(shard, spec)
     if policy == "pairs":
-        return pairs.plan(shard.length, shard.sentences, spec, key, epoch)
-    return plans.plan(shard.length, spec, policy, key)
+        return segment_pairs.plan(shard.length, shard.sentences, spec, key, epoch)
+    return documents.plan(shard.length, spec, policy, key)
 
 
 def count_shard(
@@ -117,8 +117,8 @@ def count_shard(
         text_pairs.check(shard, spec, files)
         return text_pairs.count_examples(shard, spec, policy)
     if spec.parts is not None:
-        parts.check(shard, spec, files)
-        return parts.count_examples(shard, spec)
+        task_rows.check(shard, spec, files)
+        return task_rows.count_examples(shard, spec)
     if policy == "pairs":
-        return pairs.count_examples(shard.length, shard.sentences, spec, key)
-    return plans.count_examples(shard.length, spec, policy)
+        return segment_pairs.count_examples(shard.length, shard.sentences, spec, key)
+    return documents.count_examples(shard.length, spec, policy)

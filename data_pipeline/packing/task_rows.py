@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from data_pipeline.format.shards import ShardIndex
-from data_pipeline.packing.plans import Int64, PackPlan, ranges
+from data_pipeline.packing.plan import Int64, PackPlan, ranges
 from trainer.errors import ConfigError, DataError
 from trainer.examples import Examples, PackSpec, Parts
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.packing.plans import Int64, PackPlan, ranges
+from data_pipeline.packing.plan import Int64, PackPlan, ranges
 from trainer.errors import ConfigError
 from trainer.examples import PackSpec
 from trainer.hashing import U64, combine, mix, name_key, uniform

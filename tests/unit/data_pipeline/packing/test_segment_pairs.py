@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from data_pipeline.packing.pairs import count_examples, plan
-from data_pipeline.packing.plans import PackPlan, ranges
+from data_pipeline.packing.plan import PackPlan, ranges
+from data_pipeline.packing.segment_pairs import count_examples, plan
 from trainer.errors import ConfigError
 from trainer.examples import PackSpec
 from trainer.hashing import combine, mix, name_key, uniform

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.packing.plans import Int64
+from data_pipeline.packing.plan import Int64
 from trainer.errors import DataError
 from trainer.storage import atomic_write
 

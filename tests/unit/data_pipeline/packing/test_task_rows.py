@@ -13,8 +13,8 @@ import pytest
 
 from data_pipeline.format.manifest import FORMAT, Manifest
 from data_pipeline.format.shards import ShardIndex
-from data_pipeline.packing import parts
-from data_pipeline.packing.policies import (
+from data_pipeline.packing import task_rows
+from data_pipeline.packing.policy import (
     check_policy,
     count_shard,
     needs_parts,
@@ -192,7 +192,7 @@ def test_filled_positions_are_those_of_texts_and_special_tokens(spec):
         filled_positions[
             number, column - (column % spec.sequence_length == 1) : column + length + after
         ] = True
-    assert parts.filled(examples, spec).tolist() == filled_positions.sum(axis=1).tolist()
+    assert task_rows.filled(examples, spec).tolist() == filled_positions.sum(axis=1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -300,5 +300,5 @@ def test_planning_takes_no_loop_over_rows():
     )
     begin = time.perf_counter()
     for spec in (spec_of(128), spec_of(384, "windows", stride=128, most=64)):
-        assert parts.count_examples(shard, spec) == parts.plan(shard, spec).examples
+        assert task_rows.count_examples(shard, spec) == task_rows.plan(shard, spec).examples
     assert time.perf_counter() - begin < 8  # 0.3 s

@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from data_pipeline.packing.boxes import count_boxes, pack_boxes
-from data_pipeline.packing.plans import count_examples, plan
+from data_pipeline.packing import bins
+from data_pipeline.packing.documents import count_examples, plan
 from trainer.examples import PackSpec, Sides
 
 
@@ -44,9 +44,9 @@ def assert_no_overlap(
 @pytest.mark.parametrize("pairs", [1, 2, 7, 3000])
 def test_pieces_fit_without_overlap(size: tuple[int, int], pairs: int) -> None:
     cost = sentences(pairs)
-    example, offset = pack_boxes(cost, size, key=3)
+    example, offset = bins.pack(cost, size, key=3)
     assert_no_overlap(example, offset, cost, size)
-    assert count_boxes(cost, size) == example.max() + 1
+    assert bins.count(cost, size) == example.max() + 1
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_pieces_fit_without_overlap(size: tuple[int, int], pairs: int) -> None:
 )
 def test_hard_costs(cost: list[list[int]]) -> None:
     array = np.array(cost, dtype=np.int64).reshape(-1, 2)
-    example, offset = pack_boxes(array, (5, 9))
+    example, offset = bins.pack(array, (5, 9), 0)
     assert_no_overlap(example, offset, array, (5, 9))
 
 
@@ -90,19 +90,19 @@ def test_moving_groups_opens_about_as_many_as_one_by_one(seed: int) -> None:
     size = (48, 40)
     assert cost[:, 0].sum() / size[0] > cost[:, 1].sum() / size[1]
     expected = best_fit_one_by_one([(a, b) for a, b in cost.tolist()], size)
-    assert count_boxes(cost, size) == pytest.approx(expected, rel=0.01)
+    assert bins.count(cost, size) == pytest.approx(expected, rel=0.01)
 
 
 def test_examples_are_nearly_full_on_the_scarcer_side() -> None:
     cost = sentences(30_000)
     for size in ((256, 256), (512, 400)):
         least = (cost.sum(axis=0) / size).max()
-        assert count_boxes(cost, size) < 1.07 * least
+        assert bins.count(cost, size) < 1.07 * least
 
 
 def test_the_key_moves_pieces_and_nothing_else() -> None:
     cost = sentences(5000)
-    first, again, other = (pack_boxes(cost, (256, 256), key)[0] for key in (1, 1, 2))
+    first, again, other = (bins.pack(cost, (256, 256), key)[0] for key in (1, 1, 2))
     assert np.array_equal(first, again)
     assert first.max() == other.max()
     assert (first != other).mean() > 0.9
@@ -114,7 +114,7 @@ def test_the_key_moves_pieces_and_nothing_else() -> None:
 def test_speed() -> None:
     cost = sentences(100_000)
     began = time.process_time()
-    pack_boxes(cost, (512, 512))
+    bins.pack(cost, (512, 512), 0)
     assert time.process_time() - began < 2  # measured: 0.3 s, and 1.5 s for a million
 
 
