@@ -231,12 +231,8 @@ class Labeler:
         lengths = np.minimum([len(row.tokens) for row in rows], self._spec.sequence_length)
         for numbers in batches(lengths, batch_tokens):
             examples = task_rows.pack([rows[number] for number in numbers], self._spec)
-<<<<<<< HEAD
             # No wider than the longest row: in batches of similar length, little is padding.
-            width = int(parts.filled(examples, self._spec).max())
-=======
             width = int(filled(examples, self._spec).max())
->>>>>>> 1f49d11 (packing: one best-fit packer for one side and for two; modules named by what they pack; the plan has a worked example)
             arrays = self._objective.collate(examples, width)
             batch = self._accelerator.to_device(
                 {name: torch.from_numpy(array) for name, array in arrays.items()}
