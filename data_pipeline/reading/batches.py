@@ -1,4 +1,4 @@
-"""One replica's micro-batches of steps: a pure function of where in the order the steps begin."""
+"""The micro-batches of a replica: a pure function of the examples at which steps begin."""
 
 from __future__ import annotations
 
@@ -18,35 +18,29 @@ from data_pipeline.reading.rows import RowMaker
 from trainer.errors import ConfigError
 from trainer.examples import Batch
 
-_BLOCK_CELLS = (
-    2**18
-)  # what numpy takes to begin no longer shows, and the largest arrays are of 2 MB
+# Positions of a block: enough to hide the overhead of numpy calls; int64 arrays have 2 MB.
+_BLOCK_POSITIONS = 2**18
 
 
 def check_batch(global_batch_size: int, devices: int) -> None:
-    """Refuses a batch that some devices would have no example of.
-
-    Raises:
-        ConfigError: naming the smallest batch.
-    """
+    """Rejects a global batch with fewer examples than devices."""
     if global_batch_size < devices:
         raise ConfigError(
             f"global_batch_size {global_batch_size} is less than the {devices} data-parallel "
-            "devices, so "
-            f"some would have nothing to do; use at least {devices}, or fewer devices"
+            f"devices. Use at least {devices}, or fewer devices."
         )
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How a global batch is divided into micro-batches of one shape, equally many on each replica.
+    """Divides a global batch into micro-batches of one shape, the same number on each replica.
 
-    10 examples on 2 devices with a micro-batch size of 4 are 5 examples for each device, in 2
-    micro-batches of 3 rows; one of these 6 rows only pads.
+    10 examples on 2 devices with a micro-batch size of 4 are 5 examples per device, in 2
+    micro-batches of 3 rows; one of these 6 rows is padding.
 
     Attributes:
-        global_batch_size: examples of one optimizer step, over all replicas.
-        micro_batch_size: the most rows of one forward pass on a device.
+        global_batch_size: examples per optimizer step, over all replicas.
+        micro_batch_size: maximum number of rows per device and forward pass.
         replica: the data-parallel rank of this process.
 
     Raises:
@@ -60,21 +54,21 @@ class BatchLayout:
     def __post_init__(self) -> None:
         check_batch(self.global_batch_size, self.replica.count * self.replica.devices)
         if self.micro_batch_size < 1:
-            raise ConfigError(f"micro_batch_size must be at least 1, not {self.micro_batch_size}")
+            raise ConfigError(f"micro_batch_size is {self.micro_batch_size}. Use 1 or more.")
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step."""
+        """Number of micro-batches per step."""
         return -(-self._device_examples // self.micro_batch_size)
 
     @property
     def rows(self) -> int:
-        """Rows of a micro-batch, over all devices of the replica."""
+        """Rows per micro-batch, over all devices of the replica."""
         return -(-self._device_examples // self.micro_batches) * self.replica.devices
 
     @property
     def _device_examples(self) -> int:
-        """The most examples of a step that one device computes."""
+        """Maximum number of examples per device and step."""
         return -(-self.global_batch_size // (self.replica.count * self.replica.devices))
 
 
@@ -83,15 +77,12 @@ class BatchMaker:
 
     Attributes:
         order: the order of the examples.
-        most_steps: how many steps are worth making together.
+        most_steps: number of steps worth making together.
 
     Args:
-        order: the order of the examples.
         counts: int64 [shards], examples in each shard.
-        rows: makes the rows.
         row_positions: positions of a row.
-        layout: of a step.
-        prefetcher: receives the shards that will be needed.
+        prefetcher: told the shards that will be needed.
     """
 
     def __init__(
@@ -104,26 +95,22 @@ class BatchMaker:
         prefetcher: Prefetcher | None,
     ) -> None:
         self.order = order
-        self._counts, self._row_maker, self._prefetcher, self._width = (
-            counts,
-            rows,
-            prefetcher,
-            row_positions,
-        )
+        self._counts, self._row_maker, self._width = counts, rows, row_positions
+        self._prefetcher = prefetcher
         self._batch_size, self._replica = layout.global_batch_size, layout.replica
         self._micro_batches, self._rows = layout.micro_batches, layout.rows
-        # Numpy is slow with small arrays and wants memory for large ones: rows are made in blocks
-        # of micro-batches.
-        together = max(1, _BLOCK_CELLS // (self._rows * row_positions))
+        # Numpy has overhead for small arrays, and large ones need memory. So rows are made in
+        # blocks: micro-batches of 16 x 128 positions in blocks of 128.
+        together = max(1, _BLOCK_POSITIONS // (self._rows * row_positions))
         self._block_rows = together * self._rows
         self.most_steps = max(1, together // self._micro_batches)
 
     def make(
         self, starts: Sequence[int], excluded: Exclusions, corrupt: CorruptShards
     ) -> list[list[Batch]]:
-        """The replica's micro-batches of the steps that begin with these examples.
+        """Makes the replica's micro-batches of the steps that begin with these examples.
 
-        There are fewer after the end of a finite order.
+        A finite order may end before the last step.
 
         Raises:
             CorruptShardError: a shard turns out to be corrupt.
@@ -142,7 +129,6 @@ class BatchMaker:
         for cut, width in self._blocks(starts, len(number), excluded):
             gone = corrupt.has(number[cut], at.shard[cut])
             read = corrupt.stand_in(at[cut], gone, self._counts)
-            # No row depends on those that it is made with.
             arrays = self._row_maker.make(
                 number[cut], at[cut], valid[cut], read, valid[cut] & ~gone, width
             )
@@ -158,36 +144,33 @@ class BatchMaker:
     def _blocks(
         self, starts: Sequence[int], rows: int, excluded: Exclusions
     ) -> Iterator[tuple[slice, int | None]]:
-        """The parts of so many rows of steps that are made at a time, and how wide.
-
-        None is as wide as rows can be.
-        """
+        """Yields slices of `rows` rows to make at a time, and their width; None is the maximum."""
         if not isinstance(self.order, LengthGroups):
             for first in range(0, rows, self._block_rows):
                 yield slice(first, first + self._block_rows), None
             return
         each = self._micro_batches * self._rows
-        for first, start in zip(
-            range(0, rows, each), starts, strict=False
-        ):  # none after the end of a finite order
-            yield (
-                slice(first, first + each),
-                self.order.width(self._batch(start, excluded), self._width),
-            )
+        # With length groups, every step has its own width: the global batch's, so that all replicas
+        # have the same. A finite order may end before the last start.
+        for first, start in zip(range(0, rows, each), starts, strict=False):
+            width = self.order.width(self._batch(start, excluded), self._width)
+            yield slice(first, first + each), width
 
     def _batch(self, start: int, excluded: Exclusions) -> Int64:
-        """The numbers of all rows of the global batch from example `start`."""
+        """Example numbers of the global batch from example `start`, sorted by lane."""
         if excluded.after(start, self._batch_size) == start + self._batch_size:
             return self.order.batch(start, self._batch_size)
         return self.order.rows(excluded.take(start, self._batch_size))
 
     def _share(self, start: int, excluded: Exclusions) -> tuple[Int64, npt.NDArray[np.bool_]]:
-        """The numbers of the replica's rows of the global batch from example `start`, and which do
-        not only pad.
+        """The replica's example numbers of the global batch from `start`, and which are no padding.
+
+        For batch [4, 7, 9, 12, 15], replica 1 of 2 and 2 micro-batches of 2 rows: [9, 12, 15, 9]
+        and [True, True, True, False].
         """
         batch = self._batch(start, excluded)
         mine = batch[share(len(batch), self._replica.index, self._replica.count)]
         rows = self._micro_batches * self._rows if len(batch) else 0
-        # A padding row is a valid example: softmax over a row without any token would be NaN.
+        # Padding rows repeat an example: softmax over a row without tokens would be NaN.
         padding = np.repeat(mine[:1] if len(mine) else batch[:1], rows - len(mine))
         return np.concatenate((mine, padding)), np.arange(rows) < len(mine)

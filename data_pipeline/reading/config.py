@@ -1,4 +1,4 @@
-"""The `data` section of an experiment: what is read, and in which order."""
+"""The `data` section of an experiment."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Literal
 
 from data_pipeline.order.mixture import Source, Weights, check_sources
 from data_pipeline.reading.cache import DEFAULT_SIZE, ShardCache
+from data_pipeline.reading.concat_dataset import AnyDataset, ConcatDataset
 from data_pipeline.reading.dataset import Dataset
-from data_pipeline.reading.mixed_dataset import AnyDataset, MixedDataset
 from trainer.config.sizes import parse_size
 from trainer.errors import ConfigError
 from trainer.examples import Policy
@@ -19,34 +19,31 @@ class Config:
     """The `data` section of an experiment.
 
     Attributes:
-        path: folder of a built dataset, or its address (s3://, gs://, http://, https://); shards of
-            a remote one are downloaded when they are needed.
+        path: folder of a built dataset, or its URL (s3://, gs://, http://, https://); remote shards
+            are downloaded when they are needed.
         sources: several datasets to mix, instead of `path`.
-        weights: other weights of the sources, from steps on.
-        on_change: what to do when a run that goes on finds other datasets, or other weights for
-            where it stands, than it was stopped with: error refuses; accept goes on with the new
-            ones from there.
+        weights: changes of the sources' weights after given steps.
+        on_change: reaction if a continued run has other datasets, or other weights at its current
+            step, than before: error rejects; accept continues with the new ones from there.
         sequence_length: positions of an example, special tokens included.
         packing: how documents become examples: concat, best_fit, padded or pairs.
-        lanes: independent readers that the order deals examples from; part of the order, so fixed
-            for a run.
-        window: shards' worth of examples that a lane shuffles together; part of the order, so fixed
-            for a run.
-        group_by_length: for rows of tasks: takes examples of about the same length in groups of so
-            many, best the global batch size, and makes rows no wider than the longest of a batch;
-            part of the order. None: all rows have sequence_length positions, as compilers need it.
-        threads: threads that make batches; 0 makes them in the training thread.
-        prefetch: steps of batches that threads keep ready, or blocks of several steps where those
-            are small.
-        cache: folder of the local disk for downloaded shards, which all processes and runs of a
-            node may share; null is SAMESTEP_CACHE from the environment, or ~/.cache/samestep.
-        cache_size: how much of them is kept, such as 500GB or 2TiB; less where the disk has no more
-            to give.
-        on_corrupt: what to do about a shard whose bytes are not those that were built, even when
-            they are read or fetched again: stop ends the run; skip passes over the rest of its
-            examples.
-        exclude: ranges [first, end] of global examples, counted from 0, that a run passes over (end
-            itself is not among them); of the first data order, where phases begin several.
+        lanes: number of spans of the data that a batch takes turns reading; part of the order, so
+            fixed for a run.
+        window: number of shards in which a lane shuffles examples; part of the order, so fixed for
+            a run.
+        group_by_length: for rows of tasks: the size of groups of examples of similar length, best
+            the global batch size; rows are then no wider than the longest of their batch. Part of
+            the order. None: all rows have sequence_length positions, as compilers need.
+        threads: number of threads that make batches; 0 makes them in the training thread.
+        prefetch: number of global batches that threads keep ready, or of blocks of several small
+            ones.
+        cache: local folder for downloaded shards, which all processes and runs of a node can share;
+            null is SAMESTEP_CACHE from the environment, or ~/.cache/samestep.
+        cache_size: maximum size of the cache, such as 500GB or 2TiB; less on a smaller disk.
+        on_corrupt: reaction to a shard whose bytes differ from those that were built, even when
+            read or downloaded again: stop ends the run; skip skips the rest of its examples.
+        exclude: ranges [first, end) of global examples to skip, counted from 0, in the first data
+            order (phases may begin others).
     """
 
     path: str | None = None
@@ -68,10 +65,9 @@ class Config:
     def __post_init__(self) -> None:
         if (self.path is None) == (not self.sources):
             raise ConfigError(
-                f"path is {self.path or 'null'} and there are {len(self.sources)} sources; set "
-                "path to a dataset, or "
-                "sources to a list of {path, weight}, and leave the other one out (path=null, "
-                "sources=[])"
+                f"path is {self.path or 'null'} and there are {len(self.sources)} sources. Set "
+                "either path to a dataset (and sources=[]), or sources to a list of {path, weight} "
+                "(and path=null)."
             )
         check_sources(self.sources, self.weights)
         for name, least in (
@@ -82,21 +78,19 @@ class Config:
             ("prefetch", 1),
         ):
             if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
+                raise ConfigError(f"{name} is {getattr(self, name)}. Use {least} or more.")
         if self.group_by_length is not None and self.group_by_length < 1:
-            raise ConfigError(
-                f"group_by_length must be at least 1, or null for none, not {self.group_by_length}"
-            )
+            raise ConfigError(f"group_by_length is {self.group_by_length}. Use 1 or more, or null.")
         parse_size(self.cache_size, "cache_size")
         for part in self.exclude:
             if len(part) != 2 or not 0 <= part[0] < part[1]:
                 raise ConfigError(
-                    f"exclude must be pairs [first, end] with 0 <= first < end, not {list(part)}"
+                    f"exclude has {list(part)}. Use pairs [first, end] with 0 <= first < end."
                 )
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Where the datasets are."""
+        """The locations of the datasets."""
         return tuple(source.path for source in self.sources) if self.path is None else (self.path,)
 
     def open(self) -> AnyDataset:
@@ -107,10 +101,8 @@ class Config:
                 tokenizers.
             ConfigError: two sources are the same dataset.
         """
-        cache, whole = (
-            ShardCache.open_folder(self.cache, self.cache_size),
-            self.on_corrupt == "stop",
-        )
+        cache = ShardCache.open_folder(self.cache, self.cache_size)
+        whole = self.on_corrupt == "stop"
         if self.path is None:
-            return MixedDataset.open(self.sources, cache, whole=whole)
+            return ConcatDataset.open(self.sources, cache, whole=whole)
         return Dataset.open(self.path, cache, whole=whole)

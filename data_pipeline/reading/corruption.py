@@ -1,4 +1,4 @@
-"""Shards that a run passes over, because their bytes are no longer those that were built."""
+"""Shards that a run skips because their bytes differ from those that were built."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class CorruptShardError(DataError):
-    """The bytes of a shard are not those that were built.
-
-    `shard` is its number in its split, or in a mixture.
-    """
+    """A shard's bytes differ from those that were built; `shard` is its index in the split."""
 
     def __init__(self, message: str, shard: int) -> None:
         super().__init__(message)
@@ -26,20 +23,17 @@ class CorruptShardError(DataError):
 
 
 class CorruptShards:
-    """From which global example on each shard is skipped.
+    """The skipped shards, each with the global example from which on it is skipped. Immutable.
 
-    Immutable, so that threads may share it.
-
-    Rows of its examples stay where they are and carry no weight. So no other example changes its
-    place, and however many examples are gone, a run has to remember the shard only.
+    Rows of their examples stay in place, with weight 0. So no other example moves, and a run has to
+    remember only the shards, not their examples.
 
     Attributes:
-        found: (digest of the dataset, name of the shard, global example) of each, in the order of
-            the examples.
+        found: (digest of the dataset, name of the shard, global example), sorted by example.
 
     Args:
-        shards: (digest of the dataset, name) of all shards, by their numbers.
-        found: as the attribute; some may be of datasets that are not there.
+        shards: (digest of the dataset, name) of all shards, by index.
+        found: as the attribute; datasets that are not in `shards` are ignored.
     """
 
     def __init__(
@@ -47,51 +41,45 @@ class CorruptShards:
     ) -> None:
         self._shards = shards
         named = ((str(digest), str(name), int(first)) for digest, name, first in found)
-        self.found = tuple(
-            sorted(named, key=lambda shard: (shard[2], *shard))
-        )  # whichever replica came first
+        # Sorted, so the result does not depend on which replica found a shard first.
+        self.found = tuple(sorted(named, key=lambda shard: (shard[2], *shard)))
         first_of = {(digest, name): first for digest, name, first in self.found}
         self._first = np.array(
             [first_of.get(shard, _NEVER) for shard in shards] if first_of else (), dtype=np.int64
         )
 
     def add(self, shard: int, first: int) -> CorruptShards:
-        """Passes over a shard, too, from a global example on."""
+        """Also skips a shard from a global example on."""
         return self.replaced((*self.found, (*self._shards[shard], first)))
 
     def replaced(self, found: Iterable[Sequence[str | int]]) -> CorruptShards:
-        """Passes over these shards instead."""
+        """Skips these shards instead."""
         return CorruptShards(self._shards, found)
 
     def has(self, number: Int64, shard: Int64) -> npt.NDArray[np.bool_]:
-        """Whether global examples, which are of these shards, are skipped: bool [B]."""
-        return (
-            number >= self._first[shard]
-            if len(self._first)
-            else np.zeros(len(number), dtype=np.bool_)
-        )
+        """Whether global examples in these shards are skipped: bool [B]."""
+        if not len(self._first):
+            return np.zeros(len(number), dtype=np.bool_)
+        return number >= self._first[shard]
 
     def without(self, shard: Int64) -> Int64:
-        """The ones of some shards that are not skipped."""
+        """Those of the shards that are not skipped."""
         return shard[self._first[shard] == _NEVER] if len(self._first) else shard
 
     def stand_in(self, at: Location, gone: npt.NDArray[np.bool_], counts: Int64) -> Location:
-        """The places to read for examples at `at`, of which some are gone.
-
-        For those, an example of a sound shard.
+        """Replaces the locations of skipped examples by an example of an intact shard.
 
         Args:
-            at: places of B examples.
-            gone: bool [B], True for the ones that are skipped.
+            gone: bool [B], True for skipped examples.
             counts: int64 [shards], examples in each shard.
 
         Raises:
-            DataError: no shard is sound.
+            DataError: no shard is intact.
         """
         if not gone.any():
             return at
         sound = np.flatnonzero((counts > 0) & (self._first == _NEVER))
         if not len(sound):
-            raise DataError(f"all {len(counts)} shards are corrupt; copy the data again")
+            raise DataError(f"all {len(counts)} shards are corrupt. Copy the dataset again.")
         epoch, index = np.where(gone, 0, (at.epoch, at.index))
         return Location(epoch, np.where(gone, sound[0], at.shard), index)

@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 def cached_counts(file: Path, shards: int, count: Callable[[], Int64]) -> Int64:
-    """Returns the counts in a file, or calls `count` and writes its result there, int64 [shards].
+    """Reads the counts from a file, or calls `count` and writes the result: int64 [shards].
 
-    The file is only a cache: it may be missing, damaged, unwritable, or written by several
-        processes.
+    The file is only a cache: it may be missing, damaged or unwritable, and several processes may
+    write it.
     """
     # SHA-256 of the content, then one little-endian int64 for each shard.
     try:

@@ -25,11 +25,11 @@ from data_pipeline.order.exclusions import Exclusions
 from data_pipeline.order.mixture import PERIOD, Mixture, Schedule
 from data_pipeline.packing.policy import packing_digest
 from data_pipeline.reading.batches import BatchLayout, BatchMaker
+from data_pipeline.reading.concat_dataset import AnyDataset, ConcatSplit, named_sources
 from data_pipeline.reading.config import Config
 from data_pipeline.reading.corruption import CorruptShardError, CorruptShards
 from data_pipeline.reading.dataset import Dataset, max_open_shards
 from data_pipeline.reading.length_groups import GROUPS, LengthGroups, check_groups
-from data_pipeline.reading.mixed_dataset import AnyDataset, MixedSplit, named_sources
 from data_pipeline.reading.prefetch import Prefetcher
 from data_pipeline.reading.rows import RowMaker
 from trainer.errors import ConfigError, DataError
@@ -129,7 +129,7 @@ class StreamingLoader:
             config.on_change == "accept",
             config.on_corrupt == "skip",
         )
-        self._packed = MixedSplit(named, order.split, pack_spec, config.packing, order.seed)
+        self._packed = ConcatSplit(named, order.split, pack_spec, config.packing, order.seed)
         self.sources, self.micro_batches = self._packed.sizes, layout.micro_batches
         if self._group is not None:
             check_groups(config, pack_spec)

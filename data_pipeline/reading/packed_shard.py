@@ -1,4 +1,4 @@
-"""Open shards with their plans, as buffers that examples are gathered from."""
+"""An open shard with its packing plan, as buffers from which examples are gathered."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 @dataclass(frozen=True, eq=False)
 class PackedShard:
-    """An open shard and its plan, as buffers, whose elements and slices cost less than those of
-    arrays.
+    """An open shard and its plan.
+
+    These are memoryviews because their elements and slices are cheaper than an array's: a batch
+    takes thousands of short slices.
 
     Attributes:
         tokens: [T], the whole file as tokens.
         start: [N + 1], `example_start` of the `PackPlan`.
-        pieces: [3 * M], per piece the index of its first token in `tokens`, its length and its
+        pieces: [3 * M], for each chunk the index of its first token in `tokens`, its length and its
             column.
         random: bool [N], as in `PackPlan`.
-        labels: [K], those of the shard's documents where they are rows of a task; else empty.
-        rows: int64 [N, 6], where documents are rows of a task: per example the first of its labels
-            and the one after its last, its document's number in the split, its last piece's first
-            token within that, how many examples there are of the document, and the positions up to
-            that piece's end.
+        labels: [K], the labels of the shard's documents; empty unless they are rows of a task.
+        rows: int64 [N, 6], for rows of a task: for each example the range [first, end) of its
+            labels, its document's index in the split, its last chunk's first token in the document,
+            the number of examples of the document, and the number of filled positions.
     """
 
     tokens: memoryview
@@ -45,13 +46,12 @@ class PackedShard:
     def of(
         cls, shard: Shard, plan: PackPlan, dtype: np.dtype[np.generic], first_document: int
     ) -> PackedShard:
-        """Lays out a shard.
+        """Builds the buffers of a shard.
 
         Args:
-            shard: with its labels, if they will be wanted.
-            plan: of its examples.
+            shard: opened with labels if they are needed.
             dtype: of `start` and `pieces`.
-            first_document: the number of its first document in the split.
+            first_document: index of its first document in the split.
         """
         address = shard.start[plan.document] + plan.begin
         pieces = np.stack((address, plan.length, plan.column), axis=1).astype(dtype)
@@ -76,20 +76,20 @@ class PackedShard:
 
     @property
     def bytes(self) -> int:
-        """Of memory, tokens not counted."""
+        """Bytes of memory, without the memory-mapped tokens."""
         return self.start.nbytes + self.pieces.nbytes + self.labels.nbytes + self.rows.nbytes
 
 
 def gather(
     buffers: Iterable[memoryview], begin: Int64, end: Int64, dtype: np.dtype[Scalar] | type[Scalar]
 ) -> npt.NDArray[Scalar]:
-    """Puts the slice [begin:end] of each buffer end to end."""
+    """Concatenates the slice [begin:end] of each buffer."""
     places = zip(buffers, begin.tolist(), end.tolist(), strict=True)
     return np.frombuffer(b"".join([buffer[first:last] for buffer, first, last in places]), dtype)
 
 
 def gather_labels(shards: Sequence[PackedShard], index: Int64) -> Labels:
-    """What is to be predicted of examples, given the shard of each and its number there."""
+    """The labels of examples, given the shard of each and its index there."""
     rows = np.array(
         [shard.rows[i] for shard, i in zip(shards, index.tolist(), strict=True)]
     ).reshape(-1, 6)

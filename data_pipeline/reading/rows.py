@@ -1,6 +1,4 @@
-"""Rows of batches: what an objective makes of examples, and the columns that say which examples
-they are.
-"""
+"""Rows of batches: the objective's arrays, and the columns that identify the examples."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ import numpy.typing as npt
 from data_pipeline.order.example_order import Location
 from data_pipeline.packing import task_rows
 from data_pipeline.packing.plan import Int64
+from data_pipeline.reading.concat_dataset import ConcatSplit
 from data_pipeline.reading.dataset import Dataset
-from data_pipeline.reading.mixed_dataset import MixedSplit
 from trainer.examples import Batch, Examples, PackSpec
 from trainer.hashing import U64, combine, mix, name_key
 
@@ -21,25 +19,17 @@ _DROPOUT = name_key("dropout")
 
 
 class RowMaker:
-    """Makes rows; none depends on those that it is made with.
-
-    Args:
-        sources: the datasets.
-        split: what is read of them.
-        pack_spec: the objective's.
-        collate: the objective's.
-        seed: the run's seed.
-    """
+    """Makes rows. No row depends on the other rows of its batch."""
 
     def __init__(
         self,
         sources: Sequence[Dataset],
-        split: MixedSplit,
+        split: ConcatSplit,
         pack_spec: PackSpec,
         collate: Callable[[Examples, int], Batch],
         seed: int,
     ) -> None:
-        # A name of a source that does not depend on which others there are.
+        # Identifies a source independently of the other sources.
         self._key = np.array(
             [int(source.manifest.digest[:16], 16) for source in sources], dtype=np.uint64
         )
@@ -57,12 +47,12 @@ class RowMaker:
         """Makes the rows of global examples.
 
         Args:
-            number: int64 [B], their numbers.
-            at: their places.
-            valid: bool [B], whether a row does not only pad.
-            read: the places to read, which are others where examples are skipped.
-            fed: bool [B], whether a row counts.
-            width: positions of the rows, if all are shorter than the maximum.
+            number: int64 [B], global example numbers.
+            at: their locations.
+            valid: bool [B], False for padding rows.
+            read: locations to read: other ones for skipped examples.
+            fed: bool [B], whether the row has weight: neither padding nor skipped.
+            width: positions of a row, if less than the maximum.
 
         Raises:
             DataError: a shard is damaged.
@@ -85,22 +75,17 @@ class RowMaker:
         return arrays
 
     def _dropout_key(self, number: Int64) -> U64:
-        """A key for each sequence that the model computes.
-
-        Uint64 [B], or [B, choices] of rows that have several.
-        """
+        """Dropout keys: uint64 [B], or [B, choices] if rows hold several sequences."""
         if self._spec.parts is None or self._spec.parts.choices == 1:
             return combine(self._seed, _DROPOUT, number)
         return combine(self._seed, _DROPOUT, number[:, None], np.arange(self._spec.parts.choices))
 
 
 def _digest(source: npt.NDArray[np.uint64], arrays: Batch, padding: bool) -> Int64:
-    """Hashes each row's name and input tokens [B, ...].
+    """Hashes each row's identity and input tokens: int64 [B], summed modulo 2**64 over a batch.
 
-    Int64 [B], to be summed modulo 2**64 over a batch.
-
-    Each column has an odd factor of its own, so that no change of a single token leaves a row's sum
-    as it was. Without `padding` it does not depend on how wide the rows are.
+    Each column has its own odd factor, which is invertible modulo 2**64, so any change of a single
+    token changes the row's sum. Without `padding` the hash does not depend on the rows' width.
     """
     sums = []
     for name in ("tokens", "target_tokens"):
@@ -113,10 +98,10 @@ def _digest(source: npt.NDArray[np.uint64], arrays: Batch, padding: bool) -> Int
 
 
 def _filled(examples: Examples, spec: PackSpec, arrays: Batch) -> Int64:
-    """The positions of each row that hold a token, special tokens included: int64 [B]."""
+    """Number of positions with a token in each row, special tokens included: int64 [B]."""
     if spec.parts is not None:
         return task_rows.filled(examples, spec)
-    if spec.sides is not None:  # what a text takes of them is up to the objective
+    if spec.sides is not None:  # only the objective knows what a text takes of each side
         names = [name for name in ("segments", "target_segments") if name in arrays]
         filled: Int64 = np.sum([np.count_nonzero(arrays[name], axis=1) for name in names], axis=0)
         return filled

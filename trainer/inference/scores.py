@@ -11,8 +11,8 @@ import torch
 
 from data_pipeline.format.shards import Tokens
 from data_pipeline.packing import text_pairs
+from data_pipeline.reading.concat_dataset import ConcatDataset
 from data_pipeline.reading.dataset import Dataset
-from data_pipeline.reading.mixed_dataset import MixedDataset
 from data_pipeline.sources import BadRecord, PairSource
 from trainer.accelerators.detect import for_any_shapes
 from trainer.checkpoint import integrity
@@ -121,7 +121,7 @@ def evaluate(
 def _pairs_dataset(experiment: Experiment) -> Dataset:
     """The run's dataset, if it is a single one with pairs of texts."""
     dataset = experiment.data.open()
-    if isinstance(dataset, MixedDataset):
+    if isinstance(dataset, ConcatDataset):
         raise ConfigError(
             "the run mixes several datasets, which are scored one at a time; name one, as with "
             f"data.sources=[] data.weights=[] data.path={next(iter(dataset.sources.values())).name}"

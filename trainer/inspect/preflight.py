@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from data_pipeline.reading.batches import check_batch
-from data_pipeline.reading.mixed_dataset import AnyDataset
+from data_pipeline.reading.concat_dataset import AnyDataset
 from trainer.checkpoint import files, integrity
 from trainer.errors import CheckpointError
 from trainer.storage import is_url

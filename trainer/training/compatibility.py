@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from data_pipeline.reading.mixed_dataset import AnyDataset, named_sources
+from data_pipeline.reading.concat_dataset import AnyDataset, named_sources
 from trainer.config import to_tree
 from trainer.errors import ConfigError
 from trainer.models import Model, Outputs

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data_pipeline.reading.mixed_dataset import AnyDataset
+from data_pipeline.reading.concat_dataset import AnyDataset
 from trainer.checkpoint.layout import StoredTensors
 from trainer.errors import CheckpointError, ConfigError
 from trainer.models import Model, Start, Stored

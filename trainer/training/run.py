@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from data_pipeline.reading.batches import BatchLayout
+from data_pipeline.reading.concat_dataset import AnyDataset
 from data_pipeline.reading.loader import SplitOrder, StreamingLoader
-from data_pipeline.reading.mixed_dataset import AnyDataset
 from trainer import storage
 from trainer.accelerators.detect import detect
 from trainer.checkpoint import files, integrity

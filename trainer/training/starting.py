@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from data_pipeline.reading.concat_dataset import named_sources
 from data_pipeline.reading.config import Config as DataConfig
-from data_pipeline.reading.mixed_dataset import named_sources
 from trainer.checkpoint import files, integrity
 from trainer.config import Kinds, Tree, decode, read_tree, to_tree
 from trainer.config.renamed import read_stored

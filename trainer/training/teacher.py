@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 
-from data_pipeline.reading.mixed_dataset import AnyDataset
+from data_pipeline.reading.concat_dataset import AnyDataset
 from trainer.errors import ConfigError
 from trainer.models import Model, ModelConfig
 from trainer.objectives import Objective, Taught

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from data_pipeline.reading.concat_dataset import AnyDataset
 from data_pipeline.reading.config import Config as DataConfig
-from data_pipeline.reading.mixed_dataset import AnyDataset
 from tests.outputs import predict
 from trainer.checkpoint.huggingface import save_folder
 from trainer.errors import CheckpointError, ConfigError

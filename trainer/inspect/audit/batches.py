@@ -13,8 +13,8 @@ from typing import TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from data_pipeline.reading.concat_dataset import AnyDataset, named_sources
 from data_pipeline.reading.loader import StreamingLoader
-from data_pipeline.reading.mixed_dataset import AnyDataset, named_sources
 from trainer.config import Tree, decode
 from trainer.config.renamed import read_stored
 from trainer.errors import ConfigError, DataError

@@ -13,8 +13,8 @@ from typing import TypedDict
 import numpy as np
 from rich.console import Console
 
+from data_pipeline.reading.concat_dataset import AnyDataset
 from data_pipeline.reading.loader import StreamingLoader
-from data_pipeline.reading.mixed_dataset import AnyDataset
 from trainer.accelerators import cpu
 from trainer.checkpoint import integrity
 from trainer.checkpoint.manager import Checkpointer

@@ -29,8 +29,8 @@ from data_pipeline.inspection.report import inspect, report
 from data_pipeline.inspection.show import show
 from data_pipeline.order.example_order import Location
 from data_pipeline.reading.cache import ShardCache
+from data_pipeline.reading.concat_dataset import ConcatSplit
 from data_pipeline.reading.dataset import Dataset, PackedSplit
-from data_pipeline.reading.mixed_dataset import MixedSplit
 from data_pipeline.sources import (
     TaskSource,
     classification,
@@ -148,14 +148,14 @@ def parsed(source: TaskSource) -> dict[tuple[str, int], TaskRow]:
     return {(source.files[r.file], r.line): source.parse_row(r) for r in source.records()}
 
 
-def every(packed: PackedSplit | MixedSplit) -> Location:
+def every(packed: PackedSplit | ConcatSplit) -> Location:
     """Where all examples of a split are, mixed up."""
     index = [(shard, i) for shard, count in enumerate(packed.counts.tolist()) for i in range(count)]
     shard, within = np.random.default_rng(0).permutation(index).T
     return Location(np.zeros(len(shard), dtype=np.int64), shard, within)
 
 
-def read(packed: PackedSplit | MixedSplit, at: Location) -> Examples:
+def read(packed: PackedSplit | ConcatSplit, at: Location) -> Examples:
     return packed.read(at, np.ones(len(at.index), dtype=np.float32))
 
 
@@ -483,7 +483,7 @@ def test_rows_that_only_pad_are_of_no_document(built):
     assert labels == ("score",)
 
 
-def test_labels_of_mixed_datasets_are_those_of_each(corpus, built, tmp_path, kind):
+def test_labels_of_concat_datasets_are_those_of_each(corpus, built, tmp_path, kind):
     other = dataclasses.replace(
         config_of(corpus, kind, tmp_path / "other").source,
         paths=(f"{corpus}/{kind}-dev.jsonl",),
@@ -491,7 +491,7 @@ def test_labels_of_mixed_datasets_are_those_of_each(corpus, built, tmp_path, kin
     )
     build(config_of(corpus, kind, tmp_path / "other", source=other, heldout_fraction=0))
     sources = {"a": Dataset.open(built[kind]), "b": Dataset.open(tmp_path / "other")}
-    mixed = MixedSplit(sources, "train", SPECS[kind], "padded", 3)
+    mixed = ConcatSplit(sources, "train", SPECS[kind], "padded", 3)
     at = every(mixed)
     together, source = read(mixed, at), mixed.source(at)
     assert 0 < source.sum() < len(source)

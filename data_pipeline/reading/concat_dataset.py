@@ -1,6 +1,7 @@
-"""The datasets of a mixture as if they were one.
+"""Several datasets as one, like `torch.utils.data.ConcatDataset`.
 
-Their shards count as one list, in the order of the sources.
+Their shards are numbered through, in the order of the sources. `data_pipeline.order.mixture` decides
+which source an example comes from; here it is read.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from trainer.examples import Examples, Labels, PackSpec, Policy
 
 
 @dataclass(frozen=True)
-class MixedDataset:
-    """The datasets that a run mixes, by name."""
+class ConcatDataset:
+    """The datasets of a mixture, by name."""
 
     sources: dict[str, Dataset]
 
     @classmethod
     def open(
         cls, sources: Sequence[Source], cache: ShardCache, *, whole: bool = True
-    ) -> MixedDataset:
-        """Opens datasets of one tokenizer; `whole` as for `Dataset.open`.
+    ) -> ConcatDataset:
+        """Opens datasets with the same tokenizer; `whole` as for `Dataset.open`.
 
         Raises:
-            ConfigError: two of them are the same.
+            ConfigError: a dataset is listed twice.
             DataError: one is unfinished or damaged, or has another tokenizer.
         """
         opened: dict[str, Dataset] = {}
@@ -45,56 +46,49 @@ class MixedDataset:
             for other in opened.values():
                 if dataset.manifest.tokenizer_fingerprint != other.manifest.tokenizer_fingerprint:
                     raise DataError(
-                        f"{other.name} and {dataset.name} were built with different tokenizers, so "
-                        "their tokens mean "
-                        "different words; build one of them again with "
-                        f"tokenizer.path={other.path / 'tokenizer'}"
+                        f"{other.name} and {dataset.name} were built with different tokenizers. "
+                        "Build one of them again with "
+                        f"tokenizer.path={other.path / 'tokenizer'}."
                     )
                 if dataset.manifest.digest == other.manifest.digest:
                     raise ConfigError(
-                        f"data.sources has the same dataset twice, {other.name} and "
-                        f"{dataset.name}; name it once, with "
-                        "the sum of the weights"
+                        f"data.sources lists the same dataset twice, {other.name} and "
+                        f"{dataset.name}. List it once, with the sum of the weights."
                     )
             opened[source.label] = dataset
         return cls(opened)
 
     @property
     def name(self) -> str:
-        """Where they are, for messages."""
+        """Their locations, for messages."""
         return ", ".join(dataset.name for dataset in self.sources.values())
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of all of them.
+        """Their common tokenizer.
 
         Raises:
-            DataError: the one in the folder of the first is not it.
+            DataError: the first dataset's folder has another one.
         """
         return next(iter(self.sources.values())).tokenizer
 
 
-AnyDataset: TypeAlias = Dataset | MixedDataset
+AnyDataset: TypeAlias = Dataset | ConcatDataset
 
 
 def named_sources(dataset: AnyDataset) -> dict[str, Dataset]:
-    """The datasets of a mixture by name; a single dataset, by where it is."""
-    return dataset.sources if isinstance(dataset, MixedDataset) else {dataset.name: dataset}
+    """The datasets of a mixture by name; a single dataset by its location."""
+    return dataset.sources if isinstance(dataset, ConcatDataset) else {dataset.name: dataset}
 
 
-class MixedSplit:
+class ConcatSplit:
     """The examples of one split of several datasets, addressed by (shard, index in the shard).
 
     Attributes:
         counts: int64 [shards], examples in each shard.
-        sizes: the name of each dataset and the examples in its split.
+        sizes: name and number of examples of each dataset.
 
-    Args:
-        sources: the datasets by name.
-        split, spec, policy, seed: as for `PackedSplit`.
-
-    Raises:
-        DataError, ConfigError: as `PackedSplit`.
+    Arguments and errors as for `PackedSplit`.
     """
 
     def __init__(
@@ -113,46 +107,47 @@ class MixedSplit:
     def orders(
         self, keys: Mapping[str, str], *, seed: int, lanes: int, window: int
     ) -> dict[str, Order]:
-        """The order of each dataset by itself, by the keys that are given for their names.
+        """The order of each dataset alone, by its key.
+
+        Args:
+            keys: name -> key of a dataset.
 
         Raises:
-            ConfigError: one has fewer examples than there are lanes.
+            ConfigError: a dataset has fewer examples than lanes.
         """
         orders = {}
         for (name, _), split in zip(self.sizes, self._splits, strict=True):
             try:
                 orders[keys[name]] = Order(split.counts, seed=seed, lanes=lanes, window=window)
             except ConfigError as error:
-                raise ConfigError(
-                    f"{name}: {error}" if len(self.sizes) > 1 else str(error)
-                ) from None
+                raise ConfigError(f"{name}: {error}") from None
         return orders
 
     def keep_open(self, most: Sequence[int]) -> None:
-        """Keeps at most this many shards of each dataset open."""
+        """Limits the number of open shards of each dataset."""
         for split, number in zip(self._splits, most, strict=True):
             split.most_open = max(1, number)
 
     def source(self, at: Location) -> Int64:
-        """The number of the dataset that each example is of: int64 [B]."""
+        """The index of each example's dataset: int64 [B]."""
         return np.searchsorted(self._first_shard, at.shard, side="right") - 1
 
     def ids(self, at: Location) -> Int64:
-        """The number of each example in the split of its dataset: int64 [B]."""
+        """The index of each example in its dataset's split: int64 [B]."""
         ids = np.empty_like(at.index)
         for split, rows, within in self._parts(at):
             ids[rows] = split.ids(within)
         return ids
 
     def positions(self, at: Location) -> Int64:
-        """The filled positions of examples that are rows of a task: int64 [B]."""
+        """See `PackedSplit.positions`."""
         filled = np.empty_like(at.index)
         for split, rows, within in self._parts(at):
             filled[rows] = split.positions(within)
         return filled
 
     def documents(self, at: Location) -> list[list[tuple[str, int]]]:
-        """Returns the (source file, line) of each chunk of B examples, example by example."""
+        """See `PackedSplit.documents`."""
         found: list[list[tuple[str, int]]] = [[] for _ in at.index]
         for split, rows, within in self._parts(at):
             for row, documents in zip(rows.tolist(), split.documents(within), strict=True):
@@ -160,11 +155,7 @@ class MixedSplit:
         return found
 
     def read(self, at: Location, weight: npt.NDArray[np.float32]) -> Examples:
-        """Gathers examples, as `PackedSplit.read`.
-
-        Raises:
-            CorruptShardError, DataError: as `PackedSplit.read`.
-        """
+        """See `PackedSplit.read`."""
         parts = []
         for split, rows, within in self._parts(at):
             try:
@@ -175,10 +166,7 @@ class MixedSplit:
         return parts[0][1] if len(parts) == 1 else _merge(parts, weight)
 
     def _parts(self, at: Location) -> Iterator[tuple[PackedSplit, Int64, Location]]:
-        """The datasets that examples are of.
-
-        Each one's split, which rows are of it, and where they are in it.
-        """
+        """For each dataset among the examples: its split, their rows, and their locations in it."""
         if len(self._splits) == 1:
             yield self._splits[0], np.arange(len(at.index)), at
             return
@@ -192,7 +180,11 @@ class MixedSplit:
 
 
 def _merge(parts: Sequence[tuple[Int64, Examples]], weight: npt.NDArray[np.float32]) -> Examples:
-    """Puts examples of several datasets into the rows of one batch."""
+    """Merges examples of several datasets into one batch.
+
+    Args:
+        parts: the rows of the batch that come from a dataset, and their examples.
+    """
     rows, examples = zip(*parts, strict=True)
     row = np.concatenate([mine[each.row] for mine, each in parts])
     pieces = np.argsort(row, kind="stable")
@@ -214,7 +206,7 @@ def _merge(parts: Sequence[tuple[Int64, Examples]], weight: npt.NDArray[np.float
 
 
 def _merge_labels(parts: Sequence[Labels], by_row: Int64) -> Labels | None:
-    """Puts labels of several datasets, end to end, into this order."""
+    """Merges the labels of several datasets; `by_row` sorts their rows."""
     if not parts:
         return None
     count = np.concatenate([each.count for each in parts])
